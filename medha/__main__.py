@@ -11,7 +11,7 @@ import typer
 
 from medha.bench.cli import app as bench_app
 from medha.cli.command import end_process, make_app, run_app
-from medha.cli.report import environment
+from medha.cli.report import environment, print_report
 from medha.errors import ConfigError
 from medha.generate.__main__ import generate
 from medha.profile.cli import profile
@@ -71,13 +71,8 @@ def env(
     facts = environment()
     if as_json:
         print(json.dumps(facts, indent=2))
-        return 0
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
-        elif isinstance(value, list):
-            value = ", ".join(value)
-        print(f"{name:>10}  {'none' if value is None else value}")
+    else:
+        print_report({name: ", ".join(fact) if isinstance(fact, list) else fact for name, fact in facts.items()})
     return 0
 
 

@@ -3,7 +3,7 @@
 A :class:`Batch` is a delta: rows, newly allocated block extents and freed slots. Its size grows with the number of
 rows, never with the context, so it can be sent to every rank each step as flat int32 (:meth:`Batch.to_ints`). A sent
 Batch is immutable and every rank runs it as sent. It names no token: the next token of a decoding request is read from
-what the runner drew, a prompt's tokens from the copy that travelled ahead.
+what the runner drew; a prompt's tokens are on rank 0, and those of a chunk travel beside the batch.
 
 Where KV can be swapped to host memory, a batch says which host blocks take the keys and values of a preempted
 request, and which ones fill the blocks of one that comes back (:mod:`medha.worker.swap`).

@@ -73,7 +73,7 @@ class KVCapacityError(ValidationError):
 
 
 class DeadlineError(ValidationError):
-    """The request's first token would come after its TTFT objective, even if it ran next."""
+    """The request would miss its TTFT objective even if it ran next, or its TPOT objective even if it decoded alone."""
 
     predicted_s: float | None = None
     objective_s: float | None = None

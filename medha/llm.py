@@ -31,7 +31,7 @@ from medha.engine.engine import Engine
 from medha.engine.files import emptied, opened
 from medha.engine.journal import check_recordable
 from medha.engine.request import Request
-from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
+from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
 from medha.params import CHAT_OPTIONS, SLO, SamplingParams
@@ -126,7 +126,7 @@ class LLM:
 
         Returns:
             One output a prompt, in the order of the prompts; on ranks other than 0, which only take part, nothing. A
-            request that failed alone, or that the option ``admission`` refused, has ``error`` set.
+            request that failed alone, or that the engine refused when it was queued, has ``error`` set.
 
         Raises:
             ValidationError: a prompt or parameter is wrong (``index``).
@@ -242,7 +242,7 @@ class LLM:
                     try:
                         engine.add_prepared(request, arrival_s=arrival_s, sink=box.append)
                         added.append(request.request_id)
-                    except DeadlineError as error:
+                    except ValidationError as error:
                         box.append(request.refused(arrival_s, engine.now(), error))
                 with _progress(enabled=use_tqdm and bool(requests)) as bar:
                     task = bar.add_task("Processed prompts", total=len(requests))

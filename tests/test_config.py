@@ -27,8 +27,18 @@ def test_defaults() -> None:
     config = EngineConfig.from_flat("folder")
     assert config == EngineConfig("folder")
     assert config.cache == CacheConfig(256, None, None, 0.9)
-    assert config.scheduler == SchedulerConfig("medha", "lars", 256, 2048, None, None)
+    assert config.scheduler == SchedulerConfig("medha", "srpt", 256, 2048, None, None, rho_max=0.4, late_share=0.1)
     assert SchedulerConfig("sarathi").chunk_size == 512
+
+
+@pytest.mark.parametrize(
+    ("policy", "rho_max", "late_share"),
+    [("srpt", 0.4, 0.1), ("priority:edf", 0.4, 0.1), ("lars", 0.4, 0.0), ("edf", 0.0, 0.0), ("fcfs", 0.0, 0.0)],
+)
+def test_a_policy_of_the_papers_is_as_published(policy: str, rho_max: float, late_share: float) -> None:
+    config = SchedulerConfig(policy=policy)
+    assert (config.rho_max, config.late_share) == (rho_max, late_share)
+    assert SchedulerConfig(policy=policy, rho_max=0.2, late_share=0.3).late_share == 0.3
 
 
 # A name of vLLM or SGLang, and ours.
@@ -148,7 +158,7 @@ WORDS: dict[str, str] = {
 NO_INTEGER = (0, -1, 2**63, 1.0, INF, *NO_NUMBER)
 NO_LENGTH = (*(value for value in NO_INTEGER if value != "1"), "0", "-1", "1.5e3", "many")
 NO_SECONDS = (0, -1, -0.5, INF, -INF, *NO_NUMBER)
-NO_SHARE = (-0.1, 1, 1.0, INF, None, *NO_NUMBER)
+NO_SHARE = (-0.1, 1, 1.0, INF, *NO_NUMBER)
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **{name: (*NO_INTEGER, None, most + 1) for name, most in INTEGERS.items()},
     **{name: (*NO_LENGTH, None, most + 1) for name, most in LENGTHS.items()},

@@ -16,13 +16,14 @@ import typer
 
 from medha.cli.command import end_process, make_app, run_app
 from medha.cli.report import check_writable, deliver, stamp
-from medha.cost.coefficients import Coefficients, Link, ProfileKey
+from medha.cost.coefficients import Coefficients, ProfileKey
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigError
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
-from tools.comparison import METRICS, Times, against_aims, compared, pair, request_error
+from medha.workload.metrics import TokenTimes
+from tools.comparison import METRICS, against_aims, compared, makespan_s, pair, request_error
 from tools.kernels import fit_kernels, read_kernels
 from tools.vllm_run import MeasuredRun, read_run
 
@@ -36,8 +37,6 @@ def fidelity(
     model: str | None = None,
     host_s: float = 1e-3,
     num_kv_tokens: int | None = None,
-    all_reduce_alpha_s: float | None = None,
-    all_reduce_bytes_per_s: float | None = None,
 ) -> dict[str, Any]:
     """Simulate a run from the kernel tables beside it, and compare.
 
@@ -46,7 +45,6 @@ def fidelity(
         model: name or path; None is what the run's settings say.
         host_s: seconds of a step on the host.
         num_kv_tokens: size of the KV pool; None is what the settings say, or else as much as all requests need.
-        all_reduce_alpha_s, all_reduce_bytes_per_s: of an all-reduce, with tensor parallelism.
 
     Returns:
         The report.
@@ -61,13 +59,13 @@ def fidelity(
             f"max_num_batched_tokens={run.config.max_batch_tokens} in {folder}; accepted: at most "
             f"{kernels.max_chunk}, the longest chunk in its attention table"
         )
-    all_reduce = _all_reduce(run, all_reduce_alpha_s, all_reduce_bytes_per_s)
-    coefficients = fit_kernels(kernels, _key(run), host_s=host_s, tp=all_reduce)
+    key = ProfileKey("kernel tables", run.model_name, run.model.dtype, "one rank", "vllm", 0, run.block_size, "")
+    coefficients = fit_kernels(kernels, key, host_s=host_s)
     num_blocks = _num_blocks(run, num_kv_tokens)
     simulated = _replay(run, coefficients, num_blocks)
     return {
         "benchmark": "fidelity",
-        "title": f"{run.model_name}, tp {run.tp}: simulated against measured",
+        "title": f"{run.model_name}: simulated against measured",
         "environment": stamp(),
         "options": {"run": folder.name, "host_s": host_s, "num_kv_tokens": num_kv_tokens},
         "run": {
@@ -83,7 +81,7 @@ def fidelity(
     }
 
 
-def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> Times:
+def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> TokenTimes:
     """Simulate the requests of a run."""
     stage = Predictor(coefficients, max_tokens=run.config.max_batch_tokens)
     scheduler = Scheduler(run.config, num_blocks=num_blocks, block_size=run.block_size)
@@ -95,7 +93,7 @@ def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> Ti
             f"num_kv_tokens={num_blocks * run.block_size}; accepted: at least the {tokens} tokens of request "
             f"{run.trace.request_ids[row]}"
         )
-    return Times(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens)
+    return TokenTimes(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens)
 
 
 def _num_blocks(run: MeasuredRun, num_kv_tokens: int | None) -> int:
@@ -108,26 +106,10 @@ def _num_blocks(run: MeasuredRun, num_kv_tokens: int | None) -> int:
     return int(np.ceil((run.trace.prompt_tokens + run.trace.output_tokens) / run.block_size).sum())
 
 
-def _all_reduce(run: MeasuredRun, alpha_s: float | None, bytes_per_s: float | None) -> Link | None:
-    if run.tp == 1:
-        return None
-    if alpha_s is None or bytes_per_s is None:
-        raise ConfigError(
-            f"the run is of {run.tp} tensor-parallel ranks, whose all-reduces are in no kernel table; accepted: "
-            "all_reduce_alpha_s and all_reduce_bytes_per_s"
-        )
-    return Link(2 * run.model.num_layers, alpha_s, bytes_per_s, 2 * run.model.hidden_size)
-
-
-def _key(run: MeasuredRun) -> ProfileKey:
-    layout = f"tp{run.tp} spp1 kvp1"
-    return ProfileKey("kernel tables", run.model_name, run.model.dtype, layout, "vllm", 0, run.block_size, "")
-
-
-def _figures(run: MeasuredRun, simulated: Times) -> dict[str, Any]:
+def _figures(run: MeasuredRun, simulated: TokenTimes) -> dict[str, Any]:
     """Figures of the run, errors of each request, and which of both are as small as aimed at."""
-    spreads = {metric: compared(run.times, simulated, metric) for metric in METRICS}
-    makespan = pair(run.times.makespan_s, simulated.makespan_s)
+    spreads = {metric: compared(getattr(run.times, name), getattr(simulated, name)) for metric, name in METRICS.items()}
+    makespan = pair(makespan_s(run.times), makespan_s(simulated))
     each = {metric: request_error(run.times, simulated, metric) for metric in METRICS}
     errors = {
         "makespan": makespan["error"],
@@ -155,25 +137,11 @@ def fidelity_command(
     num_kv_tokens: Annotated[
         int | None, typer.Option(help="KV pool of the run; by default as it says, or all requests at once.")
     ] = None,
-    all_reduce_alpha_s: Annotated[
-        float | None, typer.Option("--all-reduce-alpha-s", help="Latency, with tensor parallelism.")
-    ] = None,
-    all_reduce_bytes_per_s: Annotated[
-        float | None, typer.Option("--all-reduce-bytes-per-s", help="Bandwidth, with tensor parallelism.")
-    ] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
     """Simulated against measured request times: a run of vLLM from its kernel tables."""
     check_writable(output_json)
-    report = fidelity(
-        run,
-        model=model,
-        host_s=host_s,
-        num_kv_tokens=num_kv_tokens,
-        all_reduce_alpha_s=all_reduce_alpha_s,
-        all_reduce_bytes_per_s=all_reduce_bytes_per_s,
-    )
-    deliver(report, output_json)
+    deliver(fidelity(run, model=model, host_s=host_s, num_kv_tokens=num_kv_tokens), output_json)
     return 0
 
 

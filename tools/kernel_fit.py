@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from medha.cost.coefficients import MixedAttention
-from medha.profile.fit import Floats, at, best_lines, decode_scale, fit_chunks, floats, lines_s
+from medha.cost.coefficients import Floats, MixedAttention
+from medha.profile.fit import at, best_lines, decode_scale, fit_chunks, floats, lines_s
 
 TILES = (16, 32, 64, 128, 256)
 """Query tiles that :func:`best_tile` tries."""

@@ -1,6 +1,6 @@
 """Coefficients from a folder of kernel tables alone.
 
-The folder is one that LLMServingSim's profiler writes for a model and a tensor-parallel degree: ``attention.csv`` and
+The folder is one that LLMServingSim's profiler writes for a model on one accelerator: ``attention.csv`` and
 ``dense.csv`` for one layer, ``per_sequence.csv`` for what runs once a step, in microseconds, plain or gzipped.
 Rows that read 0 have failed and are left out.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey
+from medha.cost.coefficients import Coefficients, Curve, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
@@ -58,14 +58,13 @@ def read_kernels(folder: Path, num_layers: int) -> Kernels:
     )
 
 
-def fit_kernels(kernels: Kernels, key: ProfileKey, *, host_s: float, tp: Link | None = None) -> Coefficients:
+def fit_kernels(kernels: Kernels, key: ProfileKey, *, host_s: float) -> Coefficients:
     """Coefficients of the stage that holds all layers.
 
     Args:
         kernels: measured.
         key: what they are for.
         host_s: seconds of a step on the host.
-        tp: all-reduces of the layers, which the tables do not hold.
     """
     q_len, kv, _, _, seconds = kernels.attention["prefill"].T
     chunks = fit_chunks(q_len, kv, seconds, tile=best_tile(q_len, kv, seconds))
@@ -76,7 +75,7 @@ def fit_kernels(kernels: Kernels, key: ProfileKey, *, host_s: float, tp: Link | 
         predictor = Predictor(alone, max_tokens=int(rows[:, 0].max()))
         chunk_s = [predictor.predict([Work(int(c), int(kv), False)]) for c, kv in rows[:, :2]]
         mixed = fit_mixed(chunk_s, *rows.T[2:])
-    return replace(alone, linear=kernels.linear, mixed=mixed, head=kernels.head, host_s=host_s, tp=tp)
+    return replace(alone, linear=kernels.linear, mixed=mixed, head=kernels.head, host_s=host_s)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

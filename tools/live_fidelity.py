@@ -39,8 +39,9 @@ from medha.sched.decision import Prediction
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
+from medha.workload.metrics import Flags, TokenTimes
 from medha.workload.trace import Trace
-from tools.comparison import Figures, Times, against_aims, compared
+from tools.comparison import METRICS, Figures, against_aims, compared, makespan_s
 
 LIVE_LLAMA: dict[str, Any] = CONVOY_MODEL | {
     "hidden_size": 512,
@@ -128,11 +129,11 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
     mix, is_long = make_mix(options)
     warm = np.append(np.argmax(mix.prompt_tokens), np.arange(min(_NUM_WARM, len(mix))))
     serve(engine, Trace(np.zeros(len(warm)), mix.prompt_tokens[warm], mix.output_tokens[warm]), seed=seed)
-    span_s = simulate(config, coefficients, mix).makespan_s / options.load
+    span_s = makespan_s(simulate(config, coefficients, mix)) / options.load
     _, rehearsed = serve(engine, spread(mix, span_s, seed=seed + _REHEARSAL), seed=seed + _REHEARSAL)
     coefficients = replace(coefficients, host_s=coefficients.host_s + max(rehearsed.overhead_s, 0.0))
     factors = rehearsed.factors
-    span_s = simulate(config, coefficients, mix, factors).makespan_s / options.load
+    span_s = makespan_s(simulate(config, coefficients, mix, factors)) / options.load
     trace = spread(mix, span_s, seed=seed)
     measured, _ = serve(engine, trace, seed=seed)
     figures = figures_of(measured, simulate(config, coefficients, trace, factors), is_long)
@@ -196,7 +197,7 @@ class Steps:
         return {kind: (taken_s / predicted_s, count) for kind, (predicted_s, taken_s, count) in sums.items()}
 
 
-def serve(engine: Engine, trace: Trace, *, seed: int) -> tuple[Times, Steps]:
+def serve(engine: Engine, trace: Trace, *, seed: int) -> tuple[TokenTimes, Steps]:
     """Serve random prompts as they arrive."""
     steps = Steps(engine)
     outputs = drive(engine, arrivals_of(trace, engine.limits.vocab_size, seed=seed), on_step=steps.ended)
@@ -207,10 +208,10 @@ def serve(engine: Engine, trace: Trace, *, seed: int) -> tuple[Times, Steps]:
             raise output.error  # the requests are right, and the pool holds them all
     metrics = [done[f"request-{name}"].metrics for name in trace.request_ids]
     columns = [(m.arrival, m.first_token, m.finished, m.num_output_tokens) for m in metrics]
-    return Times(*np.array(columns, np.float64).T), steps
+    return TokenTimes(*np.array(columns, np.float64).T), steps
 
 
-def make_mix(options: LiveOptions) -> tuple[Trace, np.ndarray[Any, np.dtype[np.bool_]]]:
+def make_mix(options: LiveOptions) -> tuple[Trace, Flags]:
     """The requests, all at once, in the order in which they will arrive; and which of them are long."""
     chance = np.random.default_rng(options.seed)
     count = options.num_short + options.num_long
@@ -232,7 +233,7 @@ def simulate(
     coefficients: Coefficients,
     trace: Trace,
     factors: Mapping[str, tuple[float, int]] | None = None,
-) -> Times:
+) -> TokenTimes:
     """The requests in the simulator, one rank on the CPU.
 
     Args:
@@ -256,13 +257,13 @@ def simulate(
         **pool,
     )
     found = Simulation(scheduler, Pipeline([real]), trace, driver_waits=True).run().requests
-    return Times(trace.arrival_s, found.first_token_s, found.finish_s, trace.output_tokens.astype(np.float64))
+    return TokenTimes(trace.arrival_s, found.first_token_s, found.finish_s, trace.output_tokens)
 
 
-def figures_of(measured: Times, simulated: Times, is_long: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, Figures]:
+def figures_of(measured: TokenTimes, simulated: TokenTimes, is_long: Flags) -> dict[str, Figures]:
     """TTFT and TPOT on both sides, over all requests, the long and the short ones."""
     return {
-        f"{metric}, {whose}": compared(measured.of(rows), simulated.of(rows), metric)
+        f"{metric}, {whose}": compared(*(getattr(times, METRICS[metric])[rows] for times in (measured, simulated)))
         for whose, rows in (("all", np.ones_like(is_long)), ("long", is_long), ("short", ~is_long))
         for metric in ("TTFT", "TPOT")
         if rows.any()

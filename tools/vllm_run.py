@@ -17,8 +17,8 @@ import numpy as np
 from medha.config import ModelConfig, SchedulerConfig
 from medha.errors import ConfigError
 from medha.sim.replica import find_model
+from medha.workload.metrics import TokenTimes
 from medha.workload.trace import Trace
-from tools.comparison import Times
 from tools.tables import columns_of, find_file
 
 _COLUMNS = ("input_tokens", "output_tokens", "queued_s", "first_token_s", "last_token_s")
@@ -32,7 +32,6 @@ class MeasuredRun:
     Attributes:
         model_name: as its settings say.
         model: its shape.
-        tp: tensor-parallel degree.
         config: of the scheduler that stands for the engine's.
         block_size, num_blocks: of the KV pool; ``num_blocks`` is None where the settings do not say.
         trace: the requests as they were queued.
@@ -41,12 +40,11 @@ class MeasuredRun:
 
     model_name: str
     model: ModelConfig
-    tp: int
     config: SchedulerConfig
     block_size: int
     num_blocks: int | None
     trace: Trace
-    times: Times
+    times: TokenTimes
 
 
 def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
@@ -70,13 +68,13 @@ def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
     name = model or meta.get("model") or settings.get("model")
     if not isinstance(name, str):
         raise ConfigError(f"{path} names no model; accepted: a field model, or the option model")
-    if _setting(path, settings, "data_parallel_size", 1) != 1:
-        raise ConfigError(f"{path}: data_parallel_size={settings['data_parallel_size']}; accepted: 1")
+    for degree in ("data_parallel_size", "tensor_parallel_size"):  # all-reduces are in no kernel table
+        if _setting(path, settings, degree, 1) != 1:
+            raise ConfigError(f"{path}: {degree}={settings[degree]}; accepted: 1")
     trace, times = _requests(find_file(folder, "requests.csv", "requests.csv.gz"))
     return MeasuredRun(
         model_name=name,
         model=find_model(name),
-        tp=_setting(path, settings, "tensor_parallel_size", 1),
         config=_config(path, settings),
         block_size=_setting(path, settings, "block_size", _BLOCK_SIZE),
         num_blocks=_setting(path, meta, "num_gpu_blocks", 0) or None,
@@ -106,7 +104,7 @@ def _setting(path: Path, settings: Mapping[str, Any], name: str, default: int | 
     return value
 
 
-def _requests(path: Path) -> tuple[Trace, Times]:
+def _requests(path: Path) -> tuple[Trace, TokenTimes]:
     """Lengths and times, in the order in which requests were queued; the first at 0."""
     records, columns = columns_of(path, _COLUMNS)
     if not np.isfinite(columns).all():
@@ -116,4 +114,4 @@ def _requests(path: Path) -> tuple[Trace, Times]:
     arrival_s, first_s, last_s = (column - times_s[0][0] for column in times_s)
     ids = np.array([records[row].get("request_id") or str(row) for row in order.tolist()])
     trace = Trace(arrival_s, prompts.astype(np.int64), outputs.astype(np.int64), ids)
-    return trace, Times(arrival_s, first_s, last_s, outputs)
+    return trace, TokenTimes(arrival_s, first_s, last_s, trace.output_tokens)

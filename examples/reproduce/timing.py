@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
+from medha.cost.coefficients import Floats
 from medha.cost.hardware import HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import Floats, stage_coefficients
+from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.pipeline import Segment
 from medha.sim.replica import KNOWN_MODELS, Replica, kv_pool_tokens

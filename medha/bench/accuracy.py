@@ -13,9 +13,9 @@ import random
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,9 @@ class Ran:
         return abs(self.busy_s / self.expected_s - 1.0) <= TOLERANCE
 
     @property
-    def kv_range(self) -> str:
-        """By the longest KV cache in it."""
-        return kv_range(max(part.kv_before for part in self.step))
+    def cell(self) -> tuple[Kind, str]:
+        """Its kind, and the range of the longest KV cache in it."""
+        return self.kind, kv_range(max(part.position for part in self.step))
 
 
 def kv_range(kv: int) -> str:
@@ -108,7 +108,7 @@ def kv_range(kv: int) -> str:
     return f"{KV_RANGES[-1] // 1024}K-"
 
 
-def accuracy(options: AccuracyOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def accuracy(options: AccuracyOptions) -> Report:
     """Predicted against real step times of the engine, beside the machine's own repeatability; one process.
 
     Without --profile, what steps cost is measured first.
@@ -122,30 +122,24 @@ def accuracy(options: AccuracyOptions, *, on_run: Callable[[], None] = lambda: N
             assert found is not None, "one process measures"
             engine["profile"] = str(Path(folder) / "profile.json")
             Path(engine["profile"]).write_text(found.to_json())
-        on_run()
-        report = on_ranks(
-            subject, lambda local: _measure(local, options, on_run), longest=longest, fills=True, **engine
-        )
+        report = on_ranks(subject, lambda local: _measure(local, options), longest=longest, fills=True, **engine)
     assert report is not None, "one process has the engine"
     return report
 
 
-def _measure(local: Local, options: AccuracyOptions, on_run: Callable[[], None]) -> Report:
+def _measure(local: Local, options: AccuracyOptions) -> Report:
     predictor = local.engine.scheduler.predictor
     if local.config.parallel.world_size > 1 or predictor is None or local.config.scheduler.scheduler != "medha":
         raise ConfigError("accuracy is of the medha scheduler's predictions on one rank; accepted: no other")
-    ran, repeated = _run(local, options, on_run)
+    ran, repeated = _run(local, options)
     return local.report("accuracy", asdict(options)) | {
         "tolerance": TOLERANCE,
         "lines": lines_of(ran, repeated),
-        "chunks": [{"kv": kv, "median_tokens": size, "chunks": count} for kv, (size, count) in chunks_of(ran).items()],
         "factors": {kind: predictor.factor(kind) for kind in KINDS},
     }
 
 
-def _run(
-    local: Local, options: AccuracyOptions, on_run: Callable[[], None]
-) -> tuple[list[Ran], list[tuple[Step, Kind, float]]]:
+def _run(local: Local, options: AccuracyOptions) -> tuple[list[Ran], list[tuple[Step, Kind, float]]]:
     """All rounds; the steps of the counted ones, and the runs of identical steps."""
     hand, ran = local.hand, list[Ran]()
     repeated: list[tuple[Step, Kind, float]] = []
@@ -163,7 +157,6 @@ def _run(
         if number == 0:
             turns = cycle(_shapes(ran, options.shapes, seed=options.seed))
             ran.clear()
-        on_run()
     return ran, repeated
 
 
@@ -173,13 +166,12 @@ def _round(engine: Engine, options: AccuracyOptions, number: int) -> Iterator[No
     lens = [dice.randint(*options.short_lens) for _ in range(options.num_short)]
     lens += [dice.randint(*options.middle_lens) for _ in range(options.num_middle)]
     dice.shuffle(lens)
-    due = 0.0
+    due, num_steps = 0.0, 0
     waiting = []
     for length in [options.long_len, *lens]:
         waiting.append((due, length))
         due += dice.expovariate(1 / options.steps_between)
     waiting.append((math.inf, options.long_len))
-    num_steps = 0
     while waiting or engine.has_unfinished:
         while waiting and (waiting[0][0] <= num_steps or not engine.has_unfinished):
             _, length = waiting.pop(0)
@@ -195,11 +187,9 @@ def _shapes(ran: Sequence[Ran], number: int, *, seed: int) -> list[tuple[Step, K
     """A few steps of each kind and KV range, in mixed order."""
     cells: dict[tuple[Kind, str], list[Step]] = defaultdict(list)
     for one in ran:
-        cells[one.kind, one.kv_range].append(one.step)
+        cells[one.cell].append(one.step)
     dice = random.Random(seed)
-    chosen = [
-        (step, kind) for (kind, _), steps in cells.items() for step in dice.sample(steps, min(number, len(steps)))
-    ]
+    chosen = [(step, cell[0]) for cell, of in cells.items() for step in dice.sample(of, min(number, len(of)))]
     dice.shuffle(chosen)
     return chosen
 
@@ -231,29 +221,18 @@ def lines_of(ran: Sequence[Ran], repeated: Sequence[tuple[Step, Kind, float]]) -
     ``mean_signed`` is above 0 where predictions are too long.
     """
     repeats = repeats_of(repeated)
-    ends = [kv_range(end - 1) for end in KV_RANGES] + [kv_range(KV_RANGES[-1])]
     lines: list[Report] = []
-    wanted = [(_ALL, _ALL), *((one, end) for one in KINDS for end in (_ALL, *ends))]
-    for kind, kv in wanted:
-        steps = [one for one in ran if kind in (_ALL, one.kind) and kv in (_ALL, one.kv_range)]
+    for kind, kv in [(_ALL, _ALL), *product(KINDS, (_ALL, *map(kv_range, (0, *KV_RANGES))))]:
+        steps = [one for one in ran if kind in (_ALL, one.kind) and kv in (_ALL, one.cell[1])]
         if not steps:
             continue
         within = statistics.fmean(one.is_within for one in steps)
-        share = _repeatability(steps, repeats)
-        cells = {(one.kind, one.kv_range) for one in steps}
-        lines.append(
-            {
-                "kind": kind,
-                "kv": kv,
-                "steps": len(steps),
-                "within": within,
-                "repeats": sum((one.kind, one.kv_range) in cells for one in repeats),
-                "repeatability": share,
-                "ratio": within / share if share else None,
-                "mean_abs": statistics.fmean(abs(one.error) for one in steps),
-                "mean_signed": statistics.fmean(one.error for one in steps),
-            }
-        )
+        share, cells = _repeatability(steps, repeats), {one.cell for one in steps}
+        line = {"kind": kind, "kv": kv, "steps": len(steps), "within": within}
+        line |= {"repeats": sum(one.cell in cells for one in repeats), "repeatability": share}
+        line |= {"ratio": within / share if share else None}
+        line |= {"mean_abs": statistics.fmean(abs(one.error) for one in steps)}
+        lines.append(line | {"mean_signed": statistics.fmean(one.error for one in steps)})
     return lines
 
 
@@ -261,25 +240,15 @@ def _repeatability(steps: Sequence[Ran], same: Sequence[Ran]) -> float | None:
     """Share of repeats within the tolerance, kinds and KV ranges weighing as they do among ``steps``."""
     shares: dict[tuple[Kind, str], list[bool]] = defaultdict(list)
     for one in same:
-        shares[one.kind, one.kv_range].append(one.is_within)
-    known = [statistics.fmean(found) for one in steps if (found := shares.get((one.kind, one.kv_range)))]
+        shares[one.cell].append(one.is_within)
+    known = [statistics.fmean(found) for one in steps if (found := shares.get(one.cell))]
     return statistics.fmean(known) if known else None
-
-
-def chunks_of(ran: Sequence[Ran]) -> dict[str, tuple[float, int]]:
-    """By KV range, the median tokens of chunks that had what the decodes left to themselves, and their number."""
-    by_range: dict[str, list[int]] = defaultdict(list)
-    chunks = [[part for part in one.step if not part.is_decode] for one in ran]
-    for part in sorted((alone[0] for alone in chunks if len(alone) == 1), key=lambda part: part.kv_before):
-        if not part.samples:  # the end of a prompt is as long as it is
-            by_range[kv_range(part.kv_before)].append(part.q_len)
-    return {name: (statistics.median(sizes), len(sizes)) for name, sizes in by_range.items()}
 
 
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
     options = report["options"]
-    return {name: report[name] for name in ("factors", "lines", "chunks")}, [
+    return {name: report[name] for name in ("factors", "lines")}, [
         f"within: steps within {report['tolerance']:.0%} of their prediction, made before dispatch; repeatability: "
         "identical steps within that of the median of their four runs nearest in time; KV: the longest in a step",
         f"steps of {options['t_target_s']:g} s, seed {options['seed']}, {options['num_rounds']} rounds after one "

@@ -2,13 +2,12 @@
 
 A verb's module has a frozen dataclass of options, whose fields are the options of the command, a function that
 measures, one that says what to print of its report, and at its end :func:`verb`. The function that measures gets the
-options and ``on_run``, which it calls after each of ``options.num_runs`` parts; it returns the report on rank 0, None
-on the others, and its docstring is the help.
+options and returns the report on rank 0, None on the others; its docstring is the help.
 """
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import typer.core
 
 from medha.cli.command import FAILED_REQUESTS, make_app
 from medha.cli.options import MODEL, Group, OutputJson, but, engine_options, options_of, parse_lengths, takes
-from medha.config import EngineConfig, option_of
+from medha.config import option_of
 from medha.config.fields import check_options, integer, option
 from medha.parallel.launch import is_first_rank
 
@@ -65,15 +64,6 @@ def lengths(name: str, default: str, help: str) -> Any:
     return asked(read(default), help, name=name, kind=str, shown=default, read=read)
 
 
-def words(default: str, help: str, **more: Any) -> Any:
-    """A field of words, which users give comma separated."""
-
-    def read(text: str) -> tuple[str, ...]:
-        return tuple(word.strip() for word in text.split(",") if word)
-
-    return asked(read(default), help, kind=str, read=read, **{"shown": default, **more})
-
-
 def warmups(default: int, what: str = "Runs") -> Any:
     """The field ``warmup``."""
     return asked(default, f"{what} that do not count.", ANY_COUNT, name="num_iters_warmup")
@@ -87,15 +77,9 @@ def counted(default: int, what: str = "Runs") -> Any:
 def verb(
     name: str, cls: type, measure: Callable[..., Report | None], shown: Callable[[Report], Shown], *groups: Group
 ) -> None:
-    """Make a command.
+    """Make a command of a dataclass of options, what measures, what says what to print, and ``groups`` of more options.
 
-    Args:
-        name: of it.
-        cls: dataclass of its options. A field without help is the ``subject``, a dataclass of options itself, or takes
-            what ``groups`` have under its name.
-        measure: does the work.
-        shown: what is printed of the report.
-        groups: options beside its own.
+    A field without help is the ``subject``, a dataclass of options itself, or takes what a group has under its name.
     """
     parts = [cls, *(hint for hint in get_type_hints(cls).values() if is_dataclass(hint))]
     own = {key: one for group in options_of(*parts).values() for key, one in group.items()}  # type: ignore[arg-type]
@@ -104,10 +88,6 @@ def verb(
     def command(**given: Any) -> int:
         engine = engine_options({key: value for key, value in given.items() if key not in own})
         options = _made(cls, given, engine)
-        if "t_target_s" in given and "t_target_s" not in own and is_first_rank():
-            scheduler = EngineConfig.from_flat("-", **options.subject.engine).scheduler
-            words = scheduler.budget_text(has_tpot=getattr(options, "has_tpot", False))
-            print("medha:", words, file=sys.stderr)
         return _run(given["output_json"], options, measure, shown)
 
     command.__doc__ = measure.__doc__
@@ -116,11 +96,7 @@ def verb(
 
 
 def _made(cls: type, given: Mapping[str, Any], engine: Mapping[str, Any]) -> Any:
-    """The options that users have given; what is None has its default.
-
-    Raises:
-        ConfigError: a value is not accepted.
-    """
+    """The options that users have given; what is None has its default. Raises ConfigError."""
     from medha.bench.harness import Subject  # here because torch takes a second, and `medha --help` comes by
 
     hints: dict[str, Any] = get_type_hints(cls)
@@ -141,28 +117,26 @@ def _made(cls: type, given: Mapping[str, Any], engine: Mapping[str, Any]) -> Any
 
 
 def _run(path: Any, options: Any, measure: Callable[..., Report | None], shown: Callable[[Report], Shown]) -> int:
-    """Measure on this rank; rank 0 has a progress bar on stderr, writes the report and prints a part of it.
-
-    Returns:
-        0, or 3 where requests have failed, or tokens are wrong.
-    """
+    """Measure on this rank; rank 0 writes the report and prints a part of it. Returns 0, or 3 where requests have
+    failed, or tokens are wrong."""
     from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
 
     check_writable(path)
     if not is_first_rank():
-        measure(options, on_run=lambda: None)
+        measure(options)
         return 0
-    with progress("measuring", getattr(options, "num_runs", None)) as advance:
-        report = measure(options, on_run=advance)
+    load = os.getloadavg()[0]
+    with progress("measuring", None):
+        report = measure(options)
     assert report is not None, "rank 0 has the report"
+    report["load_before_after"] = [load, os.getloadavg()[0]]
     write_report(path, report)
     if path != STDOUT:
         entries, notes = shown(report)
         where = [str(report[name]) for name in ("dtype", "device") if name in report]
         if report.get("num_ranks", 1) > 1:
             where.append(f"{report['num_ranks']} ranks")
-        before, after = report["load_before_after"]
-        lines = [*notes, f"load average {before:.1f} before, {after:.1f} after"]
+        lines = [*notes, f"load average {load:.1f} before, {report['load_before_after'][1]:.1f} after"]
         title = "; ".join([str(report.get("title", report["benchmark"])), *where])
         print_report({**entries, "notes": lines, "environment": report["environment"]}, title=title)
     return FAILED_REQUESTS if report.get("failed") or report.get("num_wrong") else 0

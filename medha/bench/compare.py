@@ -7,9 +7,8 @@ of the machine hits both alike and nobody's idle threads cost the other. The fig
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -77,22 +76,22 @@ class _Case(NamedTuple):
         """Prompts and outputs; where all are equal nobody pads, and sums run in the same order."""
         return [len(ids) + number for ids, number in zip(self.prompts, self.num_outputs, strict=True)]
 
-    def run(self, worker: Worker, way: str, tokens: dict[str, Prompts]) -> float:
-        """Run once; returns its seconds and notes the tokens."""
+    def run(self, worker: Worker, way: str) -> tuple[float, Prompts]:
+        """Run once; returns its seconds and the tokens."""
         answer = worker.ask(prompts=self.prompts, num_outputs=self.num_outputs, way=way)
-        tokens[way], seconds = answer["tokens"], float(answer["seconds"])
-        if not self.is_step:
-            return seconds
-        first = worker.ask(prompts=self.prompts, num_outputs=[1] * len(self.prompts), way=way)
-        return (seconds - float(first["seconds"])) / (self.num_outputs[0] - 1)
+        seconds = float(answer["seconds"])
+        if self.is_step:
+            first = worker.ask(prompts=self.prompts, num_outputs=[1] * len(self.prompts), way=way)
+            seconds = (seconds - float(first["seconds"])) / (self.num_outputs[0] - 1)
+        return seconds, answer["tokens"]
 
 
-def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def compare(options: CompareOptions) -> Report:
     """The same weights and prompts through medha and through another engine at its best; ratios of medians.
 
     A ratio above 1 means that medha is faster. Exit code 3: tokens differ that rounding cannot be blamed for.
     """
-    load, model = os.getloadavg()[0], options.subject.model_config(longest=1)
+    model = options.subject.model_config(longest=1)
     cases = _cases(options, model.vocab_size)
     longest, names = max(max(one.lengths) for one in cases), ("dtype", "num_threads", "enable_prefix_caching", "seed")
     settings = {name: getattr(options, name) for name in names}
@@ -102,11 +101,11 @@ def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: Non
     with options.subject.checkpoint(longest, dtype=options.dtype, seed=options.seed) as folder, ExitStack() as stack:
         settings |= {"model": folder, "max_model_len": longest}
         workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
-        results = [line for one in cases for line in _results(one, workers, options, on_run)]
+        results = [line for one in cases for line in _results(one, workers, options)]
     engines = {name: {key: one.ready[key] for key in ("versions", "options")} for name, one in workers.items()}
     num_wrong = sum(one["num_requests"] - one["num_equal"] for one in results if one["is_exact"])
     found = {"engines": engines, "results": results, "num_wrong": num_wrong}
-    return options.subject.head("compare", asdict(options), load, model) | found
+    return options.subject.head("compare", asdict(options), model) | found
 
 
 def start_peer(name: str, python: str, settings: Mapping[str, object]) -> Worker:
@@ -130,31 +129,29 @@ def _cases(options: CompareOptions, vocab_size: int) -> list[_Case]:
     return cases
 
 
-def _results(
-    case: _Case, workers: Mapping[str, Worker], options: CompareOptions, on_run: Callable[[], None]
-) -> list[Report]:
+def _results(case: _Case, workers: Mapping[str, Worker], options: CompareOptions) -> list[Report]:
     """A line for each way in which the peer runs a case; one run of medha's stands against all of them."""
     peer, is_even = workers[options.peer], len(set(case.lengths)) == 1
     ways = peer.ready["ways"][:1] if is_even else peer.ready["ways"]
     of_way = {"medha": workers["medha"], **dict.fromkeys(ways, peer)}
     few = case if is_even else _Case(case.name, case.prompts[:_WARM_MIXED], case.num_outputs[:_WARM_MIXED])
-    tokens: dict[str, Prompts] = {}
     for one, runs in ((few, options.warmup), (case, options.runs)):
-        contestants = {way: partial(one.run, worker, way, tokens) for way, worker in of_way.items()}
-        seconds = in_turn(contestants, warmup=0, runs=runs, on_run=on_run)
-    medha = timing_of(seconds.pop("medha"))
+        contestants = {way: partial(one.run, worker, way) for way, worker in of_way.items()}
+        found = in_turn(contestants, warmup=0, runs=runs)
+    timing = {way: timing_of([seconds for seconds, _ in ran]) for way, ran in found.items()}
+    tokens = {way: ran[-1][1] for way, ran in found.items()}
     return [
         {
             "name": case.name,
             "way": way if len(ways) > 1 else options.peer,
-            "medha": medha,
-            "peer": timing_of(found),
-            "ratio": timing_of(found)["median_s"] / medha["median_s"],
+            "medha": timing["medha"],
+            "peer": timing[way],
+            "ratio": timing[way]["median_s"] / timing["medha"]["median_s"],
             "num_requests": len(case.prompts),
             "num_equal": sum(ours == theirs for ours, theirs in zip(tokens["medha"], tokens[way], strict=True)),
             "is_exact": options.dtype == "float32" and is_even and options.peer == "transformers",
         }
-        for way, found in seconds.items()
+        for way in ways
     ]
 
 

@@ -8,7 +8,6 @@ GQA 4.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from medha.batch import Batch
 from medha.bench.cli import Report
 from medha.cli.command import end_process, ignore_signals, run_guarded, state_on_signal
 from medha.cli.report import DEFINITIONS, stamp
@@ -39,7 +37,6 @@ from medha.parallel.launch import own_ranks, read_launch
 from medha.profile.steps import StepRunner, fill_pools
 from medha.sched.scheduler import Scheduler
 from medha.worker.shard import TORCH_DTYPES
-from medha.worker.step import BatchRunner, PendingStep
 
 RANDOM_LLAMA = Path(__file__).with_name("random_llama")
 """Its folder; there is no more in it than a ``config.json``."""
@@ -89,35 +86,43 @@ class Subject:
 
     @contextmanager
     def checkpoint(self, longest: int, *, dtype: str, seed: int) -> Iterator[str]:
-        """A folder with weights: the model's, or one in which a random Llama's are for the time being.
-
-        Matrices have a spread of 0.2, which makes greedy tokens distinct; norms are 1.
+        """A folder that any engine reads: the model's, or for the time being one in which it has what overrides it, or
+        in which a random Llama's weights are. Those have a spread of 0.2, which makes greedy tokens distinct.
         """
-        if self.model is not None:
+        if self.model is not None and not self.hf_overrides:
             yield self.model
             return
+        source = resolve_model(self.folder)
         with tempfile.TemporaryDirectory(prefix="medha-bench-") as name:
-            folder = Path(name)
-            shape = json.loads((RANDOM_LLAMA / "config.json").read_text()) | self.overrides(longest)
-            (folder / "config.json").write_text(json.dumps(shape | {"torch_dtype": dtype}))
-            generator = torch.Generator().manual_seed(seed)
-            tensors = {}
-            for tensor, size in expected_tensors(load_model_config(folder)).items():
-                drawn = torch.ones(size) if len(size) == 1 else 0.2 * torch.randn(size, generator=generator)
-                tensors[tensor] = drawn.to(TORCH_DTYPES[dtype])
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            folder, shape = Path(name), json.loads((source / "config.json").read_text())
+            for key, value in self.overrides(longest).items():
+                is_inside = isinstance(value, Mapping) and isinstance(shape.get(key), dict)
+                shape[key] = {**shape[key], **value} if is_inside else value
+            (folder / "config.json").write_text(json.dumps(shape))
+            if self.model is not None:
+                for file in source.iterdir():
+                    if file.name != "config.json":
+                        (folder / file.name).symlink_to(file.resolve())
+            else:
+                generator, tensors = torch.Generator().manual_seed(seed), {}
+                for tensor, size in expected_tensors(load_model_config(folder)).items():
+                    drawn = torch.ones(size) if len(size) == 1 else 0.2 * torch.randn(size, generator=generator)
+                    tensors[tensor] = drawn.to(TORCH_DTYPES[dtype])
+                save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             yield name
 
-    def head(
-        self, benchmark: str, options: Mapping[str, Any], load_before: float, model: ModelConfig | None = None
-    ) -> Report:
-        """What a report begins with: the verb, its options, the load average before the run, the model's shape."""
+    def head(self, benchmark: str, options: Mapping[str, Any], model: ModelConfig | None = None) -> Report:
+        """What a report begins with: the verb, its options, the model's shape."""
         model, name = model or self.model_config(longest=1), self.model or "random Llama"
         sharing = model.num_heads // model.num_kv_heads
-        return report_head(benchmark, options, load_before) | {
+        return {
+            "benchmark": benchmark,
+            "environment": stamp(),
+            "options": options,
+            "definitions": DEFINITIONS,
             "title": f"{benchmark}: {name}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}",
             "model_id": name,
-            "model": plain(asdict(model)),
+            "model": asdict(model),
         }
 
 
@@ -129,7 +134,6 @@ class Local:
     config: EngineConfig
     role: RankHandle
     model: ModelConfig
-    load_before: float
 
     @property
     def engine(self) -> Engine:
@@ -157,71 +161,33 @@ class Local:
     def engine_with(self, **scheduler: Any) -> Engine:
         """Another engine over the same weights and KV pool, with other fields of :class:`SchedulerConfig`.
 
-        It begins with what the first one's predictor has learned. Only one of the engines may have requests at a time,
-        and :meth:`take_over` is called before it gets them.
+        It begins with what the first one's predictor has learned. Only one of the engines may have requests at a time.
         """
         known = self.engine.scheduler
         assert known.predictor is not None, "an engine that was built predicts"
-        config, memory = replace(known.config, **scheduler), known.memory
+        config = replace(known.config, **scheduler)
         predictor = Predictor(known.predictor.coefficients, max_tokens=config.max_batch_tokens)
         predictor.correction.restore(known.predictor.correction.learned)
-        other = Scheduler(
-            config,
-            num_blocks=memory.num_blocks,
-            block_size=memory.block_size,
-            num_groups=memory.num_groups,
-            predictor=predictor,
-            max_prompt_tokens=known.max_prompt_tokens,
-        )
+        other = Scheduler(config, predictor=predictor, **known.sizes)
+        other.memory.frees = known.memory.frees  # what one has left in the block tables goes with the next batch of any
         return Engine(self.engine.runner, other, self.role.limits, tokenizer=self.role.tokenizer)
-
-    def take_over(self, engine: Engine) -> None:
-        """Have every rank forget what other engines left in its block tables: their last frees never came."""
-        assert not engine.has_unfinished, "it is about to begin"
-        cast(_SharedRunner, self.engine.runner).forget()
 
     def report(self, benchmark: str, options: Mapping[str, Any]) -> Report:
         """What every report begins with."""
-        return self.subject.head(benchmark, options, self.load_before, self.model) | {
+        return self.subject.head(benchmark, options, self.model) | {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "num_ranks": self.config.parallel.world_size,
-            "engine": plain({name: value for name, value in asdict(self.config).items() if name != "model"}),
+            "engine": {name: value for name, value in asdict(self.config).items() if name != "model"},
         }
-
-
-class _SharedRunner:
-    """A runner that several engines have in turn."""
-
-    def __init__(self, runner: BatchRunner) -> None:
-        self._runner = runner
-        self._slots: set[int] = set()
-        self._frees: tuple[int, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def forget(self) -> None:
-        """With the next batch every slot is freed that was ever used."""
-        self._frees = tuple(sorted(self._slots))
-
-    def open(self, slot: int, *args: Any, **options: Any) -> None:
-        self._slots.add(slot)
-        self._runner.open(slot, *args, **options)
-
-    def submit(self, batch: Batch) -> PendingStep:
-        if self._frees:
-            batch = replace(batch, frees=tuple({*self._frees, *batch.frees}))
-            self._frees = ()
-        return self._runner.submit(batch)
 
 
 def on_ranks(
     subject: Subject, work: Callable[[Local], Report], *, longest: int, fills: bool = False, **engine: Any
 ) -> Report | None:
-    """Load a model on every rank of its layout and do some work on rank 0; every rank calls it.
+    """Load a model on every rank of its layout and do some work on rank 0; returns its report, None on the others.
 
-    Where no launcher has started this process, the other ranks of the layout are started on this machine.
+    Every rank calls it; where no launcher has started this process, the other ranks are started on this machine.
 
     Args:
         subject: what to load.
@@ -229,15 +195,7 @@ def on_ranks(
         longest: tokens of the longest request, prompt and output.
         fills: put random numbers into the whole KV pool of every rank.
         engine: flat names of :class:`EngineConfig` that the benchmark itself decides.
-
-    Returns:
-        The report; None on the other ranks.
-
-    Raises:
-        ConfigError: something about the model or an option is wrong.
-        RankFailedError: another rank failed.
     """
-    load_before = os.getloadavg()[0]
     with ExitStack() as stack:
         config = subject.config(longest=longest, **engine)
         size = config.parallel.world_size
@@ -256,25 +214,13 @@ def on_ranks(
             with state_on_signal(role.describe):
                 role.close()
             return None
-        role.engine.runner = cast(BatchRunner, _SharedRunner(role.engine.runner))
         try:
-            report = work(Local(subject, config, role, subject.model_config(longest=longest), load_before))
+            report = work(Local(subject, config, role, subject.model_config(longest=longest)))
         except BaseException as error:
             role.give_up(error)
             raise
         role.close()
         return report
-
-
-def report_head(benchmark: str, options: Mapping[str, Any], load_before: float) -> Report:
-    """What every report begins with."""
-    return {
-        "benchmark": benchmark,
-        "environment": stamp(),
-        "load_before_after": [load_before, os.getloadavg()[0]],
-        "options": plain(options),
-        "definitions": DEFINITIONS,
-    }
 
 
 def rows_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -300,15 +246,6 @@ def count_parameters(model: ModelConfig, is_counted: Callable[[str], bool]) -> i
 def random_prompt(length: int, vocab_size: int, chance: np.random.Generator) -> Prompt:
     """Token ids drawn evenly, as an array."""
     return cast(Prompt, chance.integers(0, vocab_size, length, dtype=np.int32))
-
-
-def plain(value: Any) -> Any:
-    """A value of a configuration as JSON has it: no infinity, no path."""
-    if isinstance(value, Mapping):
-        return {name: plain(inside) for name, inside in value.items()}
-    if isinstance(value, Path):
-        return str(value)
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def _follow() -> int:

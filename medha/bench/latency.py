@@ -16,6 +16,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import in_turn, matrix_product, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING
 from medha.config import ModelConfig
+from medha.engine.admission import Prompt
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
@@ -49,52 +52,39 @@ class LatencyOptions:
     runs: int = counted(5)
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if len(set(self.input_lens)) < len(self.input_lens):
-            raise ConfigError(f"input_len={','.join(map(str, self.input_lens))}; accepted: different lengths")
 
-    @property
-    def num_runs(self) -> int:
-        """Runs of all lines, warm-up included."""
-        return (2 * len(self.input_lens) + 1 if self.whole else len(self.input_lens)) * (self.warmup + self.runs)
-
-
-def latency(options: LatencyOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+def latency(options: LatencyOptions) -> Report | None:
     """One request at a time, over prompt lengths: time to the first token, between tokens, end to end.
 
     TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1). Under torchrun, or with
     --tp, --spp or --kvp alone, the engine runs on several ranks.
     """
     longest = max(options.input_lens) + options.output_len
-    return on_ranks(options.subject, lambda local: _measure(local, options, on_run), longest=longest)
+    return on_ranks(options.subject, lambda local: _measure(local, options), longest=longest)
 
 
-def _measure(local: Local, options: LatencyOptions, on_run: Callable[[], None]) -> Report:
+def _measure(local: Local, options: LatencyOptions) -> Report:
     engines = {CHUNKED: local.engine}
     if options.whole:
         one_chunk = {"chunk_size": max(options.input_lens), "max_batch_tokens": max(options.input_lens)}
         engines[WHOLE] = local.engine_with(scheduler="orca", policy="fcfs", **one_chunk)
     chance = np.random.default_rng(options.seed)
-    outcomes: dict[tuple[int, str], list[Outcome]] = {}
-    contestants: dict[str, Callable[[], float]] = {}
+    contestants: dict[Any, Callable[[], Any]] = {}
     product = matrix_product(local.dtype, local.device) if options.whole else None
     if product is not None:
         contestants[_PRODUCT] = product.seconds
-    for length in options.input_lens:
-        arrival = Arrival(
-            "request", random_prompt(length, local.model.vocab_size, chance), fixed_output(options.output_len)
-        )
+    for length in dict.fromkeys(options.input_lens):
+        prompt = random_prompt(length, local.model.vocab_size, chance)
         for way, engine in engines.items():
-            outcomes[length, way] = []
-            contestants[f"{length} {way}"] = _request(local, engine, arrival, outcomes[length, way])
-    seconds = in_turn(contestants, warmup=options.warmup, runs=options.runs, on_run=on_run)
+            contestants[length, way] = partial(_request, engine, prompt, options.output_len)
+    found = in_turn(contestants, warmup=options.warmup, runs=options.runs)
+    product_s = found.pop(_PRODUCT, [])
     lines: list[Report] = [
-        {"input_len": length, "way": way} | latency_fields(found[options.warmup :])
-        for (length, way), found in outcomes.items()
+        {"input_len": length, "way": way} | latency_fields(outcomes) for (length, way), outcomes in found.items()
     ]
     report = local.report("latency", asdict(options)) | {"results": lines}
     if product is not None:
-        rate = product.rate(seconds[_PRODUCT])
+        rate = product.rate(product_s)
         report["matrix_product"] = rate
         best = rate["per_s"] * local.config.parallel.world_size
         whole_s = {line["input_len"]: line["ttft"]["median_s"] for line in lines if line["way"] == WHOLE}
@@ -104,18 +94,12 @@ def _measure(local: Local, options: LatencyOptions, on_run: Callable[[], None]) 
     return report | (lines[0] if len(lines) == 1 else {})
 
 
-def _request(local: Local, engine: Engine, arrival: Arrival, found: list[Outcome]) -> Callable[[], float]:
-    """Serves the request alone and notes what became of it; returns its seconds."""
-
-    def run() -> float:
-        local.take_over(engine)
-        (outcome,) = serve_load(engine, [arrival]).outcomes
-        if not outcome.is_completed:
-            raise ConfigError(f"a request of {outcome.input_len} tokens has failed: {outcome.error}")
-        found.append(outcome)
-        return outcome.e2el_s
-
-    return run
+def _request(engine: Engine, prompt: Prompt, output_len: int) -> Outcome:
+    """Serve a request alone."""
+    (outcome,) = serve_load(engine, [Arrival("request", prompt, fixed_output(output_len))]).outcomes
+    if not outcome.is_completed:
+        raise ConfigError(f"a request of {outcome.input_len} tokens has failed: {outcome.error}")
+    return outcome
 
 
 def latency_fields(outcomes: Sequence[Outcome]) -> Report:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +27,9 @@ from medha.engine.engine import Engine
 from medha.errors import ConfigError, EngineDeadError, MedhaError
 from medha.outputs import RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams
-from medha.workload.io import Reading, read_trace
+from medha.workload.io import read_trace
 from medha.workload.metrics import Outcome, Served
-from medha.workload.synth import arrival_times, generators, synthesize
+from medha.workload.synth import retimed, synthesize
 from medha.workload.trace import Trace
 
 NO_SLO = SLO()
@@ -55,34 +56,19 @@ class Workload:
 
     @cached_property
     def trace(self) -> Trace:
-        """The requests, the first at 0.
-
-        Raises:
-            ConfigError: a value is not accepted, or the file cannot be read.
-        """
-        if self.dataset_path is not None:
-            return self._timed(read_trace(self.dataset_path)).from_zero()
-        spread = self.lengths or f"fixed:{self.input_len},{self.output_len}"
-        rate = math.inf if self.request_rate is None else self.request_rate
-        process, qps = ("gamma", rate) if math.isfinite(rate) else ("at-once", None)
-        number = self.num_prompts or 100
-        return synthesize(
-            spread, process, qps=qps, burstiness=self.burstiness, num_requests=number, seed=self.seed
-        ).from_zero()
-
-    def _timed(self, reading: Reading) -> Trace:
-        """A trace that was read, at the rate that is asked for."""
-        trace, rate = reading.trace, self.request_rate
-        trace = trace if self.num_prompts is None else trace.head(self.num_prompts)
-        if rate is None and reading.has_arrivals:
-            return trace
-        if rate is None or math.isinf(rate):
-            return trace.with_arrivals(np.zeros(len(trace)))
-        if reading.has_arrivals:
-            return trace.scaled(rate)
-        chance, _ = generators(self.seed)
-        drawn = arrival_times("gamma", chance, qps=rate, burstiness=self.burstiness, num_requests=len(trace))
-        return trace.with_arrivals(drawn)
+        """The requests, the first at 0; raises ConfigError."""
+        rate = self.request_rate
+        is_paced = rate is not None and math.isfinite(rate)
+        arrive: dict[str, Any] = {"qps": rate if is_paced else None, "burstiness": self.burstiness, "seed": self.seed}
+        process = "gamma" if is_paced else "at-once"
+        if self.dataset_path is None:
+            spread = self.lengths or f"fixed:{self.input_len},{self.output_len}"
+            return synthesize(spread, process, num_requests=self.num_prompts or 100, **arrive).from_zero()
+        found = read_trace(self.dataset_path)
+        found = replace(found, trace=found.trace.first(self.num_prompts))
+        if rate is not None and not is_paced:
+            found = replace(found, has_arrivals=False)
+        return retimed(found, process, **arrive).from_zero()
 
 
 @dataclass(frozen=True)
@@ -91,11 +77,6 @@ class ArrivingWorkload(Workload):
 
     request_rate: float | None = of_load(None, "Requests a second, or inf.", _RATE, shown="a trace's own, or inf")
     burstiness: float = of_load(1.0, "Of the gaps: 1 is Poisson, less is burstier.")
-
-
-def longest_of(trace: Trace) -> int:
-    """Tokens of the longest request, prompt and output."""
-    return int((trace.prompt_tokens + trace.output_tokens).max())
 
 
 def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) -> list[Arrival]:
@@ -114,32 +95,13 @@ def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) 
     ]
 
 
-def described(workload: Workload) -> Mapping[str, object]:
-    """The workload for a report."""
-    trace = workload.trace
-    return {
-        "dataset_path": None if workload.dataset_path is None else str(workload.dataset_path),
-        "lengths": workload.lengths,
-        "num_prompts": len(trace),
-        "input_len": {"min": int(trace.prompt_tokens.min()), "max": int(trace.prompt_tokens.max())},
-        "output_len": {"min": int(trace.output_tokens.min()), "max": int(trace.output_tokens.max())},
-        "burstiness": workload.burstiness,
-        "seed": workload.seed,
-    }
-
-
 def fixed_output(num_tokens: int) -> SamplingParams:
     """Greedy, exactly so many tokens, each reported as it comes."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, output_kind="delta")
 
 
 def serve_load(
-    engine: Engine,
-    arrivals: Sequence[Arrival],
-    *,
-    probes: Iterable[Arrival] = (),
-    max_concurrency: int | None = None,
-    on_end: Callable[[], None] = lambda: None,
+    engine: Engine, arrivals: Sequence[Arrival], *, probes: Iterable[Arrival] = (), max_concurrency: int | None = None
 ) -> Served:
     """Serve arrivals to the end of the last one.
 
@@ -148,115 +110,80 @@ def serve_load(
         arrivals: the load, in order of ``arrival_s``.
         probes: may go on for ever; those after the end of the load are not sent. Ids differ from the load's.
         max_concurrency: requests of the load at once; who comes while there are so many arrives when one of them ends.
-        on_end: called as each request of the load ends.
 
     Raises:
         EngineDeadError: a step failed.
     """
-    assert not engine.has_unfinished, "the load has the engine to itself"
-    return _Load(engine, arrivals, iter(probes), max_concurrency or len(arrivals), on_end).serve()
+    start_s, most = engine.now(), max_concurrency or len(arrivals)
+    upcoming, coming = deque(arrivals), iter(probes)
+    probe = next(coming, None)
+    sent: dict[str, tuple[int, list[float]]] = {}  # prompt tokens, and the times of the tokens
+    running: set[str] = set()  # of the load
+    done: dict[str, Outcome] = {}
+    room_s = 0.0  # since when there is room for one more
 
+    def take(output: RequestOutput, now_s: float) -> None:
+        nonlocal room_s
+        name = output.request_id
+        sent[name][1].extend([now_s] * len(output.outputs[0].token_ids))
+        if output.finished:
+            done[name] = _outcome(output, *sent.pop(name), start_s)
+            room_s = now_s - start_s if name in running and len(running) == most else room_s
+            running.discard(name)
 
-class _Load:
-    """The state of :func:`serve_load`."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        arrivals: Sequence[Arrival],
-        probes: Iterator[Arrival],
-        max_concurrency: int,
-        on_end: Callable[[], None],
-    ) -> None:
-        self._upcoming = deque(arrivals)
-        self._num_running = 0
-        self._done: dict[str, Outcome] = {}
-        self._engine = engine
-        self._ids = dict.fromkeys(arrival.request_id for arrival in arrivals)
-        self._probes, self._next_probe = probes, next(probes, None)
-        self._max_concurrency, self._is_held_back = max_concurrency, False
-        self._on_end = on_end
-        self._sent: dict[str, tuple[int, list[float]]] = {}  # prompt tokens, and the times of the tokens
-        self._start_s = engine.now()
-
-    def serve(self) -> Served:
-        engine = self._engine
-        while self._upcoming or self._num_running or engine.has_unfinished:
-            self._send_due()
-            if engine.has_unfinished:
-                outputs, now_s = engine.step(), engine.now()
-                for output in outputs:
-                    self._take(output, now_s)
-            elif self._upcoming:
-                self._sleep()
-        outcomes = tuple(self._done.pop(name) for name in self._ids)
-        return Served(outcomes, tuple(self._done.values()), max((one.end_s for one in outcomes), default=0.0))
-
-    def _send_due(self) -> None:
-        """Queue what has arrived."""
-        now_s = self._engine.now() - self._start_s
-        while self._upcoming and self._upcoming[0].arrival_s <= now_s:
-            if self._num_running >= self._max_concurrency:
-                self._is_held_back = True
-                break
-            self._num_running += 1
-            arrival = self._upcoming.popleft()
-            self._send(replace(arrival, arrival_s=now_s) if self._is_held_back else arrival)
-            self._is_held_back = False
-        while self._next_probe is not None and (self._upcoming or self._num_running):
-            if self._next_probe.arrival_s > now_s:
-                break
-            self._send(self._next_probe)
-            self._next_probe = next(self._probes, None)
-
-    def _send(self, arrival: Arrival) -> None:
-        name, at_s = arrival.request_id, self._start_s + arrival.arrival_s
-        self._sent[name] = len(arrival.prompt), []
+    def send(arrival: Arrival) -> None:
+        name, at_s = arrival.request_id, start_s + arrival.arrival_s
+        sent[name] = len(arrival.prompt), []
         try:
-            self._engine.add_request(
+            engine.add_request(
                 name, arrival.prompt, arrival.params, slo=arrival.slo, priority=arrival.priority, arrival_s=at_s
             )
         except EngineDeadError:
             raise
         except MedhaError as error:
-            now_s = self._engine.now()
-            self._take(arrival.unserved(self._start_s, error=error, now_s=now_s), now_s)
+            now_s = engine.now()
+            take(arrival.unserved(start_s, error=error, now_s=now_s), now_s)
 
-    def _take(self, output: RequestOutput, now_s: float) -> None:
-        """Note the tokens of an output, and the end of its request."""
-        name = output.request_id
-        self._sent[name][1].extend([now_s] * len(output.outputs[0].token_ids))
-        if output.finished:
-            self._done[name] = self._outcome(output)
-            if name in self._ids:
-                self._num_running -= 1
-                self._on_end()
+    while upcoming or running or engine.has_unfinished:
+        now_s = engine.now() - start_s
+        while upcoming and upcoming[0].arrival_s <= now_s and len(running) < most:
+            arrival = upcoming.popleft()
+            running.add(arrival.request_id)
+            send(replace(arrival, arrival_s=max(arrival.arrival_s, room_s)))
+        while probe is not None and probe.arrival_s <= now_s and (upcoming or running):
+            send(probe)
+            probe = next(coming, None)
+        if engine.has_unfinished:
+            outputs, now_s = engine.step(), engine.now()
+            for output in outputs:
+                take(output, now_s)
+        elif upcoming:
+            due_s = min(one.arrival_s for one in (upcoming[0], probe) if one is not None)
+            time.sleep(min(_MAX_SLEEP_S, max(0.0, due_s - (engine.now() - start_s))))
+    outcomes = tuple(done.pop(arrival.request_id) for arrival in arrivals)
+    return Served(outcomes, tuple(done.values()), max((one.end_s for one in outcomes), default=0.0))
 
-    def _outcome(self, output: RequestOutput) -> Outcome:
-        metrics, name = output.metrics, output.request_id
-        assert metrics.finished is not None, "it has ended"
-        input_len, times = self._sent.pop(name)
-        if times and metrics.first_token is not None:  # both ends by the engine's own clock reading
-            times[0], times[-1] = metrics.first_token, metrics.finished if len(times) > 1 else metrics.first_token
-        error = "" if output.error is None else f"{type(output.error).__name__}: {output.error}"
-        reason = output.outputs[0].finish_reason
-        if not error and reason not in ("length", "stop"):
-            error = f"ended by {reason}"
-        return Outcome(
-            request_id=name,
-            input_len=input_len,
-            output_len=len(times),
-            start_s=metrics.arrival - self._start_s,
-            queue_s=metrics.queue_time,
-            ttft_s=metrics.ttft,
-            itl_s=tuple(later - sooner for sooner, later in pairwise(times)),
-            e2el_s=metrics.finished - metrics.arrival,
-            num_chunks=metrics.num_chunks,
-            error=error,
-            slo=SLO(metrics.ttft_slo_s, metrics.tpot_slo_s),
-        )
 
-    def _sleep(self) -> None:
-        """Until the next arrival, or a while."""
-        due = [arrival.arrival_s for arrival in (self._upcoming[0], self._next_probe) if arrival is not None]
-        time.sleep(min(_MAX_SLEEP_S, max(0.0, min(due) - (self._engine.now() - self._start_s))))
+def _outcome(output: RequestOutput, input_len: int, times: list[float], start_s: float) -> Outcome:
+    """Of a request that has ended, whose tokens came at these times."""
+    metrics = output.metrics
+    assert metrics.finished is not None, "it has ended"
+    if times and metrics.first_token is not None:  # both ends by the engine's own clock reading
+        times[0], times[-1] = metrics.first_token, metrics.finished if len(times) > 1 else metrics.first_token
+    error = "" if output.error is None else f"{type(output.error).__name__}: {output.error}"
+    reason = output.outputs[0].finish_reason
+    if not error and reason not in ("length", "stop"):
+        error = f"ended by {reason}"
+    return Outcome(
+        request_id=output.request_id,
+        input_len=input_len,
+        output_len=len(times),
+        start_s=metrics.arrival - start_s,
+        queue_s=metrics.queue_time,
+        ttft_s=metrics.ttft,
+        itl_s=tuple(later - sooner for sooner, later in pairwise(times)),
+        e2el_s=metrics.finished - metrics.arrival,
+        num_chunks=metrics.num_chunks,
+        error=error,
+        slo=SLO(metrics.ttft_slo_s, metrics.tpot_slo_s),
+    )

@@ -1,64 +1,49 @@
 """``medha bench micro attention``, ``decode``, ``sampling`` and ``scheduler``: one part alone.
 
-``attention`` is one layer's, called as the engine calls it: its backend, planned once, over the paged pool of one
-layer, the chunk's own keys at its end. Chunking is free where a small chunk costs no more for each product than a large
-one (arXiv:2409.17264 v4 section 3.2), so ``overhead`` compares seconds for each useful operation with those of the
-largest chunk over the same KV cache. A chunk of ``c`` tokens that ends a context of ``S`` has
-``c * (S - c) + c * (c + 1) / 2`` useful scores a head, of ``4 * H`` operations.
+``attention`` is one layer's: the engine's backend over one layer's paged pool, planned once, the chunk's own keys at
+its end. Chunking is free where a small chunk costs no more for each product than a large one (arXiv:2409.17264 v4
+section 3.2), so ``overhead`` compares seconds for each useful operation with those of the largest chunk over the same
+KV cache. A chunk of ``c`` tokens that ends a context of ``S`` has ``c * (S - c) + c * (c + 1) / 2`` useful scores a
+head, of ``4 * H`` operations.
 
 A step of a ``decode`` is bound by memory: it reads all weights once and the keys and values of every request. These
-bytes over its time, as a share of the rate at which memory can be read, are its MBU (what a cache holds between steps
-makes small models look faster than that). Timed is a step of the runner, from the batch to its tokens, made by hand
-over a KV cache of random numbers (:mod:`medha.profile.steps`), in which no two requests share a block. It runs on any
-layout; with several ranks the seconds are those of the ranks that sample, and there is no MBU.
+bytes over its time, as a share of the rate at which memory can be read, are its MBU (caches make small models look
+faster than that). Timed is a step of the runner by hand (:mod:`medha.profile.steps`) over a KV cache of random numbers,
+in which no two requests share a block. With several ranks there is no MBU.
 
-``scheduler`` is what the engine pays for a batch beside computing it:
-:meth:`~medha.sched.scheduler.Scheduler.schedule`, and :meth:`~medha.sched.scheduler.Scheduler.complete` when it is
-done, with the predictor of an 8B model on one A100. No model runs: a batch takes the seconds that were predicted of it
-on a clock of its own. The engine is overloaded: so many requests decode, prefills are under way, one in a hundred of a
-long prompt, and so many wait. Who has decoded longest ends when one more would decode, and another one arrives.
+``scheduler`` is what the engine pays for a batch beside computing it: ``schedule`` and ``complete`` of
+:class:`~medha.sched.scheduler.Scheduler`, with the predictor of an 8B model on one A100. No model runs: a batch takes
+the seconds predicted of it. The engine is overloaded: so many requests decode, prefills are under way, one in a hundred
+of a long prompt, and so many wait; the decodes go on, and for each prompt that has been read another one arrives.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import count
 from itertools import product as pairs
+from typing import Any
 
 import numpy as np
 import torch
 
 from medha.attention.interface import AttentionRows, LayerShape
-from medha.batch import Batch
-from medha.bench.cli import (
-    ALONE,
-    ANY_COUNT,
-    COUNT,
-    SUBJECT,
-    Report,
-    Shown,
-    asked,
-    counted,
-    lengths,
-    verb,
-    warmups,
-)
-from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, report_head, rows_of
+from medha.bench.cli import ALONE, ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, counted, lengths, verb, warmups
+from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, rows_of
 from medha.bench.timing import in_turn, matrix_product, memory_read, timed, timing_of, waited
 from medha.cli.options import PARALLEL
+from medha.cli.report import stamp
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from medha.config.fields import choice, integer
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
-from medha.errors import ConfigError
 from medha.params import SLO, SamplingParams
 from medha.profile.steps import decodes, fill_pools
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler
 from medha.sim.replica import KNOWN_MODELS
 from medha.worker.kv_cache import KVCache
@@ -67,7 +52,8 @@ from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 
 _BLOCK_SIZE = 256
 _YARDSTICK = "yardstick"
-_MAX_NEW_TOKENS = 1 << 16  # more than anybody decodes before it ends
+_FIGURES = ("median_ms", "p99_ms", "max_ms")
+_MAX_NEW_TOKENS = 1 << 16  # more than are decoded here
 _LONG_TOKENS = 100_000
 _LONG_SHARE = 0.01
 _LONGEST_SHORT = SchedulerConfig().long_threshold - 1  # tokens of a prompt that is not long
@@ -75,7 +61,7 @@ _LONGEST_SHORT = SchedulerConfig().long_threshold - 1  # tokens of a prompt that
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What is measured: chunks over KV lengths. Of the engine's options only those of :data:`ALONE`."""
+    """What is measured: chunks over KV lengths."""
 
     subject: Subject = field(default_factory=Subject)
     chunks: tuple[int, ...] = lengths(
@@ -88,36 +74,30 @@ class AttentionOptions:
     warmup: int = warmups(1)
     runs: int = counted(3)
 
-    def __post_init__(self) -> None:
-        if min(self.kv_lens) < min(self.chunks):
-            raise ConfigError(f"kv_lens={self.kv_lens} with chunks={self.chunks}; accepted: none below every chunk")
 
-
-def attention(options: AttentionOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def attention(options: AttentionOptions) -> Report:
     """Attention of one layer, chunks over KV lengths: its rate, against the matrix products of this machine."""
-    load, device, dtype = os.getloadavg()[0], _device(options.subject), TORCH_DTYPES[options.dtype]
+    device, dtype = _device(options.subject), TORCH_DTYPES[options.dtype]
     model = options.subject.model_config(longest=max(options.kv_lens))
     backend, attend = _attention(options, model, dtype, device)
     product = matrix_product(dtype, device)
+    runs: dict[Any, Callable[[], float]] = {_YARDSTICK: product.seconds}
+    for kv_len, chunk in pairs(sorted(set(options.kv_lens)), sorted(set(options.chunks))):
+        if chunk <= kv_len:
+            runs[kv_len, chunk] = partial(timed, attend(chunk, kv_len))
+    seconds = in_turn(runs, warmup=options.warmup, runs=options.runs)
+    rate = product.rate(seconds.pop(_YARDSTICK))
     results: list[Report] = []
-    rates: list[Report] = []
-    for kv_len in sorted(set(options.kv_lens)):
-        chunks = [chunk for chunk in sorted(set(options.chunks)) if chunk <= kv_len]
-        runs = {_YARDSTICK: product.seconds}
-        runs |= {str(chunk): partial(timed, attend(chunk, kv_len)) for chunk in chunks}
-        seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
-        rate = product.rate(seconds.pop(_YARDSTICK))
-        rates.append({"kv_len": kv_len, **rate})
-        lines: list[Report] = []
-        for chunk, timing in zip(chunks, map(timing_of, seconds.values()), strict=True):
-            flops = attention_flops(model, chunk, kv_len)
-            per_s = flops / timing["median_s"]
-            cell = {"kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops, "flops_per_s": per_s}
-            lines.append(cell | {"share": per_s / rate["per_s"]})
-        results += [one | {"overhead": lines[-1]["flops_per_s"] / one["flops_per_s"] - 1} for one in lines]
-    head = options.subject.head("micro attention", asdict(options), load, model)
+    for (kv_len, chunk), found in seconds.items():
+        timing, flops = timing_of(found), attention_flops(model, chunk, kv_len)
+        per_s = flops / timing["median_s"]
+        cell = {"kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops, "flops_per_s": per_s}
+        results.append(cell | {"share": per_s / rate["per_s"]})
+    largest = {one["kv_len"]: one["flops_per_s"] for one in results}
+    results = [one | {"overhead": largest[one["kv_len"]] / one["flops_per_s"] - 1} for one in results]
+    head = options.subject.head("micro attention", asdict(options), model)
     head |= {"dtype": options.dtype, "device": str(device), "backend": backend}
-    return head | {"results": results, "matrix_rates": rates}
+    return head | {"results": results, "matrix_product": rate}
 
 
 def attention_flops(model: ModelConfig, chunk: int, kv_len: int) -> float:
@@ -139,9 +119,7 @@ def _attention(
         dtype=dtype, device=device,
     )  # fmt: skip
     fill_pools(cache, max(options.kv_lens), seed=0)
-    wanted = options.subject.engine.get("attention_backend") or "auto"
-    layer = LayerShape(model.num_heads, *shape, dtype)
-    backend = choose_backend(wanted, layer, device, block_size=_BLOCK_SIZE)[0]
+    backend = choose_backend("auto", LayerShape(model.num_heads, *shape, dtype), device, block_size=_BLOCK_SIZE)[0]
 
     def attend(chunk: int, kv_len: int) -> Callable[[], None]:
         generator = torch.Generator(device).manual_seed(chunk)
@@ -174,32 +152,28 @@ class DecodeOptions:
         return max(batch * -(-(context + 1) // _BLOCK_SIZE) for context, batch in self.cells)
 
 
-def decode(options: DecodeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+def decode(options: DecodeOptions) -> Report | None:
     """A step of decodes, batch sizes over contexts: its time, and the share of the memory's rate (MBU)."""
     longest, sizes = max(options.contexts) + 1, {"block_size": _BLOCK_SIZE, "num_kv_blocks": options.num_blocks}
-    return on_ranks(
-        options.subject, lambda local: _decode(local, options, on_run), longest=longest, fills=True, **sizes
-    )
+    return on_ranks(options.subject, lambda local: _decode(local, options), longest=longest, fills=True, **sizes)
 
 
-def _decode(local: Local, options: DecodeOptions, on_run: Callable[[], None]) -> Report:
+def _decode(local: Local, options: DecodeOptions) -> Report:
     memory, hand, size = memory_read(local.device), local.hand, local.dtype.itemsize
-    runs: dict[str, Callable[[], float]] = {_YARDSTICK: memory.seconds}
+    runs: dict[Any, Callable[[], float]] = {_YARDSTICK: memory.seconds}
     for context, batch in options.cells:
         step = decodes(batch, context)
-        runs[f"{batch} at {context}"] = lambda step=step: hand.run(step)[1]  # type: ignore[misc]
-    seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
+        runs[context, batch] = lambda step=step: hand.run(step)[1]  # type: ignore[misc]
+    seconds = in_turn(runs, warmup=options.warmup, runs=options.runs)
     rate = memory.rate(seconds.pop(_YARDSTICK))
     weight_bytes, is_whole = step_parameters(local.model) * size, local.config.parallel.world_size == 1
     cells = []
-    for (context, batch), timing in zip(options.cells, map(timing_of, seconds.values()), strict=True):
-        kv_bytes = batch * (context + 1) * local.model.kv_bytes_per_token(size)
-        per_s = (weight_bytes + kv_bytes) / timing["median_s"]
+    for (context, batch), found in seconds.items():
+        timing, kv_bytes = timing_of(found), batch * (context + 1) * local.model.kv_bytes_per_token(size)
+        mbu = (weight_bytes + kv_bytes) / timing["median_s"] / rate["per_s"] if is_whole else None
         cell = {"batch_size": batch, "context": context, "timing": timing, "weight_bytes": weight_bytes}
-        cell |= {"kv_bytes": kv_bytes, "bytes_per_s": per_s, "mbu": per_s / rate["per_s"] if is_whole else None}
-        cells.append(cell | {"tokens_per_s": batch / timing["median_s"]})
-    head = local.report("micro decode", asdict(options))
-    return head | {"memory_read": rate, "results": cells}
+        cells.append(cell | {"kv_bytes": kv_bytes, "mbu": mbu})
+    return local.report("micro decode", asdict(options)) | {"memory_read": rate, "results": cells}
 
 
 def step_parameters(model: ModelConfig) -> int:
@@ -220,8 +194,7 @@ WAYS: dict[str, SamplingParams] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """What is measured: every way of drawing at every batch size. Of the engine's options only those of
-    :data:`ALONE`."""
+    """What is measured: every way of drawing at every batch size."""
 
     subject: Subject = field(default_factory=Subject)
     batch_sizes: tuple[int, ...] = lengths("batch_size", "1,16,64", "Rows of logits, comma separated.")
@@ -229,22 +202,19 @@ class SamplingOptions:
     runs: int = counted(10)
 
 
-def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def sampling(options: SamplingOptions) -> Report:
     """From random logits to tokens on the host, over batch sizes and ways of drawing."""
-    load, device = os.getloadavg()[0], _device(options.subject)
+    device = _device(options.subject)
     model = options.subject.model_config(longest=1)
-    prompt, cells = torch.arange(min(1024, model.vocab_size)), list(pairs(options.batch_sizes, WAYS))
-    runs: dict[str, Callable[[], float]] = {}
-    for batch, way in cells:
+    prompt = torch.arange(min(1024, model.vocab_size))
+    runs: dict[Any, Callable[[], float]] = {}
+    for batch, way in pairs(options.batch_sizes, WAYS):
         logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
         slots = [SlotSampling.of(WAYS[way].resolve({}), i, (), len(prompt), prompt) for i in range(batch)]
-        runs[f"{batch} {way}"] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
-    found = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
-    results = [
-        {"batch_size": batch, "way": way, "timing": timing, "per_token_s": timing["median_s"] / batch}
-        for (batch, way), timing in zip(cells, map(timing_of, found.values()), strict=True)
-    ]
-    head = options.subject.head("micro sampling", asdict(options), load, model)
+        runs[batch, way] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
+    found = in_turn(runs, warmup=options.warmup, runs=options.runs)
+    results = [{"batch_size": key[0], "way": key[1], "timing": timing_of(one)} for key, one in found.items()]
+    head = options.subject.head("micro sampling", asdict(options), model)
     return head | {"dtype": "float32", "device": str(device), "vocab_size": model.vocab_size, "results": results}
 
 
@@ -274,31 +244,26 @@ class SchedulerOptions:
     seed: int = asked(0, "Of lengths, arrivals, objectives and classes.", ANY_COUNT)
     backlog_s: float = 60.0
 
-    def __post_init__(self) -> None:
-        for policy in self.policies:
-            load_policy(policy)  # an unknown one is an error before anything is measured
 
-
-def scheduler(options: SchedulerOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def scheduler(options: SchedulerOptions) -> Report:
     """Time of one scheduling decision as the queue grows; no model runs."""
-    results, load = [], os.getloadavg()[0]
+    results: list[Report] = []
     for policy, waiting in pairs(options.policies, options.waiting):
         queue = Queue(policy, waiting, options)
-        steps = [queue.step() for _ in range(options.warmup + options.runs)][options.warmup :]
-        schedule_s, complete_s, decoding, prefilling = np.array(steps).T
-        calls = {"schedule": schedule_s, "complete": complete_s, "both": schedule_s + complete_s}
-        line: Report = {"policy": policy, "waiting": queue.scheduler.num_waiting, "decisions": options.runs}
-        line |= {"decoding": float(decoding.mean()), "prefilling": float(prefilling.mean())}
-        for call, seconds in calls.items():
-            found = (np.percentile(seconds, [50, 90, 99, 100]) * 1e3).tolist()
-            line[call] = dict(zip(("median_ms", "p90_ms", "p99_ms", "max_ms"), found, strict=True))
+        steps = [queue.step()[:2] for _ in range(options.warmup + options.runs)][options.warmup :]
+        schedule_s, complete_s = np.array(steps).T
+        line: Report = {"policy": policy, "waiting": queue.scheduler.num_waiting}
+        for call, seconds in {"schedule": schedule_s, "complete": complete_s, "both": schedule_s + complete_s}.items():
+            found = (np.percentile(seconds, [50, 99, 100]) * 1e3).tolist()
+            line[call] = dict(zip(_FIGURES, found, strict=True))
         results.append(line)
-        on_run()
-    return report_head("micro scheduler", asdict(options), load) | {"results": results}
+    head = {"benchmark": "micro scheduler", "environment": stamp(), "options": asdict(options)}
+    return head | {"results": results}
 
 
 class Queue:
-    """Requests on a scheduler, whose numbers stay as they are."""
+    """Requests on a scheduler, whose numbers stay as they are: the first go on decoding, and of the others one arrives
+    for each that ends with its first token."""
 
     def __init__(self, policy: str, waiting: int, options: SchedulerOptions) -> None:
         config = SchedulerConfig(policy=policy, max_num_seqs=options.num_decoding + options.num_prefilling)
@@ -311,17 +276,13 @@ class Queue:
             predictor=Predictor(coefficients, max_tokens=config.max_batch_tokens),
         )
         self._num_decoding, self._num_waiting = options.num_decoding, 0
-        self._random = np.random.default_rng(options.seed)
-        self._now_s = options.backlog_s
-        self._free: list[int] = []
-        self._num_slots = 0
-        self._decoding: dict[int, None] = {}  # who decodes longest first
+        self._random, self._now_s = np.random.default_rng(options.seed), options.backlog_s
+        self._slots, self._free = count(), list[int]()
         for _ in range(options.num_decoding):
-            self._add(self._now_s, may_be_long=False)
-        while self.scheduler.num_waiting or len(self._decoding) < self.scheduler.num_running:
-            self.step()
-        arrivals = np.sort(self._now_s - self._random.uniform(0.0, options.backlog_s, waiting))
-        for arrival_s in arrivals.tolist():
+            self._add(self._now_s)
+        while self.step()[2] < options.num_decoding:
+            pass
+        for arrival_s in np.sort(self._now_s - self._random.uniform(0.0, options.backlog_s, waiting)).tolist():
             self._add(arrival_s)
         self._num_waiting = waiting
 
@@ -334,7 +295,8 @@ class Queue:
         batch, prediction = decision.batch, decision.prediction
         assert batch is not None and prediction is not None, "an overloaded scheduler always has a batch"
         self._now_s += prediction.seconds
-        results = self._results(batch)
+        sampling = dict.fromkeys(row.slot for row in batch.rows if row.samples)
+        results = [(slot, 1, slot >= self._num_decoding) for slot in sampling]
         start_s = time.perf_counter()
         self._free += self.scheduler.complete(batch, self._now_s, results, prediction.seconds)
         completed_s = time.perf_counter() - start_s
@@ -342,26 +304,16 @@ class Queue:
             self._add(self._now_s)
         return scheduled_s, completed_s, batch.num_decodes, len(batch.rows) - batch.num_decodes
 
-    def _results(self, batch: Batch) -> list[tuple[int, int, bool]]:
-        """A token for each row that samples; who has decoded longest ends where one more would decode."""
-        sampling = dict.fromkeys(row.slot for row in batch.rows if row.samples)
-        self._decoding |= sampling
-        surplus = max(len(self._decoding) - self._num_decoding, 0)
-        ended = [slot for slot in self._decoding if slot in sampling][:surplus]
-        for slot in ended:
-            del self._decoding[slot]
-        return [(slot, 1, slot in ended) for slot in sampling]
-
-    def _add(self, arrival_s: float, *, may_be_long: bool = True) -> None:
-        """One request arrives: most are chats, one in a hundred is a document."""
-        slot = self._free.pop() if self._free else self._num_slots
-        self._num_slots = max(self._num_slots, slot + 1)
-        random = self._random
+    def _add(self, arrival_s: float) -> None:
+        """One request arrives: those that go on decoding and most others are chats, one in a hundred is a document."""
+        slot, random = self._free.pop() if self._free else next(self._slots), self._random
+        goes_on = slot < self._num_decoding
         length = int(np.clip(random.lognormal(6.9, 0.8), 16, _LONGEST_SHORT))  # 1,000 tokens in the median
-        if may_be_long and random.random() < _LONG_SHARE:
+        if not goes_on and random.random() < _LONG_SHARE:
             length = int(random.uniform(0.2, 1.0) * _LONG_TOKENS)
         slo = SLO(ttft_s=float(random.uniform(0.5, 300.0)), tpot_s=0.5) if random.random() < 0.3 else None
-        self.scheduler.add(SchedulerRequest(slot, length, _MAX_NEW_TOKENS, arrival_s, slo, int(random.integers(0, 4))))
+        tokens, priority = _MAX_NEW_TOKENS if goes_on else 1, int(random.integers(0, 4))
+        self.scheduler.add(SchedulerRequest(slot, length, tokens, arrival_s, slo, priority))
 
 
 def _attention_shown(report: Report) -> Shown:
@@ -373,7 +325,7 @@ def _attention_shown(report: Report) -> Shown:
 
 
 def _decode_shown(report: Report) -> Shown:
-    columns = ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu", "tokens_per_s")
+    columns = ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu")
     entries = {"memory_read": report["memory_read"], "results": rows_of(report["results"], columns)}
     mbu = "bytes that a step has to read (weights and KV) over its time, of the memory's rate"
     timed = "a step of the runner, from the batch to its tokens; without scheduler and engine"
@@ -388,9 +340,8 @@ def _sampling_shown(report: Report) -> Shown:
 def _scheduler_shown(report: Report) -> Shown:
     calls, options = ("schedule", "complete", "both"), report["options"]
     rows = [line | {"call": call, **line[call]} for line in report["results"] for call in calls]
-    columns = ("policy", "waiting", "call", "median_ms", "p90_ms", "p99_ms", "max_ms")
     notes = [f"{options['warmup']} decisions of warm-up, {options['runs']} counted"]
-    return {"decisions": rows_of(rows, columns)}, notes
+    return {"decisions": rows_of(rows, ("policy", "waiting", "call", *_FIGURES))}, notes
 
 
 verb("attention", AttentionOptions, attention, _attention_shown, ALONE)

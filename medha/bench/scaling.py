@@ -14,11 +14,10 @@ merges.
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -26,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from medha.bench.cli import ANY_COUNT, COUNT, Report, Shown, asked, counted, verb, warmups, words
+from medha.batch import Row
+from medha.bench.cli import ANY_COUNT, COUNT, Report, Shown, asked, counted, verb, warmups
 from medha.bench.harness import Local, Subject, median_text, on_ranks, random_prompt, rows_of
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import Worker, in_turn, timing_of
@@ -36,7 +36,7 @@ from medha.config import ParallelConfig
 from medha.config.fields import choice
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
-from medha.profile.steps import Part, StepRunner
+from medha.profile.steps import FIRST_SLOT, StepRunner
 from medha.timeline import RankRecords, decode_records, encode_records
 
 ONE_RANK = "1 rank"
@@ -51,7 +51,10 @@ class ScalingOptions:
 
     subject: Subject = field(default_factory=Subject)
     mode: str = asked("prefill", "prefill of a prompt, or one step over a long context: decode, chunk.", choice(*MODES))
-    layouts: tuple[str, ...] = words("", "Compared with one rank, as kvp2spp2.", shown="spp2, kvp2 for a step")
+    layouts: tuple[str, ...] = asked(
+        (), "Compared with one rank, as kvp2spp2, comma separated.", kind=str, shown="spp2, kvp2 for a step",
+        read=lambda text: tuple(word.strip() for word in text.split(",") if word),
+    )  # fmt: skip
     lengths: tuple[int, ...] = asked(
         (), "Tokens of the prompt, or in the KV cache before a step, comma separated.", name="input_len",
         kind=str, shown="16384, 65536 for a step",
@@ -91,15 +94,14 @@ def parse_layout(text: str) -> ParallelConfig:
     return ParallelConfig(tp=degrees.get("tp", 1), spp=degrees.get("spp", 1), kvp=degrees.get("kvp", 1))
 
 
-def scaling(options: ScalingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def scaling(options: ScalingOptions) -> Report:
     """Several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
-    load = os.getloadavg()[0]
-    results = [line for length in options.lengths for line in _one_length(options, length, on_run)]
+    results = [line for length in options.lengths for line in _one_length(options, length)]
     given = asdict(options) | {"threads_a_rank": 1}
-    return options.subject.head(f"scaling, {options.mode}", given, load) | {"results": results}
+    return options.subject.head(f"scaling, {options.mode}", given) | {"results": results}
 
 
-def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]) -> list[Report]:
+def _one_length(options: ScalingOptions, length: int) -> list[Report]:
     """Every layout over one prompt, or one context."""
     is_decode = options.mode == "decode"
     q_len = 1 if is_decode else options.chunk_size or 0
@@ -112,35 +114,20 @@ def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]
             for name, layout in options.all_layouts.items()
         }
         turns = {name: partial(job.ask, **work) for name, job in jobs.items()}
-        answers = in_turn(turns, warmup=options.warmup, runs=options.runs, on_run=on_run)
+        answers = in_turn(turns, warmup=options.warmup, runs=options.runs)
     lines: list[Report] = []
     for name, found in answers.items():
-        seconds = [second for answer in found for second in answer["seconds"]]
-        ranks = [[decode_records(text.encode()) for text in answer["ranks"]] for answer in found]
-        line: Report = {"length": length, "layout": name, "num_ranks": len(ranks[0])}
-        line |= {"timing": timing_of(seconds), "seconds": seconds}
-        if options.mode == "prefill":  # where the time went in the run in the middle, the faster of two
-            line["usage"] = usage(ranks[seconds.index(statistics.median_low(seconds))])
-        else:
-            line |= _medians(ranks, [answer["batch_ids"] for answer in found])
-        lines.append(line)
+        seconds, turns_s = [s for answer in found for s in answer["seconds"]], [sum(one["seconds"]) for one in found]
+        middle = found[turns_s.index(statistics.median_low(turns_s))]  # the faster of two
+        ranks = [decode_records(text.encode()) for text in middle["ranks"]]
+        line = {"length": length, "layout": name, "num_ranks": len(ranks), "timing": timing_of(seconds)}
+        lines.append(line | {"seconds": seconds, "usage": usage(ranks)})
     first_s = lines[0]["timing"]["median_s"]
     return [line | {"ratio": first_s / line["timing"]["median_s"]} for line in lines]
 
 
-def _medians(runs: Sequence[Sequence[RankRecords]], ids: Sequence[Sequence[int]]) -> Report:
-    """Of each rank the medians of its compute and of the merges within, over the batches that count of each run."""
-    parts: dict[int, list[tuple[float, float]]] = {}
-    for ranks, counting in zip(runs, ids, strict=True):
-        for rank in ranks:
-            found = [(one.busy_s, one.merge_wait_s) for one in rank.batches if one.batch_id in counting]
-            parts.setdefault(rank.rank, []).extend(found)
-    busy, merge = ([statistics.median(one[i] for one in parts[rank]) for rank in sorted(parts)] for i in (0, 1))
-    return {"busy_s": busy, "merge_s": merge}
-
-
 def usage(ranks: Sequence[RankRecords]) -> Report:
-    """Where the time of a prefill went, from its first batch's start to its last one's end on any rank.
+    """Where the time of a prefill, or of a turn of steps, went: from its first batch's start to its last one's end.
 
     ``busy_s`` is of each rank, and ``bubble`` the share of all ranks' time in which they did not compute. The waits are
     the most that a rank waited once its first batch was there: for hidden states and for messages; merges are of all
@@ -189,22 +176,22 @@ def _prefill(local: Local, *, prompt_len: int, seed: int) -> Report:
 def _steps(local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool) -> Report:
     """Equal steps of one row over a context that lies on all groups."""
     groups = local.config.parallel.kvp
-    step = (Part(q_len, context, is_decode=is_decode, num_groups=groups, samples=is_decode),)
-    found: Report = {"batch_ids": [], "seconds": []}
-    for _ in range(_STEPS):
-        found["batch_ids"].append(hand.run(step)[0])
-        found["seconds"].append(hand.last_s)
-    return found
+    step = (Row(FIRST_SLOT, context, q_len, is_decode, is_decode, num_groups=groups),)
+    ran = [(hand.run(step)[0], hand.last_s) for _ in range(_STEPS)]
+    return {"batch_ids": [batch_id for batch_id, _ in ran], "seconds": [seconds for _, seconds in ran]}
 
 
-def _records(local: Local) -> list[str]:
-    """What each rank ran since the last call."""
+def _records(local: Local, ids: Sequence[int] | None) -> list[str]:
+    """What each rank ran since the last call, of batches that count."""
     role = local.role
     if role.caller is None:
         records = [RankRecords(0, 0, 0, role.runner.recorder.take())]
     else:
         records = local.engine.runner.gather_records()  # type: ignore[attr-defined]
-    return [encode_records(one).decode() for one in records]
+    counting = [
+        replace(r, batches=tuple(one for one in r.batches if ids is None or one.batch_id in ids)) for r in records
+    ]
+    return [encode_records(one).decode() for one in counting]
 
 
 def _serve_lines(local: Local) -> Report:
@@ -214,7 +201,7 @@ def _serve_lines(local: Local) -> Report:
     for line in sys.stdin:
         work = json.loads(line)
         found = _prefill(local, **work) if "prompt_len" in work else _steps(local, hand, **work)
-        print(json.dumps(found | {"ranks": _records(local)}), flush=True)
+        print(json.dumps(found | {"ranks": _records(local, found.pop("batch_ids", None))}), flush=True)
     return {}
 
 
@@ -227,10 +214,10 @@ def _run_job() -> int:
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
     columns = ("length", "layout", "timing", "ratio", "bubble", "transfer_wait_s", "control_wait_s", "merge_wait_s")
-    rows = rows_of([line | line.get("usage", {}) for line in report["results"]], columns)
+    rows = rows_of([line | line["usage"] for line in report["results"]], columns)
     notes = [f"{median_text(report)}, interleaved; 1 thread a rank; ratio: one rank's time over a layout's"]
     if report["options"]["mode"] != "prefill":
-        notes.append("turns of 10 steps over random keys and values; compute and merges by rank are in the report")
+        notes.append("turns of 10 steps over random keys and values; waits: of a turn")
     return {"results": rows}, notes
 
 

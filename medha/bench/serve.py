@@ -15,7 +15,7 @@ predictor of step times, all schedulers begin with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -28,28 +28,16 @@ import typer
 from medha.batch import Batch
 from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, of_load, verb
 from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
-from medha.bench.load import ArrivingWorkload, arrivals_of, described, fixed_output, longest_of, serve_load
+from medha.bench.load import ArrivingWorkload, arrivals_of, fixed_output, serve_load
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
-from medha.cost.predictor import KINDS
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.decision import Prediction
-from medha.workload.metrics import (
-    METRICS,
-    Goodput,
-    Served,
-    detailed,
-    latency_fields,
-    meets,
-    parse_metrics,
-    parse_percentiles,
-    seconds_of,
-    serving_figures,
-)
+from medha.workload.metrics import METRICS, Goodput, Served, detailed, parse_metrics, parse_percentiles, serving_figures
 
 CONVOY_MODEL: dict[str, Any] = {
     "vocab_size": 2048,
@@ -119,24 +107,12 @@ class ServeOptions:
         return Goodput.parse([*self.goodput, *self.more_goodput])
 
     @property
-    def has_tpot(self) -> bool:
-        """Whether requests may have a TPOT objective; those of a trace may."""
-        return self.goals.tpot_s is not None or self.workload.dataset_path is not None
-
-    @property
     def num_short(self) -> int:
         """Of the preset: short requests."""
         return self.workload.num_prompts or _NUM_SHORT
 
-    @property
-    def num_runs(self) -> int:
-        """Requests, of the preset under all schedulers and at once."""
-        if self.preset is None:
-            return len(self.workload.trace)
-        return (1 + len(systems_of(self.long_len))) * (_NUM_LONG + self.num_short)
 
-
-def serve(options: ServeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+def serve(options: ServeOptions) -> Report | None:
     """Requests arrive at a live engine: TTFT, TPOT, ITL, E2EL, goodput; on one rank or several.
 
     TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1). ITL: gap between
@@ -144,19 +120,19 @@ def serve(options: ServeOptions, *, on_run: Callable[[], None] = lambda: None) -
     SLO attainment: their share of the requests with one. Exit code 3: some requests failed.
     """
     if options.preset is not None:
-        return convoy(options, on_run)
-    longest = max(longest_of(options.workload.trace), options.probe_input_len + options.probe_output_len)
-    return on_ranks(options.subject, lambda local: _serve(local, options, on_run), longest=longest)
+        return convoy(options)
+    longest = max(options.workload.trace.longest, options.probe_input_len + options.probe_output_len)
+    return on_ranks(options.subject, lambda local: _serve(local, options), longest=longest)
 
 
-def _serve(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> Report:
+def _serve(local: Local, options: ServeOptions) -> Report:
     vocab_size, workload, goals = local.model.vocab_size, options.workload, options.goals
     arrivals = arrivals_of(workload.trace, vocab_size, seed=workload.seed, slo=goals.slo)
     warm_up(local.engine, arrivals[: options.num_warmups])
     probes, limit = probe_stream(options, vocab_size), options.max_concurrency
     with errors_counted(local.engine) as errors:
-        served = serve_load(local.engine, arrivals, probes=probes, max_concurrency=limit, on_end=on_run)
-    given = asdict(options) | {"workload": described(workload), "goodput": asdict(goals)}
+        served = serve_load(local.engine, arrivals, probes=probes, max_concurrency=limit)
+    given = asdict(options) | {"goodput": asdict(goals)}
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
     found = {
         "backend": "medha",
@@ -193,25 +169,22 @@ def probe_stream(options: ServeOptions, vocab_size: int) -> Iterator[Arrival]:
 
 @contextmanager
 def errors_counted(engine: Engine) -> Iterator[Report]:
-    """How far predicted step times are off while this is open: count, mean absolute and mean signed error as shares, of
-    all steps and by kind; the report that is yielded has them at the end."""
-    errors: dict[str, list[float]] = {"all": [], **{kind: [] for kind in KINDS}}
+    """How far predicted step times are off while this is open: count, mean absolute and mean signed error as shares;
+    the report that is yielded has them at the end."""
+    errors: list[float] = []
     report: Report = {}
 
     def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         if prediction is not None and prediction.seconds > 0 and busy_s > 0:
-            for kind in ("all", prediction.kind):
-                errors[kind].append(prediction.seconds / busy_s - 1.0)
+            errors.append(prediction.seconds / busy_s - 1.0)
 
     engine.on_step = note
     try:
         yield report
     finally:
-        engine.on_step = None
-        for kind, row in errors.items():
-            number = max(len(row), 1)
-            mean_abs, mean_signed = sum(map(abs, row)) / number, sum(row) / number
-            report[kind] = {"count": len(row), "mean_abs": mean_abs, "mean_signed": mean_signed}
+        engine.on_step, number = None, max(len(errors), 1)
+        mean_abs, mean_signed = sum(map(abs, errors)) / number, sum(errors) / number
+        report |= {"count": len(errors), "mean_abs_error": mean_abs, "mean_signed_error": mean_signed}
 
 
 def systems_of(longest: int) -> dict[str, dict[str, Any]]:
@@ -229,11 +202,8 @@ def systems_of(longest: int) -> dict[str, dict[str, Any]]:
 
 def mix_of(options: ServeOptions, vocab_size: int) -> list[Arrival]:
     """The requests of the preset, all at once: long ones first."""
-    chance, params, goal = (
-        np.random.default_rng(options.workload.seed),
-        fixed_output(_OUTPUT_LEN),
-        SLO(ttft_s=_SHORT_TTFT_S),
-    )
+    chance = np.random.default_rng(options.workload.seed)
+    params, goal = fixed_output(_OUTPUT_LEN), SLO(ttft_s=_SHORT_TTFT_S)
     lens = chance.integers(*_SHORT_LENS, options.num_short, endpoint=True).tolist()
     prompts = [random_prompt(length, vocab_size, chance) for length in [options.long_len] * _NUM_LONG + lens]
     longs = [Arrival(f"long-{i}", prompt, params) for i, prompt in enumerate(prompts[:_NUM_LONG])]
@@ -246,7 +216,7 @@ def stream_of(mix: Sequence[Arrival], span_s: float, seed: int) -> list[Arrival]
     return [replace(one, arrival_s=at) for one, at in zip(mix, [0.0] * _NUM_LONG + times, strict=True)]
 
 
-def convoy(options: ServeOptions, on_run: Callable[[], None]) -> Report | None:
+def convoy(options: ServeOptions) -> Report | None:
     """Measure the capacity, serve the stream under every system, and draw it; every rank calls it."""
     check_writable(options.plot)
     subject, given = options.subject, options.subject.engine
@@ -256,7 +226,7 @@ def convoy(options: ServeOptions, on_run: Callable[[], None]) -> Report | None:
     sizes = (_NUM_LONG, longest), (options.num_short, _SHORT_LENS[1] + _OUTPUT_LEN)
     report = on_ranks(
         subject,
-        lambda local: _convoy(local, options, on_run),
+        lambda local: _convoy(local, options),
         longest=longest,
         num_kv_blocks=given.get("num_kv_blocks") or sum(n * -(-length // block_size) for n, length in sizes),
         max_num_seqs=_NUM_LONG + options.num_short,
@@ -269,21 +239,20 @@ def convoy(options: ServeOptions, on_run: Callable[[], None]) -> Report | None:
     return report
 
 
-def _convoy(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> Report:
+def _convoy(local: Local, options: ServeOptions) -> Report:
     mix = mix_of(options, local.model.vocab_size)
     first = replace(mix[0], prompt=mix[0].prompt[: options.long_len // 4])  # type: ignore[index]
     warm = [first, *mix[_NUM_LONG:][:_WARM_SHORT]]
     warm_up(local.engine, warm)
-    capacity_s = serve_load(local.engine, mix, on_end=on_run).duration_s
+    capacity_s = serve_load(local.engine, mix).duration_s
     stream = stream_of(mix, capacity_s / options.load, options.workload.seed)
     options_of = systems_of(options.long_len)
     engines = {name: local.engine_with(**scheduler) for name, scheduler in options_of.items()}
     systems = []
     for name, engine in engines.items():
-        local.take_over(engine)
         warm_up(engine, warm)
         with errors_counted(engine) as errors:
-            served = serve_load(engine, stream, on_end=on_run)
+            served = serve_load(engine, stream)
         figures = convoy_figures(served) | {"prediction_error": errors}
         systems.append({"system": name, "options": options_of[name]} | figures)
     found: Report = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}
@@ -297,16 +266,8 @@ def convoy_figures(served: Served) -> Report:
     """What one system made of the stream: figures of the short requests and of the long ones; times in seconds."""
     figures: Report = {"duration": served.duration_s, "failed": sum(not one.is_completed for one in served.outcomes)}
     for kind in ("short", "long"):
-        outcomes = [one for one in served.outcomes if one.request_id.startswith(kind)]
-        completed = [one for one in outcomes if one.is_completed]
-        aimed = [one for one in outcomes if one.slo.ttft_s is not None]
-        figures[kind] = {
-            "num_requests": len(outcomes),
-            "completed": len(completed),
-            **latency_fields("ttft", seconds_of("ttft", completed), (90.0, 99.0)),
-            **latency_fields("tpot", seconds_of("tpot", completed), (99.0,)),
-            "slo_attainment": sum(meets(one, Goodput()) for one in aimed) / len(aimed) if aimed else None,
-        }
+        part = replace(served, outcomes=tuple(one for one in served.outcomes if one.request_id.startswith(kind)))
+        figures[kind] = serving_figures(part, goodput=Goodput(), metrics=("ttft", "tpot"), percentiles=(90.0, 99.0))
     figures["requests"] = [
         {"request_id": one.request_id, "arrival_s": one.start_s, "input_len": one.input_len, "ttft_s": one.ttft_s}
         for one in served.outcomes
@@ -315,11 +276,7 @@ def convoy_figures(served: Served) -> Report:
 
 
 def plot_convoy(report: Mapping[str, Any], path: Path) -> None:
-    """Draw a report of the preset into a file, whose ending says in which format: a convoy is a slope.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw a report of the preset into a file, whose ending says in which format: a convoy is a slope."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -7,14 +7,14 @@ one step's tokens to those of the next: completing the step, outputs, the next d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 
 from medha.batch import Batch
 from medha.bench.cli import SUBJECT, Report, Shown, counted, verb, warmups
 from medha.bench.harness import Local, Subject, median_text, on_ranks, rows_of
-from medha.bench.load import Workload, arrivals_of, described, longest_of, serve_load
+from medha.bench.load import Workload, arrivals_of, serve_load
 from medha.bench.timing import in_turn, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
 from medha.errors import ConfigError
@@ -31,24 +31,14 @@ class ThroughputOptions:
     warmup: int = warmups(1, "Passes over all requests")
     runs: int = counted(3, "Passes over all requests")
 
-    @property
-    def has_tpot(self) -> bool:
-        """Whether requests may have a TPOT objective; those of a trace may."""
-        return self.workload.dataset_path is not None
 
-    @property
-    def num_runs(self) -> int:
-        """Requests of all passes."""
-        return (self.warmup + self.runs) * len(self.workload.trace)
-
-
-def throughput(options: ThroughputOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+def throughput(options: ThroughputOptions) -> Report | None:
     """A number of requests, all there from the start: requests and tokens a second; on one rank or several."""
-    longest = longest_of(options.workload.trace)
-    return on_ranks(options.subject, lambda local: _measure(local, options, on_run), longest=longest)
+    longest = options.workload.trace.longest
+    return on_ranks(options.subject, lambda local: _measure(local, options), longest=longest)
 
 
-def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None]) -> Report:
+def _measure(local: Local, options: ThroughputOptions) -> Report:
     trace = options.workload.trace
     arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed)
     arrivals = [replace(one, arrival_s=0.0) for one in arrivals]
@@ -64,7 +54,7 @@ def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None
         nonlocal last_s
         last_s = now()
         passes.append([])
-        served = serve_load(local.engine, arrivals, on_end=on_run)
+        served = serve_load(local.engine, arrivals)
         failed = next((one for one in served.outcomes if not one.is_completed), None)
         if failed is not None:
             raise ConfigError(f"{failed.request_id} of {failed.input_len} tokens has failed: {failed.error}")
@@ -72,9 +62,8 @@ def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None
 
     local.engine.on_step = note
     seconds = in_turn({"pass": run}, warmup=options.warmup, runs=options.runs)["pass"]
-    fields = asdict(options) | {"workload": described(options.workload)}
     found = throughput_fields(trace, seconds) | {"host": host_fields([*chain.from_iterable(passes[options.warmup :])])}
-    return local.report("throughput", fields) | found
+    return local.report("throughput", asdict(options)) | found
 
 
 def throughput_fields(trace: Trace, seconds: Sequence[float]) -> Report:

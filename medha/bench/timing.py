@@ -1,8 +1,5 @@
 """The measuring loop, processes that take turns in it, and what this machine does at best: products, reading memory.
 
-A :class:`Worker` is a process that gets its settings as its first line of JSON and answers when it is ready; then each
-line is a piece of work and is answered by what came of it, or ``{"error": ...}``. It ends with its input.
-
 A share of the machine's rate says how much of it a piece of work uses: MFU of the products, MBU of the memory. Rates
 are measured in turn with the work (:func:`in_turn`), with its dtype, device and threads. The products are plain
 ``torch.mm``; a model's own may be a little faster (on the CPU its weights are kept in the matrix library's layout), so
@@ -31,16 +28,8 @@ from medha.errors import ConfigError, RankFailedError
 _END_S = 30.0
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-_CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096))
-_CUDA_PRODUCTS = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
-"""(m, k, n) of products that are tried."""
-
-_CPU_BUFFER_BYTES = 256 << 20
-_CUDA_BUFFER_BYTES = 2 << 30
-"""What is read; more than any cache holds."""
-
-_ROW = 4096
-_TRIALS = 3
+_CPU_PRODUCT, _CUDA_PRODUCT = (2048, 1024, 4096), (8192, 8192, 8192)  # (m, k, n)
+_CPU_BUFFER_BYTES, _CUDA_BUFFER_BYTES = 256 << 20, 2 << 30  # of what is read; more than any cache holds
 
 
 T = TypeVar("T")
@@ -56,7 +45,6 @@ def timing_of(seconds: Sequence[float]) -> dict[str, float]:
 class Yardstick:
     """Work of a known size: ``amount`` floating-point operations, or bytes read, of one run."""
 
-    name: str
     amount: float
     run: Callable[[], object]
 
@@ -67,32 +55,23 @@ class Yardstick:
     def rate(self, seconds: Sequence[float]) -> dict[str, Any]:
         """From the seconds of its runs: ``per_s`` is FLOP/s or bytes/s at the median."""
         timing = timing_of(seconds)
-        return {"name": self.name, "per_s": self.amount / timing["median_s"], "timing": timing}
+        return {"per_s": self.amount / timing["median_s"], "timing": timing}
 
 
 def matrix_product(dtype: torch.dtype, device: torch.device) -> Yardstick:
-    """The fastest of several matrix products, by the median of some trials."""
+    """A product of two large matrices."""
+    m, k, n = _CUDA_PRODUCT if device.type == "cuda" else _CPU_PRODUCT
     generator = torch.Generator(device).manual_seed(0)
-    products = []
-    for m, k, n in _CUDA_PRODUCTS if device.type == "cuda" else _CPU_PRODUCTS:
-        left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in ((m, k), (k, n)))
-        work = partial(torch.mm, left, right, out=torch.empty(m, n, dtype=dtype, device=device))
-        products.append(Yardstick(f"product {m} x {k} x {n}", 2.0 * m * k * n, waited(work, device)))
-    return _fastest(products)
+    left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in ((m, k), (k, n)))
+    work = partial(torch.mm, left, right, out=torch.empty(m, n, dtype=dtype, device=device))
+    return Yardstick(2.0 * m * k * n, waited(work, device))
 
 
 def memory_read(device: torch.device) -> Yardstick:
-    """The fastest of several ways to read a large buffer once, by the median of some trials."""
+    """The sum of a buffer, all of which is read once."""
     size = _CUDA_BUFFER_BYTES if device.type == "cuda" else _CPU_BUFFER_BYTES
-    buffer = torch.ones(size // 4 // _ROW, _ROW, device=device)
-    ways: dict[str, Callable[[], object]] = {
-        "sum": buffer.sum,
-        "maximum": buffer.amax,
-        "product with a vector": partial(torch.mv, buffer, torch.ones(_ROW, device=device)),
-    }
-    return _fastest(
-        [Yardstick(f"read by {name}", float(buffer.nbytes), waited(way, device)) for name, way in ways.items()]
-    )
+    buffer = torch.ones(size // 4, device=device)
+    return Yardstick(float(buffer.nbytes), waited(buffer.sum, device))
 
 
 def waited(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
@@ -106,11 +85,6 @@ def waited(work: Callable[[], object], device: torch.device) -> Callable[[], Non
     return run
 
 
-def _fastest(yardsticks: Sequence[Yardstick]) -> Yardstick:
-    seconds = in_turn({one.name: one.seconds for one in yardsticks}, warmup=1, runs=_TRIALS)
-    return max(yardsticks, key=lambda one: one.rate(seconds[one.name])["per_s"])
-
-
 def timed(run: Callable[[], object]) -> float:
     """Seconds that a call takes."""
     start = time.perf_counter()
@@ -118,32 +92,24 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(
-    contestants: Mapping[str, Callable[[], T]], *, warmup: int, runs: int, on_run: Callable[[], None] = lambda: None
-) -> dict[str, list[T]]:
+def in_turn(contestants: Mapping[Any, Callable[[], T]], *, warmup: int, runs: int) -> dict[Any, list[T]]:
     """Let several callables take turns (a b c a b c ...), so that a slow spell of the machine hits all alike.
 
-    Args:
-        contestants: by name; each call is one run, and returns its seconds or what else it found.
-        warmup: turns that do not count.
-        runs: turns that count.
-        on_run: called after each run, warm-up included.
-
-    Returns:
-        What the runs that count returned, in order, by name.
+    By its key, what each returned in so many runs, after those of the warm-up: its seconds, or what else it found.
     """
-    found: dict[str, list[T]] = {name: [] for name in contestants}
+    found: dict[Any, list[T]] = {name: [] for name in contestants}
     for _ in range(warmup + runs):
         for name, run in contestants.items():
             found[name].append(run())
-            on_run()
     return {name: ran[warmup:] for name, ran in found.items()}
 
 
 class Worker:
-    """A worker process and its pipes; ``ready`` is its answer to the settings, a ConfigError where they are wrong.
+    """A process that gets its settings as its first line of JSON and answers when it is ready; then each line is work
+    and is answered by what came of it, or ``{"error": ...}``. It ends with its input.
 
-    With ``stops`` it is stopped while it is not asked, with all processes of its own.
+    ``ready`` is its answer to the settings. With ``stops`` it is stopped while it is not asked, with all processes of
+    its own.
     """
 
     def __init__(self, name: str, command: Sequence[str], settings: Mapping[str, Any], *, stops: bool = True) -> None:

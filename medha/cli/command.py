@@ -28,14 +28,7 @@ from typer.models import OptionInfo
 from medha.config import OPTION_ALIASES, parse_size
 from medha.config.engine_config import FOREIGN_OPTIONS, is_flag, note_foreign
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
-from medha.parallel.launch import (
-    exit_at_once,
-    has_agent,
-    is_first_rank,
-    is_launched,
-    tell_launcher,
-    write_state,
-)
+from medha.parallel.launch import exit_at_once, has_agent, is_first_rank, is_launched, tell_launcher, write_state
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -71,12 +64,15 @@ class _Command(typer.core.TyperCommand):
         super().__init__(*args, **options)
         self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")  # a docstring's lines are not those of a terminal
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click does, without the options of another engine that change nothing.
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """With columns so close together that the longest names are whole at 80 columns."""
+        from typer import rich_utils  # here because it takes a while
 
-        Raises:
-            ConfigError: one of them asks for what medha does not do.
-        """
+        rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]
+        super().format_help(ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click does, without the options of another engine that change nothing; others raise ConfigError."""
         while True:
             try:
                 return super().parse_args(ctx, list(args))
@@ -96,7 +92,7 @@ def _is_foreign(typed: str, unknown: str) -> bool:
 
 
 def _drop_foreign(args: list[str], at: int) -> bool:
-    """Say that an option of another engine changes nothing, and take it from the arguments with its value."""
+    """Take an option of another engine from the arguments, with its value, and say that it changes nothing."""
     typed = args.pop(at)
     head, _, value = typed.partition("=")
     given = _SHORT_FOREIGN.get(head, head).removeprefix("--").replace("-", "_")
@@ -147,10 +143,7 @@ def make_app(*, help: str | None = None) -> typer.Typer:
         add_completion=False,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
-        context_settings={
-            "help_option_names": ["-h", "--help"],
-            "token_normalize_func": _canonical,
-        },
+        context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _canonical},
     )
 
 
@@ -194,8 +187,7 @@ def run_guarded(run: Callable[[], int]) -> int:
 
 
 class _Lossy(io.FileIO):
-    """A stream of this process that takes everything, also when its reader has gone or its disk is full; ``failure`` is
-    why what is written is lost."""
+    """Takes everything, also when its reader has gone or its disk is full; ``failure`` is why it is lost then."""
 
     failure: OSError | None = None
 
@@ -209,18 +201,15 @@ class _Lossy(io.FileIO):
 
 
 def lossy(stream: TextIO) -> tuple[TextIO, Callable[[], OSError | None]]:
-    """A stream like ``stdout`` or ``stderr`` that never fails, and what tells the reason since when all is lost.
-
-    What is no file of the process (the stand-in of a test, None where it was closed) is returned as it is.
-    """
+    """A stream like ``stdout`` or ``stderr`` that never fails, and what tells the reason since when all is lost; what
+    is no file of the process is returned as it is."""
     try:
         raw = _Lossy(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
         return stream, lambda: None
-    buffer = io.BufferedWriter(raw)
-    return io.TextIOWrapper(
-        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=stream is sys.stderr or raw.isatty()
-    ), lambda: raw.failure
+    by_line = stream is sys.stderr or raw.isatty()
+    text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=by_line)
+    return text, lambda: raw.failure
 
 
 def end_process(code: int) -> NoReturn:
@@ -269,11 +258,7 @@ def first_interrupt() -> Iterator[list[int]]:
 
     # a plain process ends on a termination as it always did
     numbers = (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,)
-    try:
-        before = {number: signal.signal(number, note) for number in numbers}
-    except ValueError:  # not the main thread: there is no Ctrl-C to note
-        yield noted
-        return
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield noted
     finally:
@@ -295,12 +280,8 @@ def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
             if signal.SIGUSR1 in numbers:
                 write_state(describe)
 
-    try:
-        before = signal.signal(signal.SIGUSR1, lambda *_: None)
-        before_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-    except ValueError:  # not the main thread, which alone may
-        yield
-        return
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    before_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
     listener = threading.Thread(target=listen, name="medha-state", daemon=True)
     listener.start()
     try:

@@ -59,13 +59,9 @@ def _parameter(kind: Any, declared: Any, default: Any) -> tuple[Any, Any]:
 
 
 _GROUPS = options_of(*SECTIONS.values(), SamplingParams)
-MODEL = _GROUPS[panels.MODEL]
-MEMORY = _GROUPS[panels.MEMORY]
-SCHEDULING = _GROUPS[panels.SCHEDULING]
-SERVING = _GROUPS[panels.SERVING]
-PARALLEL = _GROUPS[panels.PARALLEL]
-SIMULATED = _GROUPS[panels.SIMULATED]
-SAMPLING = _GROUPS[panels.SAMPLING]
+MODEL, MEMORY, SCHEDULING = (_GROUPS[name] for name in (panels.MODEL, panels.MEMORY, panels.SCHEDULING))
+SERVING, PARALLEL = _GROUPS[panels.SERVING], _GROUPS[panels.PARALLEL]
+SIMULATED, SAMPLING = _GROUPS[panels.SIMULATED], _GROUPS[panels.SAMPLING]
 ENGINE: Group = {**MODEL, **MEMORY, **SCHEDULING, **SERVING, **PARALLEL}
 """All options of an engine."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -46,15 +47,16 @@ _PACKAGES = (
     *("transformers", "flashinfer-python"),
 )
 
-_FILE_WIDTH = 160  # of what is printed where no terminal says how wide it is
+_FILE_WIDTH = 160  # the least, of what goes to no terminal
 
-# Entries of a report that say what was asked for and where: in the file, not on the screen.
+# Entries of a report that are in the file, not on the screen.
 _UNPRINTED = ("benchmark", "title", "notes", "environment", "format", "version", "options", "config", "model")
 
 _STYLES = {"FAIL": "bold red", "wrong": "bold red", "not run": "yellow", "pass": "green", "right": "green"}
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
-_UNITS = {"_s": _SECONDS, "_bytes": _BYTES}
+_UNITS = {
+    "_s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
+    "_bytes": ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes")),
+}
 
 
 def environment() -> dict[str, Any]:
@@ -84,23 +86,17 @@ def environment() -> dict[str, Any]:
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr while this is open; yields what is to be called as one or more of ``total`` parts are
-    done, with their number."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    done, with their number; None: it is not known."""
+    counts = () if total is None else (MofNCompleteColumn(),)
+    columns = TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda count=1: bar.advance(task, count)
+        yield partial(bar.advance, task)
 
 
 def stamp() -> dict[str, Any]:
     """Date, hardware and versions of a run."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), **environment()}
-
-
-def machine_line(facts: Mapping[str, Any] | None = None) -> str:
-    """Hardware and versions on one line, for below a table: those of a :func:`stamp`, or of this machine."""
-    facts = facts or environment()
-    versions = ", ".join(f"{name} {facts['packages'][name]}" for name in ("torch", "transformers"))
-    return f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}"
 
 
 def peak_memory_bytes() -> int:
@@ -114,11 +110,7 @@ STDOUT = Path("-")
 
 
 def check_writable(path: Path | None) -> None:
-    """Find out before a run that its report cannot be written; every rank of rank 0's node does, before it begins.
-
-    Raises:
-        ConfigError: the folder is missing or not writable.
-    """
+    """Raise ConfigError before a run whose report cannot be written, on every rank of rank 0's node."""
     launch = read_launch()
     if path is None or path == STDOUT or (launch is not None and launch.rank >= launch.local_world_size):
         return
@@ -132,9 +124,9 @@ def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
     if path == STDOUT:
         sys.stdout.write(text)
     elif path is not None:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
-        partial.replace(path)
+        unfinished = path.with_name(path.name + ".partial")
+        unfinished.write_text(text)
+        unfinished.replace(path)
 
 
 def deliver(report: Mapping[str, Any], path: Path | None, *, title: str = "") -> None:
@@ -145,19 +137,16 @@ def deliver(report: Mapping[str, Any], path: Path | None, *, title: str = "") ->
 
 
 def report_console() -> Console:
-    """Stdout, as wide as the terminal."""
+    """Stdout, as wide as the terminal; a file is wide."""
     console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _FILE_WIDTH
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_WIDTH)
     return console
 
 
 def print_report(report: Mapping[str, Any], *, title: str = "") -> None:
-    """Print a report.
-
-    Its title (``title``, its own or ``benchmark``) comes first; then every scalar as ``name: value``, a mapping of
-    scalars as one line, a list of mappings or a mapping of mappings as a table; last its ``notes`` and its machine.
-    """
+    """Print a report: its title, own or given; a scalar as ``name: value``, a mapping of scalars as one line, a list or
+    a mapping of mappings as a table; last its ``notes`` and its machine."""
     console = report_console()
     heading = title or str(report.get("title") or report.get("benchmark") or "")
     if heading:
@@ -167,8 +156,10 @@ def print_report(report: Mapping[str, Any], *, title: str = "") -> None:
             _print_entry(console, name, _plain(value))
     for note in report.get("notes", ()):
         console.print(str(note), highlight=False, markup=False)
-    if "environment" in report:
-        console.print(machine_line(report["environment"]), highlight=False)
+    if facts := report.get("environment"):
+        versions = ", ".join(f"{name} {facts['packages'][name]}" for name in ("torch", "transformers"))
+        line = f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}"
+        console.print(line, highlight=False)
 
 
 def _print_entry(console: Console, name: str, value: Any) -> None:
@@ -176,16 +167,12 @@ def _print_entry(console: Console, name: str, value: Any) -> None:
     if isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
         rows = [{"": key, **inside} for key, inside in value.items()]
     if isinstance(rows, list) and rows and all(isinstance(one, Mapping) for one in rows):
-        width = console.width
-        if not console.is_terminal:  # a table in a file takes what it needs
-            console.width = max(width, _FILE_WIDTH)
-        console.print(_rows_table(_spoken(name), rows))
-        console.width = width
+        console.print(rows_table(_spoken(name), rows))
     elif text := text_of(name, value):
-        console.print(f"{_heading_of(name, [value])}: {text}", highlight=False, markup=False)
+        console.print(f"{_spoken(name)}: {text}", highlight=False, markup=False)
 
 
-def _rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """A table of mappings: a column for each name that some of them have; lists, such as raw samples, are left out."""
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
@@ -193,25 +180,17 @@ def _rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = {name: values for name, values in columns.items() if not any(isinstance(one, list) for one in values)}
     words = [name for name, values in columns.items() if all(one is None or isinstance(one, str) for one in values)]
     table = Table(title=title, min_width=cell_len(title), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name, values in columns.items():
-        table.add_column(
-            _heading_of(name, values), justify="left" if name in words else "right", no_wrap=name not in words
-        )
-    cells = [[text_of(name, value, values) or "-" for value in values] for name, values in columns.items()]
+    for name in columns:
+        table.add_column(_spoken(name), justify="left" if name in words else "right", no_wrap=name not in words)
+    cells = [[text_of(name, value) or "-" for value in values] for name, values in columns.items()]
     for row in zip(*cells, strict=True):
         table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
     return table
 
 
 def _spoken(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _heading_of(name: str, values: Sequence[Any]) -> str:
-    """What stands above figures of a name: in words, with the unit in which :func:`text_of` gives them."""
-    if end := _unit_end(name):
-        return f"{_spoken(name.removesuffix(end))} {_unit(values, _UNITS[end])[1]}"
-    return _spoken(name)
+    """In words, without the end that says in what its figures are; those have their unit beside them."""
+    return name.removesuffix(_unit_end(name)).replace("_", " ")
 
 
 def _unit_end(name: str) -> str:
@@ -219,16 +198,13 @@ def _unit_end(name: str) -> str:
     return next((end for end in _UNITS if name.endswith(end) and not name.endswith("_per_s")), "")
 
 
-def text_of(name: str, value: Any, beside: Sequence[Any] = ()) -> str:
-    """A value by what its name ends in; empty where there is nothing to show.
-
-    A scalar, a time and its spread, or a mapping of scalars; ``beside`` are the values that get the same unit.
-    """
+def text_of(name: str, value: Any) -> str:
+    """A scalar, a time and its spread, or a mapping of scalars, by what the name ends in; empty where there is none."""
     if isinstance(value, Mapping):
         if "median_s" in value:
-            return _with_spread(value, beside or [value])
+            return _scaled("_s", *(value[one] for one in ("median_s", "min_s", "max_s")))
         parts = {key: text_of(key, one) for key, one in value.items() if not isinstance(one, (Mapping, list))}
-        return ", ".join(f"{_heading_of(key, [value[key]])} {text}" for key, text in parts.items() if text)
+        return ", ".join(f"{_spoken(key)} {text}" for key, text in parts.items() if text)
     if value is None or isinstance(value, list):
         return ""
     if isinstance(value, bool):
@@ -236,19 +212,21 @@ def text_of(name: str, value: Any, beside: Sequence[Any] = ()) -> str:
     if not isinstance(value, (int, float)):
         return str(value)
     if end := _unit_end(name):
-        return _figure(value / _unit(beside or [value], _UNITS[end])[0])
+        return _scaled(end, value)
     if name.endswith(("share", "error", "utilization", "mfu", "mbu")):
         return f"{value:.1%}"
     return f"{value:.2f}x" if name.endswith("ratio") else _figure(value)
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as mappings and tuples as lists, all the way down."""
+    """Dataclasses as mappings, tuples as lists and infinity, which JSON lacks, as a word, all the way down."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,18 +242,12 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _unit(values: Sequence[Any], units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit of which the largest value has one at least; the first, where all are 0 or unknown."""
-    found = [one.get("median_s") if isinstance(one, Mapping) else one for one in values]
-    most = max((abs(one) for one in found if isinstance(one, (int, float)) and math.isfinite(one)), default=0.0)
-    return next((unit for unit in units if most >= unit[0]), units[-1] if most else units[0])
-
-
-def _with_spread(timing: Mapping[str, Any], beside: Sequence[Any]) -> str:
-    """``12.3 (11.9-13.0)``: the median, the least and the most."""
-    scale = _unit(beside, _SECONDS)[0]
-    median, least, most = (_figure(timing[name] / scale) for name in ("median_s", "min_s", "max_s"))
-    return median if least == most else f"{median} ({least}-{most})"
+def _scaled(end: str, value: float, *spread: float) -> str:
+    """In the largest unit of which there is one at least, ``12.3 ms (11.9-13.0)`` with the least and the most."""
+    units = _UNITS[end]
+    size, unit = next((one for one in units if abs(value) >= one[0]), units[-1] if value else units[0])
+    median, *ends = (_figure(one / size) for one in (value, *spread))
+    return f"{median} {unit}" + (f" ({'-'.join(ends)})" if len(set(ends)) > 1 else "")
 
 
 def _figure(value: float) -> str:

@@ -65,7 +65,7 @@ class EngineConfig:
     )
     cuda_graphs: bool = _model(
         True,
-        "Whether batches of decodes alone run from CUDA graphs: on CUDA with FlashInfer, without tensor parallelism.",
+        "Whether batches of decodes alone run from CUDA graphs: on CUDA with FlashInfer.",
         BOOLEAN,
         flags=("--cuda-graphs/--enforce-eager",),
     )

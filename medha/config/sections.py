@@ -30,6 +30,8 @@ from medha.errors import ConfigError, ParallelConfigError
 
 SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
 ADMISSIONS = ("all", "refuse", "relegate")
+PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
+"""Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
 
 _memory, _parallel = partial(option, MEMORY), partial(option, PARALLEL)
 _scheduling, _serving, _simulated = partial(option, SCHEDULING), partial(option, SERVING), partial(option, SIMULATED)
@@ -79,9 +81,10 @@ class SchedulerConfig:
     )
     # or a function of (columns, now_s), from Python: see medha.sched.policy
     policy: str | Callable[[Any, float], Any] = _scheduling(
-        "lars",
-        "Order of prefills of the medha scheduler: lars, ilrs, lrs, edf, srpt, sjf, fcfs, priority (class first, then "
-        "lars), priority:NAME or package.module:name.",
+        "srpt",
+        "Order of prefills of the medha scheduler: srpt, lars, ilrs, lrs, edf, sjf, fcfs, priority (class first, then "
+        "srpt), priority:NAME or package.module:name. Named alone, lars, ilrs, lrs, edf and fcfs are as published: no "
+        "guard, and sharing with lars only.",
         repr=False,
     )
     max_num_seqs: int = _serving(256, "Requests started and not finished at once; rows of a batch.", FEW)
@@ -112,14 +115,20 @@ class SchedulerConfig:
     quantum_s: float = _scheduling(
         0.25, "Seconds of a batch when no decode has a TPOT objective: what a prefill holds up.", POSITIVE
     )
-    rho_max: float = _serving(
-        0.4, "Most of a batch's prefill time that a long prefill yields to short ones; 0 is no space sharing.", SHARE
+    rho_max: float | None = _serving(
+        None,
+        "Most of a batch's prefill time that a long prefill yields to short ones; 0 is no space sharing.",
+        SHARE,
+        shown="0.4; 0 with ilrs, lrs, edf and fcfs",
     )
     long_threshold: int = _serving(
         8192, "Prompt tokens from which a prefill is long: one a batch and group, and it yields.", COUNT, is_length=True
     )
-    late_share: float = _serving(
-        0.1, "Share of a batch's prefill time for requests that are late or were passed over.", SHARE
+    late_share: float | None = _serving(
+        None,
+        "Share of a batch's prefill time for requests that are late or were passed over (the guard); 0 is none.",
+        SHARE,
+        shown="0.1; 0 with lars, ilrs, lrs, edf and fcfs",
     )
     patience_s: float = _serving(
         10.0,
@@ -176,6 +185,11 @@ class SchedulerConfig:
         if self.scheduler != "medha" and self.admission != "all":
             what = f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make"
             raise ConfigError(f"{what}; accepted: all")
+        is_published = self.policy in PUBLISHED
+        if self.rho_max is None:
+            object.__setattr__(self, "rho_max", 0.0 if is_published and self.policy != "lars" else 0.4)
+        if self.late_share is None:
+            object.__setattr__(self, "late_share", 0.0 if is_published else 0.1)
         if self.scheduler != "medha" and self.chunk_size is None:
             object.__setattr__(self, "chunk_size", self.max_batch_tokens if self.scheduler == "vllm" else 512)
 

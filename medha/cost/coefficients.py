@@ -167,10 +167,8 @@ class Coefficients(JsonFile):
             found = cls.from_json(path.read_text(), source=f"profile {path}")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"profile {path} cannot be read: {error}") from error
-        mine, theirs = asdict(found.key), asdict(expected or found.key)
-        if differing := [
-            f"{name} is {mine[name]!r}, running {theirs[name]!r}" for name in mine if mine[name] != theirs[name]
-        ]:
+        pairs = zip(asdict(found.key).items(), asdict(expected or found.key).values(), strict=True)
+        if differing := [f"{name} is {own!r}, running {here!r}" for (name, own), here in pairs if own != here]:
             raise ConfigError(f"profile {path} was measured for something else: {'; '.join(differing)}")
         return found
 
@@ -181,9 +179,8 @@ def _check_table(name: str, x: tuple[float, ...], *, rising: bool = True, **colu
         if not values or len(values) != len(x):
             raise ConfigError(f"{name}.{column}={values!r}; accepted: {len(x) or 'some'} numbers")
         if ((rising or column == "x") and list(values) != sorted(values)) or len(set(x)) < len(x):
-            raise ConfigError(
-                f"{name}.{column} falls; accepted: increasing sizes, and seconds that never fall with them"
-            )
+            accepted = "increasing sizes, and seconds that never fall with them"
+            raise ConfigError(f"{name}.{column} falls; accepted: {accepted}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import platform
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from medha.cost.json_form import JsonFile
 from medha.errors import ConfigError, hint
@@ -111,30 +112,22 @@ class HardwareSpec(JsonFile):
 
     def times(self, count: int) -> HardwareSpec:
         """So many of it as one machine: threads of a CPU, whose links stay as they are."""
-        gemm, attention, elementwise = self.gemm, self.attention, self.elementwise
+
+        def scaled(part: Any, *rates: str) -> Any:
+            return replace(part, **{name: getattr(part, name) * count for name in rates})
+
+        gemm = replace(self.gemm, flops_per_s=tuple(rate * count for rate in self.gemm.flops_per_s))
+        machine: HardwareSpec = scaled(self, "peak_flops_per_s", "hbm_bytes_per_s", "num_sms")
         return replace(
-            self,
-            peak_flops_per_s=self.peak_flops_per_s * count,
-            hbm_bytes_per_s=self.hbm_bytes_per_s * count,
-            num_sms=self.num_sms * count,
-            gemm=replace(
-                gemm,
-                flops_per_s=tuple(rate * count for rate in gemm.flops_per_s),
-                bytes_per_s=gemm.bytes_per_s * count,
-            ),
-            attention=replace(
-                attention, flops_per_s=attention.flops_per_s * count, bytes_per_s=attention.bytes_per_s * count
-            ),
-            elementwise=replace(elementwise, bytes_per_s=elementwise.bytes_per_s * count),
+            machine,
+            gemm=scaled(gemm, "bytes_per_s"),
+            attention=scaled(self.attention, "flops_per_s", "bytes_per_s"),
+            elementwise=scaled(self.elementwise, "bytes_per_s"),
         )
 
 
 def load_spec(name_or_path: str | Path) -> HardwareSpec:
-    """A spec that comes along, by name, or that of a JSON file.
-
-    Raises:
-        ConfigError: there is no such spec or file, or it is not valid.
-    """
+    """A spec that comes along, by name, or that of a JSON file."""
     known = sorted(path.stem for path in SPECS.glob("*.json"))
     path = SPECS / f"{name_or_path}.json" if str(name_or_path) in known else Path(name_or_path)
     try:
@@ -145,12 +138,8 @@ def load_spec(name_or_path: str | Path) -> HardwareSpec:
 
 
 def spec_of_device(name: str | None, num_threads: int) -> HardwareSpec:
-    """What a machine is taken for where nobody has measured it.
-
-    Args:
-        name: of a GPU, as its driver gives it; one that is not known counts as an A100. None is a CPU.
-        num_threads: of the CPU.
-    """
+    """What a machine is taken for where nobody has measured it: an A100 for a GPU (``name``, as its driver gives it)
+    that is not known, and for None a CPU of so many threads."""
     if name is None:
         return load_spec(_CPU).times(num_threads)
     words = re.split(r"[^a-z0-9]+", name.lower())

@@ -32,11 +32,7 @@ class JsonFile:
 
     @classmethod
     def from_json(cls: type[T], text: str, *, source: str = "the file") -> T:
-        """Read what :meth:`to_json` gave, or was written by hand; ``source`` names it in messages.
-
-        Raises:
-            ConfigError: not such a file, or naming the field that is unknown, missing or wrong.
-        """
+        """Read what :meth:`to_json` gave, or was written by hand; ``source`` names it in messages."""
         try:
             tree = json.loads(text)
         except ValueError as error:

@@ -185,12 +185,8 @@ class Tick:
     ) -> int:
         """The most tokens of one more chunk with which the whole batch takes at most ``budget_s``; 0 where none do.
 
-        Args:
-            kv_before, run: as in :class:`Work`.
-            budget_s: for the whole batch, decodes included.
-            max_tokens: tokens left of the prompt, or of another bound.
-            granularity: the chunk is a multiple of it, unless it is all of ``max_tokens``.
-            samples: all of ``max_tokens`` would end the prompt.
+        The chunk is a multiple of ``granularity``, unless it is all of ``max_tokens``, which ``samples`` if that would
+        end the prompt.
         """
         if max_tokens > self._tiles.max_tokens:
             max_tokens, samples = self._tiles.max_tokens, False
@@ -316,10 +312,8 @@ class Correction:
     def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
         """Learn from one batch; False if that was ignored: not finite, not above 0 or absurd.
 
-        Args:
-            kind: what was in it.
-            predicted_s: as predicted before dispatch, corrected by ``factor``; None is the present one.
-            busy_s: what the stage took, waits excluded.
+        ``predicted_s`` is as predicted before dispatch, corrected by ``factor`` (None is the present one), ``busy_s``
+        what the stage took, waits excluded.
         """
         start = self._log[self._source(kind)]
         if predicted_s == busy_s and factor == 1.0 and start == 0.0 and 0 < busy_s < math.inf:

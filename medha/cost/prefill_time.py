@@ -19,11 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor
 
-Floats = NDArray[np.float64]
 ChunkRule = Callable[[int], int]
 _Line = tuple[list[float], list[float]]
 

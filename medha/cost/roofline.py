@@ -23,23 +23,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
-from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, ProfileKey
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Floats, Link, ProfileKey
 from medha.cost.hardware import HardwareSpec, LinkRates, cpu_name, spec_of_device
 from medha.cost.predictor import Predictor, slowest_of
 
 if TYPE_CHECKING:
     import torch
 
-Floats = NDArray[np.float64]
-
 MAX_SAMPLES = 256  # requests of a batch that sample a token at most, as far as tables and memory go
 _LAYER_KERNELS = 5  # two norms, rotary embedding, activation and one residual addition; the other is fused into a norm
 _MAX_CHUNK, _MAX_BATCH = 1 << 18, 1 << 16
 _LSE_BYTES = 4
-_DTYPES = {1: "8 bits", 2: "bfloat16", 4: "float32"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,16 +140,9 @@ class Shard:
     def of(cls, model: ModelConfig, parallel: ParallelConfig, stage: int, dtype_bytes: int = 2) -> Shard:
         """That of a stage; a ParallelConfigError where the layout does not split the model."""
         parallel.check_model(model)
-        return cls(
-            model=model,
-            layers=len(parallel.layers_of(stage, model.num_layers)),
-            heads=model.num_heads // parallel.tp,
-            kv_heads=max(1, model.num_kv_heads // parallel.tp),
-            intermediate=model.intermediate_size // parallel.tp,
-            is_first=stage == 0,
-            is_last=stage == parallel.spp - 1,
-            dtype_bytes=dtype_bytes,
-        )
+        heads, inner = model.num_heads // parallel.tp, model.intermediate_size // parallel.tp
+        layers, kv_heads = len(parallel.layers_of(stage, model.num_layers)), max(1, model.num_kv_heads // parallel.tp)
+        return cls(model, layers, heads, kv_heads, inner, stage == 0, stage == parallel.spp - 1, dtype_bytes)
 
     def seconds(self, layer_s: Floats) -> tuple[float, ...]:
         return tuple((self.layers * layer_s).tolist())
@@ -161,26 +151,17 @@ class Shard:
 def stage_coefficients(
     spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, stage: int, *, dtype_bytes: int = 2
 ) -> Coefficients:
-    """Costs of one stage of one group, for :class:`medha.cost.predictor.Predictor`.
+    """Costs of one stage of one group, with weights, activations and KV of ``dtype_bytes``.
 
     Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. A merge's latency does not
-    grow with its groups. The host's time is that of the first stage: the others know what is to run before it reaches
-    them. ``dtype_bytes`` are of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says.
+    grow with its groups. The host's time is that of the first stage: the others prepare meanwhile.
     """
     shard = Shard.of(model, parallel, stage, dtype_bytes)
     row_bytes, merged_bytes = model.hidden_size * dtype_bytes, shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
     tp, spp, kvp = _links(spec, parallel, stage)
+    name, layout = f"{spec.machine} ({spec.name}, {spec.provenance})", f"{_layout(parallel)} stage {stage}"
     return Coefficients(
-        key=ProfileKey(
-            machine=f"{spec.machine} (hardware spec {spec.name}, {spec.provenance})",
-            model=_shape(model),
-            dtype=_DTYPES[dtype_bytes],
-            layout=f"{_layout(parallel)} stage {stage}",
-            backend="split-kv" if spec.attention.splits_kv else "no-split-kv",
-            num_threads=0,
-            block_size=1,
-            torch_version="none",
-        ),
+        key=ProfileKey(name, shape_name(model), f"{8 * dtype_bytes} bits", layout, "spec", 0, 1, "none"),
         linear=_linear(spec, shard),
         chunks=_chunks(spec, shard),
         decodes=_decodes(spec, shard),
@@ -240,9 +221,7 @@ def _head(spec: HardwareSpec, shard: Shard, tp: int) -> Curve:
     return Curve(tuple(rows.tolist()), tuple(seconds.tolist()))
 
 
-def _links(
-    spec: HardwareSpec, parallel: ParallelConfig, stage: int
-) -> tuple[LinkRates | None, LinkRates | None, LinkRates | None]:
+def _links(spec: HardwareSpec, parallel: ParallelConfig, stage: int) -> tuple[LinkRates | None, ...]:
     """Rates of the all-reduces, of the send to the next stage and of the merges; None where there are none."""
 
     def node(stage: int, tp_rank: int, kvp_rank: int) -> int:
@@ -279,10 +258,6 @@ def shape_name(model: ModelConfig) -> str:
     return f"{model.architecture} {model.num_layers}x{model.hidden_size}"
 
 
-def _shape(model: ModelConfig) -> str:
-    return f"{shape_name(model)}, {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
-
-
 def _layout(parallel: ParallelConfig) -> str:
     return f"tp{parallel.tp} spp{parallel.spp} kvp{parallel.kvp}"
 
@@ -290,19 +265,15 @@ def _layout(parallel: ParallelConfig) -> str:
 def load_coefficients(
     config: EngineConfig, model: ModelConfig, *, backend: str, dtype: torch.dtype, device: torch.device
 ) -> Coefficients:
-    """Coefficients of the slowest stage of a group: of ``config.profile``, or of a spec for hardware of this kind.
-
-    Raises:
-        ConfigError: the profile cannot be read, or was measured for something else.
-    """
+    """Coefficients of the slowest stage of a group: of ``config.profile``, or of a spec for hardware of this kind."""
     import torch  # here because simulation does without
 
     parallel, num_threads = config.parallel, torch.get_num_threads()
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    shape = f"{_shape(model)}, MLP {model.intermediate_size}, vocabulary {model.vocab_size}"
+    heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     key = ProfileKey(
         machine=gpu or cpu_name() or platform.machine(),
-        model=shape,
+        model=f"{shape_name(model)}, {heads}, MLP {model.intermediate_size}, vocabulary {model.vocab_size}",
         dtype=str(dtype).removeprefix("torch."),
         layout=_layout(parallel),
         backend=backend,

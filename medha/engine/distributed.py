@@ -53,7 +53,7 @@ logger = logging.getLogger("medha")
 _REPORTS_IN_FLIGHT = 64
 _NO_TOKENS = np.empty(0, np.int32)
 _TOKENS_IN_FLIGHT = 256
-_REPORTS_TAG, _TOKENS_TAG = 0, 1  # what goes between the same ranks
+_REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # what goes between the same ranks
 
 
 class _Sends:
@@ -325,15 +325,19 @@ class DrivingRunner:
 
         After a failure the other ranks cannot be asked, and only rank 0's own records are returned.
         """
-        own = _records_of(self._ranks, self._runner)
+        records = [_records_of(self._ranks, self._runner)]
         if self._is_interrupted or self._ranks.monitor.has_failure:
             logger.warning("the run has failed: what the other ranks ran is not known")
-            return [own]
+            return records
         with failures_named(self._ranks.monitor):
             self._sender.send(Message("records"))
-            encoded: list[Any] = [None] * self._ranks.config.world_size
-            dist.gather_object(b"", encoded, dst=0, group=self._ranks.report_group)
-        return [own, *map(decode_records, encoded[1:])]
+            for rank in range(1, self._ranks.config.world_size):
+                size = torch.empty(1, dtype=torch.int64)
+                dist.recv(size, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
+                data = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(data, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
+                records.append(decode_records(data.numpy().tobytes()))
+        return records
 
 
 class Follower:
@@ -370,8 +374,7 @@ class Follower:
                     if (result := self._tokens.run(step, "control")) is not None:
                         self._reports.send(result)
                 elif message.kind == "records":
-                    encoded = encode_records(_records_of(self.ranks, self._runner))
-                    dist.gather_object(encoded, dst=0, group=self.ranks.report_group)
+                    self._send_records()
                 else:
                     return message
 
@@ -400,6 +403,12 @@ class Follower:
         if self.ranks.is_first_stage:
             self._tokens.post(batch)
         return self._runner.prepare(part, chunk_ids)
+
+    def _send_records(self) -> None:
+        """Answer :meth:`DrivingRunner.gather_records`."""
+        data = encode_records(_records_of(self.ranks, self._runner))
+        for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+            dist.send(tensor, dst=0, group=self.ranks.report_group, tag=_RECORDS_TAG)
 
     def join(self, name: str) -> None:
         """Follow one call of the front door to its end; raises what rank 0's call raised.

@@ -10,6 +10,7 @@ The file is longer than most because every call that a user or a front end may m
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -33,6 +34,7 @@ from medha.text import Tokenizer
 from medha.timeline import Timeline
 from medha.worker.step import BatchRunner, PendingStep, phase
 
+logger = logging.getLogger("medha")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -230,7 +232,7 @@ class Engine:
 
         Raises:
             ValidationError, ContextLengthError, KVCapacityError: the request is wrong; nothing was queued.
-            DeadlineError: it cannot meet its TTFT objective, and the option ``admission`` is ``refuse``.
+            DeadlineError: it cannot meet one of its objectives, and the option ``admission`` is ``refuse``.
             EngineDeadError: the engine has failed before.
         """
         arrival_s = self.now() if arrival_s is None else arrival_s
@@ -279,6 +281,14 @@ class Engine:
         for one, its in zip(request.completions, admitted, strict=True):
             end_ids = tuple(sorted(one.end_ids))
             self.runner.open(one.slot, request.prompt_ids, params, seed=seed + one.index, end_ids=end_ids)
+            if its.alone_tpot_s is not None:
+                wanted = None if request.slo is None else request.slo.tpot_s
+                logger.warning(
+                    "request %s: slo.tpot_s=%s does not bound batches: a token takes %.4f s even alone, as predicted",
+                    one.name,
+                    wanted,
+                    its.alone_tpot_s,
+                )
             one.metrics.is_relegated = its.is_relegated
             one.metrics.deadline_s = its.deadline_s if math.isfinite(its.deadline_s) else None
             one.metrics.deadline_is_derived = one.metrics.deadline_s is not None and one.metrics.ttft_slo_s is None

@@ -244,12 +244,12 @@ def _lasting_stdout() -> Iterator[Callable[[], OSError | None]]:
         sys.stdout = before
 
 
-def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live: bool) -> Display | StreamedText:
+def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live: bool) -> Display:
     single = len(arrivals) == 1 and not json_lines and (arrivals[0].params is None or arrivals[0].params.n == 1)
-    lines = None if single or json_lines else Console()
     stderr = Console(stderr=True) if live and not (json_lines and sys.stdout.isatty()) else None
-    display = Display(engine.prefills, lines=lines, live=stderr, num_requests=len(arrivals))
-    return StreamedText(display, sys.stdout) if single else display
+    if single:
+        return StreamedText(engine.prefills, sys.stdout, live=stderr)
+    return Display(engine.prefills, lines=None if json_lines else Console(), live=stderr, num_requests=len(arrivals))
 
 
 def main() -> NoReturn:

@@ -23,7 +23,7 @@ from medha.engine.files import STDIN, read_input
 from medha.engine.jsonl import read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.parallel.launch import is_launched
-from medha.params import PROMPT_FORMS, SamplingParams, prompt_form
+from medha.params import FILTERS, PROMPT_FORMS, SamplingParams, prompt_form
 
 if TYPE_CHECKING:
     from medha.text import Tokenizer
@@ -129,8 +129,9 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
         raise ConfigError(
             f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file, a pipe, or --requests"
         )
-    if not given["temperature"] and any(given[name] is not None for name in ("top_p", "top_k", "min_p")):
-        logger.warning("--top-p, --top-k and --min-p change nothing at temperature 0, the default; see --temperature")
+    if not given["temperature"] and (names := [name for name in FILTERS if given[name] is not None]):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        logger.warning("at temperature 0, the default, this changes nothing: %s; see --temperature", flags)
     if requests is not None:
         if given["chat"]:
             raise ConfigError("--chat is for --prompt and --prompt-file; accepted in a request file: messages")

@@ -3,8 +3,8 @@
 Steps of many shapes run in turn, each several times: chunks of all sizes behind nothing and behind 1K to 128K cached
 tokens, and batches of decodes over the same range. Every rank measures its own stage (:mod:`medha.profile.meter`); the
 coefficients are of the slowest stage of group 0: attention of chunks (affine in the cached tokens) and of decodes (with
-what a row more costs on the host), linear layers over the tokens of the step, less the all-reduces, which are measured
-apart, the head over the rows that sample, the host's share of a step, and merges of KV-parallel groups.
+what a row more costs on the host), linear layers with their all-reduces over the tokens of the step, the head over the
+rows that sample, the host's share of a step, and merges of KV-parallel groups.
 
 The send to the next stage has no part: it runs beside the next batch, and a stage's busy time ends before it. Attention
 of a mixed batch is a sum, as the torch backend runs one request after another. A step that takes longer than a limit is
@@ -19,6 +19,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,33 +29,25 @@ from medha.engine.build import RankHandle, build_role
 from medha.errors import ConfigError
 from medha.outputs import RequestOutput
 from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
-from medha.profile.meter import StageMeter, StageTime, all_reduce_seconds, gathered
+from medha.profile.meter import StageMeter, StageTime, gathered
 from medha.profile.steps import Step, StepRunner, chunk, decodes, fill_pools
 
+MAX_KV = 131072  # measured unless told otherwise
 _LEAST_KV = 1024  # of a chunk, which then costs more than behind nothing by more than noise
 _TILE = 16  # queries, less than any kernel's on the CPU; what lies between the sizes is interpolated
-_MAX_REDUCES = 0.9  # of the time of the layers without attention
 _SMALLEST = 1e-7  # seconds; a part that was not noticed at all
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
-
-    Attributes:
-        chunks, batches: sizes.
-        lengths: tokens cached before them, besides none for chunks and the most that is asked for.
-        limit_s: steps that take longer are left out.
-        total_s: seconds that the repeats of all steps may take together.
-        min_repeats, max_repeats: of each step; the first run of each is for warming up and does not count.
-    """
+    """How much is measured."""
 
     chunks: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
     batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # kernels jump at few rows
-    lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)
-    limit_s: float = 1.0
-    total_s: float = 120.0
-    min_repeats: int = 5
+    lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)  # cached before them
+    limit_s: float = 1.0  # steps that take longer are left out
+    total_s: float = 120.0  # that the repeats of all steps may take together
+    min_repeats: int = 5  # of each step, after one for warming up
     max_repeats: int = 15
 
 
@@ -69,17 +62,11 @@ QUICK = Effort(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """One run of a step on one stage, and where its busy seconds went."""
 
     step: Step
     time: StageTime
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the step."""
-        return sum(part.q_len for part in self.step)
 
 
 def families(effort: Effort, *, max_kv: int, num_groups: int, block_size: int) -> list[list[Step]]:
@@ -107,7 +94,7 @@ def run_in_turn(
     for number, steps in enumerate(wanted):
         part = steps[0][0]
         # a chunk that took too long with nothing cached does so behind something
-        if not costs or part.is_decode or not part.kv_before or chunk(part.q_len, 0) in costs:
+        if not costs or part.is_decode or not part.position or chunk(part.q_len, 0) in costs:
             costs |= _within_limit(runner, effort, steps)
         on_progress(0.3 * (number + 1) / len(wanted))
     rounds = min(max(int(effort.total_s / sum(costs.values())), effort.min_repeats), effort.max_repeats)
@@ -124,7 +111,7 @@ def _within_limit(runner: StepRunner, effort: Effort, steps: Sequence[Step]) -> 
     costs: dict[Step, float] = {}
     for before, step in zip((steps[0], *steps), steps, strict=False):
         last, part = before[0], step[0]
-        growth = max(part.q_len / last.q_len, (1 + part.kv_before) / (1 + last.kv_before))
+        growth = max(part.q_len / last.q_len, (1 + part.position) / (1 + last.position))
         if len(costs) >= 2 and costs[before] * growth > 2 * effort.limit_s:
             break
         costs[step] = runner.run(step)[1]
@@ -148,46 +135,31 @@ def fit(
     dtype_bytes: int,
     has_head: bool = True,
     merges: Sequence[tuple[int, int, float]] = (),
-    reduces: Sequence[tuple[int, float]] = (),
 ) -> Coefficients:
     """Coefficients of the stage that was measured.
 
-    Args:
-        rows: steps on one group.
-        key, model, parallel: what they were measured for.
-        num_layers, has_head: of the stage; whether it ends in the vocabulary projection.
-        dtype_bytes: of a weight.
-        merges: (tokens, groups, seconds) of steps that several groups shared.
-        reduces: (tokens, seconds) of one all-reduce.
+    ``rows`` are steps on one group; ``num_layers``, ``has_head`` (it ends in the vocabulary projection) and
+    ``dtype_bytes`` (of a weight) are the stage's; ``merges`` are (tokens, groups, seconds) of shared steps.
     """
     chunk_rows = [row for row in rows if not row.step[0].is_decode]
     decode_rows = [row for row in rows if row.step[0].is_decode]
     host_s = statistics.median(row.time.host_s for row in rows if len(row.step) == 1)
-    tp = None
-    if parallel.tp > 1:
-        tp = _tp_link(rows, reduces, num_layers, model.hidden_size * dtype_bytes)
     q_len, kv, attention = _medians(
-        [(row.step[0].q_len, row.step[0].kv_before, row.time.attention_s) for row in chunk_rows]
+        [(row.step[0].q_len, row.step[0].position, row.time.attention_s) for row in chunk_rows]
     )
     beside = [row.time.attention_s + max(row.time.host_s - host_s, 0.0) for row in decode_rows]
     batch, mean_kv, beside = _medians(
-        [(len(row.step), row.step[0].kv_before, seconds) for row, seconds in zip(decode_rows, beside, strict=True)]
+        [(len(row.step), row.step[0].position, seconds) for row, seconds in zip(decode_rows, beside, strict=True)]
     )
     return Coefficients(
         key=key,
-        linear=_curve([(row.num_tokens, row.time.linear_s - _reduces_s(row, tp)) for row in rows]),
+        linear=_curve([(sum(part.q_len for part in row.step), row.time.linear_s) for row in rows]),
         chunks=fit_chunks(q_len, kv, attention, tile=_TILE),
         decodes=fit_decodes(batch, mean_kv, beside),
         head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if has_head else None,
         host_s=host_s,
-        tp=tp,
         kvp=_kvp_link(merges, model, parallel, num_layers, dtype_bytes) if merges else None,
     )
-
-
-def _reduces_s(row: Measured, tp: Link | None) -> float:
-    """All-reduces of a step; what the layers take without attention and them goes over tokens."""
-    return 0.0 if tp is None else tp.fixed_s + tp.token_s * row.num_tokens
 
 
 def _curve(points: Sequence[tuple[int, float]]) -> Curve:
@@ -204,49 +176,24 @@ def _medians(rows: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[in
     return [size for size, _ in runs], [length for _, length in runs], medians
 
 
-def _tp_link(
-    rows: Sequence[Measured], reduces: Sequence[tuple[int, float]], num_layers: int, token_bytes: float
-) -> Link:
-    """All-reduces, two a layer; measured alone they may be slower than within a step, and then count as less."""
-    link = _link(reduces, calls=2 * num_layers, bytes_per_token=token_bytes)
-    within: dict[int, list[float]] = defaultdict(list)
-    for row in rows:
-        within[row.num_tokens].append(row.time.linear_s)
-    alone = {tokens: link.fixed_s + link.token_s * tokens for tokens in within}
-    share = min(_MAX_REDUCES * statistics.median(within[tokens]) / alone[tokens] for tokens in within)
-    if share >= 1:
-        return link
-    return dataclasses.replace(link, alpha_s=link.alpha_s * share, bytes_per_s=link.bytes_per_s / share)
-
-
 def _kvp_link(
     merges: Sequence[tuple[int, int, float]], model: ModelConfig, parallel: ParallelConfig, num_layers: int, dtype: int
 ) -> Link:
-    """Merges: what a rank receives grows with the groups beyond its own."""
-    heads = model.num_heads / parallel.tp
-    calls = [(tokens * (groups - 1), seconds / num_layers) for tokens, groups, seconds in merges]
-    return _link(calls, calls=num_layers, bytes_per_token=heads * (model.head_dim * dtype + 4))
+    """Merges, one a layer: latency and bandwidth by least squares of the relative error, neither below 0.
 
-
-def _link(calls_s: Sequence[tuple[int, float]], *, calls: int, bytes_per_token: float) -> Link:
-    """Latency and bandwidth of one call, by least squares of the relative error, neither below 0."""
-    tokens, seconds = (np.array(column, dtype=np.float64) for column in zip(*calls_s, strict=True))
-    seconds = np.maximum(seconds, _SMALLEST)
+    What a rank receives grows with the groups beyond its own.
+    """
+    tokens = np.array([tokens * (groups - 1) for tokens, groups, _ in merges], dtype=np.float64)
+    seconds = np.maximum([seconds / num_layers for *_, seconds in merges], _SMALLEST)
+    token_s, alpha_s = 0.0, float(np.median(seconds))
     if np.unique(tokens).size > 1:
         token_s, alpha_s = np.polyfit(tokens, seconds, 1, w=1 / seconds).tolist()
-    else:
-        token_s, alpha_s = 0.0, float(np.median(seconds))
     if token_s <= 0:
         token_s, alpha_s = _SMALLEST / tokens.max(), float(np.median(seconds))
     if alpha_s < 0:
         token_s, alpha_s = float(np.median(seconds / tokens)), 0.0
-    return Link(calls, alpha_s, bytes_per_token / token_s, bytes_per_token)
-
-
-MAX_KV = 131072
-
-
-_REDUCED_TOKENS = (1, 64, 512, 2048)
+    token_bytes = model.num_heads / parallel.tp * (model.head_dim * dtype + 4)
+    return Link(num_layers, alpha_s, token_bytes / token_s, token_bytes)
 
 
 def measure(
@@ -260,10 +207,6 @@ def measure(
 
     ``max_kv`` is the longest KV cache in tokens, by default 131,072 or what model and memory allow; ``on_progress`` is
     called with the share done.
-
-    Raises:
-        ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
-        RankFailedError: another rank failed.
     """
     scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
     role = build_role(dataclasses.replace(config, scheduler=scheduler, cuda_graphs=False))  # step by step
@@ -271,11 +214,6 @@ def measure(
     num_blocks = -(-(longest + effort.chunks[-1]) // role.runner.cache.block_size)
     fill_pools(role.runner.cache, num_blocks * role.runner.cache.block_size, seed=role.runner.group)
     meter = StageMeter(role.runner)
-    ranks = next((part.ranks for part in (role.caller, role.follower) if part is not None), None)
-    reduces = []
-    if ranks is not None and ranks.config.tp > 1:
-        dim, dtype = role.runner.model.config.hidden_size, role.runner.cache.k[0].dtype
-        reduces = all_reduce_seconds(ranks.tp_group, _REDUCED_TOKENS, dim=dim, dtype=dtype, device=role.runner.device)
     if role.follower is not None:
         role.follower.join("profile")
         gathered(role.follower.ranks, meter.take())
@@ -299,7 +237,7 @@ def measure(
     else:
         role.caller.call("profile", run)
         by_rank = gathered(role.caller.ranks, meter.take())
-    found = _fitted(role, config, steps, by_rank, reduces)
+    found = _fitted(role, config, steps, by_rank)
     role.close()
     return found
 
@@ -311,10 +249,8 @@ def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effo
     effort = dataclasses.replace(effort, chunks=tuple(size for size in effort.chunks if size <= positions) or (1,))
     most = min(positions, runner.cache.num_blocks * runner.cache.block_size - effort.chunks[-1])
     if most < 1 or (max_kv is not None and not 1 <= max_kv <= most):
-        raise ConfigError(
-            f"max_kv={max_kv}; accepted: 1 to {most}, what the model's {positions} positions and half of the free "
-            "memory allow"
-        )
+        why = f"what the model's {positions} positions and half of the free memory allow"
+        raise ConfigError(f"max_kv={max_kv}; accepted: 1 to {most}, {why}")
     return effort, min(most, MAX_KV) if max_kv is None else max_kv
 
 
@@ -323,7 +259,6 @@ def _fitted(
     config: EngineConfig,
     steps: Mapping[int, Step],
     by_rank: Sequence[Mapping[int, StageTime]],
-    reduces: Sequence[tuple[int, float]],
 ) -> Coefficients:
     """Coefficients of the slowest stage of group 0, keyed as this engine's own are."""
     assert role.engine is not None and role.engine.scheduler.predictor is not None, "the medha scheduler predicts"
@@ -346,5 +281,4 @@ def _fitted(
             (step[0].q_len, step[0].num_groups, min(times[i].merge_s for times in groups if i in times))
             for i, step in shared.items()
         ],
-        reduces=reduces,
     )

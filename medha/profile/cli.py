@@ -6,6 +6,7 @@ runs the steps and writes the file. What is measured, and what is made of it: :m
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,7 +42,7 @@ def profile(
     **given: Any,
 ) -> int:
     """Measure what steps cost here; medha generate --profile FILE predicts with it. With several ranks: by torchrun."""
-    from medha.cli.report import check_writable, print_report, progress, stamp
+    from medha.cli.report import check_writable, print_report, progress, stamp, write_report
     from medha.profile.calibrate import QUICK, Effort, measure
 
     start_logging(log_level)
@@ -61,9 +62,7 @@ def profile(
 
         found = measure(config, effort, max_kv=max_kv, on_progress=on_progress)
     assert found is not None, "rank 0 has what was measured"
-    partial = output.with_name(output.name + ".partial")
-    partial.write_text(found.to_json())
-    partial.replace(output)
+    write_report(output, json.loads(found.to_json()))
     report = {
         "title": f"{output}: {found.key.model}, {found.key.dtype}, {found.key.layout}",
         "steps": _predicted(found),

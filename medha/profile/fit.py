@@ -12,18 +12,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention
+from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, Floats
 
-Floats = NDArray[np.float64]
-
-SHORT_KV = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
-"""Lengths at which :func:`fit_decodes` tries to part short decodes from long ones."""
-_GAIN = 0.8
-"""Two lines must reduce the error to this share of one line's."""
-_NOISE = 0.03
-"""Relative error expected of a measured row; decides which slopes are known well enough."""
-_SLOPE_ERROR = 0.1
-"""Largest relative standard error of a slope that is kept."""
+SHORT_KV = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)  # where short decodes may part from long ones
+_GAIN = 0.8  # two lines must reduce the error to this share of one line's
+_NOISE = 0.03  # relative error expected of a measured row; decides which slopes are known well enough
+_SLOPE_ERROR = 0.1  # largest relative standard error of a slope that is kept
 
 
 def fit_curve(x: ArrayLike, seconds: ArrayLike) -> Curve:
@@ -35,25 +29,13 @@ def fit_curve(x: ArrayLike, seconds: ArrayLike) -> Curve:
 
 
 def fit_chunks(q_len: ArrayLike, kv_before: ArrayLike, seconds: ArrayLike, *, tile: int = 128) -> ChunkAttention:
-    """Prefill attention from rows of one chunk each.
-
-    Without a row at KV 0 the first chunk costs what the line says; without rows at KV above 0 the line is derived from
-    the causal triangle: a chunk behind as many tokens does three times its own work, so B is twice A over its size.
-    ``tile`` is the queries of an attention tile, and seconds are above 0.
-    """
+    """Prefill attention from rows of one chunk each, some of them at KV 0 and some above; ``tile`` is the queries of an
+    attention tile, and seconds are above 0."""
     tiles, kv, seconds = np.ceil(floats(q_len) / tile), floats(kv_before), floats(seconds)
-    later = kv > 0
-    sizes = np.unique(tiles)
-    first = None
-    if not later.all():
-        own = fit_curve(tiles[~later], seconds[~later])
-        first = np.interp(sizes, own.x, own.y)
-    if later.any():
-        a, b = _affine(sizes, tiles[later], kv[later], seconds[later])
-    else:
-        assert first is not None, "fit_chunks needs a row"
-        a, b = first, np.maximum.accumulate(2 * first / (sizes * tile))
-    return ChunkAttention(_plain(sizes * tile), _plain(a), _plain(b), _plain(a if first is None else first), tile)
+    later, sizes = kv > 0, np.unique(tiles)
+    own = fit_curve(tiles[~later], seconds[~later])
+    a, b = _affine(sizes, tiles[later], kv[later], seconds[later])
+    return ChunkAttention(_plain(sizes * tile), _plain(a), _plain(b), _plain(np.interp(sizes, own.x, own.y)), tile)
 
 
 def fit_decodes(batch: ArrayLike, mean_kv: ArrayLike, seconds: ArrayLike) -> DecodeAttention:
@@ -115,33 +97,25 @@ def best_lines(
     ``scale`` is what errors are relative to when a line is fitted, ``beside`` seconds of the rows' launches that are
     not fitted here.
     """
-    best = _two_lines(sizes, batch, kv, seconds, short_kv=0.0, scale=scale)
-    least = _GAIN * _misfit(best, batch, kv, seconds, beside)
+
+    def line(rows: NDArray[np.bool_]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        a, b = _affine(sizes, batch[rows], kv[rows], seconds[rows], scale=scale[rows], rising=False)
+        return _plain(a), _plain(b)
+
+    def misfit(table: DecodeAttention) -> float:
+        """Mean absolute relative error on the rows themselves."""
+        return float(np.mean(np.abs((lines_s(table, batch, kv) + beside) / (seconds + beside) - 1.0)))
+
+    best = DecodeAttention(_plain(sizes), *line(kv > 0))
+    least = _GAIN * misfit(best)
     for short_kv in SHORT_KV:
-        if np.unique(kv[kv > short_kv]).size < 4 or short_kv > kv.max() / 4 or np.unique(kv[kv <= short_kv]).size < 2:
+        long = kv > short_kv
+        if np.unique(kv[long]).size < 4 or short_kv > kv.max() / 4 or np.unique(kv[~long]).size < 2:
             continue
-        candidate = _two_lines(sizes, batch, kv, seconds, short_kv=short_kv, scale=scale)
-        misfit = _misfit(candidate, batch, kv, seconds, beside)
-        if misfit < least:
-            best, least = candidate, misfit
+        candidate = DecodeAttention(_plain(sizes), *line(long), short_kv, *line(~long))
+        if (error := misfit(candidate)) < least:
+            best, least = candidate, error
     return best
-
-
-def _two_lines(
-    sizes: Floats, batch: Floats, kv: Floats, seconds: Floats, *, short_kv: float, scale: Floats
-) -> DecodeAttention:
-    """Lines below and above a KV length."""
-    long = kv > short_kv
-    a, b = _affine(sizes, batch[long], kv[long], seconds[long], scale=scale[long], rising=False)
-    if long.all():
-        return DecodeAttention(_plain(sizes), _plain(a), _plain(b))
-    low_a, low_b = _affine(sizes, batch[~long], kv[~long], seconds[~long], scale=scale[~long], rising=False)
-    return DecodeAttention(_plain(sizes), _plain(a), _plain(b), short_kv, _plain(low_a), _plain(low_b))
-
-
-def _misfit(table: DecodeAttention, batch: Floats, kv: Floats, seconds: Floats, beside: Floats) -> float:
-    """Mean absolute relative error on the rows themselves."""
-    return float(np.mean(np.abs((lines_s(table, batch, kv) + beside) / (seconds + beside) - 1.0)))
 
 
 def lines_s(table: DecodeAttention, batch: Floats, kv: Floats) -> Floats:

@@ -7,15 +7,13 @@ seconds of a part are those from when the device comes to it until it has passed
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from medha.attention.staging import record_event
 from medha.parallel.mesh import Ranks
@@ -24,33 +22,23 @@ from medha.worker.runner import Runner
 from medha.worker.step import PendingStep
 from medha.worker.step_input import StepInput
 
-_REDUCE_CALLS = 5
-
 Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Seconds of one batch on one rank; they add up to its busy time.
+    """Seconds of one batch on one rank; they add up to its busy time."""
 
-    Attributes:
-        attention_s: attending over the keys that lie here.
-        merge_s: packing the parts of shared rows, waiting for the other groups' and merging them.
-        linear_s: the rest of the layers, with the all-reduces of a tensor-parallel group.
-        head_s: vocabulary projection and sampling; 0 where nothing is sampled.
-        host_s: before the layers: block tables, the attention plan, rotations, the embedding.
-    """
-
-    attention_s: float
-    merge_s: float
-    linear_s: float
-    head_s: float
-    host_s: float
+    attention_s: float  # attending over the keys that lie here
+    merge_s: float  # packing the parts of shared rows, waiting for the other groups' and merging them
+    linear_s: float  # the rest of the layers, with the all-reduces of a tensor-parallel group
+    head_s: float  # vocabulary projection and sampling; 0 where nothing is sampled
+    host_s: float  # before the layers: block tables, the attention plan, rotations, the embedding
 
     @property
     def busy_s(self) -> float:
         """Their sum."""
-        return self.attention_s + self.merge_s + self.linear_s + self.head_s + self.host_s
+        return float(sum(astuple(self)))
 
 
 @dataclass(slots=True)
@@ -65,12 +53,9 @@ class _Marks:
 
 
 class StageMeter:
-    """Notes where a rank's time goes, by wrapping what it consists of, in place.
+    """Notes where a rank's time goes, by wrapping what its runner consists of, in place.
 
     Batches run one after the other, one kernel after the other: neither async scheduling nor CUDA graphs.
-
-    Args:
-        runner: this rank's own.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -146,20 +131,3 @@ def gathered(ranks: Ranks, mine: Mapping[int, StageTime]) -> list[dict[int, Stag
         return []
     others = [json.loads(store.get(f"profile/{rank}")) for rank in range(1, ranks.config.world_size)]
     return [dict(mine), *({int(row[0]): StageTime(*row[1:]) for row in rows} for rows in others)]
-
-
-def all_reduce_seconds(
-    group: dist.ProcessGroup, sizes: Iterable[int], *, dim: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[int, float]]:
-    """Median seconds of an all-reduce of [tokens, dim], for each number of tokens; every rank of ``group`` calls it."""
-    found = []
-    for size in sizes:
-        x_TD, seconds = torch.zeros(size, dim, dtype=dtype, device=device), []
-        for _ in range(1 + _REDUCE_CALLS):
-            start = time.perf_counter()
-            dist.all_reduce(x_TD, group=group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        found.append((size, statistics.median(seconds[1:])))
-    return found

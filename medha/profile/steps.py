@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -21,46 +20,26 @@ from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.step import BatchRunner
 
-FIRST_SLOT = 1 << 20
-"""Slots from here on are for hand-made batches, out of the way of an engine's."""
+FIRST_SLOT = 1 << 20  # slots from here on are for hand-made batches, out of the way of an engine's
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A row of a hand-made step.
-
-    Attributes:
-        q_len: query tokens.
-        kv_before: tokens cached before them.
-        is_decode: a decode, otherwise a chunk of a prompt.
-        num_groups: KV-parallel groups over which the cached tokens are spread, from group 0 on.
-        samples: a token is drawn after it, as after every decode.
-    """
-
-    q_len: int
-    kv_before: int
-    is_decode: bool = False
-    num_groups: int = 1
-    samples: bool = False
-
-
-Step = tuple[Part, ...]
-"""The rows of one batch, decodes first."""
+Step = tuple[Row, ...]
+"""The rows of one batch, decodes first, in slots from FIRST_SLOT on; a row on several groups begins at group 0."""
 
 
 def chunk(q_len: int, kv_before: int, *, num_groups: int = 1) -> Step:
     """A prefill chunk alone, in the middle of its prompt."""
-    return (Part(q_len, kv_before, num_groups=num_groups),)
+    return (Row(FIRST_SLOT, kv_before, q_len, False, False, num_groups=num_groups),)
 
 
 def decodes(batch: int, kv_before: int) -> Step:
     """Decodes of equal length."""
-    return (Part(1, kv_before, is_decode=True, samples=True),) * batch
+    return tuple(Row(FIRST_SLOT + i, kv_before, 1, True, True) for i in range(batch))
 
 
 def step_of(batch: Batch) -> Step:
     """The shape of a batch that a scheduler made, on one group."""
-    return tuple(Part(row.q_len, row.position, row.is_decode, samples=row.samples) for row in batch.rows)
+    return tuple(row._replace(slot=FIRST_SLOT + i) for i, row in enumerate(batch.rows))
 
 
 def fill_pools(cache: KVCache, num_tokens: int, *, seed: int) -> None:
@@ -94,17 +73,12 @@ class StepRunner:
         that samples."""
         self._open(len(step))
         extents = self._extents(step)
-        slots = tuple(FIRST_SLOT + i for i in range(len(step)))
-        frees = slots
+        frees = tuple(row.slot for row in step)
         for rows in _placing(step, self._block_size):
             self._submit(rows, [extent for slot in frees for extent in extents[slot]], frees)
             frees = ()
         new = [extent for slot in frees for extent in extents[slot]]
-        timed = [
-            Row(slot, part.kv_before, part.q_len, part.is_decode, part.samples, num_groups=part.num_groups)
-            for slot, part in zip(slots, step, strict=True)
-        ]
-        return self._submit(timed, new, frees)
+        return self._submit(step, new, frees)
 
     def _open(self, number: int) -> None:
         """Make the first slots known; their prompts are as long as the pool, so none ever ends."""
@@ -123,29 +97,28 @@ class StepRunner:
     def _extents(self, step: Step) -> dict[int, list[Extent]]:
         """Blocks of each slot, one run of them a group, one row behind the other around the pool."""
         extents: dict[int, list[Extent]] = {}
-        first = [0] * max(part.num_groups for part in step)
-        for slot, part in enumerate(step, FIRST_SLOT):
-            extents[slot] = []
-            for group in range(part.num_groups):
-                size = -(-_tokens_on(part, group, self._block_size) // self._block_size)
+        first = [0] * max(row.num_groups for row in step)
+        for row in step:
+            extents[row.slot] = []
+            for group in row.groups:
+                size = -(-_tokens_on(row, group, self._block_size) // self._block_size)
                 assert size <= self._num_blocks, "a row fits the pool"
                 if first[group] + size > self._num_blocks:
                     first[group] = 0
-                extents[slot].append(Extent(slot, first[group], size, group))
+                extents[row.slot].append(Extent(row.slot, first[group], size, group))
                 first[group] += size
         return extents
 
 
-def _share(part: Part, block_size: int) -> int:
+def _share(row: Row, block_size: int) -> int:
     """Tokens that lie on each group but the last, whole blocks."""
-    return -(-part.kv_before // (part.num_groups * block_size)) * block_size
+    return -(-row.position // (row.num_groups * block_size)) * block_size
 
 
-def _tokens_on(part: Part, group: int, block_size: int) -> int:
+def _tokens_on(row: Row, group: int, block_size: int) -> int:
     """Tokens that a group holds once the row has run."""
-    share = _share(part, block_size)
-    is_last = group == part.num_groups - 1
-    return part.kv_before - share * group + part.q_len if is_last else share
+    share = _share(row, block_size)
+    return row.kv_len - share * group if group == row.writer else share
 
 
 def _placing(step: Step, block_size: int) -> list[list[Row]]:
@@ -155,12 +128,17 @@ def _placing(step: Step, block_size: int) -> list[list[Row]]:
     its own, while it is the last group of the run.
     """
     batches: list[list[Row]] = []
-    cached = [(slot, part) for slot, part in enumerate(step, FIRST_SLOT) if part.kv_before]
-    for group in range(max((part.num_groups for _, part in cached), default=0)):
-        within = [(slot, part, _share(part, block_size)) for slot, part in cached if group < part.num_groups]
-        starts = [Row(slot, share * group, 1, False, part.is_decode and group == 0, num_groups=group + 1)
-                  for slot, part, share in within]  # fmt: skip
-        ends = [Row(slot, share * (group + 1) - 1, 1, False, False, num_groups=group + 1)
-                for slot, part, share in within if group < part.num_groups - 1]  # fmt: skip
+    cached = [row for row in step if row.position]
+    for group in range(max((row.num_groups for row in cached), default=0)):
+        within = [(row, _share(row, block_size)) for row in cached if group < row.num_groups]
+        starts = [
+            Row(row.slot, share * group, 1, False, row.is_decode and group == 0, num_groups=group + 1)
+            for row, share in within
+        ]
+        ends = [
+            Row(row.slot, share * (group + 1) - 1, 1, False, False, num_groups=group + 1)
+            for row, share in within
+            if group < row.writer
+        ]
         batches += [rows for rows in (starts, ends) if rows]
     return batches

@@ -39,6 +39,7 @@ class Admitted:
     deadline_s: float  # seconds from its arrival to when its first token is due, given or derived; inf for none
     slack_s: float  # for which it could wait at its arrival and have its first token in time; inf for no deadline
     is_relegated: bool  # by the scheduler, or by who added it
+    alone_tpot_s: float | None = None  # predicted, of a request that decodes alone, where its objective is shorter
 
 
 @dataclass(frozen=True, slots=True)

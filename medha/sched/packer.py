@@ -4,14 +4,15 @@ Decodes first, their predicted time counted; then prefills in the policy's order
 the budget. Chunks shrink as KV grows because the same budget holds fewer tokens: adaptive chunking needs no rule of its
 own. With KV parallelism every group has a budget, and a chunk that lies on several takes the least that any leaves.
 
-The guard: plain LARS can hold a short request for nearly its whole deadline, and an overload of short requests starves
-a long one for as long as it lasts. So a prefill that is late, or that has been passed over for ``patience_s``, is
-guarded until its prefill ends. In each batch the guarded are served first, by arrival, up to ``late_share`` of the
-prefill budget; a share of 0 turns that off. With time counted in seconds of prefill budget, B that of one batch, and s
-the share: a guarded request with w seconds of work left, and W left in the guarded that arrived before it, ends its
-prefill within (W + w) / s + B, whoever comes later; the policy's order runs as on a machine slower by at most
-1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no place, the oldest keeps its
-turn, and what it did not get is owed to the guarded, up to one budget: the first bound grows by B / s.
+The guard: a policy alone starves somebody. Under an overload of short requests SRPT and LARS starve a long one for as
+long as it lasts, and LARS can hold a short one for nearly its whole deadline. So a prefill that is late, or that has
+been passed over for ``patience_s``, is guarded until its prefill ends. In each batch the guarded are served first, by
+arrival, up to ``late_share`` of the prefill budget; a share of 0 turns that off. With time counted in seconds of
+prefill budget, B that of one batch, and s the share: a guarded request with w seconds of work left, and W left in the
+guarded that arrived before it, ends its prefill within (W + w) / s + B, whoever comes later; the policy's order runs as
+on a machine slower by at most 1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no
+place, the oldest keeps its turn, and what it did not get is owed to the guarded, up to one budget: the first bound
+grows by B / s.
 
 Departures from the paper, and why:
 
@@ -68,6 +69,7 @@ class MedhaPacker(Packer):
         self.predictor = predictor
         self.depth = depth
         self._ranking = load_policy(config.policy)
+        self._rho_max, self._late_share = config.rho_max or 0.0, config.late_share or 0.0
         self._refused: list[int] = []
         self._owed_s: list[float] = []
         self._groups: list[GroupTime] = []
@@ -86,7 +88,7 @@ class MedhaPacker(Packer):
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
-            self._yields = self.config.rho_max > 0 and bool(is_short.any())
+            self._yields = self._rho_max > 0 and bool(is_short.any())
             for state in favoured:
                 self._give(state, queue, builder, may_exceed=True)
             self._serve_guarded(queue, builder)
@@ -110,7 +112,7 @@ class MedhaPacker(Packer):
 
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
-        share = self.config.late_share
+        share = self._late_share
         if not share:
             return
         columns, guarded = queue.columns(self._factor), queue.column("guarded")
@@ -267,7 +269,7 @@ class MedhaPacker(Packer):
         """The share of the time after decodes that a long request leaves to short ones (Algorithm 2, space sharing)."""
         total_s, left_s = queue.work_s(state, self._factor)
         slack_s = state.request.arrival_s + state.deadline_s - (builder.now_s + self._ahead_s) - left_s
-        return min(self.config.rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))
+        return min(self._rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))
 
     def _is_long(self, state: State) -> bool:
         return state.num_prefill_tokens >= self.config.long_threshold

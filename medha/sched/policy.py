@@ -135,7 +135,7 @@ def lars(columns: Columns, now_s: float) -> Floats:
 BUILT_IN: MappingProxyType[str, Policy] = MappingProxyType(
     {"fcfs": fcfs, "sjf": sjf, "srpt": srpt, "edf": edf, "lrs": lrs, "ilrs": ilrs, "lars": lars}
 )
-DEFAULT_POLICY = "lars"
+DEFAULT_POLICY = "srpt"
 CLASS_FIRST = "priority"
 
 
@@ -275,7 +275,7 @@ def load_policy(spec: str | Policy) -> Ranking:
     """The policy that a user asks for.
 
     Args:
-        spec: a built-in name; ``priority`` (class first, then LARS) or ``priority:SPEC`` (class first, then another);
+        spec: a built-in name; ``priority`` (class first, then SRPT) or ``priority:SPEC`` (class first, then another);
             ``package.module:name``; or the function itself.
     """
     if not isinstance(spec, str):

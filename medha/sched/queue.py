@@ -7,6 +7,7 @@ milliseconds: a request is a row, added at the end, and the last row takes the p
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +107,7 @@ class Queue:
         self.foresees = bool(config.async_scheduling)
         self.running: dict[int, State] = {}
         self.decoding: dict[int, State] = {}
-        self.waiting: dict[int, State] = {}
+        self.waiting: OrderedDict[int, State] = OrderedDict()
         self.ending: set[int] = set()
         self.num_prefills = 0
         self._states: list[State] = []  # by row
@@ -185,7 +186,8 @@ class Queue:
         state.num_scheduled_tokens = state.num_computed_tokens = num_kept
         state.has_started = False
         state.num_preempted += 1
-        self.waiting = {state.slot: state, **self.waiting}
+        self.waiting[state.slot] = state
+        self.waiting.move_to_end(state.slot, last=False)
         self._append(state, self.prefill_s(state.num_prefill_tokens), now_s)
 
     def start(self, state: State) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from medha.batch import Batch
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.predictor import Predictor, Run
+from medha.cost.predictor import Predictor, Run, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
@@ -110,10 +110,12 @@ class Scheduler:
         return next(prediction for sent, prediction in self._in_flight if sent is batch)
 
     def add(self, request: SchedulerRequest, now_s: float | None = None) -> Admitted:
-        """Queue a request; the option ``admission`` judges it at ``now_s``, None queues it as it is.
+        """Queue a request; the option ``admission`` judges its TTFT objective at ``now_s``, None does not.
+
+        A TPOT objective that could not be met alone is dropped, unless ``admission`` refuses the request.
 
         Raises:
-            DeadlineError: it cannot meet its TTFT objective, and ``admission`` is ``refuse``.
+            DeadlineError: it cannot meet one of its objectives, and ``admission`` is ``refuse``.
             ValueError: its reservation exceeds the pools, or its slot is in use.
         """
         if request.slot in self._queue:
@@ -122,21 +124,20 @@ class Scheduler:
             most = self.memory.max_request_tokens
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s)
+        alone_tpot_s = self._late_tpot_s(request)
         if predicted_s is not None:
             if self.config.admission == "refuse":
-                objective_s = None if request.slo is None else request.slo.ttft_s
-                raise DeadlineError(
-                    f"slo.ttft_s={objective_s}: its first token is predicted {predicted_s:.3f} s after its arrival "
-                    "even if it runs next; accepted: a later one, or admission='all' or 'relegate'",
-                    predicted_s=predicted_s,
-                    objective_s=objective_s,
-                    param="slo.ttft_s",
-                    value=objective_s,
-                )
+                what = "its first token is predicted {:.3f} s after its arrival even if it runs next"
+                raise _refusal("ttft_s", request, predicted_s, what)
             request = replace(request, is_relegated=True)
+        if alone_tpot_s is not None and request.slo is not None:
+            if self.config.admission == "refuse":
+                raise _refusal("tpot_s", request, alone_tpot_s, "a token is predicted to take {:.4f} s even alone")
+            request = replace(request, slo=replace(request.slo, tpot_s=None))
         factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
         deadline_s = self._queue.add(request, factor).deadline_s
-        return Admitted(deadline_s, self._slack_s(request.slot, request.arrival_s), request.is_relegated)
+        slack_s = self._slack_s(request.slot, request.arrival_s)
+        return Admitted(deadline_s, slack_s, request.is_relegated, alone_tpot_s)
 
     def _late_ttft_s(self, request: SchedulerRequest, now_s: float) -> float | None:
         """Predicted TTFT of a request that ``config.admission`` turns away; None where it may be in time.
@@ -150,6 +151,18 @@ class Scheduler:
         alone_s = self._queue.prefill_s(request.num_prompt_tokens) * self.predictor.factor("prefill")
         predicted_s = max(now_s - request.arrival_s, 0.0) + in_flight_s + alone_s
         return predicted_s if predicted_s > objective_s else None
+
+    def _late_tpot_s(self, request: SchedulerRequest) -> float | None:
+        """Predicted seconds a token of a request whose TPOT objective is shorter even if it decodes alone; else None.
+
+        No batch is small enough for it: to keep to it would hold up every prefill, and gain nothing.
+        """
+        objective_s = None if request.slo is None else request.slo.tpot_s
+        if objective_s is None or self.predictor is None:
+            return None
+        kv = min(request.num_prompt_tokens, self.memory.max_kv_per_group)
+        alone_s = self.config.period * self.predictor.predict([Work(1, kv, is_decode=True)])
+        return alone_s if alone_s > objective_s else None
 
     def _slack_s(self, slot: int, now_s: float) -> float:
         """Seconds for which a request can still wait and have its first token in time; inf without a deadline."""
@@ -254,6 +267,19 @@ class Scheduler:
             self.memory.release(slot)
             closed.append(slot)
         return tuple(closed)
+
+
+def _refusal(name: str, request: SchedulerRequest, predicted_s: float, what: str) -> DeadlineError:
+    """The error of a request that cannot meet an objective, the field of a name."""
+    objective_s = getattr(request.slo, name)
+    return DeadlineError(
+        f"slo.{name}={objective_s}: {what.format(predicted_s)}; accepted: a longer one, or admission='all' or "
+        "'relegate'",
+        predicted_s=predicted_s,
+        objective_s=objective_s,
+        param=f"slo.{name}",
+        value=objective_s,
+    )
 
 
 def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int, *, most: int, run: Run | None = None) -> int:

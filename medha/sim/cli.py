@@ -34,15 +34,12 @@ from medha.workload.cli import (
 if TYPE_CHECKING:
     from medha.sim import plan as planning
     from medha.sim.study import Run
-    from medha.workload.trace import Trace
 
-NONE_MEETS = 1
-"""Exit code of ``medha plan`` where no layout meets everything."""
-BARE = {"tp": 8, "policy": ["lars,fcfs"], "qps": "0.3", "num_requests": 60}
-"""What ``medha simulate`` without arguments runs: a convoy, and LARS that dissolves it."""
-BARE_TEXT = "medha simulate --tp 8 --policy lars,fcfs --request-rate 0.3 --num-prompts 60"
-_SAMPLE = 100_000
-"""Requests drawn to find the longest of a workload."""
+NONE_MEETS = 1  # exit code of ``medha plan`` where no layout meets everything
+BARE = {"tp": 8, "policy": ["srpt,fcfs"], "qps": "0.3", "num_requests": 60}
+"""What ``medha simulate`` without arguments runs: a convoy, and the default that dissolves it."""
+BARE_TEXT = "medha simulate --tp 8 --policy srpt,fcfs --request-rate 0.3 --num-prompts 60"
+_SAMPLE = 100_000  # requests drawn to find the longest of a workload
 # What an engine needs, and a simulation does not or takes in its own way.
 _OTHERS = (
     *("scheduler", "policy", "admission", "async_scheduling", "profile"),
@@ -56,7 +53,7 @@ _MODELS = "llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json 
 Model = Annotated[str, option("--model", "-m", help=_MODELS, shows=True)]
 _SCHEDULERS = f"Of {', '.join(SCHEDULERS)}; several: repeated or comma separated."
 _POLICIES = (
-    "Of the medha scheduler: lars, ilrs, lrs, edf, srpt, sjf, fcfs, priority[:NAME] or package.module:name; several "
+    "Of the medha scheduler: srpt, lars, ilrs, lrs, edf, sjf, fcfs, priority[:NAME] or package.module:name; several "
     "likewise."
 )
 
@@ -67,7 +64,7 @@ _POLICIES = (
 def simulate(
     context: typer.Context,
     scheduler: Annotated[list[str] | None, option(help=_SCHEDULERS, shows="medha")] = None,
-    policy: Annotated[list[str] | None, option(help=_POLICIES, shows="lars")] = None,
+    policy: Annotated[list[str] | None, option(help=_POLICIES, shows="srpt")] = None,
     hardware: Hardware = "h100-80g",
     model: Model = "llama-3-8b",
     workload: Lengths = None,
@@ -122,14 +119,14 @@ def simulate(
         from medha.sim.plots import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
-    drawn: list[str] = []
+    notes = [*remarks(reports), *NOTES]
     if plot is not None:
         from medha.sim.plots import draw
 
-        drawn = [str(draw(runs, plot, given["long_threshold"]))]
+        notes.append(str(draw(runs, plot, given["long_threshold"])))
     if output_json != STDOUT:
         title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
-        print_report({"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES, *drawn]})
+        print_report({"title": title, **shown(reports), "notes": notes})
     _print_wall(runs)
     if interrupted:
         return exit_code(KeyboardInterrupt())
@@ -139,13 +136,10 @@ def simulate(
 def _print_wall(runs: list[Run]) -> None:
     """How fast this machine was, on stderr."""
     wall_s = max(sum(run.wall_s for run in runs), 1e-9)
-    requests, batches = (sum(run.report[name] for run in runs) for name in ("num_prompts", "num_batches"))
-    skipped, virtual_s = (sum(getattr(run.outcome, name) for run in runs) for name in ("num_skipped", "duration_s"))
-    print(
-        f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {requests / wall_s:,.0f} requests/s, "
-        f"{batches / wall_s:,.0f} batches/s ({skipped / max(batches, 1):.0%} of {batches:,} stepped over)",
-        file=sys.stderr,
-    )
+    virtual_s = sum(run.outcome.duration_s for run in runs)
+    requests, batches = (sum(run.report[name] for run in runs) / wall_s for name in ("num_prompts", "num_batches"))
+    speed = f"{requests:,.0f} requests/s, {batches:,.0f} batches/s"
+    print(f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {speed}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,9 +213,7 @@ def _rate_of(name: str, duration_s: float, seed: int) -> tuple[planning.Rate, in
 
     if Path(name).is_file():
         trace = read_trace(Path(name)).trace.from_zero()
-        return lambda qps: trace.scaled(qps).window(duration_s), trace.longest
+        return lambda qps: trace.first(None, duration_s, qps), trace.longest
 
-    def drawn(qps: float) -> Trace:
-        return synthesize(name, qps=qps, duration_s=duration_s, seed=seed)
-
-    return drawn, synthesize(name, "at-once", num_requests=_SAMPLE, seed=seed).longest
+    longest = synthesize(name, "at-once", num_requests=_SAMPLE, seed=seed).longest
+    return lambda qps: synthesize(name, qps=qps, duration_s=duration_s, seed=seed), longest

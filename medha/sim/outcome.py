@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from medha.cost.predictor import slowest_of
 from medha.cost.prefill_time import budgeted_chunk
 from medha.sim.replica import Replica
-from medha.workload.metrics import Floats, Times, by_length, percentile, serving_fields
+from medha.workload.metrics import Floats, Times, by_length, counted, percentile, serving_fields
 from medha.workload.trace import Trace
 
 PERCENTILES = (50, 90, 99)
@@ -38,25 +38,15 @@ _GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_F
 
 @dataclass(slots=True)
 class Requests:
-    """What became of each request of a trace, by its row; seconds of the virtual clock, NaN for what did not happen.
-
-    Attributes:
-        first_scheduled_s, first_token_s, finish_s: times.
-        deadline_s: seconds from arrival to when the first token was due, given or derived; inf for none.
-        max_gap_s: longest wait between two of its tokens.
-        num_tokens: produced.
-        num_preemptions: how often it gave up its KV memory.
-        is_refused: it never fits.
-    """
+    """What became of each request of a trace, by its row; seconds of the virtual clock, NaN for what did not happen."""
 
     first_scheduled_s: NDArray[np.float64]
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
-    deadline_s: NDArray[np.float64]
-    max_gap_s: NDArray[np.float64]
-    num_tokens: NDArray[np.int64]
-    num_preemptions: NDArray[np.int64]
-    is_refused: NDArray[np.bool_]
+    deadline_s: NDArray[np.float64]  # from arrival to when the first token was due, given or derived; inf for none
+    num_tokens: NDArray[np.int64]  # produced
+    num_preemptions: NDArray[np.int64]  # how often it gave up its KV memory
+    is_refused: NDArray[np.bool_]  # it never fits
 
     @classmethod
     def empty(cls, count: int) -> Requests:
@@ -64,16 +54,12 @@ class Requests:
         first_scheduled_s, first_token_s, finish_s, deadline_s = np.full((4, count), np.nan)
         num_tokens, num_preemptions = np.zeros((2, count), np.int64)
         times = first_scheduled_s, first_token_s, finish_s, deadline_s
-        return cls(*times, np.zeros(count), num_tokens, num_preemptions, np.zeros(count, np.bool_))
+        return cls(*times, num_tokens, num_preemptions, np.zeros(count, np.bool_))
 
 
 @dataclass(slots=True)
 class Series:
-    """Samples over time, thinned out where they are many: every other goes, and fewer come.
-
-    Attributes:
-        rows: (seconds, share of KV blocks in use).
-    """
+    """Samples (seconds, share of KV blocks in use), thinned out where they are many: every other goes, fewer come."""
 
     rows: list[tuple[float, float]] = field(default_factory=list)
     _every: int = 1
@@ -127,31 +113,20 @@ class Gaps:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a simulation came to.
+    """What a simulation came to."""
 
-    Attributes:
-        trace, requests: what was asked, and what became of each row.
-        duration_s: from the first arrival to the last token, or to where it was stopped.
-        series, gaps: over time, and between tokens.
-        stage_busy_s, stage_bubble_s: by group and stage; a bubble is without work while another stage had some.
-        num_batches, num_skipped: batches in all, and those of them that were stepped over in one go.
-        work_lost_s: predicted seconds of what was computed again, or moved to host memory and back.
-        is_stopped: it did not run to the end.
-        num_swaps: how many of the preemptions moved what was computed to host memory.
-    """
-
-    trace: Trace
+    trace: Trace  # what was asked
     requests: Requests
-    duration_s: float = 0.0
+    duration_s: float = 0.0  # from the first arrival to the last token, or to where it was stopped
     series: Series = field(default_factory=Series)
     gaps: Gaps = field(default_factory=Gaps)
-    stage_busy_s: list[list[float]] = field(default_factory=list)
-    stage_bubble_s: list[list[float]] = field(default_factory=list)
+    stage_busy_s: list[list[float]] = field(default_factory=list)  # by group and stage
+    stage_bubble_s: list[list[float]] = field(default_factory=list)  # without work while another stage had some
     num_batches: int = 0
-    num_skipped: int = 0
-    work_lost_s: float = 0.0
-    is_stopped: bool = False
-    num_swaps: int = 0
+    num_skipped: int = 0  # of them, stepped over in one go
+    work_lost_s: float = 0.0  # predicted, of what was computed again, or moved to host memory and back
+    is_stopped: bool = False  # it did not run to the end
+    num_swaps: int = 0  # preemptions that moved what was computed to host memory
 
     @property
     def times(self) -> Times:
@@ -167,11 +142,11 @@ class Outcome:
             in_time &= np.isnan(trace.tpot_slo_s[rows]) | (tpot_s <= trace.tpot_slo_s[rows])
         return Times(
             arrival_s,
-            requests.first_scheduled_s[rows],
             first_token_s,
             finish_s,
-            trace.prompt_tokens[rows],
             num_tokens,
+            trace.prompt_tokens[rows],
+            requests.first_scheduled_s[rows],
             in_time,
             requests.is_refused[rows],
             np.ones(len(arrival_s), np.bool_),  # the scheduler derives a deadline where none is given
@@ -180,19 +155,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What one run simulates.
+    """What one run simulates."""
 
-    Attributes:
-        name: of the scheduler, or of the policy where that tells more.
-        replica: hardware, model, layout, scheduler.
-        trace: what arrives.
-        qps: requests a second that were asked for; None is what the trace has.
-    """
-
-    name: str
+    name: str  # of the scheduler, or of the policy where that tells more
     replica: Replica
     trace: Trace
-    qps: float | None = None
+    qps: float | None = None  # requests a second that were asked for; None is what the trace has
 
     @property
     def label(self) -> str:
@@ -201,14 +169,12 @@ class System:
 
 
 def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bool = False) -> dict[str, Any]:
-    """The figures of a run, as plain values; the same for the same seed. Nothing here was measured with a clock.
-
-    ``alone_s`` is, of each request of the trace, the predicted TTFT on the idle replica: :func:`alone_seconds`.
-    """
+    """The figures of a run, as plain values; ``alone_s`` are the :func:`alone_seconds` of the trace's prompts."""
     times, config = outcome.times, system.replica.scheduler
     first_s = float(times.arrival_s[0]) if len(times) else 0.0
     end_s, span_s = first_s + outcome.duration_s, max(outcome.duration_s, 1e-12)
     slowdown = (times.ttft_s / alone_s[: len(times)])[~times.is_refused]
+    columns = times.arrival_s, times.first_scheduled_s, times.finish_s
     policy = config.policy if isinstance(config.policy, str) else system.name
     samples = [np.array(column) for column in zip(*outcome.series.rows, strict=True)] or [np.zeros(0)] * 2
     return {
@@ -223,18 +189,13 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "ttft_by_length": by_length(times, PERCENTILES),
         "p50_slowdown": percentile(slowdown, 50),
         "p99_slowdown": percentile(slowdown, 99),
-        "waiting": _mean_and_most(*times.waiting(), first_s, end_s),
-        "active": _mean_and_most(*times.active(), first_s, end_s),
+        "waiting": _mean_and_most(*counted(*columns[:2], ~times.is_refused), first_s, end_s),
+        "active": _mean_and_most(*counted(*columns[1:], ~np.isnan(columns[1])), first_s, end_s),
         "kv_cache_usage": _mean_and_most(samples[0], samples[1], first_s, end_s),
         "stages": [
-            {
-                "group": group,
-                "stage": stage,
-                "occupancy": busy_s / span_s,
-                "bubble": max(bubble_s, 0.0) / span_s * (len(busy) > 1),
-            }
+            {"group": group, "stage": stage, "occupancy": busy_s / span_s, "bubble": idle_s / span_s * (len(busy) > 1)}
             for group, (busy, bubbles) in enumerate(zip(outcome.stage_busy_s, outcome.stage_bubble_s, strict=True))
-            for stage, (busy_s, bubble_s) in enumerate(zip(busy, bubbles, strict=True))
+            for stage, (busy_s, idle_s) in enumerate(zip(busy, np.maximum(bubbles, 0.0).tolist(), strict=True))
         ],
         "num_preemptions": int(outcome.requests.num_preemptions.sum()),
         "work_lost_s": outcome.work_lost_s,
@@ -285,17 +246,15 @@ def saturation_of(times: Times, end_s: float) -> dict[str, Any]:
     - those in the queue at the last arrival need more than 10 % of the time of arrivals until the last of them has its
       first token, or never get there.
 
-    Returns:
-        ``is_over``: both hold. ``growth``: requests by which the line rises; None where all arrive at once.
-        ``num_late``: arrivals of the second half. ``drain_s``: seconds from the last arrival; None is never.
-        ``arrivals_s``: from the first arrival to the last.
+    Returns ``is_over`` (both hold), ``growth`` (requests by which the line rises; None where all arrive at once),
+    ``num_late`` (arrivals of the second half), ``drain_s`` (from the last arrival; None is never) and ``arrivals_s``.
     """
     if not len(times) or times.arrival_s[0] == times.arrival_s[-1]:
         return {"is_over": False, "growth": None, "num_late": 0, "drain_s": None, "arrivals_s": 0.0}
     first_s, last_s = float(times.arrival_s[0]), float(times.arrival_s[-1])
     arrivals_s = last_s - first_s
     at_s = np.linspace(first_s + arrivals_s / 2, last_s, _NUM_SAMPLES)
-    changed_s, numbers = times.queue()
+    changed_s, numbers = counted(times.arrival_s, times.first_token_s, ~times.is_refused)
     queue = np.append(0.0, numbers)[np.searchsorted(changed_s, at_s, side="right")]
     growth = float(np.polynomial.polynomial.polyfit(at_s - at_s[0], queue, 1)[1]) * arrivals_s / 2
     num_late = int((times.arrival_s >= at_s[0]).sum())

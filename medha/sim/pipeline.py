@@ -18,47 +18,30 @@ from medha.sched.memory import KVMemory
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One batch on one stage of one group, seconds of the virtual clock.
-
-    Attributes:
-        num_tokens, num_decodes: query tokens of the batch, over all groups, and those of them that are decodes.
-    """
+    """One batch on one stage of one group, seconds of the virtual clock."""
 
     batch_id: int
     group: int
     stage: int
     start_s: float
     end_s: float
-    num_tokens: int
-    num_decodes: int
+    num_tokens: int  # query tokens of the batch, over all groups
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A batch on its way.
+    """A batch on its way."""
 
-    Attributes:
-        first_end_s: when stage 0 of group 0 is done with it; its start where the batch does not concern that.
-        end_s: when it is done in every stage.
-        busy_s: seconds of the slowest stage.
-    """
-
-    first_end_s: float
-    end_s: float
-    busy_s: float
+    first_end_s: float  # when stage 0 of group 0 is done with it; its start where the batch does not concern that
+    end_s: float  # when it is done in every stage
+    busy_s: float  # seconds of the slowest stage
 
 
 class Pipeline:
-    """The stages of one replica.
+    """The stages of one replica, of which the groups are alike; ``on_segment`` is told of every batch on every stage.
 
-    Args:
-        stages: what each stage costs, first stage first; the groups are alike.
-        num_groups: KV-parallel groups.
-        on_segment: told of every batch on every stage.
-
-    Attributes:
-        busy_s: by group and stage, seconds computed so far.
-        bubble_s: by group and stage, seconds without work while another stage of the group had some.
+    ``busy_s`` and ``bubble_s``, by group and stage, are the seconds computed so far, and those without work while
+    another stage of the group had some.
     """
 
     def __init__(
@@ -87,8 +70,7 @@ class Pipeline:
                     self._free_s[group][stage] = ready_s
                     self.busy_s[group][stage] += stage_s
                     if self.on_segment is not None:
-                        place = (batch.batch_id, group, stage)
-                        self.on_segment(Segment(*place, start_s, ready_s, batch.num_tokens, batch.num_decodes))
+                        self.on_segment(Segment(batch.batch_id, group, stage, start_s, ready_s, batch.num_tokens))
                 if stage == 0 and 0 in groups:
                     first_end_s = ready_s
             for group, from_s in zip(groups, begins_s, strict=True):

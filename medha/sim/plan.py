@@ -25,62 +25,40 @@ from medha.sim.replica import Replica, spec_fields
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
-Rate = Callable[[float], Trace]
-"""(requests a second) -> the requests of a workload at that rate."""
+Rate = Callable[[float], Trace]  # (requests a second) -> the requests of a workload at that rate
 
-ATTAINMENT = 0.9
-"""Share of requests that meet their objectives at the capacity."""
-NO_OBJECTIVE_S = 1e9
-"""In place of an objective."""
-NUM_OUTPUT_TOKENS = 33
-"""Tokens that a request decodes for its TPOT."""
-_CHUNKS_BESIDE = 64
-"""Full chunks of the prompt that is read beside a decode."""
-_GIVE_UP = 2.0
-"""A request alone is not simulated beyond so many times its objectives."""
+ATTAINMENT = 0.9  # share of requests that meet their objectives at the capacity
+NO_OBJECTIVE_S = 1e9  # in place of an objective
+NUM_OUTPUT_TOKENS = 33  # that a request decodes for its TPOT
+_CHUNKS_BESIDE = 64  # full chunks of the prompt that is read beside a decode
+_GIVE_UP = 2.0  # a request alone is not simulated beyond so many times its objectives
 _MOST_GPUS = 4096
-_NAMED = 4
-"""Layouts of a group that are named."""
-_STEP = 1.05
-"""Capacity is known to this factor."""
-_FEWEST = 10
-"""Requests of a replica below which a share says nothing."""
-_MOST = 20_000
-"""Requests of a replica in a simulation at most."""
+_NAMED = 4  # layouts of a group that are named
+_STEP = 1.05  # capacity is known to this factor
+_FEWEST, _MOST = 10, 20_000  # requests of a replica below which a share says nothing, and in a simulation at most
 
 Found = dict[str, Any]
 """What the simulations said of a layout, as the report has it; a figure that was not simulated is None.
 
-- ``num_kv_tokens``: KV tokens of a replica, all groups together, and ``headroom``: the share of them beside one request
-  of the context's length;
-- ``ttft_s``, ``tpot_s``: of that request alone, and ``tpot_beside_s`` while another prompt is read;
-- ``capacity_qps``: of all replicas; 0.0 where not even the lowest rate was met;
-- ``reasons``: why it is out: the ``kind`` that a group of layouts has in common, a ``text`` with numbers, and the
-  ``excess``: how far off it is, as a factor; None where it cannot run.
+``num_kv_tokens`` are those of a replica, ``headroom`` the share of them beside one request of the context's length;
+``ttft_s`` and ``tpot_s`` are of that request alone, ``tpot_beside_s`` while another prompt is read; ``capacity_qps`` is
+of all replicas. ``reasons`` say why it is out: the ``kind`` that a group of layouts has in common, a ``text`` with
+numbers, and the ``excess``: how far off it is, as a factor; None where it cannot run.
 """
 _FIGURES = ("num_kv_tokens", "headroom", "ttft_s", "tpot_s", "tpot_beside_s", "capacity_qps")
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is planned for.
+    """What is planned for."""
 
-    Attributes:
-        num_gpus: accelerators in all; every layout uses all of them.
-        context: prompt tokens of the request that is simulated alone.
-        ttft_s, tpot_s: objectives of each request.
-        duration_s: seconds of arrivals of a simulation of the workload.
-        qps: requests a second that the workload must reach; None asks for no rate.
-        ttft_is_derived: nobody asked for this TTFT.
-    """
-
-    num_gpus: int
-    context: int
-    ttft_s: float
+    num_gpus: int  # in all; every layout uses all of them
+    context: int  # prompt tokens of the request that is simulated alone
+    ttft_s: float  # objectives of each request
     tpot_s: float
-    duration_s: float = 60.0
-    qps: float | None = None
-    ttft_is_derived: bool = False
+    duration_s: float = 60.0  # of arrivals of a simulation of the workload
+    qps: float | None = None  # requests a second that the workload must reach; None asks for no rate
+    ttft_is_derived: bool = False  # nobody asked for this TTFT
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_gpus <= _MOST_GPUS:
@@ -106,32 +84,21 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Simulates layouts of a model on accelerators of a spec.
-
-    Args:
-        scheduler: of each replica.
-        utilization: share of an accelerator's memory that may be used.
-        workload: requests at a rate, or None where capacity is not asked for.
-        longest: tokens of the workload's longest request.
-    """
+    """Simulates layouts of a model on accelerators of a spec."""
 
     spec: HardwareSpec
     model: ModelConfig
     goal: Goal
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    utilization: float = 0.9
-    workload: Rate | None = None
-    longest: int = 1
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of each replica
+    utilization: float = 0.9  # share of an accelerator's memory that may be used
+    workload: Rate | None = None  # requests at a rate, or None where capacity is not asked for
+    longest: int = 1  # tokens of the workload's longest request
 
     def __post_init__(self) -> None:
         check_number("utilization", self.utilization, most=1.0)
 
     def with_derived_ttft(self) -> Planner:
-        """The same, whose TTFT objective is derived as a scheduler derives a deadline, of the fastest layout's time.
-
-        Raises:
-            ConfigError: no layout can run the request.
-        """
+        """The same, whose TTFT objective is derived as a scheduler derives a deadline, of the fastest layout's time."""
         goal = replace(self.goal, ttft_s=NO_OBJECTIVE_S, tpot_s=NO_OBJECTIVE_S)
         found = [replace(self, goal=goal)._tried(layout, (_fit, _alone)) for layout in self.layouts()]
         seconds = [one["ttft_s"] for one in found if one["ttft_s"] is not None]

@@ -57,8 +57,7 @@ def draw(runs: Sequence[Run], folder: Path, long_threshold: int) -> Path:
     return path
 
 
-MAX_SEGMENTS = 200_000
-"""Batches on a stage that a trace holds; those that come later are left out, with a warning."""
+MAX_SEGMENTS = 200_000  # batches on a stage that a trace holds; those that come later are left out, with a warning
 
 
 def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> None:
@@ -72,8 +71,9 @@ def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> No
     events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
     events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
     events += _request_events(outcome)
-    for time_s, share in outcome.series.rows:
-        events.append(counter_event("KV blocks in use (%)", time_s, {"used": 100 * share}))
+    events += [
+        counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in outcome.series.rows
+    ]
     write_events(path, events)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,35 +12,26 @@ from medha.cost.hardware import HardwareSpec
 from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.roofline import MAX_SAMPLES, Shard, shape_name, stage_coefficients
-from medha.errors import ConfigError
+from medha.errors import ConfigError, hint
 from medha.models.hf_config import load_model_config
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline, Segment
 
-DTYPE_BYTES = 2
-"""Of a weight, and of a key or value element."""
+DTYPE_BYTES = 2  # of a weight, and of a key or value element
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A model instance that can be simulated.
-
-    Attributes:
-        model, parallel: what runs on the accelerators, and how.
-        max_model_len: tokens of the longest request.
-        block_size: tokens of a KV block.
-        utilization: share of an accelerator's memory that may be used.
-        num_blocks: KV blocks of each group; None is what the memory holds beside weights and activations.
-    """
+    """A model instance that can be simulated."""
 
     spec: HardwareSpec
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    max_model_len: int = 1 << 20
+    max_model_len: int = 1 << 20  # tokens of the longest request
     block_size: int = 256
-    utilization: float = 0.9
-    num_blocks: int | None = None
+    utilization: float = 0.9  # share of an accelerator's memory that may be used
+    num_blocks: int | None = None  # KV blocks of each group; None is what the memory holds
 
     def kv_blocks(self) -> int:
         """KV blocks of each group; ConfigError if the model does not fit, or the layout does not split it."""
@@ -126,14 +116,7 @@ def kv_pool_tokens(
 ) -> int:
     """Tokens whose keys and values fit on each group beside weights and activations: those of its fullest stage.
 
-    Args:
-        spec: whose memory.
-        model, parallel: what is held.
-        utilization: share of the memory that may be used, above 0, at most 1.
-        max_batch_tokens: query tokens of a batch.
-
-    Raises:
-        ConfigError: they do not fit, with the numbers.
+    ``utilization`` is the share of the memory that may be used, ``max_batch_tokens`` the query tokens of a batch.
     """
     check_number("utilization", utilization, most=1.0)
     usable, tokens = int(spec.memory_bytes * utilization), []
@@ -170,42 +153,32 @@ _LLAMA_3_8B = ModelConfig(
 )
 
 
-_LLAMA_3_1_8B = replace(
-    _LLAMA_3_8B,
-    max_position_embeddings=131072,
-    rope=RopeConfig("llama3", 500000.0, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
-)
-
-
-_LLAMA_3_70B = replace(_LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
-
-
-_QWEN_2_5_14B_1M = replace(
-    _LLAMA_3_8B,
-    architecture="Qwen2ForCausalLM",
-    vocab_size=152064,
-    hidden_size=5120,
-    intermediate_size=13824,
-    num_layers=48,
-    num_heads=40,
-    max_position_embeddings=1010000,
-    rope=RopeConfig(theta=10000000.0),
-    qkv_bias=True,
-    bos_token_id=151643,
-    eos_token_ids=(151645,),
-)
-
-
 KNOWN_MODELS = {
     "llama-3-8b": _LLAMA_3_8B,
-    "llama-3-70b": _LLAMA_3_70B,
-    "llama-3.1-8b": _LLAMA_3_1_8B,
-    "qwen2.5-14b-1m": _QWEN_2_5_14B_1M,
+    "llama-3-70b": replace(_LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64),
+    "llama-3.1-8b": replace(
+        _LLAMA_3_8B,
+        max_position_embeddings=131072,
+        rope=RopeConfig("llama3", 500000.0, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+    ),
+    "qwen2.5-14b-1m": replace(
+        _LLAMA_3_8B,
+        architecture="Qwen2ForCausalLM",
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_layers=48,
+        num_heads=40,
+        max_position_embeddings=1010000,
+        rope=RopeConfig(theta=10000000.0),
+        qkv_bias=True,
+        bos_token_id=151643,
+        eos_token_ids=(151645,),
+    ),
 }
 
 
-_AROUND = re.compile(r"^(meta-llama|qwen)/(meta-)?|-instruct")
-"""What ids on the hub have around or in these names."""
+_AROUND = re.compile(r"^(meta-llama|qwen)/(meta-)?|-instruct")  # what ids on the hub have around or in these names
 
 
 def find_model(name_or_path: str | Path) -> ModelConfig:
@@ -220,9 +193,5 @@ def find_model(name_or_path: str | Path) -> ModelConfig:
     folder = path.parent if path.name == "config.json" else path
     if (folder / "config.json").is_file():
         return load_model_config(folder)
-    near = difflib.get_close_matches(name, KNOWN_MODELS, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(
-        f"model {str(name_or_path)!r} is not known; accepted: {', '.join(KNOWN_MODELS)}, or the path of a config.json"
-        f"{hint}"
-    )
+    accepted = f"{', '.join(KNOWN_MODELS)}, or the path of a config.json{hint(name, KNOWN_MODELS, cutoff=0.4)}"
+    raise ConfigError(f"model {str(name_or_path)!r} is not known; accepted: {accepted}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from medha.batch import Batch
@@ -31,50 +31,32 @@ class _Live:
     row: int
     num_left: int
     last_token_s: float = math.nan
-    max_gap_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _Round:
-    """A batch of decodes that goes round: completed and scheduled again with the next tokens.
-
-    Attributes:
-        num_left: tokens until one of its requests ends, at least 1.
-        total_kv, max_kv: of its rows, cached tokens in all and at most.
-        passage, predicted_s, factor: of it as it is in flight; ``prediction`` when it was first sent.
-        new_blocks: how many rows take a block when it is scheduled again, by the number of times modulo the block size.
-        last_token_s: of all its requests; NaN before the first round.
-        num_tokens: how often it was scheduled again.
-    """
+    """A batch of decodes that goes round: completed and scheduled again with the next tokens."""
 
     lives: list[_Live]
-    num_left: int
-    total_kv: int
-    max_kv: int
-    passage: Passage
-    prediction: Prediction | None
+    num_left: int  # tokens until one of its requests ends, at least 1
+    total_kv: int  # cached tokens of its rows
+    max_kv: int  # of one of them at most
+    passage: Passage  # as it is in flight, like predicted_s and factor
+    prediction: Prediction | None  # when it was first sent
     predicted_s: float
     factor: float
-    new_blocks: Counter[int]
-    last_token_s: float = math.nan
-    num_tokens: int = 0
-    max_gap_s: float = 0.0
+    new_blocks: Counter[int]  # rows that take a block when it is scheduled again, by how often, modulo the block size
+    last_token_s: float = math.nan  # of all its requests; NaN before the first round
+    num_tokens: int = 0  # how often it was scheduled again
 
 
 class Simulation:
-    """One run of a trace.
+    """One run of a trace, whose :attr:`outcome` is that of all requests once :meth:`run` has ended.
 
-    Args:
-        scheduler, pipeline: fresh, and of as many groups.
-        trace: in order of arrival.
-        stop_s: virtual time at which to stop; None is the end.
-        driver_waits: whether rank 0 decides the next batch only when its own stage is done with this one, as an engine
-            does that computes on the CPU.
-        skips: whether stretches of steady decoding are stepped over in one go; the outcome is the same.
-        on_progress: told now and then how many more requests are closed.
-
-    Attributes:
-        outcome: what has become of the requests so far; of those that are not closed once :meth:`run` has ended.
+    Scheduler and pipeline are fresh, and of as many groups. ``stop_s`` is the virtual time at which to stop. An engine
+    on the CPU ``driver_waits``: rank 0 decides the next batch only when its own stage is done with this one. With
+    ``skips`` stretches of steady decoding are stepped over in one go; the outcome is the same. ``on_progress`` is told
+    now and then how many more requests are closed.
     """
 
     def __init__(
@@ -212,12 +194,9 @@ class Simulation:
         scheduler, memory, count = self.scheduler, self.scheduler.memory, len(going.lives)
         self.now_s = now_s = max(self.now_s, going.passage.end_s)
         if going.num_tokens:
-            gap_s = now_s - going.last_token_s
-            self.gaps.add(gap_s, count)
-            if gap_s > going.max_gap_s:
-                going.max_gap_s = gap_s
+            self.gaps.add(now_s - going.last_token_s, count)
         else:
-            self._first_gaps(going)
+            self._add_gaps(live.last_token_s for live in going.lives)
         going.last_token_s = now_s
         self.series.add(now_s, num_blocks / memory.num_blocks)
         going.num_left -= 1
@@ -236,15 +215,9 @@ class Simulation:
             self.now_s = max(now_s, going.passage.first_end_s)
         return num_blocks + going.new_blocks[going.num_tokens % memory.block_size]
 
-    def _first_gaps(self, going: _Round) -> None:
-        """Waits of requests that may have had their last tokens at different times."""
-        gaps: dict[float, int] = {}
-        for live in going.lives:
-            gap_s = self.now_s - live.last_token_s
-            gaps[gap_s] = gaps.get(gap_s, 0) + 1
-            if gap_s > live.max_gap_s:
-                live.max_gap_s = gap_s
-        for gap_s, count in gaps.items():
+    def _add_gaps(self, last_tokens_s: Iterable[float]) -> None:
+        """Waits of requests that had their last tokens at these times."""
+        for gap_s, count in Counter(self.now_s - last_s for last_s in last_tokens_s).items():
             self.gaps.add(gap_s, count)
 
     def _note_tokens(self, going: _Round) -> None:
@@ -252,12 +225,11 @@ class Simulation:
         for live in going.lives:
             live.num_left -= going.num_tokens
             live.last_token_s = going.last_token_s
-            live.max_gap_s = max(live.max_gap_s, going.max_gap_s)
 
     def _complete(self) -> None:
         batch, passage = self._in_flight.popleft()
         self.now_s = now_s = max(self.now_s, passage.end_s)
-        gaps: dict[float, int] = {}
+        last_tokens_s: list[float] = []
         results = []
         for row in batch.rows:
             if not row.samples:
@@ -267,16 +239,12 @@ class Simulation:
             if live.last_token_s != live.last_token_s:  # NaN: it is the first
                 self.requests.first_token_s[live.row] = now_s
             else:
-                gap_s = now_s - live.last_token_s
-                gaps[gap_s] = gaps.get(gap_s, 0) + 1
-                if gap_s > live.max_gap_s:
-                    live.max_gap_s = gap_s
+                last_tokens_s.append(live.last_token_s)
             live.last_token_s = now_s
             if not live.num_left:
                 self.requests.finish_s[live.row] = now_s
             results.append((row.slot, 1, not live.num_left))
-        for gap_s, count in gaps.items():
-            self.gaps.add(gap_s, count)
+        self._add_gaps(last_tokens_s)
         closed = self.scheduler.complete(batch, self.now_s, results, passage.busy_s)
         for slot in closed:
             self._note(self._live.pop(slot))
@@ -290,4 +258,3 @@ class Simulation:
     def _note(self, live: _Live) -> None:
         """Enter what was kept of a request apart from the columns."""
         self.requests.num_tokens[live.row] = self.trace.output_tokens[live.row] - live.num_left
-        self.requests.max_gap_s[live.row] = live.max_gap_s

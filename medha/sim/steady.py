@@ -36,12 +36,9 @@ def is_steady(scheduler: Scheduler) -> bool:
 
 
 def go_round(scheduler: Scheduler, num_batches: int, predictions: Sequence[Prediction | None]) -> None:
-    """Let the batches in flight go round. The predictor is not told of them, and where blocks lie may differ.
+    """Let so many batches go round, the oldest first; ``predictions`` are of those in flight after it.
 
-    Args:
-        scheduler: which :func:`is_steady`.
-        num_batches: completed and scheduled again, the oldest first; none of their requests has ended.
-        predictions: of the batches in flight after it, oldest first.
+    None of their requests has ended. The predictor is not told of them, and where blocks lie may differ.
     """
     batches = scheduler.in_flight
     size, moved = len(batches), []

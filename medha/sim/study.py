@@ -17,6 +17,7 @@ from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blo
 from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
+from medha.sched.policy import DEFAULT_POLICY
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica, find_model, spec_fields
@@ -26,28 +27,20 @@ from medha.workload.metrics import Floats
 from medha.workload.synth import retimed, synthesize
 from medha.workload.trace import Trace
 
-NUM_REQUESTS = 200
-"""Of a workload where neither a number nor a duration is given."""
+NUM_REQUESTS = 200  # of a workload where neither a number nor a duration is given
 LIVE_ONLY = ("scheduler", "policy", "admission", "async_scheduling")
 """Fields of a scheduler's configuration that a simulation does not take from its options as they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One system and what it came to.
-
-    Attributes:
-        report: figures, see :func:`medha.sim.outcome.report`.
-        segments: batches on the stages, where they are kept.
-        wall_s: seconds that the simulation took on this machine; no part of the report.
-        interrupted: it was broken off.
-    """
+    """One system and what it came to."""
 
     system: System
-    report: dict[str, Any]
+    report: dict[str, Any]  # of medha.sim.outcome.report
     outcome: Outcome
-    segments: list[Segment]
-    wall_s: float
+    segments: list[Segment]  # batches on the stages, where they are kept
+    wall_s: float  # that the simulation took on this machine; no part of the report
     interrupted: bool = False
 
 
@@ -109,10 +102,8 @@ def systems_of(given: Mapping[str, Any]) -> list[System]:
     for system in systems:
         try:
             system.replica.build()
-        except ConfigError:
-            raise
-        except ValueError as error:  # what the pool does not hold
-            raise ConfigError(f"{system.name}: {error}") from error
+        except ValueError as error:  # also what the pool does not hold
+            raise ConfigError(str(error)) from error
     return systems
 
 
@@ -161,7 +152,7 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     budgets["max_kv_per_group"] = whole_blocks(budgets["max_kv_per_group"], CacheConfig().block_size)
     configs = {}
     for scheduler in schedulers:
-        for policy in (policies or ["lars"]) if scheduler == "medha" else [None]:
+        for policy in (policies or [DEFAULT_POLICY]) if scheduler == "medha" else [None]:
             own: dict[str, Any] = {} if policy is None else {"policy": policy}
             configs[policy or scheduler] = SchedulerConfig(scheduler, **own, **budgets)
     return configs
@@ -179,19 +170,17 @@ def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:
     if path is not None and given["workload"] is not None:
         raise ConfigError(f"workload={given['workload']!r} and trace={str(path)!r}; accepted: one of the two")
     reading = None if path is None else read_trace(path)
-    arrivals = {name: given[name] for name in ("burstiness", "seed")}
+    if reading is None and number is None and duration_s is None:
+        number = NUM_REQUESTS
+    drawn = {"burstiness": given["burstiness"], "seed": given["seed"], "num_requests": number, "duration_s": duration_s}
     traces = {}
     for rate in _rates(given["qps"]):
         if reading is not None:
-            trace = retimed(reading, given["arrivals"], qps=rate, **arrivals)
-            trace = trace if duration_s is None else trace.window(duration_s)
-            trace = trace if number is None else trace.head(number)
+            trace = retimed(reading, given["arrivals"], qps=rate, **drawn)
             if not len(trace):
                 raise ConfigError(f"no request of {path} arrives within duration={duration_s} s")
         else:
-            few = NUM_REQUESTS if number is None and duration_s is None else number
-            drawn = {"qps": rate, "num_requests": few, "duration_s": duration_s, **arrivals}
-            trace = synthesize(given["workload"] or "medha-mix", given["arrivals"], **drawn)
+            trace = synthesize(given["workload"] or "medha-mix", given["arrivals"], qps=rate, **drawn)
         for name in ("ttft_slo_s", "tpot_slo_s"):  # the objectives of the command are for requests that bring none
             own, value = getattr(trace, name), given[f"slo_{name.replace('_slo', '')}"]
             if value is not None:
@@ -236,15 +225,8 @@ def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         latency.append({**who, **{name: one[name] for name in _LATENCY}, **rest})
         busy, bubble = (fmean(stage[name] for stage in one["stages"]) for name in ("occupancy", "bubble"))
         kv_use = {f"{name} share": share for name, share in one["kv_cache_usage"].items()}
-        load.append(
-            {
-                **who,
-                **{short: one[name] for short, name in _LOAD.items()},
-                "KV use": kv_use,
-                "busy share": busy,
-                "bubble share": bubble,
-            }
-        )
+        rest = {"KV use": kv_use, "busy share": busy, "bubble share": bubble}
+        load.append({**who, **{short: one[name] for short, name in _LOAD.items()}, **rest})
         for bucket in one["ttft_by_length"]:
             figures = {name: bucket[name] for name in bucket if name.startswith("p")}
             share = {"in time share": bucket["slo_attainment"]}

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from medha.cli.display import Display, results_table, seconds_text
+from medha.cli.display import Display, one_line
+from medha.cli.report import rows_table
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, Joiner, drive
 from medha.engine.build import build_role
@@ -114,11 +113,12 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
             Path(name) / "lars.json",
             lambda engine, display: _serve(engine, asked, display),
             scheduler="medha",
+            policy="lars",
             chunk_size=_CHUNK_SIZE,
             max_batch_tokens=2 * _CHUNK_SIZE,
         )
         if lars is not None:
-            console.print(results_table(lars, expected=expected))
+            console.print(rows_table("", results(lars, expected)))
             console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.")
             console.print("TPOT is long while the document is read: each token waits for a batch with a part of it.\n")
         fcfs = act(
@@ -135,37 +135,48 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
         folder = tempfile.mkdtemp(prefix="medha-timeline-")
         for path in Path(name).iterdir():
             shutil.move(path, folder)
-    console.print(comparison_table(fcfs, lars, expected=expected))
+    console.print(rows_table("whole prompts first come first served, and LARS", comparison(fcfs, lars, expected)))
     console.print(f"What ran when, for ui.perfetto.dev:\n{folder}/fcfs.json\n{folder}/lars.json", soft_wrap=True)
     num_right = min(_num_right(outputs, expected) for outputs in (lars, fcfs))
     console.print(f"Under both, {num_right} of {len(expected)} answers right.")
     return 0 if num_right == len(expected) else 3
 
 
-def comparison_table(
-    fcfs: Sequence[RequestOutput], lars: Sequence[RequestOutput], *, expected: Mapping[str, str]
-) -> Table:
-    """A table of the same requests under two schedulers: TTFT under each, how many times sooner, right or wrong.
+def results(outputs: Sequence[RequestOutput], expected: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Rows of finished requests, right or wrong against the right answer of each."""
+    return [
+        {
+            "request": output.request_id,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "arrived_s": output.metrics.arrival,
+            "ttft_s": output.metrics.ttft,
+            "tpot_s": output.metrics.tpot,
+            "answer": str(output.error) if output.error else one_line(output.outputs[0].text or "").strip(),
+            "": _verdict(expected, output),
+        }
+        for output in outputs
+    ]
 
-    Args:
-        fcfs, lars: whole, in the same order.
-        expected: right answer of each request.
-    """
-    table = Table()
-    table.add_column("request")
-    for name in ("TTFT, whole prompts\nfirst come first served", "TTFT, LARS", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("answers")
-    for slow, fast in zip(fcfs, lars, strict=True):
-        ttfts = (slow.metrics.ttft, fast.metrics.ttft)
-        is_right = all(output.outputs[0].text == expected[output.request_id] for output in (slow, fast))
-        table.add_row(
-            slow.request_id,
-            *map(seconds_text, ttfts),
-            f"{ttfts[0] / ttfts[1]:.1f}x" if ttfts[0] and ttfts[1] else "-",
-            Text("right", "green") if is_right else Text("wrong", "red"),
-        )
-    return table
+
+def comparison(
+    fcfs: Sequence[RequestOutput], lars: Sequence[RequestOutput], expected: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Rows of the same requests, in the same order, under two schedulers, and how many times sooner with the second."""
+    ttfts = [(slow.metrics.ttft, fast.metrics.ttft) for slow, fast in zip(fcfs, lars, strict=True)]
+    return [
+        {
+            "request": slow.request_id,
+            "ttft_fcfs_s": slow_s,
+            "ttft_lars_s": fast_s,
+            "ratio": slow_s / fast_s if slow_s and fast_s else None,
+            "answers": _verdict(expected, slow, fast),
+        }
+        for slow, fast, (slow_s, fast_s) in zip(fcfs, lars, ttfts, strict=True)
+    ]
+
+
+def _verdict(expected: Mapping[str, str], *outputs: RequestOutput) -> str:
+    return "right" if all(one.outputs[0].text == expected[one.request_id] for one in outputs) else "wrong"
 
 
 def layout_for(world_size: int) -> dict[str, int]:
@@ -220,4 +231,4 @@ def _collect(pieces: Iterable[RequestOutput], display: Display) -> list[RequestO
 
 
 def _num_right(outputs: Sequence[RequestOutput], expected: Mapping[str, str]) -> int:
-    return sum(output.outputs[0].text == expected[output.request_id] for output in outputs)
+    return sum(_verdict(expected, output) == "right" for output in outputs)

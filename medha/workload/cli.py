@@ -49,12 +49,8 @@ _In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")]
 
 _From = Annotated[str | None, typer.Option("--from", help=f"{FORMATS}; by default seen from the content.")]
+_SHOWN = 20  # faults that are printed
 _Skip = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
-
-
-@app.callback()
-def trace() -> None:
-    """Request traces: convert, summarise, generate, check."""
 
 
 @app.command()
@@ -78,9 +74,8 @@ def convert(
     reading = _read(source, from_format, skip_invalid)
     if from_zero:
         reading = replace(reading, trace=reading.trace.from_zero())
-    trace = retimed(reading, arrivals, qps=qps, burstiness=burstiness, seed=seed)
-    trace = trace if duration is None else trace.window(duration)
-    trace = trace if num_requests is None else trace.head(num_requests)
+    limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration}
+    trace = retimed(reading, arrivals, qps=qps, burstiness=burstiness, seed=seed, **limits)
     write_trace(target, trace)
     _say_written(target, trace)
     return 0
@@ -137,10 +132,9 @@ def synth(
 @app.command()
 def validate(
     file: _In,
-    limit: Annotated[int, typer.Option(min=1, help="Print so many faults; all are counted.")] = 20,
     from_format: _From = None,
 ) -> int:
-    """Print every fault of a trace with its line; exit 0 where there is none, else 2."""
+    """Print the first faults of a trace with their lines and count all; exit 0 where there is none, else 2."""
     from medha.workload.trace import TraceFormatError
 
     faults: list[TraceFormatError] = []
@@ -149,7 +143,7 @@ def validate(
         reading = _read(file, from_format, on_fault=faults.append)
     except TraceFormatError as error:  # the file as a whole; a file that is not there goes on to the caller
         faults.append(error)
-    for fault in faults[:limit]:
+    for fault in faults[:_SHOWN]:
         print(" ".join(str(fault).split()))
     if faults or reading is None:
         return complain(f"{file}: {len(faults)} faults", 2)

@@ -41,8 +41,7 @@ from medha.workload.trace import MAX_TOKENS, Row
 MAX_SECONDS = 1e10
 """A later arrival is taken for a mistake of unit: seconds since 1970 are below it, milliseconds above."""
 
-CHARS_PER_TOKEN = 4.0
-"""An estimate for English text and vocabularies of 32K to 128K tokens."""
+CHARS_PER_TOKEN = 4.0  # an estimate for English text and vocabularies of 32K to 128K tokens
 
 _START = datetime(1970, 1, 1, tzinfo=UTC)
 _COUNT = re.compile(r"([0-9]{1,18})(?:\.0*)?")
@@ -56,19 +55,12 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format.
+    """One format."""
 
-    Attributes:
-        name: as ``--from`` spells it.
-        needs: columns of the header, or keys of the first object, by which a file is recognised.
-        parse: makes fields a request, None for one to drop, or raises RowError.
-        is_csv: columns below a header; else JSON.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    parse: Callable[[Fields], Row | None]
-    is_csv: bool = False
+    name: str  # as ``--from`` spells it
+    needs: tuple[str, ...]  # columns of the header, or keys of the first object, by which a file is recognised
+    parse: Callable[[Fields], Row | None]  # makes fields a request, None for one to drop, or raises RowError
+    is_csv: bool = False  # columns below a header; else JSON
 
 
 def _bad(name: str, value: Any, accepted: str) -> RowError:
@@ -209,18 +201,15 @@ def medha_line(row: Row) -> str:
     return json.dumps(fields)
 
 
-FORMATS = {
-    entry.name: entry
-    for entry in (
-        Format("mooncake", ("timestamp", "input_length"), _mooncake),
-        Format("azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, is_csv=True),
-        Format("burstgpt", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt, is_csv=True),
-        Format("vidur", ("num_prefill_tokens", "num_decode_tokens"), _vidur, is_csv=True),
-        Format("sharegpt", ("conversations",), _sharegpt),
-        Format("medha", ("num_prompt_tokens",), _medha),
-    )
-}
-"""The formats by name."""
+_ALL = (
+    Format("mooncake", ("timestamp", "input_length"), _mooncake),
+    Format("azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, is_csv=True),
+    Format("burstgpt", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt, is_csv=True),
+    Format("vidur", ("num_prefill_tokens", "num_decode_tokens"), _vidur, is_csv=True),
+    Format("sharegpt", ("conversations",), _sharegpt),
+    Format("medha", ("num_prompt_tokens",), _medha),
+)
+FORMATS = {one.name: one for one in _ALL}  # the formats by name
 
 
 def recognised(head: str) -> Format | None:

@@ -21,12 +21,11 @@ import numpy as np
 
 from medha.errors import ConfigError
 from medha.workload.formats import CHARS_PER_TOKEN, FORMATS, Fields, Format, RowError, medha_line, recognised
-from medha.workload.trace import COLUMNS, NORMAL, Row, Trace, TraceFormatError
+from medha.workload.trace import COLUMNS, DTYPES, NORMAL, Row, Trace, TraceFormatError
 
 logger = logging.getLogger("medha")
 
-MAX_LINE_BYTES = 1 << 27
-"""A longer line is taken for a damaged file; a 10M-token prompt as ids is 70 MB."""
+MAX_LINE_BYTES = 1 << 27  # A longer line is taken for a damaged file; a 10M-token prompt as ids is 70 MB
 _HEAD_BYTES = 1 << 16
 
 OnFault = Callable[[TraceFormatError], None]
@@ -34,41 +33,22 @@ OnFault = Callable[[TraceFormatError], None]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a file held.
+    """What a file held."""
 
-    Attributes:
-        trace: its requests, sorted by arrival.
-        format: the format's name.
-        has_arrivals: whether the file has arrival times; without, all are 0.
-        num_dropped: requests that the format tells to leave out (failed, or without both texts).
-        num_faults: wrong requests that were handed to ``on_fault`` and left out.
-    """
-
-    trace: Trace
+    trace: Trace  # sorted by arrival
     format: str
-    has_arrivals: bool
-    num_dropped: int
-    num_faults: int
+    has_arrivals: bool  # without, all times are 0
+    num_dropped: int  # requests that the format tells to leave out (failed, or without both texts)
+    num_faults: int  # wrong requests that were handed to ``on_fault`` and left out
 
 
-def read_trace(
-    path: Path | str,
-    format: str | None = None,
-    *,
-    on_fault: OnFault | None = None,
-) -> Reading:
+def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault | None = None) -> Reading:
     """Read a trace file into columns; some 40 bytes of memory a request, more with ids and prefix hashes.
 
     Arrivals out of order are sorted (stably) with a warning. A JSON array (ShareGPT) is read whole.
 
-    Args:
-        path: plain or gzip.
-        format: a name of :data:`medha.workload.formats.FORMATS`; by default seen from the content.
-        on_fault: called for each wrong request, which is then left out; by default the first is raised.
-
-    Raises:
-        ConfigError: the file cannot be read, or an argument is not accepted.
-        TraceFormatError: a request is wrong, none is right, or the file as a whole is damaged.
+    ``format`` is a name of :data:`medha.workload.formats.FORMATS`, by default seen from the content. ``on_fault`` is
+    called for each wrong request, which is then left out; by default the first is raised.
     """
     path = Path(path)
     if format is not None and format not in FORMATS:
@@ -104,10 +84,9 @@ def read_trace(
 
 def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
     """The requests in order of arrival, and whether the file has arrival times."""
-    dtypes: tuple[Any, ...] = (float, np.int64, np.int64, np.dtypes.StringDType(), object, float, float, np.int8)
     found = {
         name: np.frombuffer(column, dtype) if isinstance(column, array) else np.fromiter(column, dtype, len(column))
-        for name, column, dtype in zip(COLUMNS, columns, dtypes, strict=False)
+        for name, column, dtype in zip(COLUMNS, columns, DTYPES, strict=False)
         if not isinstance(column, list) or any(value is not None for value in column)
     }
     times, priority = found["arrival_s"], found.get("priority", np.array(-1))
@@ -251,11 +230,7 @@ def _cells(data: bytes) -> list[str]:
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
-    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes.
-
-    Raises:
-        ConfigError: the trace is empty, which readers refuse, or the file cannot be written.
-    """
+    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes."""
     path = Path(path)
     if not len(trace):
         raise ConfigError(f"{path}: the trace has no requests; accepted: at least 1")

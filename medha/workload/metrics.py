@@ -21,11 +21,9 @@ from medha.params import SLO
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-Counted = tuple[Floats, NDArray[np.int64]]
-"""Times, and a number of requests from each of them on."""
+Counted = tuple[Floats, NDArray[np.int64]]  # times, and a number of requests from each of them on
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
-"""vLLM's names of what percentiles are taken of."""
+METRICS = ("ttft", "tpot", "itl", "e2el")  # vLLM's names of what percentiles are taken of
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 BUCKET_ENDS = tuple(4**power for power in range(4, 11))
@@ -88,26 +86,13 @@ def percentile(values: ArrayLike, percent: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """What became of requests, a column each, in order of arrival; seconds of one clock, NaN for what did not happen.
-
-    Attributes:
-        arrival_s, first_scheduled_s, first_token_s, finish_s: when.
-        prompt_tokens, num_tokens: of the prompt, and produced.
-        is_in_time: finished, and met every objective.
-        is_refused: it was not served.
-        has_objective: some objective was set.
-    """
+class TokenTimes:
+    """When requests got their tokens, in order of arrival; seconds of one clock, NaN for what did not happen."""
 
     arrival_s: Floats
-    first_scheduled_s: Floats
     first_token_s: Floats
     finish_s: Floats
-    prompt_tokens: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    is_in_time: Flags
-    is_refused: Flags
-    has_objective: Flags
+    num_tokens: NDArray[np.int64]  # produced
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -128,25 +113,24 @@ class Times:
         """From arrival to the last token."""
         return self.finish_s - self.arrival_s
 
+
+@dataclass(frozen=True, slots=True)
+class Times(TokenTimes):
+    """The same with what else became of them."""
+
+    prompt_tokens: NDArray[np.int64]
+    first_scheduled_s: Floats
+    is_in_time: Flags  # finished, and met every objective
+    is_refused: Flags  # it was not served
+    has_objective: Flags  # some objective was set
+
     @property
     def has_finished(self) -> Flags:
         """Whether the last token is there."""
         return ~np.isnan(self.finish_s)
 
-    def waiting(self) -> Counted:
-        """Requests that wait for their first chunk."""
-        return _counted(self.arrival_s, self.first_scheduled_s, ~self.is_refused)
 
-    def active(self) -> Counted:
-        """Requests between first chunk and last token."""
-        return _counted(self.first_scheduled_s, self.finish_s, ~np.isnan(self.first_scheduled_s))
-
-    def queue(self) -> Counted:
-        """Requests without a first token."""
-        return _counted(self.arrival_s, self.first_token_s, ~self.is_refused)
-
-
-def _counted(from_s: Floats, to_s: Floats, counts: Flags) -> Counted:
+def counted(from_s: Floats, to_s: Floats, counts: Flags) -> Counted:
     """Times at which the number of requests between two events changes, and that number from each of them on."""
     begins_s, ends_s = from_s[counts], to_s[counts]
     ends_s = ends_s[~np.isnan(ends_s)]
@@ -160,30 +144,18 @@ def _counted(from_s: Floats, to_s: Floats, counts: Flags) -> Counted:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request. Times in seconds.
-
-    Attributes:
-        input_len, output_len: tokens of the prompt, and tokens produced.
-        start_s: arrival, after the start of the load.
-        queue_s: arrival to its first chunk; None where there was none.
-        ttft_s: arrival to the first token; None where there was none.
-        itl_s: gaps between successive tokens.
-        e2el_s: arrival to the end.
-        num_chunks: batches in which its prompt was read.
-        error: why it has not completed; empty where it has.
-        slo: its objectives.
-    """
+    """What became of a request. Times in seconds."""
 
     request_id: str
-    input_len: int
-    output_len: int
-    start_s: float
-    queue_s: float | None
-    ttft_s: float | None
-    itl_s: tuple[float, ...]
-    e2el_s: float
-    num_chunks: int = 0
-    error: str = ""
+    input_len: int  # tokens of the prompt
+    output_len: int  # tokens produced
+    start_s: float  # arrival, after the start of the load
+    queue_s: float | None  # arrival to its first chunk; None where there was none
+    ttft_s: float | None  # arrival to the first token; None where there was none
+    itl_s: tuple[float, ...]  # gaps between successive tokens
+    e2el_s: float  # arrival to the end
+    num_chunks: int = 0  # batches in which its prompt was read
+    error: str = ""  # why it has not completed; empty where it has
     slo: SLO = field(default_factory=SLO)
 
     @property
@@ -204,17 +176,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A load that is done.
+    """A load that is done."""
 
-    Attributes:
-        outcomes: of the load, in the order of its arrivals.
-        probes: of the probes, in the order in which they came.
-        duration_s: from the start to the end of the load's last request.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    probes: tuple[Outcome, ...]
-    duration_s: float
+    outcomes: tuple[Outcome, ...]  # of the load, in the order of its arrivals
+    probes: tuple[Outcome, ...]  # in the order in which they came
+    duration_s: float  # from the start to the end of the load's last request
 
     def times(self, goodput: Goodput) -> Times:
         """The load as a table, in order of arrival."""
@@ -226,11 +192,11 @@ class Served:
         arrival_s = times(one.start_s for one in rows)
         return Times(
             arrival_s,
-            arrival_s + times(one.queue_s for one in rows),
             arrival_s + times(one.ttft_s for one in rows),
             times(one.end_s if one.is_completed else None for one in rows),
-            np.array([one.input_len for one in rows], np.int64),
             np.array([one.output_len for one in rows], np.int64),
+            np.array([one.input_len for one in rows], np.int64),
+            arrival_s + times(one.queue_s for one in rows),
             np.array([meets(one, goodput) for one in rows], np.bool_),
             np.array([not one.is_completed for one in rows], np.bool_),
             np.array([any(limit is not None for _, limit in _aims(one, goodput)) for one in rows], np.bool_),
@@ -265,28 +231,26 @@ def serving_fields(
     metrics: Sequence[str] = METRICS,
     percentiles: Sequence[float] = (99.0,),
 ) -> dict[str, Any]:
-    """The fields of vLLM's serving benchmark, and how many met their objectives.
+    """The fields of vLLM's serving benchmark, and how many met their objectives; ``itl`` are those of the gaps."""
 
-    Args:
-        times, duration_s: of the requests that arrived, and of the run.
-        itl: fields of the gaps between tokens.
-        metrics, percentiles: names of METRICS, and which of them.
-    """
+    def a_second(amount: float) -> float:
+        return amount / duration_s if duration_s > 0 else 0.0
+
     done = times.has_finished
     num_input, num_output = int(times.prompt_tokens[done].sum()), int(times.num_tokens[done].sum())
     good, aimed = int((times.is_in_time & times.has_objective).sum()), int(times.has_objective.sum())
-    together = _counted(times.arrival_s, times.finish_s, ~times.is_refused)[1]
+    together = counted(times.arrival_s, times.finish_s, ~times.is_refused)[1]
     fields: dict[str, Any] = {
         "duration": duration_s,
         "completed": int(done.sum()),
         "failed": int(times.is_refused.sum()),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
-        "request_throughput": _over(int(done.sum()), duration_s),
-        "request_goodput": _over(good, duration_s) if aimed else None,
+        "request_throughput": a_second(int(done.sum())),
+        "request_goodput": a_second(good) if aimed else None,
         "slo_attainment": good / aimed if aimed else None,
-        "output_throughput": _over(num_output, duration_s),
-        "total_token_throughput": _over(num_input + num_output, duration_s),
+        "output_throughput": a_second(num_output),
+        "total_token_throughput": a_second(num_input + num_output),
         "max_concurrent_requests": int(together.max(initial=0)),
     }
     for name in metrics:
@@ -342,18 +306,15 @@ def serving_figures(
     }
 
 
+_DETAILS = {
+    **{"input_lens": "input_len", "output_lens": "output_len", "start_times": "start_s", "ttfts": "ttft_s"},
+    **{"itls": "itl_s", "latencies": "e2el_s", "queue_times": "queue_s", "errors": "error"},
+}
+
+
 def detailed(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
     """vLLM's arrays, one value a request; times in seconds."""
-    return {
-        "input_lens": [one.input_len for one in outcomes],
-        "output_lens": [one.output_len for one in outcomes],
-        "start_times": [one.start_s for one in outcomes],
-        "ttfts": [one.ttft_s for one in outcomes],
-        "itls": [one.itl_s for one in outcomes],
-        "latencies": [one.e2el_s for one in outcomes],
-        "queue_times": [one.queue_s for one in outcomes],
-        "errors": [one.error for one in outcomes],
-    }
+    return {name: [getattr(one, field) for one in outcomes] for name, field in _DETAILS.items()}
 
 
 def _aims(outcome: Outcome, goodput: Goodput) -> tuple[tuple[float | None, float | None], ...]:
@@ -366,10 +327,6 @@ def meets(outcome: Outcome, goodput: Goodput) -> bool:
     """Whether a request has completed and met its objectives."""
     aims = _aims(outcome, goodput)
     return outcome.is_completed and all(value is None or limit is None or value <= limit for value, limit in aims)
-
-
-def _over(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else 0.0
 
 
 def _short(tokens: int) -> str:

@@ -82,13 +82,22 @@ def _sums(gaps: Callable[[int], NDArray[np.float64]], count: int, duration_s: fl
     return np.cumsum(drawn)  # one sum from the first gap on, so that a shorter trace has the same bits
 
 
-def retimed(reading: Reading, process: str, *, qps: float | None, burstiness: float = 1.0, seed: int = 0) -> Trace:
-    """The requests of a file at a rate: its own gaps by one factor, or arrivals drawn where it has none."""
-    trace = reading.trace
-    if reading.has_arrivals:
-        return trace if qps is None else trace.scaled(qps)
-    rng, _ = generators(seed)
-    return trace.with_arrivals(arrival_times(process, rng, qps=qps, burstiness=burstiness, num_requests=len(trace)))
+def retimed(
+    reading: Reading,
+    process: str,
+    *,
+    qps: float | None,
+    burstiness: float = 1.0,
+    num_requests: int | None = None,
+    duration_s: float | None = None,
+    seed: int = 0,
+) -> Trace:
+    """The first requests of a file at a rate: its own gaps by one factor, or arrivals drawn where it has none."""
+    trace, (rng, _) = reading.trace, generators(seed)
+    if not reading.has_arrivals:
+        times = arrival_times(process, rng, qps=qps, burstiness=burstiness, num_requests=len(trace))
+        trace = trace.with_arrivals(times)
+    return trace.first(num_requests, duration_s, qps if reading.has_arrivals else None)
 
 
 def synthesize(
@@ -101,14 +110,10 @@ def synthesize(
     duration_s: float | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Generate a trace.
+    """Generate a trace of lengths of :func:`parse_lengths`; the rest is as of :func:`arrival_times`.
 
-    Args:
-        lengths: a name or a specification of :func:`parse_lengths`.
-        arrivals: a process of ARRIVALS, or a trace whose arrivals are taken: then ``qps`` scales them, and
-            ``num_requests`` or ``duration_s``, if any, keeps the first of them.
-        qps, burstiness, num_requests, duration_s: as of :func:`arrival_times`.
-        seed: 0 or more.
+    ``arrivals`` may be a trace whose arrivals are taken: then ``qps`` scales them, and ``num_requests`` or
+    ``duration_s``, if any, keeps the first of them.
     """
     distribution = parse_lengths(lengths)
     for_arrivals, for_lengths = generators(seed)
@@ -116,16 +121,13 @@ def synthesize(
         limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration_s}
         times = arrival_times(arrivals, for_arrivals, qps=qps, burstiness=burstiness, **limits)
     else:
-        trace = arrivals if qps is None else arrivals.scaled(qps)
-        trace = trace if duration_s is None else trace.window(duration_s)
-        times = trace.arrival_s[:num_requests]
+        times = arrivals.first(num_requests, duration_s, qps).arrival_s
     if not len(times):
         raise ConfigError(f"duration_s={duration_s}: no request arrives; accepted: longer, or a higher qps")
     return Trace(times, *distribution.sample(for_lengths, len(times)))
 
 
-Quantile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""From levels in [0, 1) to lengths."""
+Quantile = Callable[[NDArray[np.float64]], NDArray[np.float64]]  # from levels in [0, 1) to lengths
 
 LONG_SHARE = 0.05
 
@@ -145,38 +147,27 @@ _SHAREGPT_OUTPUT = (
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of a kind of request, or of two kinds.
-
-    Attributes:
-        prompt, output: their quantile functions; draws are independent.
-        max_total: outputs are cut so that prompt and output together have at most so many tokens.
-        long: another kind, of which ``long_share`` of the requests are, each by its own draw.
-    """
+    """Lengths of a kind of request, or of two kinds; draws of prompts and outputs are independent."""
 
     prompt: Quantile
     output: Quantile
-    max_total: int | None = None
-    long: Lengths | None = None
+    max_total: int | None = None  # outputs are cut so that prompt and output together have at most so many tokens
+    long: Lengths | None = None  # another kind, of which a share of the requests are, each by its own draw
     long_share: float = 0.0
 
     def sample(self, rng: np.random.Generator, num_requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Draw prompt and output tokens, int64; the first n requests are the same however many follow."""
-        prompts, outputs = (np.empty(num_requests, np.int64) for _ in range(2))
-        for start in range(0, num_requests, _BLOCK):
-            part = slice(start, min(start + _BLOCK, num_requests))
-            levels = rng.random((part.stop - start, 3)).T
-            prompts[part], outputs[part] = self._at(levels)
-            if self.long is not None:
-                is_long = levels[2] < self.long_share
-                for column, drawn in zip((prompts, outputs), self.long._at(levels), strict=True):
-                    column[part][is_long] = drawn[is_long]
+        levels = rng.random((num_requests, 3)).T
+        lengths = self._at(levels)
+        if self.long is not None:
+            lengths = np.where(levels[2] < self.long_share, self.long._at(levels), lengths)
+        prompts, outputs = lengths.astype(np.int64)
         return prompts, outputs
 
-    def _at(self, levels: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _at(self, levels: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[2, n]: prompts and outputs."""
         prompts, outputs = np.rint(self.prompt(levels[0])), np.rint(self.output(levels[1]))
-        if self.max_total is not None:
-            outputs = np.minimum(outputs, self.max_total - prompts)
-        return prompts, outputs
+        return np.stack([prompts, outputs if self.max_total is None else np.minimum(outputs, self.max_total - prompts)])
 
 
 def knots(values: tuple[float, ...], levels: tuple[float, ...] = _LEVELS) -> Quantile:

@@ -18,17 +18,19 @@ from numpy.typing import NDArray
 from medha.errors import ConfigError
 from medha.params import PRIORITIES
 
-MAX_TOKENS = 100_000_000
-"""A longer prompt or output is taken for a mistake."""
+MAX_TOKENS = 100_000_000  # A longer prompt or output is taken for a mistake
 
 NORMAL = PRIORITIES.index("normal")
 _BLOCK = 65_536
-_DTYPES = (np.float64, np.int64, np.int64, np.dtypes.StringDType(), np.object_, np.float64, np.float64, np.int8)
+DTYPES: tuple[Any, ...] = (
+    *(np.float64, np.int64, np.int64, np.dtypes.StringDType()),
+    *(np.object_, np.float64, np.float64, np.int8),
+)
 COLUMNS = (
     *("arrival_s", "prompt_tokens", "output_tokens", "request_ids"),
     *("prefix_hashes", "ttft_slo_s", "tpot_slo_s", "priority"),
 )
-"""Of a trace, in the order of the fields of a :class:`Row`."""
+"""Of a trace, with these types, in the order of the fields of a :class:`Row`."""
 
 
 class TraceFormatError(ConfigError):
@@ -54,49 +56,37 @@ class Row(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """Columns of one length, read-only; types, lengths and arrivals are checked, the values of others are the
-    reader's affair. An array that can be written is copied.
+    reader's affair. An array that can be written is copied."""
 
-    Args:
-        arrival_s: float64, seconds from 0, finite, non-decreasing.
-        prompt_tokens, output_tokens: int64, 1 to MAX_TOKENS.
-        request_ids: different strings (a numpy StringDType column); by default the requests are numbered from 0.
-        prefix_hashes: object column, an ``array("q")`` a request, or None: ids of the blocks of the prompt, equal
-            where two prompts begin alike. The length of a block (512 tokens in Mooncake's) is the file's affair.
-        ttft_slo_s, tpot_slo_s: float64, seconds above 0; NaN is no objective.
-        priority: int8, index of :data:`medha.params.PRIORITIES`; None is normal for all.
-    """
-
-    arrival_s: NDArray[np.float64]
-    prompt_tokens: NDArray[np.int64]
+    arrival_s: NDArray[np.float64]  # seconds from 0, finite, non-decreasing
+    prompt_tokens: NDArray[np.int64]  # 1 to MAX_TOKENS, as outputs
     output_tokens: NDArray[np.int64]
-    request_ids: NDArray[Any] = None  # type: ignore[assignment]  # it becomes their numbers
-    prefix_hashes: NDArray[np.object_] | None = None
-    ttft_slo_s: NDArray[np.float64] | None = None
+    request_ids: NDArray[Any] = None  # type: ignore[assignment]  # different strings (StringDType); numbers from 0
+    prefix_hashes: NDArray[np.object_] | None = None  # an array("q") of ids of blocks of the prompt, or None, a request
+    ttft_slo_s: NDArray[np.float64] | None = None  # above 0; NaN is no objective
     tpot_slo_s: NDArray[np.float64] | None = None
-    priority: NDArray[np.int8] | None = None
+    priority: NDArray[np.int8] | None = None  # index of medha.params.PRIORITIES; None is normal for all
 
     def __post_init__(self) -> None:
         ids = np.arange(len(self.arrival_s)) if self.request_ids is None else self.request_ids
         object.__setattr__(self, "request_ids", np.asarray(ids).astype(np.dtypes.StringDType(), copy=False))
-        for name, dtype in zip(COLUMNS, _DTYPES, strict=True):
-            if getattr(self, name) is not None:
-                self._set(name, dtype)
+        for name, dtype in zip(COLUMNS, DTYPES, strict=True):
+            if getattr(self, name) is None:
+                continue
+            given = np.asarray(getattr(self, name))
+            try:
+                column = given.astype(dtype, casting="same_kind", copy=bool(given.flags.writeable))
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{name}: {error}; accepted: an array of {np.dtype(dtype)}") from error
+            if column.ndim != 1 or (name != "arrival_s" and len(column) != len(self)):
+                raise ConfigError(f"{name} has shape {column.shape}; accepted: one dimension, as long as arrival_s")
+            column.flags.writeable = False
+            object.__setattr__(self, name, column)
         late = np.diff(self.arrival_s, prepend=0.0)
         if not (late >= 0).all() or not np.isfinite(self.arrival_s).all():
             row = int(np.argmin((late >= 0) & np.isfinite(self.arrival_s)))
             accepted = "finite seconds from 0, no less than the one before"
             raise ConfigError(f"arrival_s[{row}]={self.arrival_s[row].item()!r}; accepted: {accepted}")
-
-    def _set(self, name: str, dtype: Any) -> None:
-        try:
-            given = np.asarray(getattr(self, name))
-            column = given.astype(dtype, casting="same_kind", copy=bool(given.flags.writeable))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{name}: {error}; accepted: an array of {np.dtype(dtype)}") from error
-        if column.ndim != 1 or (name != "arrival_s" and len(column) != len(self)):
-            raise ConfigError(f"{name} has shape {column.shape}; accepted: one dimension, as long as arrival_s")
-        column.flags.writeable = False
-        object.__setattr__(self, name, column)
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -132,15 +122,13 @@ class Trace:
         """Tokens of the longest request, prompt and output; of at least one."""
         return int((self.prompt_tokens + self.output_tokens).max())
 
-    def head(self, num_requests: int) -> Trace:
-        """The first requests, all if there are no more."""
-        return self[:num_requests]
-
-    def window(self, duration_s: float, start_s: float = 0.0) -> Trace:
-        """The requests that arrive from ``start_s`` on, before ``start_s + duration_s``; ``start_s`` becomes 0."""
-        first, last = np.searchsorted(self.arrival_s, [start_s, start_s + duration_s])
-        part = self[int(first) : int(last)]
-        return part.with_arrivals(part.arrival_s - start_s)
+    def first(
+        self, num_requests: int | None = None, duration_s: float | None = None, qps: float | None = None
+    ) -> Trace:
+        """The first requests, so many at most and those that arrive before ``duration_s``, at a rate or their own."""
+        trace = self if qps is None else self.scaled(qps)
+        most = len(self) if duration_s is None else int(np.searchsorted(trace.arrival_s, duration_s))
+        return trace[:most][:num_requests]
 
     def scaled(self, qps: float) -> Trace:
         """The same requests at another mean rate: all gaps, and the time of the first arrival, by one factor."""
@@ -163,18 +151,14 @@ def _given(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
-LONG_PROMPTS = (8_192, 32_768, 131_072)
-"""Prompt lengths of which the share at or above is stated, in tokens."""
+LONG_PROMPTS = (8_192, 32_768, 131_072)  # prompt lengths of which the share at or above is stated, in tokens
 
 
 def trace_stats(trace: Trace) -> dict[str, Any]:
-    """The figures of a trace with at least one request.
+    """The figures of a trace with at least one request; ``qps`` is None where all arrive at once.
 
-    Returns:
-        ``first_arrival_s``, ``duration_s`` (first arrival to last); ``qps``, None where all arrive at once;
-        ``gap_cv``: coefficient of variation of the gaps between arrivals, 1 for Poisson, None for fewer than 2 gaps;
-        ``burstiness``: 1 / gap_cv**2, with which gamma arrivals have such gaps, None also for equal gaps;
-        tokens of prompts and outputs (percentiles by linear interpolation); and the share of long prompts.
+    ``gap_cv`` is the coefficient of variation of the gaps between arrivals, 1 for Poisson, and ``burstiness``
+    1 / gap_cv**2, with which gamma arrivals have such gaps; both are None for fewer than 2 gaps.
     """
     gaps = np.diff(trace.arrival_s)
     mean = float(gaps.mean()) if len(gaps) else 0.0

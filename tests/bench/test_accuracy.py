@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, chunks_of, lines_of, repeats_of, shown
+from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, lines_of, repeats_of, shown
 from medha.bench.cli import app
 from medha.bench.harness import Subject
 from medha.cli.command import run_app
 from medha.cost.predictor import Kind
 from medha.profile.calibrate import Effort
-from medha.profile.steps import Part, Step, chunk, decodes
+from medha.profile.steps import Step, chunk, decodes
 from tests.bench.shapes import ON_TINY, TINY
 
 SMALL = AccuracyOptions(
@@ -45,7 +45,7 @@ def test_report() -> None:
     assert lines["all", "all"]["repeats"] >= 0  # which steps come twice depends on the clock
     assert set(report["factors"]) == {"decode", "mixed", "prefill"}
     assert report["engine"]["scheduler"]["t_target_s"] == 0.002
-    assert list(shown(report)[0]) == ["factors", "lines", "chunks"]
+    assert list(shown(report)[0]) == ["factors", "lines"]
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,3 @@ def test_a_machine_that_drifts_is_steady_against_what_is_near() -> None:
     share = sum(one.is_within for one in repeats_of(repeated)) / 40
     line = lines_of([ran(step, 1.0, 1.0)], repeated)[0]
     assert share > 0.9 and (line["repeatability"], line["ratio"]) == (share, 1 / share)
-
-
-def test_chunks_that_had_the_step_to_themselves() -> None:
-    steps = [
-        ran(chunk(512, 0), 1.0, 1.0),
-        ran((*decodes(2, 50), *chunk(256, 2000)), 1.0, 1.0),
-        ran((*chunk(128, 2000), *chunk(64, 0)), 1.0, 1.0),
-        ran((Part(7, 3000, samples=True),), 1.0, 1.0),
-        ran(decodes(3, 9000), 1.0, 1.0),
-    ]
-    assert chunks_of(steps) == {"0K-1K": (512.0, 1), "1K-4K": (256.0, 1)}

@@ -119,6 +119,20 @@ def test_medha_against_the_made_up_vllm(tmp_path: Path) -> None:
     assert report["engines"]["vllm"]["options"]["enable_prefix_caching"] is False
 
 
+def test_what_overrides_a_model_reaches_both_engines() -> None:
+    with Subject(hf_overrides=TINY | {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}).checkpoint(
+        64, dtype="float32", seed=0
+    ) as made:
+        changed = {"num_hidden_layers": 1, "rope_parameters": {"rope_theta": 7.0}}
+        with Subject(made, changed).checkpoint(64, dtype="float32", seed=0) as folder:
+            shape = json.loads((Path(folder) / "config.json").read_text())
+            assert (shape["num_hidden_layers"], shape["hidden_size"]) == (1, TINY["hidden_size"])
+            assert shape["rope_parameters"] == {"rope_theta": 7.0, "rope_type": "default"}
+            assert (Path(folder) / "model.safetensors").samefile(Path(made) / "model.safetensors")
+        with Subject(made).checkpoint(64, dtype="float32", seed=0) as folder:
+            assert folder == made
+
+
 COUNTING = """
 import json, sys, threading
 count = 0

@@ -45,7 +45,7 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         assert line["ttft"]["min_s"] <= line["ttft"]["median_s"] <= line["ttft"]["max_s"]
     printed = capsys.readouterr()
     assert "ttft" in printed.out and "measuring" not in printed.out
-    assert "measuring" in printed.err and "6/6" in printed.err
+    assert "measuring" in printed.err
 
 
 def test_one_length_has_vllm_fields_at_the_top_and_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,14 +87,12 @@ def test_two_engines_over_the_same_weights_say_the_same() -> None:
         engines = (local.engine, local.engine_with(chunk_size=16))
         for turn in range(6):
             engine, which = engines[turn % 2], turn // 2 % 2
-            local.take_over(engine)
             engine.add_request("prompt", prompts[which], fixed_output(8).reported("cumulative"))
             outputs = []
             while engine.has_unfinished:
                 outputs += engine.step()
             tokens[which].add(tuple(outputs[-1].outputs[0].token_ids))
             said[which].add(outputs[-1].metrics.num_chunks)
-        local.take_over(local.engine)
         return {"last": serve_load(local.engine, [Arrival("last", prompts[0], fixed_output(2))]).outcomes}
 
     subject = Subject(hf_overrides=TINY, engine={"num_threads": 1, "block_size": 16})
@@ -133,7 +131,6 @@ def test_on_several_ranks(verb: list[str], launcher: bool, layout: str, tmp_path
     ("arguments", "message"),
     [
         (["--input-len", "0"], "input_len='0'; accepted: positive integers"),
-        (["--input-len", "8,8"], "input_len=8,8; accepted: different lengths"),
         (["--output-json", "absent/latency.json"], "absent/latency.json cannot be written"),
         (["--load-format", "safetensors"], "load_format='safetensors' without a model"),
         (["--dtype", "int8"], "dtype='int8'; accepted"),

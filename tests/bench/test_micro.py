@@ -40,11 +40,10 @@ def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = report["results"]
     expected = [(16, 1), (16, 8), (300, 1), (300, 8), (300, 32)]  # chunks longer than the cache are left out
     assert [(c["kv_len"], c["chunk"]) for c in cells] == expected
-    rates = {rate["kv_len"]: rate["per_s"] for rate in report["matrix_rates"]}
     for cell in cells:
         assert cell["timing"]["runs"] == 2
         assert cell["flops_per_s"] == pytest.approx(cell["flops"] / cell["timing"]["median_s"])
-        assert cell["share"] == pytest.approx(cell["flops_per_s"] / rates[cell["kv_len"]])
+        assert cell["share"] == pytest.approx(cell["flops_per_s"] / report["matrix_product"]["per_s"])
         assert cell["share"] > 0 and cell["overhead"] > -1
     assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 2
     printed = capsys.readouterr().out
@@ -71,9 +70,7 @@ def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, 
         assert cell["weight_bytes"] == (2 * LAYER + 32 + 64 * 32) * size
         assert cell["kv_bytes"] == cell["batch_size"] * (cell["context"] + 1) * 2 * 2 * 16 * size
         seconds = cell["timing"]["median_s"]
-        assert cell["bytes_per_s"] == pytest.approx((cell["weight_bytes"] + cell["kv_bytes"]) / seconds)
-        assert cell["mbu"] == pytest.approx(cell["bytes_per_s"] / rate)
-        assert cell["tokens_per_s"] == pytest.approx(cell["batch_size"] / seconds)
+        assert cell["mbu"] == pytest.approx((cell["weight_bytes"] + cell["kv_bytes"]) / seconds / rate)
     text = capsys.readouterr().out
     assert "mbu" in text and "a step of the runner" in text
 
@@ -81,7 +78,7 @@ def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, 
 def test_sampling(tmp_path: Path) -> None:
     results = report_of("sampling", tmp_path / "sampling.json", "--batch-size", "1,3")["results"]
     assert [(one["batch_size"], one["way"]) for one in results] == [(batch, way) for batch in (1, 3) for way in WAYS]
-    assert all(one["per_token_s"] == one["timing"]["median_s"] / one["batch_size"] > 0 for one in results)
+    assert all(one["timing"]["median_s"] > 0 for one in results)
 
 
 def test_a_tied_embedding_is_read_as_the_head() -> None:
@@ -102,12 +99,12 @@ def test_scheduler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(app, "bench", ["micro", "scheduler", *options]) == 0
     report = json.loads(path.read_text())
     assert {"date", "cpu", "python", "packages"} <= report["environment"].keys()
-    assert [(r["policy"], r["waiting"], r["decisions"]) for r in report["results"]] == [
-        (policy, waiting, 10) for policy in ("lars", "priority") for waiting in (20, 40)
+    assert [(r["policy"], r["waiting"]) for r in report["results"]] == [
+        (policy, waiting) for policy in ("lars", "priority") for waiting in (20, 40)
     ]
     for result in report["results"]:
         for call in ("schedule", "complete", "both"):
-            figures = [result[call][name] for name in ("median_ms", "p90_ms", "p99_ms", "max_ms")]
+            figures = [result[call][name] for name in ("median_ms", "p99_ms", "max_ms")]
             assert figures[0] > 0 and figures == sorted(figures)
     text = capsys.readouterr().out
     assert "schedule" in text and "complete" in text
@@ -126,7 +123,6 @@ def test_the_queue_stays_as_long_as_it_was(policy: str) -> None:
     ("arguments", "message"),
     [
         (["attention", "--dtype", "float64"], "dtype='float64'; accepted"),
-        (["attention", "--chunk-size", "64", "--kv-lens", "32"], "kv_lens=(32,) with chunks=(64,)"),
         (["attention", "--device", "cuda:99"], "device='cuda:99'; accepted"),
         (["attention", "--output-json", "absent/attention.json"], "absent/attention.json cannot be written"),
         (["decode", "--batch-size", "x"], "batch_size='x'; accepted"),

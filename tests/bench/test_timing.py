@@ -14,9 +14,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrix_product(dtype: torch.dtype) -> None:
     product = matrix_product(dtype, CPU)
-    assert product.name in ("product 192 x 192 x 192", "product 256 x 256 x 256")
-    size = int(product.name.split()[-1])
-    assert product.amount == 2 * size**3
+    assert product.amount == 2 * 192**3
     assert product.seconds() > 0
 
 
@@ -24,13 +22,12 @@ def test_matrix_product(dtype: torch.dtype) -> None:
 def test_memory_read() -> None:
     memory = memory_read(CPU)
     assert memory.amount == 8 << 20
-    assert memory.name.startswith("read by ")
     assert memory.rate([memory.seconds() for _ in range(3)])["per_s"] > 0
 
 
 def test_a_rate_is_that_of_the_median() -> None:
-    rate = Yardstick("work", 12.0, lambda: None).rate([1.0, 3.0, 2.0])
-    assert (rate["name"], rate["per_s"]) == ("work", 6.0)
+    rate = Yardstick(12.0, lambda: None).rate([1.0, 3.0, 2.0])
+    assert rate["per_s"] == 6.0
     assert rate["timing"] == {"median_s": 2.0, "min_s": 1.0, "max_s": 3.0, "runs": 3}
 
 
@@ -41,14 +38,7 @@ def test_contestants_take_turns_and_the_warm_up_does_not_count() -> None:
         calls.append(name)
         return start_s + len(calls)
 
-    num_done = 0
-
-    def note() -> None:
-        nonlocal num_done
-        num_done += 1
-
     contestants = {"a": lambda: contestant("a", 10.0), "b": lambda: contestant("b", 20.0)}
-    seconds = in_turn(contestants, warmup=1, runs=2, on_run=note)
+    seconds = in_turn(contestants, warmup=1, runs=2)
     assert "".join(calls) == "ababab"
     assert seconds == {"a": [13.0, 15.0], "b": [24.0, 26.0]}
-    assert num_done == 6

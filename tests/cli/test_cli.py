@@ -65,9 +65,9 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["threads"] == torch.get_num_threads()
     assert facts["devices"][0] == "cpu"
     assert run_app(app, "medha", ["env"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert set(lines) == set(facts)
-    assert f"torch {torch.__version__}" in lines["packages"]
+    printed = capsys.readouterr().out
+    assert {line.split(":")[0] for line in printed.splitlines()} >= {name for name, fact in facts.items() if fact}
+    assert f"torch {torch.__version__}" in printed
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["--nothing"], ["env", "--nothing"], ["env", "more"]])

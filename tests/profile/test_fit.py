@@ -56,12 +56,6 @@ def test_slopes_that_rows_do_not_determine_are_not_believed() -> None:
     assert table.a_s[-1] == pytest.approx(attention_s(np.array(2500.0), np.array(1.0)), rel=0.03)
 
 
-def test_whole_prefills_alone_give_the_causal_triangle() -> None:
-    table = fit_chunks(SIZES, np.zeros(len(SIZES)), SIZES.astype(float) ** 2 * 1e-9, tile=1)
-    np.testing.assert_allclose(table.b_s, 2e-9 * SIZES)
-    assert table.a_s == table.first_s
-
-
 def test_decodes_come_back() -> None:
     batch, kv = grid(np.array([1, 4, 16, 64]), np.array([64, 256, 1024, 4096]))
     table = fit_decodes(batch, kv, 2e-5 + 1e-9 * batch * kv)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from medha.batch import Batch
-from medha.profile.steps import FIRST_SLOT, Part, Step, StepRunner, chunk, decodes, step_of
+from medha.batch import Batch, Row
+from medha.profile.steps import FIRST_SLOT, Step, StepRunner, chunk, decodes, step_of
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import Slots
 
@@ -50,9 +50,10 @@ def hand_made(runner: Replicas, num_blocks: int = 8) -> StepRunner:
     return StepRunner(runner, block_size=BLOCK, num_blocks=num_blocks, vocab_size=10)
 
 
-@pytest.mark.parametrize(
-    "step", [chunk(5, 0), chunk(40, 70), (*decodes(2, 100), Part(17, 0), Part(3, 64, samples=True))]
-)
+ENDS = (Row(FIRST_SLOT + 2, 0, 17, False, False), Row(FIRST_SLOT + 3, 64, 3, False, True))
+
+
+@pytest.mark.parametrize("step", [chunk(5, 0), chunk(40, 70), (*decodes(2, 100), *ENDS)])
 def test_rows_hold_what_they_have_cached(step: Step) -> None:
     runner = Replicas()
     hand = hand_made(runner)
@@ -62,9 +63,9 @@ def test_rows_hold_what_they_have_cached(step: Step) -> None:
         timed = runner.batches[-1]
         assert timed.batch_id == batch_id
         assert step_of(timed) == step
-        assert len(runner.batches) == (number + 1) * (2 if any(part.kv_before for part in step) else 1)
-        for slot, part in enumerate(step, FIRST_SLOT):
-            assert runner.slots[0].held[slot] == part.kv_before + part.q_len
+        assert len(runner.batches) == (number + 1) * (2 if any(part.position for part in step) else 1)
+        for part in step:
+            assert runner.slots[0].held[part.slot] == part.kv_len
     assert [batch.batch_id for batch in runner.batches] == list(range(len(runner.batches)))
 
 

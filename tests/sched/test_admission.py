@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from medha.config import ADMISSIONS, SCHEDULERS, SchedulerConfig
+from medha.cost.predictor import Work
 from medha.errors import ConfigError, DeadlineError
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
@@ -51,7 +52,21 @@ def test_an_objective_shorter_than_the_prefill_alone_cannot_be_met() -> None:
     assert late_s(scheduler, request(ttft_s=needed_s * 0.999), 0.0) == pytest.approx(needed_s)
     assert late_s(scheduler, request(), 0.0) is None
     assert late_s(scheduler, SchedulerRequest(0, 1000, 4, 0.0), 0.0) is None
-    assert late_s(scheduler, SchedulerRequest(0, 1000, 4, 0.0, SLO(tpot_s=1e-6)), 0.0) is None
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_a_cadence_that_a_decode_alone_cannot_keep(period: int) -> None:
+    """It is refused, or bounds no batch: those behind it are read as if it had not been asked for."""
+    needed_s = period * make_predictor().predict([Work(1, 1000, is_decode=True)])
+    for tpot_s, is_late in ((needed_s * 1.001, False), (needed_s * 0.999, True)):
+        asked = SchedulerRequest(0, 1000, 400, 0.0, SLO(tpot_s=tpot_s))
+        refused_s = late_s(make_scheduler(depth=period), asked, 0.0)
+        assert refused_s == (pytest.approx(needed_s) if is_late else None)
+        scheduler = make_scheduler("all", depth=period)
+        assert scheduler.add(asked, 0.0).alone_tpot_s == refused_s
+        assert order_of_first_chunks(scheduler) == [0]
+    with pytest.raises(DeadlineError, match=r"slo.tpot_s=1e-06: a token is predicted to take 0.0\d* s even alone; acc"):
+        make_scheduler().add(SchedulerRequest(0, 1000, 4, 0.0, SLO(tpot_s=1e-6)))
 
 
 def test_the_wait_so_far_and_what_is_in_flight_count() -> None:

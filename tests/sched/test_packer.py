@@ -212,7 +212,7 @@ def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
         add(scheduler, slot, draws.choice([3, 40, 60]), slo=slo, arrival_s=-draws.random(), priority=priority)
     queue = scheduler._queue
     columns = queue.columns(1.0)
-    name = policy.removeprefix("priority").removeprefix(":") or "lars"
+    name = policy.removeprefix("priority").removeprefix(":") or "srpt"
     keys = BUILT_IN[name](columns, (scheduler.depth + 1) * 5.0)
     classes = columns.priority * policy.startswith("priority")
     order = sorted(zip(classes, keys, columns.arrival_s, queue.column("slot").tolist(), strict=True))
@@ -266,7 +266,8 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
 def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
     """Group 0 has less to read, but a decode whose TPOT leaves no time for a chunk; group 1 reads a long one."""
     scheduler = new_scheduler(num_groups=2, max_kv_per_group=32_000, policy="srpt")
-    add(scheduler, 0, 16, 50, slo=SLO(tpot_s=0.02))
+    alone_s = make_predictor(kvp=2).predict([Work(1, 16, is_decode=True)])
+    add(scheduler, 0, 16, 50, slo=SLO(tpot_s=1.01 * alone_s))
     finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 1, 5000)
     finish(scheduler, scheduler.schedule(0.0).batch)

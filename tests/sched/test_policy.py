@@ -81,8 +81,9 @@ def test_keys_are_those_of_plain_python(requests: list[Waiting], now_s: float) -
         np.testing.assert_allclose(keys, [plain(r, now_s) for r in requests], rtol=1e-9, atol=1e-6, err_msg=name)
 
 
-def test_priority_goes_before_the_key_and_lars_is_the_default_inside() -> None:
-    requests = [Waiting(priority=3, deadline_s=1.0), Waiting(priority=0, deadline_s=9.0), Waiting(priority=0)]
+def test_priority_goes_before_the_key_and_srpt_is_the_default_inside() -> None:
+    requests = [Waiting(priority=3, deadline_s=1.0), Waiting(priority=0, deadline_s=9.0, work_left_s=2.0)]
+    requests.append(Waiting(priority=0))
     for spec in ("priority", "priority:lars", "priority:edf"):
         rows = order(load_policy(spec), columns_of(requests), slots=slots_of(requests), now_s=0.0)
         assert rows.tolist() == [2, 1, 0], spec

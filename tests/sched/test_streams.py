@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 
 from medha.batch import Batch
-from medha.config import SchedulerConfig
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
+from medha.cost.predictor import Predictor
+from medha.cost.roofline import stage_coefficients
+from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
+from medha.sim.replica import find_model
 from tests.sched.virtual import Drive, Job, make_predictor
 
 
@@ -73,3 +78,19 @@ def test_a_long_prompt_in_a_pool_full_of_chats(overcommit: bool) -> None:
         return drive.first_token_s[0] - 1.0
 
     assert waited_s(120.0) == waited_s(60.0) < 40.0
+
+
+@pytest.mark.parametrize("num_prompts", [60, 120])
+def test_one_impossible_cadence_holds_up_nobody(num_prompts: int) -> None:
+    """Batches as short as it asks for would read no prompt at the speed of the machine."""
+    coefficients = stage_coefficients(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), 0)
+
+    def first_tokens_s(slo: SLO | None) -> dict[int, float]:
+        predictor = Predictor(coefficients, max_tokens=2048)
+        scheduler = Scheduler(SchedulerConfig(), num_blocks=4000, block_size=256, predictor=predictor)
+        prompts = [Job(float(second), (500, 2000, 20_000)[second % 3], 20) for second in range(num_prompts)]
+        drive = Drive(scheduler, [Job(0.0, 500, 100 * num_prompts, slo=slo), *prompts], None)
+        drive.run()
+        return drive.first_token_s
+
+    assert first_tokens_s(SLO(tpot_s=0.001)) == first_tokens_s(None) != first_tokens_s(SLO(tpot_s=0.02))

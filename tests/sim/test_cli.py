@@ -56,7 +56,7 @@ def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path)
     assert found["config"]["workload"] == "uniform:100-900,1-20"
     assert found["config"]["hardware_spec"]["provenance"] == "derived"
     (run,) = found["runs"]
-    assert (run["scheduler"], run["policy"], run["completed"], run["failed"]) == ("medha", "lars", 20, 0)
+    assert (run["scheduler"], run["policy"], run["completed"], run["failed"]) == ("medha", "srpt", 20, 0)
     assert run["request_rate"] == 5.0
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert {f"{figure}_{name}_ms" for figure in ("mean", "median", "std", "p99")} <= set(run)
@@ -66,7 +66,7 @@ def test_bare_it_compares_two_policies_in_seconds(simulate: Simulate) -> None:
     done = simulate()
     assert done.code == 0
     assert done.out.startswith(f"{BARE_TEXT}\nllama-3-8b on 8 x h100-80g")
-    assert "lars, 0.3 requests/s" in done.out and "fcfs, 0.3 requests/s" in done.out
+    assert "srpt, 0.3 requests/s" in done.out and "fcfs, 0.3 requests/s" in done.out
     again = simulate(*BARE_TEXT.removeprefix("medha simulate ").split())
     assert done.out == f"{BARE_TEXT}\n{again.out}"
 

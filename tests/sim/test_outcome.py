@@ -37,7 +37,6 @@ def outcome() -> Outcome:
         first_token_s=np.array([10.5, 12.0, 12.5, 20.0, NAN]),
         finish_s=np.array([11.5, 12.0, 18.5, NAN, NAN]),
         deadline_s=np.array([1.0, math.inf, 1.0, 1.0, NAN]),
-        max_gap_s=np.zeros(5),
         num_tokens=np.array([3, 1, 5, 2, 0]),
         num_preemptions=np.array([0, 0, 2, 0, 0]),
         is_refused=np.array([False, False, False, False, True]),

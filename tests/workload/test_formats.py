@@ -280,7 +280,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be written"):
             write_trace(path, trace)
     with pytest.raises(ConfigError, match="the trace has no requests; accepted: at least 1"):
-        write_trace(tmp_path / "a.csv", trace.head(0))
+        write_trace(tmp_path / "a.csv", trace[:0])
 
 
 def test_a_failed_write_leaves_the_former_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,14 +53,14 @@ def test_slices_windows_and_scales() -> None:
     trace = make_trace([1.0, 2.0, 2.0, 5.0], ttft_slo_s=[1.0, math.nan, 2.0, 3.0])
     assert (len(trace), trace.duration_s, trace.qps) == (4, 4.0, 0.75)
     assert trace[1:3].request_ids.tolist() == ["1", "2"]
-    assert trace.head(2).arrival_s.tolist() == [1.0, 2.0]
-    assert len(trace.head(99)) == 4 and len(trace.head(0)) == 0
-    window = trace.window(3.0, 2.0)
-    assert (window.arrival_s.tolist(), window.request_ids.tolist()) == ([0.0, 0.0], ["1", "2"])
+    assert trace[:2].arrival_s.tolist() == [1.0, 2.0]
+    assert len(trace.first()) == 4 and len(trace.first(1, 5.0)) == 1
+    assert trace.first(None, 5.0).arrival_s.tolist() == [1.0, 2.0, 2.0]
+    assert trace.first(9, 1.0, 1.5).arrival_s.tolist() == [0.5]
     assert trace.scaled(1.5).arrival_s.tolist() == [0.5, 1.0, 1.0, 2.5]
     assert trace.scaled(1.5).qps == 1.5
     assert trace.from_zero().arrival_s.tolist() == [0.0, 1.0, 1.0, 4.0]
-    assert (trace.head(0).duration_s, trace.head(0).qps, len(trace.head(0).from_zero())) == (0.0, None, 0)
+    assert (trace[:0].duration_s, trace[:0].qps, len(trace[:0].from_zero())) == (0.0, None, 0)
     for call in (
         lambda: trace.scaled(0.0),
         lambda: trace.scaled(math.nan),

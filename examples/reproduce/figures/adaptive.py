@@ -11,8 +11,8 @@ from examples.reproduce.plotting import COLORS, Line, Panel, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, chunk_seconds, h100, stage_predictors
 from medha.config import ParallelConfig
+from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import Floats
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DECODES = (Work(1, 1024, True),) * 8

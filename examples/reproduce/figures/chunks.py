@@ -15,8 +15,9 @@ from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, a100, chunk_seconds, h100, pipeline_ends, stage_predictors
 from medha.config import ModelConfig, ParallelConfig
+from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import Floats, chunk_slope_s
+from medha.cost.roofline import chunk_slope_s
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _TP8 = ParallelConfig(tp=8)
