@@ -214,7 +214,7 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
         given = {name: value for name, value in fields.items() if value is not None}
         arrival_s = check_seconds("arrival_s", given.get("arrival_s", 0.0))
         if arrival_s < 0:
-            raise not_accepted("arrival_s", arrival_s, "seconds, not negative")
+            raise not_accepted("arrival_s", given["arrival_s"], "seconds, not negative")
         priority = check_priority(given.get("priority", "normal"))
         return Arrival(request_id, {form: prompt} | options, params, slo, arrival_s, priority, custom_id=custom_id)
     except MedhaError as error:
