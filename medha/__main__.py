@@ -81,11 +81,9 @@ def replay(
     journal: Annotated[Path, typer.Argument(metavar="FILE", help="What medha generate --journal wrote.")],
 ) -> int:
     """Repeat the decisions of a recorded run, without its model, and say whether they are the same; 1: one differs."""
-    from medha.engine.journal import replay as replayed
+    from medha.engine.replay import replay as replayed
 
     found = replayed(journal)
-    if found.is_truncated:
-        print(f"{journal} is truncated: its last line, which lacks its end, is left out")
     counts = f"{found.num_batches:,} batches and {found.num_calls:,} calls"
     if found.mismatch is None:
         print(f"{counts} compared: every decision is the same")

@@ -146,3 +146,8 @@ def short_repr(value: Any) -> str:
     except (ValueError, RecursionError):  # integers of thousands of digits have no repr
         return f"<{type(value).__name__}>"
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def not_accepted(name: str, value: Any, accepted: str) -> ValidationError:
+    """The error on a field of a request whose value is none of those accepted."""
+    return ValidationError(f"{name}={short_repr(value)}; accepted: {accepted}", param=name, value=value)

@@ -89,8 +89,7 @@ class LLM:
         Raises:
             EngineDeadError: the LLM is closed, or this is not rank 0 (which alone has the engine; see :meth:`follow`).
         """
-        engine = self._open_role.engine
-        if engine is None:
+        if (engine := self._open_role.engine) is None:
             raise EngineDeadError("rank 0 alone has the engine; the other ranks follow() it")
         return engine
 

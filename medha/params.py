@@ -7,7 +7,6 @@ refused with :class:`~medha.errors.UnsupportedFeatureError`, never ignored.
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from numbers import Number
 from typing import Any, Literal, TypeVar, get_args
 
 from medha.config.fields import BOOLEAN, POSITIVE, SAMPLING, Check, check_options, choice, finite, integer, option
-from medha.errors import UnsupportedFeatureError, ValidationError, hint, short_repr
+from medha.errors import UnsupportedFeatureError, ValidationError, hint, not_accepted, short_repr
 
 T = TypeVar("T")
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -143,7 +142,6 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         output_kind: what :meth:`medha.engine.Engine.step` returns before the end: ``cumulative``, ``delta`` or
             ``final_only`` (nothing).
-
     """
 
     n: int = _unlisted(1, integer(1, MOST_COMPLETIONS))
@@ -171,9 +169,9 @@ class SamplingParams:
     output_kind: OutputKind = _unlisted("cumulative", choice(*get_args(OutputKind)))
 
     def __post_init__(self) -> None:
-        check_options(self, _bad)
+        check_options(self, not_accepted)
         if self.n > 1 and self.is_greedy:
-            raise _bad("n", self.n, "1 with temperature=0: the completions would all be the same")
+            raise not_accepted("n", self.n, "1 with temperature=0: the completions would all be the same")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             message = f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}"
             raise ValidationError(message, param="min_tokens", value=self.min_tokens)
@@ -184,7 +182,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.stop and not self.detokenize:
-            raise _bad("stop", self.stop, "no stop strings when detokenize is false")
+            raise not_accepted("stop", self.stop, "no stop strings when detokenize is false")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -235,24 +233,20 @@ class SLO:
     tpot_s: float | None = _unlisted(None, POSITIVE, name="slo.tpot_s")
 
     def __post_init__(self) -> None:
-        check_options(self, _bad)
+        check_options(self, not_accepted)
 
 
 def check_seconds(name: str, value: Any) -> float:
     """A time; raises ValidationError where it is not a finite number."""
-    if not finite(-math.inf).holds(value) or value < -sys.float_info.max:
-        raise _bad(name, value, "seconds, a finite number")
+    if not finite(-sys.float_info.max).holds(value):
+        raise not_accepted(name, value, "seconds, a finite number")
     return float(value)
-
-
-def _bad(name: str, value: Any, accepted: str) -> ValidationError:
-    return ValidationError(f"{name}={short_repr(value)}; accepted: {accepted}", param=name, value=value)
 
 
 def check_priority(value: Any) -> str:
     """A priority class; raises ValidationError where it is none."""
     if value not in PRIORITIES:
-        raise _bad("priority", value, f"one of {', '.join(PRIORITIES)}")
+        raise not_accepted("priority", value, f"one of {', '.join(PRIORITIES)}")
     return str(value)
 
 

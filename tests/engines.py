@@ -11,7 +11,8 @@ import torch
 import medha.worker.runner
 from medha.attention.interface import AttentionBackend
 from medha.attention.torch_backend import TorchBackend
-from medha.config import ModelConfig, SchedulerConfig
+from medha.config import EngineConfig, ModelConfig, SchedulerConfig
+from medha.engine.build import build_role
 from medha.engine.engine import Engine
 from medha.engine.explain import Explainer
 from medha.engine.request import ModelLimits
@@ -21,11 +22,19 @@ from medha.models.weights import Checkpoint, check_tensors, load_parameters
 from medha.params import SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
+from medha.timeline import Timeline
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.swap import CopyStream, HostCache
 
 CPU = torch.device("cpu")
+
+
+def build_engine(config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
+    """The engine of a single process."""
+    engine = build_role(config, timeline=timeline).engine
+    assert engine is not None
+    return engine
 
 
 def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -18,7 +18,6 @@ import medha.engine.build
 from medha import LLM
 from medha.batch import Batch
 from medha.config import EngineConfig, SchedulerConfig
-from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import ConfigError
@@ -27,6 +26,7 @@ from medha.sched.scheduler import Scheduler
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from tests.commands import Command
+from tests.engines import build_engine
 from tests.sched.virtual import make_predictor
 from tests.serving import Model
 

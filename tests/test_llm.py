@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from medha import LLM, SLO, RequestOutput, SamplingParams
-from medha.engine.journal import replay
+from medha.engine.replay import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question
 

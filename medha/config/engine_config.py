@@ -7,7 +7,6 @@ these fields and those of :mod:`medha.config.sections`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import re
@@ -33,7 +32,7 @@ from medha.config.fields import (
 )
 from medha.config.model_config import DTYPES
 from medha.config.sections import CacheConfig, ParallelConfig, SchedulerConfig
-from medha.errors import ConfigError
+from medha.errors import ConfigError, hint
 
 logger = logging.getLogger("medha")
 
@@ -128,9 +127,8 @@ class EngineConfig:
                 logger.info("%s", note_foreign(name, value, f"{name}={value!r}"))
                 continue
             if canonical not in _OPTIONS:
-                near = difflib.get_close_matches(name, [*_OPTIONS, *OPTION_ALIASES], n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(_OPTIONS))}"
-                raise ConfigError(f"unknown option {name}={value!r}{hint}")
+                meant = hint(name, [*_OPTIONS, *OPTION_ALIASES]) or f"; known: {', '.join(sorted(_OPTIONS))}"
+                raise ConfigError(f"unknown option {name}={value!r}{meant}")
             if canonical in seen:
                 raise ConfigError(f"{canonical} is given twice, under its own name or an alias")
             seen.add(canonical)
@@ -145,21 +143,11 @@ class EngineConfig:
             elif canonical == "dtype" and isinstance(value, str):
                 value = _DTYPE_ALIASES.get(value, value)
             sections[section][of.name] = value
-        return cls(
-            model,
-            cache=CacheConfig(**sections["cache"]),
-            scheduler=SchedulerConfig(**sections["scheduler"]),
-            parallel=ParallelConfig(**sections["parallel"]),
-            **sections[""],
-        )
+        parts: dict[str, Any] = {part: SECTIONS[part](**given) for part, given in sections.items() if part}
+        return cls(model, **parts, **sections[""])
 
 
-SECTIONS: dict[str, type] = {
-    "parallel": ParallelConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-    "": EngineConfig,
-}
+SECTIONS = {"parallel": ParallelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "": EngineConfig}
 """The dataclasses whose fields are options, by the field of EngineConfig."""
 
 # By the name that users give: the section, and the field in it.

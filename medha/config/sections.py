@@ -183,10 +183,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if self.scheduler != "medha" and self.admission != "all":
-            raise ConfigError(
-                f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make; "
-                "accepted: all"
-            )
+            what = f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make"
+            raise ConfigError(f"{what}; accepted: all")
         is_published = self.policy in PUBLISHED
         if self.rho_max is None:
             object.__setattr__(self, "rho_max", 0.0 if is_published and self.policy != "lars" else 0.4)
@@ -254,17 +252,15 @@ class ParallelConfig:
     def check_model(self, model: ModelConfig) -> None:
         """Refuse degrees that do not split a model."""
         if self.spp > model.num_layers:
-            raise ParallelConfigError(
-                f"spp={self.spp} stages for {model.num_layers} layers; accepted: 1 to {model.num_layers}"
-            )
+            what = f"spp={self.spp} stages for {model.num_layers} layers"
+            raise ParallelConfigError(f"{what}; accepted: 1 to {model.num_layers}")
         heads, kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
         divisors = [tp for tp in range(1, heads + 1) if heads % tp == 0 and features % tp == 0]
         fitting = [tp for tp in divisors if kv_heads % tp == 0 or tp % kv_heads == 0]
         if self.tp not in fitting:
-            raise ParallelConfigError(
-                f"tp={self.tp} does not divide {heads} query heads, {kv_heads} KV heads and {features} MLP features; "
-                f"accepted: {', '.join(map(str, fitting))}"
-            )
+            parts = f"{heads} query heads, {kv_heads} KV heads and {features} MLP features"
+            accepted = ", ".join(map(str, fitting))
+            raise ParallelConfigError(f"tp={self.tp} does not divide {parts}; accepted: {accepted}")
 
     @property
     def world_size(self) -> int:

@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.engine.request import PIECE_TOKENS, ModelLimits, Request, pieces
-from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
+from medha.errors import (
+    ChatTemplateError,
+    ContextLengthError,
+    KVCapacityError,
+    TokenizerError,
+    ValidationError,
+    not_accepted,
+)
 from medha.params import SLO, SamplingParams, check_priority, prompt_form, wrong_prompt
 from medha.sched.memory import KVMemory
 from medha.text import Tokenizer
@@ -143,7 +150,7 @@ def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory) -> None:
 def check_type(name: str, value: Any, kind: type) -> None:
     """Raise ValidationError unless ``value`` is of a type."""
     if not isinstance(value, kind):
-        raise ValidationError(f"{name}={value!r:.80}; accepted: {kind.__name__}", param=name, value=value)
+        raise not_accepted(name, value, kind.__name__)
 
 
 def _no_tokenizer(name: str, value: Any, instead: str) -> ValidationError:

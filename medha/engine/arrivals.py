@@ -117,7 +117,7 @@ class _Preparing:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
-        self._pending: dict[futures.Future[Any], Any] = {}  # to its item
+        self.pending: dict[futures.Future[Any], Any] = {}  # what has begun and not come out again, to its item
         self._done: queue.SimpleQueue[futures.Future[Any]] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
@@ -128,35 +128,30 @@ class _Preparing:
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def pending(self) -> int:
-        """Items begun that have not come out again."""
-        return len(self._pending)
-
     def begin(self, item: Any, prepare: Callable[[], Any], *, is_long: bool) -> None:
         """Prepare an item, after those that are as long or short."""
         prepared = self._threads[is_long].submit(prepare)
-        self._pending[prepared] = item
+        self.pending[prepared] = item
         prepared.add_done_callback(self._done.put)
 
     def ready(self, wait_s: float = 0.0) -> Iterator[tuple[Any, futures.Future[Any]]]:
         """Those that are done; waits so long for the first of them."""
-        if wait_s > 0 and not self._pending:
+        if wait_s > 0 and not self.pending:
             time.sleep(wait_s)
         with suppress(queue.Empty):
-            while self._pending:
+            while self.pending:
                 prepared = self._done.get(wait_s > 0, max(wait_s, 0.0))
-                if prepared in self._pending:  # else it was dropped
+                if prepared in self.pending:  # else it was dropped
                     wait_s = 0.0
-                    yield self._pending.pop(prepared), prepared
+                    yield self.pending.pop(prepared), prepared
 
     def drop(self) -> list[Any]:
         """Give up what is not done; returns it in the order in which it was begun."""
-        for prepared in self._pending:
+        for prepared in self.pending:
             if not prepared.cancel() and not prepared.done() and self._engine.tokenizer is not None:
                 self._engine.tokenizer.interrupt()  # the end of the process would wait for it
-        dropped = list(self._pending.values())
-        self._pending.clear()
+        dropped = list(self.pending.values())
+        self.pending.clear()
         return dropped
 
 

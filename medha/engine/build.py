@@ -101,13 +101,6 @@ class RankHandle:
             self.follower.close()
 
 
-def build_engine(config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
-    """:func:`build_role` in a single process; its engine."""
-    engine = build_role(config, timeline=timeline).engine
-    assert engine is not None, "one process has the engine"
-    return engine
-
-
 def build_role(
     config: EngineConfig,
     *,

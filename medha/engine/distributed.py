@@ -53,8 +53,41 @@ logger = logging.getLogger("medha")
 _REPORTS_IN_FLIGHT = 64
 _NO_TOKENS = np.empty(0, np.int32)
 _TOKENS_IN_FLIGHT = 256
-_RECORDS_TAG = 1  # apart from the reports, which go between the same ranks
-_TOKENS_TAG = 2
+_REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # what goes between the same ranks
+
+
+class _Sends:
+    """Sends of this rank that may be on their way, ``most`` at once; a tensor is kept until it has arrived."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int, most: int) -> None:
+        self._group, self._tag, self._most = group, tag, most
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def add(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor to a rank, behind the oldest one where there are many."""
+        while len(self._sends) >= self._most:
+            self._sends.popleft()[0].wait()
+        work = dist.isend(tensor, dst=rank, group=self._group, tag=self._tag)
+        assert work is not None, "the sender is in the group"
+        self._sends.append((work, tensor))
+
+    def drain(self) -> None:
+        """Wait for every send."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+
+def _received(ranks: Ranks, buffer: torch.Tensor, rank: int, tag: int) -> Callable[[], torch.Tensor]:
+    """Post the receive of a tensor; what is returned waits for it."""
+    work = dist.irecv(buffer, src=rank, group=ranks.report_group, tag=tag)
+    assert work is not None, "the receiver is in the group"
+
+    @cache
+    def received() -> torch.Tensor:
+        work.wait()
+        return buffer
+
+    return received
 
 
 class ReportLine:
@@ -63,36 +96,19 @@ class ReportLine:
     def __init__(self, ranks: Ranks, runner: Runner) -> None:
         self._ranks = ranks
         self._runner = runner
-        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self.sends = _Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
 
     def post(self, batch: Batch, group: int) -> PendingStep:
         """Post the receive of one group's report of its part of a batch, on rank 0."""
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
-        work = dist.irecv(buffer, src=self._ranks.sampler_rank(group), group=self._ranks.report_group)
-        assert work is not None, "the receiver is in the group"
-
-        @cache
-        def received() -> StepResult:
-            work.wait()
-            return decode_report(buffer, rows, slots)
-
-        return PendingStep(received)
+        report = _received(self._ranks, buffer, self._ranks.sampler_rank(group), _REPORTS_TAG)
+        return PendingStep(cache(lambda: decode_report(report(), rows, slots)))
 
     def send(self, result: StepResult) -> None:
         """Send what was sampled to rank 0, on another rank."""
-        report = encode_report(result, [self._runner.sampling(row.slot) for row in result.rows])
-        while len(self._sends) >= _REPORTS_IN_FLIGHT:
-            self._sends.popleft()[0].wait()
-        work = dist.isend(report, dst=0, group=self._ranks.report_group)
-        assert work is not None, "the sender is in the group"
-        self._sends.append((work, report))
-
-    def drain(self) -> None:
-        """Wait for every send."""
-        while self._sends:
-            self._sends.popleft()[0].wait()
+        self.sends.add(encode_report(result, [self._runner.sampling(row.slot) for row in result.rows]), 0)
 
 
 class TokenLine:
@@ -104,7 +120,7 @@ class TokenLine:
     def __init__(self, ranks: Ranks, runner: Runner) -> None:
         self._ranks = ranks
         self._runner = runner
-        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sends = _Sends(ranks.report_group, _TOKENS_TAG, _TOKENS_IN_FLIGHT)
         self._drawn_here: dict[int, int] = {}  # by slot, the newest batch
         self._receives: deque[tuple[int, list[int], Callable[[], torch.Tensor]]] = deque()  # by batch
 
@@ -114,10 +130,8 @@ class TokenLine:
         for sampler_group in sorted({row.group for row in batch.rows if row.group <= group}):
             sampler, slots = self._ranks.sampler_rank(sampler_group), _slots_for(batch, sampler_group, group)
             if slots and sampler != self._ranks.rank:
-                buffer = torch.empty(len(slots), dtype=torch.int64)
-                work = dist.irecv(buffer, src=sampler, group=self._ranks.report_group, tag=_TOKENS_TAG)
-                assert work is not None, "the receiver is in the group"
-                self._receives.append((batch.batch_id, slots, partial(_received, work, buffer)))
+                tokens = _received(self._ranks, torch.empty(len(slots), dtype=torch.int64), sampler, _TOKENS_TAG)
+                self._receives.append((batch.batch_id, slots, tokens))
 
     def take_from(self, report: PendingStep, batch: Batch) -> None:
         """Take a batch's tokens from the report of rank 0's group, on rank 0."""
@@ -174,26 +188,14 @@ class TokenLine:
             embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
             if slots and embedders:
                 drawn = torch.tensor([tokens[slot] for slot in slots], dtype=torch.int64)
-                self._sends += [(self._isend(drawn, rank), drawn) for rank in embedders]
-        while len(self._sends) > _TOKENS_IN_FLIGHT:
-            self._sends.popleft()[0].wait()
-
-    def _isend(self, tokens: torch.Tensor, rank: int) -> dist.Work:
-        work = dist.isend(tokens, dst=rank, group=self._ranks.report_group, tag=_TOKENS_TAG)
-        assert work is not None, "the sender is in the group"
-        return work
+                for rank in embedders:
+                    self._sends.add(drawn, rank)
 
     def drain(self) -> None:
         """Wait for every transfer."""
-        while self._sends:
-            self._sends.popleft()[0].wait()
+        self._sends.drain()
         while self._receives:
             self._receives.popleft()[-1]()
-
-
-def _received(work: dist.Work, buffer: torch.Tensor) -> torch.Tensor:
-    work.wait()
-    return buffer
 
 
 def _tokens_of(report: PendingStep) -> torch.Tensor:
@@ -369,7 +371,8 @@ class Follower:
                 if isinstance(step, Exception):
                     raise step
                 if step is not None:
-                    self._run(step)
+                    if (result := self._tokens.run(step, "control")) is not None:
+                        self._reports.send(result)
                 elif message.kind == "records":
                     self._send_records()
                 else:
@@ -407,11 +410,6 @@ class Follower:
         for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
             dist.send(tensor, dst=0, group=self.ranks.report_group, tag=_RECORDS_TAG)
 
-    def _run(self, step: StepInput) -> None:
-        result = self._tokens.run(step, "control")
-        if result is not None:
-            self._reports.send(result)
-
     def join(self, name: str) -> None:
         """Follow one call of the front door to its end; raises what rank 0's call raised.
 
@@ -430,7 +428,7 @@ class Follower:
         self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()
-            self._reports.drain()
+            self._reports.sends.drain()
             leave(self.ranks)
 
     def _follow_to(self, name: str, kind: str) -> Message:
@@ -441,10 +439,8 @@ class Follower:
 
     def _mismatch(self, name: str, message: Message) -> EngineDeadError:
         theirs = {"call": str(message.fields.get("name")), "stop": "close"}.get(message.kind, message.kind)
-        error = EngineDeadError(
-            f"{self.ranks.monitor.place} called {name} where rank 0 called {theirs}; "
-            "accepted: the same calls on every rank"
-        )
+        what = f"{self.ranks.monitor.place} called {name} where rank 0 called {theirs}"
+        error = EngineDeadError(f"{what}; accepted: the same calls on every rank")
         give_up(self.ranks.monitor, error)
         return error
 
@@ -460,20 +456,19 @@ class Caller:
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Run a call that every rank has joined; what it raises, all of them raise."""
-        with failures_named(self.ranks.monitor, activity="idle"):
-            self._sender.send(Message("call", {"name": name}))
+        self._tell(Message("call", {"name": name}))
         try:
             outputs = run()
         except EngineDeadError as error:  # the others may be gone, and hear of it from the monitor
             give_up(self.ranks.monitor, error)
             raise
         except Exception as error:
-            self._end(error_to_json(error))
+            self._tell(Message("end", {"error": error_to_json(error)}))
             raise
         except BaseException as error:
             give_up(self.ranks.monitor, error)
             raise
-        self._end(None)
+        self._tell(Message("end", {"error": None}))
         return outputs
 
     def close(self) -> None:
@@ -489,9 +484,9 @@ class Caller:
             self._sender.drain()
             leave(self.ranks)
 
-    def _end(self, error: dict[str, Any] | None) -> None:
+    def _tell(self, message: Message) -> None:
         with failures_named(self.ranks.monitor, activity="idle"):
-            self._sender.send(Message("end", {"error": error}))
+            self._sender.send(message)
 
 
 def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:

@@ -25,7 +25,6 @@ from medha.engine.admission import Prompt, check_type, prepare_request
 from medha.engine.explain import Explainer
 from medha.engine.journal import Journal
 from medha.engine.request import Completion, ModelLimits, Request
-from medha.engine.turns import Turns
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams, check_seconds
@@ -38,6 +37,34 @@ from medha.worker.step import BatchRunner, PendingStep, phase
 logger = logging.getLogger("medha")
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Turns:
+    """A re-entrant lock. Whoever gives it back and asks again comes after those who wait.
+
+    ``threading.RLock`` promises no order: a thread that steps an engine in a loop would get it back before another one
+    that waits to add a request has woken up.
+    """
+
+    def __init__(self) -> None:
+        self._door = threading.Lock()  # held by the one who is next
+        self._room = threading.RLock()  # an interrupt may strike when it is held and no owner noted
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._door:
+                self._room.acquire()
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._room.release()
 
 
 def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
@@ -154,8 +181,7 @@ class Engine:
     def record(self, journal: TextIO) -> None:
         """Write down what is asked of the scheduler from now on, and what it decides, for ``medha replay``.
 
-        Args:
-            journal: text; a line is written at each call. Left open.
+        The file is text; a line is written at each call. It is left open.
 
         Raises:
             ConfigError: the engine has served requests already, or its policy is a function.
@@ -175,11 +201,10 @@ class Engine:
             ValidationError: no unfinished request has this id.
         """
         with self.turns:
-            live = self._find(request_id)
-            if live is not None:
-                return live.first.metrics.explanation or self._explainer.of(live.first.slot)
-        message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
-        raise ValidationError(message, param="request_id", value=request_id)
+            if (live := self._find(request_id)) is None:
+                message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
+                raise ValidationError(message, param="request_id", value=request_id)
+            return live.first.metrics.explanation or self._explainer.of(live.first.slot)
 
     def now(self) -> float:
         """Seconds since the engine was made, the clock of all metrics."""
@@ -236,10 +261,7 @@ class Engine:
     ) -> None:
         """Queue a request that :meth:`prepare` returned; raises as :meth:`add_request`.
 
-        Args:
-            request: what to queue.
-            arrival_s: when it arrived, on the engine's clock.
-            sink: takes its outputs, whoever steps; None lets :meth:`step` return them.
+        ``sink`` takes its outputs, whoever steps; None lets :meth:`step` return them.
         """
         if self._dead is not None:
             raise self._dead
@@ -286,8 +308,7 @@ class Engine:
     @_in_turn
     def abort(self, request_id: str) -> None:
         """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown."""
-        live = self._find(request_id)
-        if live is None:
+        if (live := self._find(request_id)) is None:
             return
         running = [one for one in live.completions if one.finish_reason is None]
         self._abort(live)
@@ -356,8 +377,7 @@ class Engine:
         """Schedule and submit batches until no more may enter."""
         while (decision := self._schedule(start := self.now())).batch is not None:
             batch = decision.batch
-            for slot in [row.slot for row in batch.rows if not row.is_decode]:
-                metrics = self._by_slot[slot].metrics
+            for metrics in [self._by_slot[row.slot].metrics for row in batch.rows if not row.is_decode]:
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
                 metrics.num_chunks += 1

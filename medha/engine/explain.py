@@ -80,8 +80,7 @@ class _Chunk(NamedTuple):
 class Explainer:
     """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.sched.decision.Observer`).
 
-    It keeps an account for each slot ever used at once, and the last 2,048 chunks. The predictor says in what
-    proportion rows take a batch's seconds; None goes by their tokens.
+    The predictor says in what proportion rows take a batch's seconds; None goes by their tokens.
     """
 
     def __init__(self, num_groups: int, predictor: Predictor | None) -> None:

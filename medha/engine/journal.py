@@ -1,8 +1,7 @@
-"""The journal: what was asked of a scheduler and what it decided, as JSON lines, and the replay of one.
+"""The journal: what was asked of a scheduler and what it decided, as JSON lines.
 
 A scheduler decides the same whenever it is called the same. So its configuration, the coefficients of its predictor and
-the calls at its seam are all that is needed to come to the decisions of a live run again. :class:`Journal` is told of
-them and writes them down; :func:`replay` puts the calls to a new scheduler and compares every decision.
+the calls at its seam are all that :func:`medha.engine.replay.replay` needs to come to its decisions again.
 
 The first line says what scheduler it is, each other line is one call with its result, batches as the flat integers of
 :meth:`medha.batch.Batch.to_ints`. JSON is as Python writes it: numbers come back bit by bit, and ``Infinity`` and
@@ -12,33 +11,23 @@ The first line says what scheduler it is, each other line is one call with its r
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import chain
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.cost.coefficients import Coefficients
-from medha.cost.predictor import Predictor
 from medha.errors import ConfigError, EngineDeadError
-from medha.params import SLO
 from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
-_FORMAT = "medha-journal"
-_VERSION = 1
+FORMAT, VERSION = "medha-journal", 1
 
 
 class Journal:
-    """Writes down what a scheduler is asked and what it decides (:class:`medha.sched.decision.Observer`).
+    """Writes down what a scheduler, which has served no request, is asked and decides, a line a call.
 
-    Args:
-        scheduler: which has served no request.
-        file: text; a line is written at each call. Left open.
+    It is a :class:`medha.sched.decision.Observer`. The file, which is text, is left open.
 
     Raises:
         ConfigError: the policy is a function, which cannot be written down, or the predictor has learned already.
@@ -94,74 +83,6 @@ def check_recordable(config: SchedulerConfig) -> None:
         raise ConfigError(f"policy={config.policy!r} cannot be recorded; accepted: a name, or 'package.module:name'")
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """What became of a replay: how many calls came to the same decisions, and how many batches are among these.
-
-    Attributes:
-        mismatch: the line, the call and both decisions where one differs first, at which the replay ends; None if all
-            are the same. Its batch is the one decided or completed, for another call the next one to be scheduled.
-        is_truncated: the file lacks the end of its last line, which was left out.
-    """
-
-    num_calls: int
-    num_batches: int
-    mismatch: str | None = None
-    is_truncated: bool = False
-
-
-def replay(journal: Path | Iterable[str]) -> Replay:
-    """Put the calls of a journal, a file or its lines, to a new scheduler of its configuration.
-
-    A policy that the journal names as ``package.module:name`` is imported. The last line of a file is left out
-    where it lacks its end, as a killed process leaves it.
-
-    Raises:
-        ConfigError: it cannot be read, it is no journal, or a line is no call.
-    """
-    if isinstance(journal, Path):
-        try:
-            with journal.open(encoding="utf-8", errors="replace") as file:
-                head = file.readline()
-                if not re.match(rf'{{\s*"format"\s*:\s*"{_FORMAT}".*\n', head):
-                    what = f"{journal} is not a medha journal, or is truncated in its first line"
-                    raise ConfigError(f"{what}; accepted: what medha generate --journal wrote")
-                cut: list[str] = []
-                found = replay(_whole_lines(chain([head], file), cut))
-                return replace(found, is_truncated=bool(cut))
-        except OSError as error:
-            raise ConfigError(f"journal {journal}: {error.strerror}") from error
-    entries = ((number, _parsed(number, line, json.loads)) for number, line in enumerate(journal, start=1))
-    replayer = _Replayer(_parsed(1, next(entries, (1, {}))[1], _scheduler))
-    num_calls = num_batches = 0
-    for number, entry in entries:
-        call, recorded = _parsed(number, entry, replayer.call)
-        batch_id = entry.get("batch_id", replayer.next_batch_id)
-        try:
-            replayed = call()
-        except Exception as error:  # the recorded call did not raise, so whatever this one does is a difference
-            replayed = f"{type(error).__name__}: {error}"
-        if replayed != recorded:
-            where = f"line {number}, {entry['call']} (batch {batch_id})"
-            shown = ["nothing" if decision is None else str(decision) for decision in (recorded, replayed)]
-            return Replay(num_calls, num_batches, f"{where}:\nrecorded {shown[0]}\nreplayed {shown[1]}")
-        num_calls += 1
-        num_batches += isinstance(replayed, Batch)
-    return Replay(num_calls, num_batches)
-
-
-def _whole_lines(lines: Iterable[str], cut: list[str]) -> Iterator[str]:
-    """The lines that have their end; one that lacks it goes into ``cut``."""
-    for line in lines:
-        if line.endswith("\n"):
-            yield line
-        else:
-            cut.append(line)
-
-
-_Decision = Batch | float | tuple[int, ...] | str | None
-
-
 def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
     config, predictor = scheduler.config, scheduler.predictor
@@ -171,69 +92,5 @@ def _head(scheduler: Scheduler) -> dict[str, Any]:
         if predictor.correction.num_seen:
             raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
         predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
-    head = {"format": _FORMAT, "version": _VERSION, "config": asdict(config)}
+    head = {"format": FORMAT, "version": VERSION, "config": asdict(config)}
     return {**head, **scheduler.sizes, "predictor": predicts}
-
-
-def _scheduler(head: dict[str, Any]) -> Scheduler:
-    """The inverse of :func:`_head`."""
-    if (head["format"], head["version"]) != (_FORMAT, _VERSION):
-        raise ValueError(f"accepted: {_FORMAT}, version {_VERSION}")
-    predictor = None
-    if head["predictor"] is not None:
-        coefficients = Coefficients.from_json(json.dumps(head["predictor"]["coefficients"]), source="journal")
-        predictor = Predictor(coefficients, max_tokens=head["predictor"]["max_tokens"])
-    sizes = {name: head[name] for name in ("num_blocks", "block_size", "num_groups", "max_prompt_tokens")}
-    return Scheduler(SchedulerConfig(**head["config"]), predictor=predictor, **sizes)
-
-
-class _Replayer:
-    """Puts recorded calls to a scheduler."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._in_flight: dict[int, Batch] = {}
-        self.next_batch_id = 0
-
-    def call(self, entry: dict[str, Any]) -> tuple[Callable[[], _Decision], _Decision]:
-        """A recorded call, to be made, and what it came to."""
-        name, now_s = entry["call"], entry.get("now_s")
-        if name == "fresh":
-            return partial(self._start_afresh, entry["learned"]), None
-        if name == "add":
-            slo = entry["head"]["slo"]
-            request = SchedulerRequest(**entry["head"] | {"slo": None if slo is None else SLO(**slo)})
-            return lambda: self._scheduler.add(request, now_s).deadline_s, entry["deadline_s"]
-        if name == "cancel":
-            return partial(self._scheduler.cancel, entry["slot"]), tuple(entry["closed"])
-        if name == "schedule":
-            recorded = None if entry["batch"] is None else Batch.from_ints(entry["batch"])
-            return partial(self._schedule, entry["now_s"]), recorded
-        if name == "complete":
-            batch_id, busy_s = entry["batch_id"], entry["busy_s"]
-            results = [(slot, count, finished) for slot, count, finished in entry["results"]]
-            args = entry["now_s"], results, busy_s
-            return lambda: self._scheduler.complete(self._in_flight.pop(batch_id), *args), tuple(entry["closed"])
-        raise ValueError(f"call {name!r}; accepted: add, cancel, schedule, complete, fresh")
-
-    def _start_afresh(self, learned: dict[str, tuple[float, int]] | None) -> None:
-        if self._scheduler.predictor is not None and learned is not None:
-            self._scheduler.predictor.correction.restore(learned)
-        self._scheduler = self._scheduler.fresh()
-        self._in_flight.clear()
-        self.next_batch_id = 0
-
-    def _schedule(self, now_s: float) -> Batch | None:
-        batch = self._scheduler.schedule(now_s).batch
-        if batch is not None:
-            self._in_flight[batch.batch_id] = batch
-            self.next_batch_id = batch.batch_id + 1
-        return batch
-
-
-def _parsed(number: int, value: Any, parse: Callable[[Any], Any]) -> Any:
-    """``parse(value)``, whose errors name the line of the journal."""
-    try:
-        return parse(value)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError) as error:
-        raise ConfigError(f"journal line {number} cannot be read: {type(error).__name__}: {error}") from error

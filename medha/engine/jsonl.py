@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.engine.arrivals import Arrival, Joiner
 from medha.engine.files import read_input, unwritable_reported
-from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError
+from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError, not_accepted
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
     CHAT_OPTIONS,
@@ -89,7 +89,7 @@ class OutputLines:
     def __init__(self, engine: Engine, arrivals: Sequence[Arrival], files: Sequence[TextIO]) -> None:
         self._engine = engine
         self._unwritten = {arrival.request_id: arrival for arrival in arrivals}
-        self._custom_ids = {a.request_id: a.custom_id for a in arrivals}
+        self._custom_ids = {arrival.request_id: arrival.custom_id for arrival in arrivals}
         self._files = files
         self._joiner = Joiner()
         self._lock = threading.Lock()
@@ -176,10 +176,8 @@ def _logprobs(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = None) -> None:
-    """Append a finished request to a stream and flush it.
-
-    ``errors`` of the file must be ``backslashreplace``, by which a lone surrogate becomes the escape that JSON has.
-    """
+    """Append a finished request to a stream whose ``errors`` are ``backslashreplace``: so a lone surrogate becomes the
+    escape that JSON has."""
     is_utf8 = (file.encoding or "").lower().replace("-", "") == "utf8"
     line = output_line(output, custom_id=custom_id)
     file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
@@ -201,7 +199,7 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
         ids = {name: fields[name] for name in _ID_FIELDS if fields.get(name) is not None}
         for name, value in ids.items():
             if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-                raise ValidationError(f"{name}={value!r:.80}; accepted: a string or an integer")
+                raise not_accepted(name, value, "a string or an integer")
         request_id = str(next(iter(ids.values()), request_id))
         custom_id = str(ids["custom_id"]) if "custom_id" in ids else None
         fields = _flat(fields)
@@ -213,10 +211,11 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
                 unknown[name] += 1
         form, prompt, options = prompt_form({name: fields.get(name) for name in (*PROMPT_FORMS, *CHAT_OPTIONS)})
         params, slo = SamplingParams.from_dict(sampling), _slo(fields.get("slo"))
-        arrival_s = check_seconds("arrival_s", 0.0 if fields.get("arrival_s") is None else fields["arrival_s"])
+        given = {name: value for name, value in fields.items() if value is not None}
+        arrival_s = check_seconds("arrival_s", given.get("arrival_s", 0.0))
         if arrival_s < 0:
-            raise ValidationError(f"arrival_s={arrival_s:g}; accepted: seconds, not negative", param="arrival_s")
-        priority = check_priority(fields["priority"]) if fields.get("priority") is not None else "normal"
+            raise not_accepted("arrival_s", given["arrival_s"], "seconds, not negative")
+        priority = check_priority(given.get("priority", "normal"))
         return Arrival(request_id, {form: prompt} | options, params, slo, arrival_s, priority, custom_id=custom_id)
     except MedhaError as error:
         return Arrival(request_id, "", error=error, custom_id=custom_id)
@@ -229,9 +228,9 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     line = {name: value for name, value in fields.items() if name not in ("body", "method", "url")}
     body, url = fields["body"], fields.get("url")
     if url is not None and url not in _URLS:
-        raise ValidationError(f"url={url!r:.80}; accepted: {', '.join(_URLS)}", param="url", value=url)
+        raise not_accepted("url", url, ", ".join(_URLS))
     if not isinstance(body, dict):
-        raise ValidationError(f"body={body!r:.80}; accepted: a JSON object", param="body", value=body)
+        raise not_accepted("body", body, "a JSON object")
     body = {name: value for name, value in body.items() if name not in ("model", "stream", "stream_options")}
     if isinstance(body.get("logprobs"), bool):  # of chats: whether, and then how many
         top = body.pop("top_logprobs", None)
@@ -241,6 +240,5 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _slo(value: Any) -> SLO | None:
     if value is not None and (not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}):
-        message = f"slo={value!r:.80}; accepted: an object with ttft_s and tpot_s"
-        raise ValidationError(message, param="slo", value=value)
+        raise not_accepted("slo", value, "an object with ttft_s and tpot_s")
     return None if value is None else SLO(**value)

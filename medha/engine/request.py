@@ -30,19 +30,13 @@ _METRICS = attrgetter(*(field.name for field in fields(RequestMetrics)))
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a request is checked against.
-
-    Attributes:
-        max_model_len: prompt plus output in tokens.
-        sampling_defaults: from ``generation_config.json``, by field of :class:`SamplingParams`.
-        seed: base of the seeds of requests that bring none.
-    """
+    """What a request is checked against."""
 
     vocab_size: int
-    max_model_len: int
+    max_model_len: int  # prompt plus output in tokens
     eos_token_ids: tuple[int, ...] = ()
-    sampling_defaults: Mapping[str, float | int | None] = field(default_factory=dict)
-    seed: int = 0
+    sampling_defaults: Mapping[str, float | int | None] = field(default_factory=dict)  # from generation_config.json
+    seed: int = 0  # base of the seeds of requests that bring none
 
 
 class Request:
@@ -52,9 +46,6 @@ class Request:
         prompt: its text, that of messages as the chat template wrote it; None where ids were given.
         prompt_ids: its tokens, a copy of our own; 10M of them are 40 MB. The runner reads this array, without a copy.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
-
-    Attributes:
-        completions: what it has produced, by index; empty until :meth:`begin`.
     """
 
     def __init__(
@@ -73,7 +64,7 @@ class Request:
         self.params = params
         self.slo = slo
         self.priority = priority
-        self.completions: tuple[Completion, ...] = ()
+        self.completions: tuple[Completion, ...] = ()  # by index; none until it begins
         self.num_running = params.n  # completions that have not ended
 
     @property
@@ -229,10 +220,8 @@ class Completion:
         """Append a sampled token; returns whether this has ended with it."""
         token, is_finite, logprobs = sampled
         if not is_finite:
-            error = NonFiniteLogitsError(
-                f"request {self.name!r}: the model returned NaN or infinite logits for token {len(self.token_ids)}"
-            )
-            self.finish("error", now_s, error=error)
+            what = f"the model returned NaN or infinite logits for token {len(self.token_ids)}"
+            self.finish("error", now_s, error=NonFiniteLogitsError(f"request {self.name!r}: {what}"))
             return True
         metrics = self.metrics
         self.token_ids.append(token)
@@ -240,13 +229,12 @@ class Completion:
         if metrics.first_token is None:
             metrics.first_token = now_s
         if logprobs is not None:
-            self._take_logprobs(logprobs)
+            self._cumulative_logprob += logprobs[0][1]  # of the drawn one; then come the likeliest
+            self._logprobs.append({i: Logprob(value, rank, self._text_of(i)) for i, value, rank in logprobs})
         ends = token in self.end_ids
         self._hides_end = ends and not self.request.params.include_stop_str_in_output
         if self._streams_text and self._detokenizer is not None and not self._hides_end:
-            piece = self._detokenizer.push(token)
-            if piece:
-                self._add_text(piece)
+            self._add_text(self._detokenizer.push(token))
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
@@ -268,8 +256,7 @@ class Completion:
         if self._detokenizer is None or not flush_text:
             return
         if self._stops.matched is None:
-            ids = self.token_ids[:-1] if self._hides_end else self.token_ids
-            self._add_text(self._detokenizer.finish(ids))
+            self._add_text(self._detokenizer.finish(self.token_ids[:-1] if self._hides_end else self.token_ids))
         if self._stops.matched is None:
             self._pieces.append(self._stops.finish())
         if self._stops.matched is not None and reason in ("stop", "length"):
@@ -293,16 +280,12 @@ class Completion:
     def _add_text(self, piece: str) -> None:
         """Add text, up to a stop string; none is looked for in what came before ``min_tokens`` tokens were out."""
         if len(self.token_ids) >= self.request.params.min_tokens:
-            piece, _ = self._stops.push(piece)
-        self._pieces.append(piece)
+            piece = self._stops.push(piece)
+        if piece:
+            self._pieces.append(piece)
 
-    def _take_logprobs(self, logprobs: Sequence[tuple[int, float, int]]) -> None:
-        """Add what was asked for of one token: the drawn one, then the likeliest."""
-        self._cumulative_logprob += logprobs[0][1]
-        self._logprobs.append({})
-        for token_id, value, rank in logprobs:
-            text = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._logprobs[-1][token_id] = Logprob(value, rank, text)
+    def _text_of(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def pieces(length: int) -> Iterator[slice]:

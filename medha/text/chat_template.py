@@ -12,7 +12,7 @@ from typing import Any
 
 from medha.child.process import Child, ChildError
 from medha.child.text import template_message
-from medha.errors import ChatTemplateError, ValidationError
+from medha.errors import ChatTemplateError, ValidationError, not_accepted
 
 _MAX_DEPTH = 64
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
@@ -56,11 +56,11 @@ def template_variables(
     """
     kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
     if not (tools is None or (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools))):
-        raise _not_accepted("tools", tools, "a list of objects")
+        raise not_accepted("tools", tools, "a list of objects")
     if not isinstance(add_generation_prompt, bool):
-        raise _not_accepted("add_generation_prompt", add_generation_prompt, "true or false")
+        raise not_accepted("add_generation_prompt", add_generation_prompt, "true or false")
     if not isinstance(kwargs, Mapping) or "messages" in kwargs:
-        raise _not_accepted("chat_template_kwargs", kwargs, "an object of the template's variables but messages")
+        raise not_accepted("chat_template_kwargs", kwargs, "an object of the template's variables but messages")
     return {
         "add_generation_prompt": add_generation_prompt,
         "tools": _plain_value(tools, "tools", _MAX_DEPTH),
@@ -129,10 +129,6 @@ def _plain_value(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {_plain_value(key, where, depth): _plain_value(item, where, depth - 1) for key, item in value.items()}
     raise _wrong(where, f"holds a {type(value).__name__}, which is not JSON")
-
-
-def _not_accepted(name: str, value: Any, accepted: str) -> ValidationError:
-    return ValidationError(f"{name}={value!r:.80}; accepted: {accepted}", param=name, value=value)
 
 
 def _wrong(where: str, problem: str) -> ValidationError:

@@ -113,9 +113,8 @@ class Tokenizer:
         """Raise TokenizerError where an id that this tokenizer can produce has no row in an embedding of that many."""
         largest = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.encode("x")], default=-1)
         if largest >= vocab_size:
-            raise TokenizerError(
-                f"{self.name}: the tokenizer produces ids up to {largest}, but the embedding has {vocab_size} rows"
-            )
+            what = f"the tokenizer produces ids up to {largest}, but the embedding has {vocab_size} rows"
+            raise TokenizerError(f"{self.name}: {what}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, in which special-token text becomes control tokens, and perhaps of what the tokenizer
@@ -151,10 +150,9 @@ class Tokenizer:
         """
         variables = template_variables(messages, **options)
         if self.chat_template is None:
-            raise ChatTemplateError(
-                f"{self.name} has no chat template: neither chat_template.jinja nor a default chat_template in "
-                "tokenizer_config.json; give the text that the model was trained on as prompt"
-            )
+            where = "neither chat_template.jinja nor a default chat_template in tokenizer_config.json"
+            instead = "give the text that the model was trained on as prompt"
+            raise ChatTemplateError(f"{self.name} has no chat template: {where}; {instead}")
         rendered = self.chat_template.render({name: map_strings(v, self._marked) for name, v in variables.items()})
         if _MARK not in rendered:
             return rendered, self._with_one_bos(self.encode_array(rendered, add_special_tokens=False))
@@ -164,21 +162,17 @@ class Tokenizer:
 
     def interrupt(self) -> None:
         """Give up the long text that another thread encodes, or the template that it renders; it gets an error."""
-        children = [self._encoder.child]
-        if "_marked_encoder" in vars(self):
-            children.append(self._marked_encoder[0].child)
-        if self.chat_template is not None:
-            children.append(self.chat_template.child)
-        for child in children:
-            child.interrupt()
+        marked = vars(self).get("_marked_encoder", (None,))[0]
+        for user in (self._encoder, marked, self.chat_template):
+            if user is not None:
+                user.child.interrupt()
 
     def _named_id(self, key: str) -> int | None:
         text = self.special_tokens.get(key)
         return None if text is None else self.backend.token_to_id(text)
 
     def _with_one_bos(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        bos = self.bos_token_id
-        if bos is None:
+        if (bos := self.bos_token_id) is None:
             return ids
         others = np.flatnonzero(ids != bos)
         rest = ids[others[0] if len(others) else len(ids) :]
@@ -194,10 +188,8 @@ class Tokenizer:
         """Text with a mark in each special-token text, behind its first character."""
         for single in self._special_texts:
             if len(single) == 1 and single in text:
-                raise ValidationError(
-                    f"messages hold {single!r}, a special token of {self.name} that cannot be encoded as text",
-                    param="messages",
-                )
+                what = f"messages hold {single!r}, a special token of {self.name} that cannot be encoded as text"
+                raise ValidationError(what, param="messages")
         return self._special_start.sub(lambda start: start[0] + _MARK, text)
 
     @cached_property
@@ -282,10 +274,6 @@ class Detokenizer:
 
     The library's stream holds a character back until its last byte is known. A run of byte-fallback tokens is held
     back here until it ends, as one bad byte turns the whole run into U+FFFD.
-
-    Args:
-        tokenizer: the tokenizer the ids belong to.
-        skip_special_tokens: whether special tokens are left out.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -336,15 +324,14 @@ class StopChecker:
         self._starts = re.compile("|".join(first_chars) or r"(?!)")
         self._held = ""  # from where the earliest occurrence began that is not complete
 
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """Add the next text of the stream; returns text safe to emit, and the stop string found, or None. Once found,
-        later text is dropped."""
+    def push(self, piece: str) -> str:
+        """Add the next text of the stream; returns text safe to emit, none once a stop string is found."""
         if not self._stops:
-            return piece, None
+            return piece
         if self.matched is not None:
-            return "", self.matched
+            return ""
         safe, self._held = self._split(self._held + piece, is_end=False)
-        return safe, self.matched
+        return safe
 
     def finish(self) -> str:
         """End the stream; returns the text still held back. A complete match that was waiting for a better one now

@@ -25,8 +25,7 @@ from medha.cost.coefficients import Coefficients, ProfileKey
 from medha.cost.hardware import load_spec, spec_of_device
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import stage_coefficients
-from medha.engine.build import build_engine
-from medha.engine.journal import replay
+from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.profile.calibrate import Effort, Measured, families, fit, measure, run_in_turn, slowest_stage
@@ -35,6 +34,7 @@ from medha.profile.steps import Step, chunk, decodes
 from medha.sched.decision import Prediction
 from medha.timeline import Timeline
 from tests.bench.shapes import TINY
+from tests.engines import build_engine
 
 ROOT = Path(medha.__file__).parents[1]
 TINIEST = Effort(chunks=(16, 64), batches=(1, 4), limit_s=0.5, total_s=0.5, min_repeats=2, max_repeats=2)

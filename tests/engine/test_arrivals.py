@@ -16,7 +16,6 @@ import medha.engine.arrivals
 from medha.batch import Batch
 from medha.config import EngineConfig
 from medha.engine.arrivals import LONG_PROMPT, Arrival, drive
-from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
 from medha.errors import ContextLengthError, RankFailedError, ValidationError
@@ -24,6 +23,7 @@ from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
 from medha.worker.step import PendingStep
+from tests.engines import build_engine
 from tests.serving import Model
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
@@ -199,8 +199,8 @@ def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) ->
 def test_a_stop_returns_every_request(engine: Engine) -> None:
     outputs: list[RequestOutput] = []
     arrivals = [
-        Arrival("short", "hello", DELTA),
         Arrival("long", "hello", SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, output_kind="delta")),
+        Arrival("short", "hello", DELTA),
         Arrival("future", "hello", DELTA, arrival_s=1000.0),
         Arrival("wrong", "", arrival_s=1000.0, error=ValidationError("wrong")),
     ]

@@ -16,12 +16,13 @@ from medha import LLM, SamplingParams
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig
-from medha.engine.build import _with_async, build_engine
+from medha.engine.build import _with_async
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.parallel.launch import Launch
 from medha.worker.shard import own_device, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
+from tests.engines import build_engine
 from tests.serving import GREEDY, Model
 
 KV_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # keys and values, layers, KV heads, head dimension, float32

@@ -14,7 +14,8 @@ import pytest
 from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.engine.engine import Engine
-from medha.engine.journal import Journal, replay
+from medha.engine.journal import Journal
+from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
 from medha.params import SLO, SamplingParams
@@ -192,12 +193,16 @@ def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
 # -- any load ---------------------------------------------------------------------------------------------
 
 
-def test_a_last_line_that_was_cut_off_is_left_out(recorded: list[str], tmp_path: Path) -> None:
+def test_a_last_line_that_was_cut_off_is_left_out(
+    recorded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_text("\n".join(recorded)[:-5])
     cut, whole = replay(path), replay(recorded)
     assert cut.mismatch is None and cut.num_calls == whole.num_calls - 1
-    assert cut.is_truncated and not whole.is_truncated
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} is truncated: its last line, which lacks its end, is left out"
+    ]
     path.write_text(recorded[0][:-5])
     with pytest.raises(ConfigError, match=r"cut\.jsonl is not a medha journal, or is truncated in its first line"):
         replay(path)

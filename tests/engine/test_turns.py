@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from medha.engine.turns import Turns
+from medha.engine.engine import Turns
 
 
 def test_it_is_re_entrant_and_one_threads_alone() -> None:

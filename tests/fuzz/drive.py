@@ -16,7 +16,7 @@ import pytest
 from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.batch import Batch
 from medha.engine.engine import Engine
-from medha.engine.journal import replay
+from medha.engine.replay import replay
 from medha.errors import ValidationError
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.swap import HostCache

@@ -27,7 +27,7 @@ import medha.verify.demo
 from medha.cli.command import first_interrupt, run_app
 from medha.cli.options import ENGINE, SAMPLING
 from medha.config import EngineConfig
-from medha.engine.journal import replay
+from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
 from medha.models.needle import make_haystack, write_needle
@@ -506,7 +506,7 @@ def test_an_engine_that_dies_leaves_every_request_a_line(
     done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--json", *files)
     assert done.code == 4
     recorded = replay(tmp_path / "run.journal")
-    assert (recorded.mismatch, recorded.num_batches, recorded.is_truncated) == (None, 4, False)
+    assert (recorded.mismatch, recorded.num_batches) == (None, 4)
     assert done.err.endswith("error: EngineDeadError: a step failed: RuntimeError: the device fell off\n")
     assert done.err.count("Traceback") == 1
     ends = {row["id"]: (row["finish_reason"], row["text"], row["error"] and row["error"]["type"]) for row in done.rows}

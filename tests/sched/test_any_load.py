@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch
-from medha.engine.journal import Journal, replay
+from medha.engine.journal import Journal
+from medha.engine.replay import replay
 from tests.sched.test_preempt import Watched
 from tests.sched.virtual import make_scheduler, worlds
 

@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.config import EngineConfig
-from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, graph_sizes
 from medha.worker.swap import HostCache
 from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import Preemptions, make_engine, run_to_end
+from tests.engines import Preemptions, build_engine, make_engine, run_to_end
 from tests.serving import Model
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 

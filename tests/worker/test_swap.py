@@ -15,7 +15,6 @@ import torch
 
 from medha.batch import Batch
 from medha.config import EngineConfig
-from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
@@ -24,7 +23,7 @@ from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from medha.worker.swap import CopyStream, HostCache, SwapCopies
 from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import Preemptions
+from tests.engines import Preemptions, build_engine
 from tests.serving import Model, finish, random_ids
 from tests.worker.late import Late
 from tests.worker.test_graphs import Repeating
