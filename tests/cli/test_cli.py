@@ -80,13 +80,15 @@ def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixtu
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("given", "seen"), [(None, "passive"), ("active", "active")])
-def test_threads_sleep_while_they_wait(given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
-    if given is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
+@pytest.mark.parametrize(("given", "seen", "spins"), [(None, "passive", "2000"), ("active", "active", None)])
+def test_threads_soon_sleep(given: str | None, seen: str, spins: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
     assert run_app(app, "medha", ["--version"]) == 0
-    assert os.environ["OMP_WAIT_POLICY"] == seen
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ.get("GOMP_SPINCOUNT")) == (seen, spins)
 
 
 @pytest.mark.parametrize(
