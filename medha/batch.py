@@ -31,25 +31,15 @@ _SAMPLES = 2
 
 
 class Row(NamedTuple):
-    """One request's share of a step; a tuple, as a decision makes hundreds.
+    """One request's share of a step; a tuple, as a decision makes hundreds."""
 
-    Attributes:
-        slot: the request's integer handle.
-        position: position of the first query token, equal to the number of tokens already in the KV cache.
-        q_len: query tokens, at least 1.
-        is_decode: the single input token is the request's last sampled token, not part of the prompt.
-        samples: the last query token is the last known one, so a new token is sampled after it.
-        group: first group of the run that holds the request's KV cache; it samples.
-        num_groups: groups of that run so far. The last of them takes the new keys and values.
-    """
-
-    slot: int
-    position: int
-    q_len: int
-    is_decode: bool
-    samples: bool
-    group: int = 0
-    num_groups: int = 1
+    slot: int  # the request's integer handle
+    position: int  # of the first query token, equal to the number of tokens already in the KV cache
+    q_len: int  # query tokens, at least 1
+    is_decode: bool  # the single input token is the request's last sampled token, not part of the prompt
+    samples: bool  # the last query token is the last known one, so a new token is sampled after it
+    group: int = 0  # first group of the run that holds the request's KV cache; it samples
+    num_groups: int = 1  # of that run so far. The last of them takes the new keys and values
 
     @property
     def kv_len(self) -> int:
@@ -95,15 +85,12 @@ class Extent:
     """A run of adjacent KV blocks of a request: ``first``, ..., ``first + count - 1``.
 
     They are appended to its block table; those of a swap are of the host's pool.
-
-    Attributes:
-        group: whose pool they are of.
     """
 
     slot: int
     first: int
     count: int
-    group: int = 0
+    group: int = 0  # whose pool they are of
 
     def __str__(self) -> str:
         return f"slot {self.slot} + blocks {self.blocks}"
@@ -121,24 +108,16 @@ class Batch:
 
     A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then ``extents``, then ``swaps_in``
     into the first blocks of the slot's new table, then runs ``rows``: a slot or block freed by this batch may be handed
-    out again by the same batch, and a slot that it swaps out may come back with it.
-
-    Attributes:
-        batch_id: number of the batch, from 0, without gaps.
-        rows: what runs.
-        extents: newly allocated blocks, in position order for each slot.
-        frees: slots whose block tables are dropped.
-        swaps_out: host blocks that take the first blocks of a slot's present table, in position order for each slot.
-        swaps_in: host blocks that fill the first blocks of a slot's new table, likewise; the slot has a row that begins
-            at the first position behind them.
+    out again by the same batch, and a slot that it swaps out may come back with it. Extents are in position order for
+    each slot; a slot that comes back has a row that begins at the first position behind what it had.
     """
 
-    batch_id: int
+    batch_id: int  # from 0, without gaps
     rows: tuple[Row, ...]
-    extents: tuple[Extent, ...] = ()
-    frees: tuple[int, ...] = ()
-    swaps_out: tuple[Extent, ...] = ()
-    swaps_in: tuple[Extent, ...] = ()
+    extents: tuple[Extent, ...] = ()  # newly allocated blocks
+    frees: tuple[int, ...] = ()  # slots whose block tables are dropped
+    swaps_out: tuple[Extent, ...] = ()  # host blocks that take the first blocks of a slot's present table
+    swaps_in: tuple[Extent, ...] = ()  # host blocks that fill the first blocks of a slot's new table
 
     @property
     def moves(self) -> bool:

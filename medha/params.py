@@ -196,9 +196,9 @@ class SamplingParams:
 
     def resolve(self, defaults: Mapping[str, float | int | None]) -> SamplingParams:
         """A copy in which every field has a value: given here > ``defaults``, by field name, > class default."""
-        silent: dict[str, Any] = {name: None for name in _RESOLVED_DEFAULTS if getattr(self, name) is None}
+        silent: dict[str, Any] = {name: None for name in MODEL_DEFAULTS if getattr(self, name) is None}
         for name in silent:
-            silent[name] = _RESOLVED_DEFAULTS[name] if defaults.get(name) is None else defaults[name]
+            silent[name] = MODEL_DEFAULTS[name] if defaults.get(name) is None else defaults[name]
         return dataclasses.replace(self, **silent)
 
     def capped(self, max_tokens: int) -> SamplingParams:
@@ -220,7 +220,8 @@ class SamplingParams:
 FILTERS = ("top_p", "top_k", "min_p")
 """The fields that keep some tokens and drop the others; they change nothing where drawing is greedy."""
 
-_RESOLVED_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+MODEL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Of the fields that ``generation_config.json`` may set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,7 @@ _WORKSPACE_SPARE = 1 << 20  # alignment of what FlashInfer cuts out of it
 
 
 class FlashInferPlan:
-    """A step's rows, planned on the device by the first run.
-
-    Raises:
-        OverflowError: a page or their number does not fit 32 bits.
-    """
+    """A step's rows, planned on the device by the first run."""
 
     def __init__(self, rows: AttentionRows) -> None:
         if rows.page_indptr[-1] > _MAX_INT32:
@@ -83,7 +79,7 @@ class _Wrapper:
     def __init__(self, kernel: Kernel, wrapper: Any) -> None:
         self.kernel = kernel
         self.wrapper = wrapper
-        self._owner: weakref.ref[FlashInferPlan] | None = None
+        self._owner: weakref.ref[Any] | None = None
         self._copied: torch.cuda.Event | None = None
 
     @property
@@ -91,7 +87,7 @@ class _Wrapper:
         """Whether nobody runs it any more."""
         return self._owner is None or self._owner() is None
 
-    def plan(self, owner: FlashInferPlan, device: torch.device, *args: Any, **options: Any) -> None:
+    def plan(self, owner: object, device: torch.device, *args: Any, **options: Any) -> None:
         """Plan it; waits until its last plan, which it copies from a pinned buffer of its own, has been copied."""
         self._owner = weakref.ref(owner)
         if self._copied is not None:
@@ -101,23 +97,16 @@ class _Wrapper:
 
 
 class FlashInferBackend:
-    """Partial attention through FlashInfer.
-
-    Args:
-        api: the module ``flashinfer``.
-        block_size: tokens of a KV block, which is a page.
-        num_sms: multiprocessors of the GPU.
-        has_fa3: whether it runs FA3, as Hopper does.
-    """
+    """Partial attention through FlashInfer."""
 
     name = "flashinfer"
     reads_pages = True
 
     def __init__(self, api: Any, *, block_size: int, num_sms: int, has_fa3: bool) -> None:
-        self.api = api
-        self.block_size = block_size
-        self.num_sms = num_sms
-        self.has_fa3 = has_fa3
+        self.api = api  # the module flashinfer
+        self.block_size = block_size  # tokens of a KV block, which is a page
+        self.num_sms = num_sms  # multiprocessors of the GPU
+        self.has_fa3 = has_fa3  # as Hopper has
         self._wrappers: list[_Wrapper] = []
         self._workspace: torch.Tensor | None = None
 
@@ -168,8 +157,7 @@ class FlashInferBackend:
     def _launches(self, plan: FlashInferPlan, shape: LayerShape, device: torch.device) -> list[_Launch]:
         """Plan a wrapper for each run of neighbouring rows that one launch can take."""
         rows, launches, last = plan.rows, [], 0
-        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, rows.page_size
-        dtypes = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype, "sm_scale": shape.head_dim**-0.5}
+        sizes, dtypes = _sizes(shape, rows.page_size)
         kinds = zip(self.kernels_of(rows, shape.num_heads), (rows.causal & (rows.q_len > 1)).tolist(), strict=True)
         for (kernel, causal), its_rows in groupby(kinds):
             first, last = last, last + len(list(its_rows))
@@ -200,22 +188,14 @@ class FlashInferBackend:
         self._wrappers.append(_Wrapper(kernel, made))
         return self._wrappers[-1]
 
-    def fixed_decodes(
-        self, shape: LayerShape, batch_size: int, indices: torch.Tensor, *, most_decodes: int
-    ) -> FixedDecodes:
-        """Decodes of one batch size in buffers that stay where they are, for a CUDA graph.
-
-        Args:
-            shape: of a layer.
-            batch_size: rows.
-            indices: int32 on the device, where the page table will lie.
-            most_decodes: the largest batch size that this is called with; first, so that they share one workspace.
-        """
-        return FixedDecodes(self, shape, batch_size, indices, most_decodes=most_decodes)
-
 
 class FixedDecodes:
-    """Attention of so many decodes that a CUDA graph can hold; planned anew before each replay, outside of it."""
+    """Attention of so many decodes that a CUDA graph can hold; planned anew before each replay, outside of it.
+
+    Args:
+        indices: int32 on the device, where the page table will lie.
+        most_decodes: the largest batch size of all; made first, so that they share one workspace.
+    """
 
     def __init__(
         self,
@@ -231,8 +211,7 @@ class FixedDecodes:
         self._batch_size = batch_size
         self._indices = indices
         self._page_size = backend.block_size
-        self._copied: torch.cuda.Event | None = None
-        self._wrapper = backend.api.BatchDecodeWithPagedKVCacheWrapper(
+        made = backend.api.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
             use_cuda_graph=True,
@@ -242,29 +221,23 @@ class FixedDecodes:
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=torch.ones(batch_size, dtype=torch.int32, device=indices.device),
         )
+        self._wrapper = _Wrapper("decode", made)
 
     def plan(self, rows: AttentionRows) -> None:
         """Spread a step over the GPU; a replay with an old plan would be silently wrong.
 
-        Args:
-            rows: one query each, as many as the graph has, with keys; their pages lie in the buffer.
+        The rows have one query each and keys, and are as many as the graph has; their pages lie in the buffer.
         """
         assert len(rows) == self._batch_size, f"{len(rows)} decodes in a graph of {self._batch_size}"
-        shape = self._shape
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._wrapper.plan(
-            _part(rows.page_indptr, 0, len(rows)), self._indices[: len(rows.pages)],
-            _last_page_len(rows, 0, len(rows)), shape.num_heads, shape.num_kv_heads, shape.head_dim, rows.page_size,
-            q_data_type=shape.dtype, kv_data_type=shape.dtype, sm_scale=shape.head_dim**-0.5,
-        )  # fmt: skip
-        self._copied = record_event(self._indices.device)
+        pages = _part(rows.page_indptr, 0, len(rows)), self._indices[: len(rows.pages)], _last_page_len(rows)
+        sizes, dtypes = _sizes(self._shape, rows.page_size)
+        self._wrapper.plan(self, self._indices.device, *pages, *sizes, **dtypes)
 
     def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
         """Attention of every row, out_BNH; can be captured."""
         q_BNH = q_BNH.contiguous()
         out_BNH = torch.empty_like(q_BNH)
-        self._wrapper.run(q_BNH, (paged(k_PKH, self._page_size), paged(v_PKH, self._page_size)), out=out_BNH)
+        self._wrapper.wrapper.run(q_BNH, (paged(k_PKH, self._page_size), paged(v_PKH, self._page_size)), out=out_BNH)
         return out_BNH
 
 
@@ -272,8 +245,7 @@ def workspace_bytes(shape: LayerShape, *, num_sms: int, num_decodes: int = 0) ->
     """Bytes that FA2 needs for partial outputs and log-sum-exps, float32, when KV is split.
 
     Read off FlashInfer's ``PrefillSplitQOKVIndptr``: at most two tiles a multiprocessor, shared by the KV heads; in a
-    CUDA graph at least one for every tile of queries.
-    ``num_sms`` are multiprocessors, ``num_decodes`` the most rows of a decode in a CUDA graph; 0 for none.
+    CUDA graph, of at most ``num_decodes``, at least one for every tile of queries.
     """
     row_bytes = 4 * (shape.head_dim + 1)
     tiles = max(_FA2_BLOCKS_PER_SM * num_sms // shape.num_kv_heads, 1)
@@ -291,11 +263,17 @@ def paged(pool_PKH: torch.Tensor, page_size: int) -> torch.Tensor:
     return pool_PKH.view(-1, page_size, *pool_PKH.shape[1:])
 
 
+def _sizes(shape: LayerShape, page_size: int) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Arguments of every plan."""
+    dtypes = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype, "sm_scale": shape.head_dim**-0.5}
+    return (shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size), dtypes
+
+
 def _part(indptr: npt.NDArray[np.int64], first: int, last: int) -> torch.Tensor:
     """The entries of an index pointer for [first, last), from 0, int32."""
     return torch.from_numpy((indptr[first : last + 1] - indptr[first]).astype(np.int32))
 
 
-def _last_page_len(rows: AttentionRows, first: int, last: int) -> torch.Tensor:
+def _last_page_len(rows: AttentionRows, first: int = 0, last: int | None = None) -> torch.Tensor:
     """Tokens in the last page of the rows [first, last), which have keys, int32."""
     return torch.from_numpy(((rows.kv_len[first:last] - 1) % rows.page_size + 1).astype(np.int32))

@@ -23,24 +23,17 @@ import torch
 class AttentionRows:
     """Adjacent rows of queries, and the pages of the pool whose keys each of them sees.
 
-    Attributes:
-        q_indptr: where each row's queries begin and, as the last entry, where they end, from 0; int64 [R + 1].
-        kv_len: keys that the last query of a row sees; int64 [R].
-        causal: query j sees the keys up to ``kv_len - q_len + j``, where ``kv_len >= q_len``; otherwise every query
-            sees every key; bool [R].
-        page_size: tokens of a page.
-        pages: of all rows, one behind the other, in position order; int32.
-        page_indptr: where each row's pages begin and, as the last entry, where they end; int64 [R + 1].
-        device_pages: ``pages`` on the device, once they are there.
+    Of a causal row query j sees the keys up to ``kv_len - q_len + j``, where ``kv_len >= q_len``; of another every
+    query sees every key.
     """
 
-    q_indptr: npt.NDArray[np.int64]
-    kv_len: npt.NDArray[np.int64]
-    causal: npt.NDArray[np.bool_]
-    page_size: int
-    pages: npt.NDArray[np.int32]
-    page_indptr: npt.NDArray[np.int64]
-    device_pages: torch.Tensor | None = None
+    q_indptr: npt.NDArray[np.int64]  # where each row's queries begin and, as the last entry, where they end [R + 1]
+    kv_len: npt.NDArray[np.int64]  # keys that the last query of a row sees [R]
+    causal: npt.NDArray[np.bool_]  # [R]
+    page_size: int  # in tokens
+    pages: npt.NDArray[np.int32]  # of all rows, one behind the other, in position order
+    page_indptr: npt.NDArray[np.int64]  # where each row's pages begin and, as the last entry, where they end [R + 1]
+    device_pages: torch.Tensor | None = None  # pages on the device, once they are there
 
     @classmethod
     def of(
@@ -51,11 +44,7 @@ class AttentionRows:
         tables: Sequence[npt.NDArray[np.int32]],
         page_size: int,
     ) -> AttentionRows:
-        """Rows of so many queries and keys; ``tables`` has the pages of each row, at least as many as it needs.
-
-        Raises:
-            ValueError: a causal row has more queries than keys.
-        """
+        """Rows of so many queries and keys; ``tables`` has the pages of each row, at least as many as it needs."""
         if (causal & (kv_len < q_len)).any():
             row = int((causal & (kv_len < q_len)).argmax())
             raise ValueError(f"a causal row of {q_len[row]} queries needs as many keys, got {kv_len[row]}")
@@ -138,15 +127,10 @@ class LayerShape:
 
 
 class AttentionBackend(Protocol):
-    """What runs attention; stateless between steps apart from its workspace.
+    """What runs attention; stateless between steps apart from its workspace."""
 
-    Attributes:
-        name: of the option ``attention_backend``.
-        reads_pages: it reads ``device_pages`` of the rows.
-    """
-
-    name: str
-    reads_pages: bool
+    name: str  # of the option attention_backend
+    reads_pages: bool  # whether it reads device_pages of the rows
 
     def plan(self, rows: AttentionRows) -> Any:
         """Prepare a step on the host; the result is handed to :meth:`run` in each layer."""

@@ -46,11 +46,9 @@ def to_device(
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> torch.cuda.Event | None:
-    """A point in the current stream, to be waited for from the host; None on the CPU, which is never behind.
+    """A point in the device's current stream, to be waited for from the host; None on the CPU, which is never behind.
 
-    Args:
-        device: whose stream.
-        timing: whether the time between two such points will be asked for.
+    With ``timing`` the time between two such points may be asked for.
     """
     if device.type != "cuda":
         return None

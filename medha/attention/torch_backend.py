@@ -47,14 +47,9 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The rows of a step.
+    """The rows of a step."""
 
-    Attributes:
-        decodes: runs of adjacent rows of one query over one range each: the first query, and the ranges.
-        others: those that are none.
-    """
-
-    decodes: tuple[tuple[int, Ranges], ...]
+    decodes: tuple[tuple[int, Ranges], ...]  # runs of rows of one query over one range: the first query, the ranges
     others: tuple[_Cut, ...]
 
 

@@ -210,7 +210,7 @@ def sampling(options: SamplingOptions) -> Report:
     runs: dict[Any, Callable[[], float]] = {}
     for batch, way in pairs(options.batch_sizes, WAYS):
         logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
-        slots = [SlotSampling.of(WAYS[way].resolve({}), i, (), len(prompt), prompt) for i in range(batch)]
+        slots = [SlotSampling.of(WAYS[way].resolve({}), i, (), prompt) for i in range(batch)]
         runs[batch, way] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
     found = in_turn(runs, warmup=options.warmup, runs=options.runs)
     results = [{"batch_size": key[0], "way": key[1], "timing": timing_of(one)} for key, one in found.items()]

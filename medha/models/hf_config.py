@@ -7,6 +7,7 @@ is not implemented is refused, never skipped. Standard library only; no code of 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from medha.config.fields import finite, integer
 from medha.errors import ConfigError, UnsupportedModelError, hint, short_repr
 from medha.models.folder import LENGTH, Fields, read_json_object
 from medha.models.hf_rope import ROPE_FIELDS, merge_rope, read_rope
+from medha.params import MODEL_DEFAULTS, SamplingParams
 
 logger = logging.getLogger("medha")
 
@@ -67,13 +69,11 @@ _KNOWN_FIELDS = {
     "dual_chunk_attention_config",
 }  # fmt: skip
 
-# Of generation_config.json, by the names in medha.SamplingParams.
-_SAMPLING_DEFAULTS = {
-    "temperature": finite(0, 2),
-    "top_p": finite(0, 1, is_open=True),
-    "top_k": integer(-1, 2**31 - 1),
-    "min_p": finite(0, 1),
-    "repetition_penalty": finite(1e-6, 1e6),
+# Fields of generation_config.json, which have the names and bounds of medha.SamplingParams.
+_SAMPLING_CHECKS = {
+    field.name: field.metadata["option"].check
+    for field in dataclasses.fields(SamplingParams)
+    if field.name in MODEL_DEFAULTS
 }
 
 
@@ -142,7 +142,7 @@ def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, flo
     if not path.exists() and not path.is_symlink():
         return {}, ()
     reader = Fields(read_json_object(path), path.name)
-    defaults = {name: reader.optional(name, check) for name, check in _SAMPLING_DEFAULTS.items()}
+    defaults = {name: reader.optional(name, check) for name, check in _SAMPLING_CHECKS.items()}
     if reader.raw.get("do_sample") is not None and not reader.boolean("do_sample"):
         defaults["temperature"] = 0.0
     given = {name: value for name, value in defaults.items() if value is not None}

@@ -12,6 +12,7 @@ collectives, and every rank captures and replays the same sizes.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,27 +78,13 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The graphs of one rank.
+    """The graphs of one rank, for batches of at most ``most_decodes``.
 
-    Args:
-        model: the layers held here.
-        cache: their pools, with a scratch block.
-        backend: attention that a graph can hold.
-        inv_freq: of the rotary embedding, on the device.
-        most_decodes: rows of the largest batch.
-
-    Attributes:
-        slots: of the last batch's rows, int64 on the device.
+    The cache has a scratch block; ``inv_freq``, of the rotary embedding, lies on the device.
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        cache: KVCache,
-        backend: FlashInferBackend,
-        inv_freq: torch.Tensor,
-        *,
-        most_decodes: int,
+        self, model: Decoder, cache: KVCache, backend: FlashInferBackend, inv_freq: torch.Tensor, *, most_decodes: int
     ) -> None:
         self._model = model
         self._cache = cache
@@ -108,17 +95,15 @@ class DecodeGraphs:
         self._inv_freq = inv_freq
         self._most = most_decodes
         self._graphs: dict[int, _Graph] = {}
-        self._allocate(inv_freq.device)
-
-    def _allocate(self, device: torch.device) -> None:
-        """The buffers that all sizes share, behind each other as :meth:`_fill` sends them."""
+        # The buffers that all sizes share, behind each other as _fill sends them.
+        device = inv_freq.device
         rows, pages = np.zeros(self._most, np.int64), np.zeros(self._cache.num_blocks + self._most, np.int32)
         arrays: list[npt.NDArray[Any]] = [rows, rows, rows, rows, pages]
         self._inputs = torch.empty(packed_bytes(arrays), dtype=torch.uint8, device=device)
         sent = to_device(arrays, device, into=self._inputs)
-        self._ids, self._positions, self._targets, self.slots, self._pages = sent
+        self._ids, self._positions, self._targets, self._slots, self._pages = sent
         hidden = (0 if self._model.has_embedding else self._most, self._model.config.hidden_size)
-        self._greedy = torch.zeros_like(self.slots), torch.zeros_like(self.slots, dtype=torch.bool)
+        self._greedy = torch.zeros_like(self._slots), torch.zeros_like(self._slots, dtype=torch.bool)
         self._hidden = torch.zeros(hidden, dtype=self._shape.dtype, device=device)
 
     @property
@@ -134,18 +119,14 @@ class DecodeGraphs:
     def capture(
         self, maker: CudaGraphs, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
     ) -> None:
-        """Capture a graph of each size, the largest first; a size for which there is no memory is left out.
+        """Capture a graph of each size, the largest first, and say which; one without memory for it is left out.
 
         Args:
-            maker: captures.
-            sizes: batch sizes, at most ``most_decodes``.
             on_captured: called with how many sizes are done and how many there are.
             is_alone: no other rank takes part. Where some do, one without memory cannot leave a size out, as the others
-                would wait for it in a collective.
-
-        Raises:
-            ConfigError: there is no memory for a size, and other ranks take part.
+                would wait for it in a collective: ConfigError.
         """
+        begin_s = time.perf_counter()
         for done, size in enumerate(sorted(sizes, reverse=True), start=1):
             try:
                 self._graphs[size] = self._captured(maker, size)
@@ -159,9 +140,11 @@ class DecodeGraphs:
                 if self._inputs.is_cuda:
                     torch.cuda.empty_cache()
             on_captured(done, len(sizes))
+        listed = ", ".join(map(str, self.sizes)) or "none"
+        logger.info("CUDA graphs of %s decodes, captured in %.1f s", listed, time.perf_counter() - begin_s)
 
     def _captured(self, maker: CudaGraphs, size: int) -> _Graph:
-        attention = self._backend.fixed_decodes(self._shape, size, self._pages, most_decodes=self._most)
+        attention = FixedDecodes(self._backend, self._shape, size, self._pages, most_decodes=self._most)
         none = np.empty(0, np.int64)
         rows = AttentionRows.of(none, none, none.astype(bool), [], self._cache.block_size)
         self._fill(StepInput(Batch(0, ()), own=rows), size, attention)
@@ -169,17 +152,17 @@ class DecodeGraphs:
         return _Graph(out, replay, attention)
 
     def run(
-        self, step: StepInput, *, hidden_TD: torch.Tensor | None = None, last_tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Replay the graph that holds a batch.
+        self, step: StepInput, *, hidden_TD: torch.Tensor | None = None, last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Greedy]:
+        """Replay the graph that holds a batch of decodes, at most as many as the largest size.
 
         Args:
-            step: decodes, at most as many as the largest size.
             hidden_TD: hidden states of the stage before, on a rank without the embedding.
-            last_tokens: int64 on the device, the token of each slot, where the ids are not known to the host.
+            last_tokens: int64 on the device, the token of each slot.
 
         Returns:
-            Logits [T, V], float32, on a rank with the head, else hidden states [T, D]; until the next run.
+            Until the next run: logits [T, V], float32, on a rank with the head, else hidden states [T, D]; slots of the
+            rows, int64 on the device; :func:`medha.worker.sampling.likeliest` of the logits.
         """
         num_rows = len(step.batch.rows)
         size = self.size_for(num_rows)
@@ -188,15 +171,11 @@ class DecodeGraphs:
         self._fill(step, size, graph.attention)
         if hidden_TD is not None:
             self._hidden[:num_rows].copy_(hidden_TD)
-        if last_tokens is not None:
-            torch.index_select(last_tokens, 0, self.slots[:num_rows], out=self._ids[:num_rows])
+        slots = self._slots[:num_rows]
+        torch.index_select(last_tokens, 0, slots, out=self._ids[:num_rows])
         graph.replay()
-        return graph.out[:num_rows]
-
-    def greedy_of(self, num_rows: int) -> Greedy:
-        """:func:`medha.worker.sampling.likeliest` of the last batch's logits, on a rank with the head."""
         tokens, finite = self._greedy
-        return tokens[:num_rows], finite[:num_rows]
+        return graph.out[:num_rows], slots, (tokens[:num_rows], finite[:num_rows])
 
     def _fill(self, step: StepInput, size: int, attention: FixedDecodes) -> None:
         """Put a batch into the buffers, filled up with rows that read and write the scratch block; plan its attention.

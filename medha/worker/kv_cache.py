@@ -16,19 +16,10 @@ from medha.errors import ConfigError
 
 
 class KVCache:
-    """Pools of keys and values; on the CPU the system commits pages as they are first written.
+    """Pools of keys and values, ``k`` and ``v``: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
 
-    Args:
-        num_layers, num_kv_heads: held here.
-        num_blocks, block_size: size of each pool.
-        has_scratch: whether one more block lies behind the pool, which no table names: what rows that only fill a batch
-            up read and write.
-
-    Raises:
-        ConfigError: the memory cannot be had.
-
-    Attributes:
-        k, v: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer, with the scratch block behind.
+    On the CPU the system commits pages as they are first written. With ``has_scratch`` one more block lies behind the
+    pool, which no table names: what rows that only fill a batch up read and write.
     """
 
     def __init__(
@@ -83,11 +74,9 @@ class KVCache:
         kept: torch.Tensor | None = None,
         pieces: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Copy new keys and values into a layer's pool, in place.
+        """Copy a batch's new keys and values into a layer's pool, in place.
 
         Args:
-            layer: index among the layers held here.
-            k_TKH, v_TKH: of the batch's tokens.
             targets: pool tokens of those that are written one by one, int64 on the pool's device.
             kept: index of each of these in the batch, int64; None if they are all of it.
             pieces: (first batch token, first pool token, count) of the others.

@@ -39,28 +39,18 @@ from medha.params import SamplingParams
 from medha.timeline import Recorder
 from medha.worker.graphs import CudaGraphs, DecodeGraphs
 from medha.worker.kv_cache import KVCache
-from medha.worker.sampling import SlotSampling, draw
+from medha.worker.sampling import Greedy, SlotSampling, draw
 from medha.worker.step import InOrder, PendingStep, StepResult, phase
 from medha.worker.step_input import DeviceStep, Slots, StepInput
-from medha.worker.swap import HostCache, SwapCopies
+from medha.worker.swap import HostCache, Wait
+
+_Ran = tuple[torch.Tensor, torch.Tensor, Greedy | None]
+"""Logits [S, V] of the rows that sample, float32, where the head is and some do, else hidden states [T, D]; the slots
+of those rows, int64 [S] on the device; the likeliest tokens, where they are known."""
 
 
 class Runner:
-    """Runs batches on one rank: all layers of the model, or one stage of a pipeline.
-
-    Args:
-        model, cache, backend, device: the decoder's layers held here, loaded; pools for them, and attention over those.
-        pipe: where hidden states come from and go to; None when the whole model is here.
-        samples: whether this rank draws tokens; it must hold the head.
-        group: this rank's KV-parallel group.
-        merges: by (first, last) group, for the KVP spans that this rank's belongs to.
-        host: where blocks are swapped to; None if they never are.
-
-    Attributes:
-        recorder: what this rank ran when; where the device runs behind the host, when it was launched.
-        graphs: of decodes, once they are captured.
-        last_tokens: the last token of each slot, int64 on the device, where tokens are embedded.
-    """
+    """Runs batches on one rank: all layers of the model, or one stage of a pipeline."""
 
     def __init__(
         self,
@@ -75,17 +65,18 @@ class Runner:
         merges: Mapping[tuple[int, int], Merge] | None = None,
         host: HostCache | None = None,
     ) -> None:
-        self.model = model
-        self.cache = cache
+        self.model = model  # the layers held here, loaded
+        self.cache = cache  # pools for them
         self.backend = backend
         self.device = device
-        self.pipe = pipe
-        self.samples = samples
-        self.group = group
-        self.merges = merges or {}
-        self.host = host
-        self.recorder = Recorder()
+        self.pipe = pipe  # where hidden states come from and go to; None when the whole model is here
+        self.samples = samples  # whether this rank draws tokens; it must hold the head
+        self.group = group  # the KV-parallel one
+        self.merges = merges or {}  # by (first, last) group, for the KVP spans that this rank's belongs to
+        self.host = host  # where blocks are swapped to; None if they never are
+        self.recorder = Recorder()  # what ran when; where the device runs behind the host, when it was launched
         self.slots = Slots(cache.block_size, group)
+        # of each slot, int64 on the device, where tokens are embedded
         self.last_tokens = torch.zeros(64, dtype=torch.int64, device=device)
         rope = model.config.rope
         self._attention_factor = rope.attention_factor
@@ -119,8 +110,7 @@ class Runner:
         A former occupant of the slot is forgotten; ``end_ids`` are the ids that ``min_tokens`` holds back.
         """
         self._prompts[slot] = prompt_ids
-        prompt = torch.from_numpy(prompt_ids)
-        self.open_sampling(slot, SlotSampling.of(params, seed, end_ids, len(prompt), prompt))
+        self.open_sampling(slot, SlotSampling.of(params, seed, end_ids, torch.from_numpy(prompt_ids)))
 
     def open_sampling(self, slot: int, sampling: SlotSampling) -> None:
         """Take the sampling parameters alone, on a rank that gets the tokens of each batch with it."""
@@ -150,7 +140,7 @@ class Runner:
         """The same, brought up to every token drawn by now on whichever rank; where prompts are kept."""
         sampling = self._sampling[slot]
         if sampling.has_penalties:
-            sampling.begin_output(self._drawn.get(slot, ()))
+            sampling.output_ids, sampling.history = list(self._drawn.get(slot, ())), None
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
@@ -187,24 +177,21 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> PendingStep | None:
-        """Run a batch; on a device that runs behind the host, launch it.
-
-        Returns:
-            On a rank that samples, what waits for its tokens; None elsewhere and where there was nothing to run.
-        """
+        """Run a batch, or on a device that runs behind the host launch it; returns on a rank that samples what waits
+        for its tokens, None elsewhere and where there was nothing to run."""
         entered, batch = self.recorder.begin(), step.batch
         self._began = record_event(self.device, timing=True)
-        copies = None
+        copies: list[Wait] = []
         if batch.moves:
             assert self.host is not None, "a batch swaps blocks only where there is host memory for them"
             copies = self.host.move(step.swaps_out, step.swaps_in)
         if not batch.rows:
-            if copies is not None:
-                copies.wait()
+            if copies:
+                copies[-1]()
             return None
         self._make_room(1 + max(row.slot for row in batch.rows))
         graphs = self._graphs_for(step)
-        out, slots = self._eager(step, copies) if graphs is None else self._replay(graphs, step, copies)
+        out, slots, greedy = self._eager(step, copies) if graphs is None else self._replay(graphs, step, copies)
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
@@ -216,7 +203,7 @@ class Runner:
         drawing = None
         if step.drawn_rows and self.samples:
             with phase("medha.sample"):
-                drawing = draw(out, *self._draws(step), None if graphs is None else graphs.greedy_of(len(out)))
+                drawing = draw(out, *self._draws(step), greedy)
                 self.last_tokens[slots] = drawing.tokens
         record = self.recorder.end(batch)
         if not self.samples:
@@ -274,32 +261,18 @@ class Runner:
             return None
         return self.graphs
 
-    def _replay(
-        self, graphs: DecodeGraphs, step: StepInput, copies: SwapCopies | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _replay(self, graphs: DecodeGraphs, step: StepInput, copies: list[Wait]) -> _Ran:
         """As :meth:`_eager`, from a graph, which waits for all copies."""
-        if copies is not None:
-            copies.wait()
+        if copies:
+            copies[-1]()
         hidden = None if self.model.has_embedding else self._received(step.batch)
         with phase("medha.forward"):
-            out = graphs.run(step, hidden_TD=hidden, last_tokens=self.last_tokens)
-        return out, graphs.slots[: len(step.batch.rows)]
+            return graphs.run(step, hidden_TD=hidden, last_tokens=self.last_tokens)
 
-    def _eager(self, step: StepInput, copies: SwapCopies | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layers held here, one kernel after the other.
-
-        Args:
-            step: with rows.
-            copies: of blocks that are swapped meanwhile; a layer waits for its own.
-
-        Returns:
-            Logits [S, V] of the rows that sample, float32, where the head is and some do; else hidden states [T, D].
-            The slots of the rows that sample, int64 [S] on the device.
-        """
+    def _eager(self, step: StepInput, copies: list[Wait]) -> _Ran:
+        """Run the layers held here, one kernel after the other, each behind its own copies, if there are any."""
         sent = DeviceStep.of(step, self.device, with_pages=self.backend.reads_pages)
-        attend = self._attention(step, sent)
-        if copies is not None:
-            attend = copies.before(attend)
+        attend = self._attention(step, sent, copies)
         cos, sin = cos_sin(sent.positions, self._inv_freq, self._attention_factor)
         if self.model.has_embedding:
             ids_T = sent.token_ids.to(torch.int64)
@@ -311,7 +284,7 @@ class Runner:
             x_TD = self.model(x_TD, cos, sin, attend)
             if self.model.has_head and step.drawn_rows:
                 x_TD = self.model.logits(x_TD[sent.drawn_tokens])
-        return x_TD, sent.drawn_slots
+        return x_TD, sent.drawn_slots, None
 
     def _received(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""
@@ -322,13 +295,15 @@ class Runner:
         self._began = record_event(self.device, timing=True)
         return x_TD
 
-    def _attention(self, step: StepInput, sent: DeviceStep) -> LayerAttendFn:
+    def _attention(self, step: StepInput, sent: DeviceStep, copies: list[Wait]) -> LayerAttendFn:
         """What writes a layer's new keys and values and attends over all of them."""
         num_own = 0 if step.own is None else step.own.num_tokens
         own_plan, shared_plan = (None if rows is None else self.backend.plan(rows) for rows in (step.own, step.shared))
         spans = shared_rows(step.batch)
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
+            if copies:
+                copies[layer]()
             self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept, pieces=sent.pieces)
             pools = self.cache.k[layer], self.cache.v[layer]
             pending = []

@@ -35,30 +35,19 @@ _IN_PROMPT = 1 << 30  # in a history, beside the count of a token in the output
 
 @dataclass(slots=True)
 class SlotSampling:
-    """What the sampler keeps of one request.
+    """What the sampler keeps of one request."""
 
-    Attributes:
-        params: resolved parameters (no field that :meth:`SamplingParams.resolve` fills is None).
-        seed: of this request's draws.
-        end_ids: ids that may not be drawn before ``min_tokens`` tokens are out.
-        num_prompt_tokens: positions below it belong to the prompt.
-        prompt_ids: the distinct tokens of the prompt, kept only when a repetition penalty needs them.
-        output_ids: tokens drawn before the first draw here, given only when a penalty needs them.
-        history: int32 [V] where the logits are, made by the first draw that has penalties: how often each token is in
-            the output, and whether it is in the prompt.
-        has_penalties: whether any penalty changes the logits.
-        held_until: draws of a lower index may not end the request.
-    """
-
-    params: SamplingParams
+    params: SamplingParams  # resolved: no field that SamplingParams.resolve fills is None
     seed: int
-    end_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    prompt_ids: torch.Tensor | None = None
-    output_ids: list[int] = field(default_factory=list)
+    end_ids: tuple[int, ...]  # that may not be drawn before min_tokens tokens are out
+    num_prompt_tokens: int  # positions below it belong to the prompt
+    prompt_ids: torch.Tensor | None = None  # its distinct tokens, kept only when a repetition penalty needs them
+    output_ids: list[int] = field(default_factory=list)  # drawn before the first draw here, when a penalty needs them
+    # int32 [V] where the logits are, made by the first draw that has penalties: how often each token is in the output,
+    # and whether it is in the prompt
     history: torch.Tensor | None = field(default=None, compare=False)
     has_penalties: bool = field(init=False, compare=False)
-    held_until: int = field(init=False, compare=False)
+    held_until: int = field(init=False, compare=False)  # draws of a lower index may not end the request
     _always_draws: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,17 +57,11 @@ class SlotSampling:
         self._always_draws = bool(p.logit_bias or p.allowed_token_ids or self.has_penalties or not p.is_greedy)
 
     @classmethod
-    def of(
-        cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], num_prompt_tokens: int, prompt: torch.Tensor
-    ) -> SlotSampling:
+    def of(cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], prompt: torch.Tensor) -> SlotSampling:
         """The state of a new request; ``prompt`` is integers of one axis."""
         has_penalty = params.repetition_penalty not in (None, 1.0)
         distinct = torch.bincount(prompt).nonzero().view(-1).to(torch.int32) if has_penalty else None
-        return cls(params, seed, end_ids, num_prompt_tokens, distinct)
-
-    def begin_output(self, output_ids: Sequence[int]) -> None:
-        """Take the tokens drawn so far, wherever they were."""
-        self.output_ids, self.history = list(output_ids), None
+        return cls(params, seed, end_ids, len(prompt), distinct)
 
     def needs_more(self, index: int) -> bool:
         """Whether draw ``index`` is more than taking the largest logit."""
@@ -86,28 +69,19 @@ class SlotSampling:
 
 
 class Sampled(NamedTuple):
-    """The token drawn for one row.
+    """The token drawn for one row."""
 
-    Attributes:
-        token_id: the token; meaningless when not ``finite``.
-        finite: whether all logits of the row were finite.
-        logprobs: (token id, natural-log probability, rank) of the drawn token, then of the likeliest, if asked for.
-    """
-
-    token_id: int
-    finite: bool
+    token_id: int  # meaningless when not finite
+    finite: bool  # whether all logits of the row were
+    # (token id, natural-log probability, rank) of the drawn token, then of the likeliest, if asked for
     logprobs: tuple[tuple[int, float, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Tokens drawn where the logits lie, on their way to the host.
+    """Tokens drawn where the logits lie, on their way to the host."""
 
-    Attributes:
-        tokens: int64 [S], on the device of the logits.
-    """
-
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # int64 [S], on the device of the logits
     _ids_and_finite: torch.Tensor  # [2, S] on the host, once the device is done
     _logprobs: _Logprobs | None
 
@@ -164,11 +138,7 @@ def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.flo
     """The numbers in [0, 1) that decide draws: Philox of ten rounds keyed by the seed, its counter index + 1.
 
     They are those of ``numpy.random.Generator(numpy.random.Philox(key=seed, counter=index)).random()``, for all at
-    once.
-
-    Args:
-        seeds: of the requests, taken modulo 2**64.
-        indices: of the tokens to draw, from 0.
+    once; seeds are taken modulo 2**64.
     """
     keys = np.zeros((2, len(seeds)), np.uint64)
     keys[0] = [seed % 2**64 for seed in seeds]
@@ -258,12 +228,8 @@ def _candidates(weights_DV: torch.Tensor, least_D1: torch.Tensor) -> tuple[torch
 
 
 def _threshold(weights_DC: torch.Tensor, mass_D1: torch.Tensor) -> torch.Tensor:
-    """The largest weight such that the tokens of at least that weight together reach ``mass_D1``.
-
-    Args:
-        weights_DC: int64, from 0.
-        mass_D1: int64, from 1 to the sum of the weights.
-    """
+    """The largest weight such that the tokens of at least that weight together reach ``mass_D1``; both int64, the mass
+    from 1 to the sum of the weights."""
     if weights_DC.is_cuda or weights_DC.shape[-1] <= _FEW:
         ordered_DC = weights_DC.sort(dim=-1, descending=True).values
         return ordered_DC.gather(1, torch.searchsorted(ordered_DC.cumsum(dim=-1), mass_D1))
@@ -346,17 +312,11 @@ def _note_(tokens_S: torch.Tensor, finite_S: torch.Tensor, slots: Sequence[SlotS
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Log-probabilities on their way to the host, of the rows that want them.
+    """Log-probabilities on their way to the host, of the rows that want them."""
 
-    Attributes:
-        rows: their index, and how many of the likeliest each wants.
-        values: float32, of the drawn token and of the likeliest.
-        ids: int64, of the same tokens, and the rank of the drawn one at the end.
-    """
-
-    rows: list[tuple[int, int]]
-    values: torch.Tensor
-    ids: torch.Tensor
+    rows: list[tuple[int, int]]  # their index, and how many of the likeliest each wants
+    values: torch.Tensor  # float32, of the drawn token and of the likeliest
+    ids: torch.Tensor  # int64, of the same tokens, and the rank of the drawn one at the end
 
     @classmethod
     def of(cls, logits_SV: torch.Tensor, tokens_S: torch.Tensor, wanted: Sequence[int | None]) -> _Logprobs | None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
-import logging
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,8 +35,6 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
 
-logger = logging.getLogger("medha")
-
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HOPPER = 9
 _FALLBACK_MEMORY = 8 << 30
@@ -45,20 +42,12 @@ _FALLBACK_MEMORY = 8 << 30
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The part of a model that one rank holds.
+    """The part of a model that one rank holds."""
 
-    Attributes:
-        whole: the model as its folder describes it.
-        model: the model that is built: KV heads repeated where there are fewer than tensor-parallel ranks.
-        layers: held here.
-        num_kv_heads: held here.
-        tp, tp_rank: tensor-parallel place.
-    """
-
-    whole: ModelConfig
-    model: ModelConfig
-    layers: range
-    num_kv_heads: int
+    whole: ModelConfig  # as its folder describes it
+    model: ModelConfig  # that is built: KV heads repeated where there are fewer than tensor-parallel ranks
+    layers: range  # held here
+    num_kv_heads: int  # held here
     tp: int = 1
     tp_rank: int = 0
 
@@ -109,14 +98,7 @@ def build_runner(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Runner:
-    """Load this rank's part of the model, and put pools and pipe around it.
-
-    Args:
-        ranks: of a job of several ranks.
-        num_blocks: KV blocks of the pool.
-        num_swap_blocks: KV blocks of host memory; 0 for none.
-        dtype, device: of model and pools.
-    """
+    """Load this rank's part of the model, and put pools, host memory for so many blocks, and pipe around it."""
     model = _load_model(config, shard, ranks, folder, dtype=dtype, device=device)
     cache = KVCache(
         num_layers=len(shard.layers),
@@ -131,28 +113,19 @@ def build_runner(
     host = None
     if num_swap_blocks:
         host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
-    if ranks is None:
-        return Runner(model, cache, backend, device, host=host)
-    pipe = StagePipe(
-        ranks.pipe_group,
-        previous=ranks.neighbour(-1),
-        following=ranks.neighbour(1),
-        dim=shard.model.hidden_size,
-        dtype=dtype,
-        num_buffers=ranks.config.spp + 1,
-    )
-    merges = {run: Merge(group, 1 + run[1] - run[0]) for run, group in ranks.run_groups.items()}
-    return Runner(
-        model,
-        cache,
-        backend,
-        device,
-        pipe=pipe,
-        samples=ranks.is_sampler,
-        group=ranks.group,
-        merges=merges,
-        host=host,
-    )
+    among: dict[str, Any] = {}
+    if ranks is not None:
+        pipe = StagePipe(
+            ranks.pipe_group,
+            previous=ranks.neighbour(-1),
+            following=ranks.neighbour(1),
+            dim=shard.model.hidden_size,
+            dtype=dtype,
+            num_buffers=ranks.config.spp + 1,
+        )
+        merges = {run: Merge(group, 1 + run[1] - run[0]) for run, group in ranks.run_groups.items()}
+        among = {"pipe": pipe, "samples": ranks.is_sampler, "group": ranks.group, "merges": merges}
+    return Runner(model, cache, backend, device, host=host, **among)
 
 
 def _load_model(
@@ -263,11 +236,7 @@ def torch_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that ``name`` means; ``auto`` is CUDA where there is one.
-
-    Raises:
-        ConfigError: CUDA is asked for and not there.
-    """
+    """The device that ``name`` means; ``auto`` is CUDA where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -280,12 +249,7 @@ def pick_device(name: str) -> torch.device:
 def own_device(device: torch.device, launch: Launch | None) -> torch.device:
     """This rank's device, made the current one: kernels that take no device run there.
 
-    Args:
-        device: from :func:`pick_device`; ``cuda`` without an index is a GPU of its own for each rank of a node.
-        launch: of a job of several ranks.
-
-    Raises:
-        ConfigError: the node has fewer GPUs than ranks.
+    ``cuda`` without an index is a GPU of its own for each rank of a node.
     """
     if device.type != "cuda":
         return device
@@ -302,17 +266,10 @@ def own_device(device: torch.device, launch: Launch | None) -> torch.device:
 def choose_backend(
     name: str, shape: LayerShape, device: torch.device, *, block_size: int = CacheConfig().block_size
 ) -> tuple[AttentionBackend, str]:
-    """An attention backend, and in words why it is that one.
+    """An attention backend for this rank's layers, and in words why it is that one.
 
-    Args:
-        name: ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has kernels for the
-            model's heads, else torch.
-        shape: of this rank's layers.
-        device: where they run.
-        block_size: tokens of a KV block.
-
-    Raises:
-        ConfigError: FlashInfer is asked for, and there is no CUDA device or no such package.
+    ``name`` is ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has kernels for the
+    model's heads, else torch.
     """
     if name == "torch":
         return TorchBackend(), "as asked for"
@@ -338,9 +295,8 @@ def _flashinfer(device: torch.device, block_size: int) -> FlashInferBackend:
     import flashinfer  # here because it is optional, and makes a cache folder when it is imported
 
     facts = torch.cuda.get_device_properties(device)
-    return FlashInferBackend(
-        flashinfer, block_size=block_size, num_sms=facts.multi_processor_count, has_fa3=facts.major == _HOPPER
-    )
+    sizes = {"block_size": block_size, "num_sms": facts.multi_processor_count}
+    return FlashInferBackend(flashinfer, **sizes, has_fa3=facts.major == _HOPPER)
 
 
 def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
@@ -349,10 +305,6 @@ def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.
 
 
 def capture_graphs(runner: Runner, config: EngineConfig, captured: Callable[[int, int], None]) -> None:
-    """Capture graphs of decodes, and say which."""
-    start = time.perf_counter()
+    """Capture graphs of decodes."""
     sizes = graph_sizes(config.scheduler.max_num_seqs)
     runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=config.parallel.tp == 1)
-    assert runner.graphs is not None, "they have just been captured"
-    captured_sizes = ", ".join(map(str, runner.graphs.sizes)) or "none"
-    logger.info("CUDA graphs of %s decodes, captured in %.1f s", captured_sizes, time.perf_counter() - start)

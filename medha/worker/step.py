@@ -23,17 +23,11 @@ _NO_PHASE = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a batch produced.
+    """What a batch produced."""
 
-    Attributes:
-        rows: the rows that sampled, in batch order.
-        sampled: their tokens.
-        busy_s: seconds of compute, waits excluded.
-    """
-
-    rows: tuple[Row, ...]
-    sampled: list[Sampled]
-    busy_s: float
+    rows: tuple[Row, ...]  # that sampled, in batch order
+    sampled: list[Sampled]  # their tokens
+    busy_s: float  # seconds of compute, waits excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +50,9 @@ class BatchRunner(Protocol):
         end_ids: tuple[int, ...],
     ) -> None:
         """Take a request ahead of its first batch."""
-        ...
 
     def close(self, slot: int) -> None:
         """Forget a request."""
-        ...
 
     def submit(self, batch: Batch) -> PendingStep:
         """Run a batch, or start it."""
@@ -68,7 +60,6 @@ class BatchRunner(Protocol):
 
     def reset(self) -> None:
         """Forget everything, after a step that did not finish."""
-        ...
 
 
 class InOrder(Generic[T]):
@@ -76,10 +67,7 @@ class InOrder(Generic[T]):
 
     Where the device runs behind the host they run at once. On the CPU, which would block the host, one runs when the
     next is added or its result is asked for: so the next batch is made, sent and prepared before this one computes.
-
-    Args:
-        run: runs a step; returns what waits for its result.
-        at_once: whether that does not block.
+    ``run`` runs a step and returns what waits for its result; ``at_once`` where that does not block.
     """
 
     def __init__(self, run: Callable[[StepInput], Callable[[], T]], *, at_once: bool) -> None:

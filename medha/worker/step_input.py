@@ -25,42 +25,28 @@ from medha.worker.swap import Run
 
 Ints = npt.NDArray[np.int64]
 _NO_INTS = np.empty(0, np.int64)
-_NO_PAGES = np.empty(0, np.int32)
+_NONE = np.empty(0, np.int32)
 _FIRST_SLOTS = 64
-_NO_IDS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class StepInput:
-    """A batch on one rank, ready to run.
+    """A batch on one rank, ready to run. Integers are int64 where nothing else is said."""
 
-    Attributes:
-        batch: the part of the plan that concerns this rank's group; rows of one group first, then those of several.
-        positions: of each token in its request, int64 [T].
-        targets: pool token of each new key that is kept here, int64.
-        kept: index of those tokens among the T; None if they are all of them.
-        own, shared: what the rows of this group alone and those of several attend to; None if there are none.
-        decode_tokens, decode_slots: index of each decode's token among the T, and its slot, int64.
-        drawn_rows: after which a token is drawn on this group.
-        drawn_tokens, drawn_slots: index of the last token of each of those rows, and its slot, int64 [S].
-        swaps_out, swaps_in: runs of tokens that move to host memory and back.
-        token_ids: of the T tokens, int32, on a rank that embeds them.
-    """
-
-    batch: Batch
-    positions: Ints = field(default_factory=_NO_INTS.copy)
-    targets: Ints = field(default_factory=_NO_INTS.copy)
-    kept: Ints | None = None
-    own: AttentionRows | None = None
-    shared: AttentionRows | None = None
-    decode_tokens: Ints = field(default_factory=_NO_INTS.copy)
+    batch: Batch  # the part that concerns this rank's group; rows of one group first, then those of several
+    positions: Ints = field(default_factory=_NO_INTS.copy)  # of each token in its request [T]
+    targets: Ints = field(default_factory=_NO_INTS.copy)  # pool token of each new key that is kept here
+    kept: Ints | None = None  # index of those tokens among the T; None if they are all of them
+    own: AttentionRows | None = None  # what the rows of this group alone attend to, if there are any
+    shared: AttentionRows | None = None  # and those of several groups
+    decode_tokens: Ints = field(default_factory=_NO_INTS.copy)  # index of each decode's token among the T
     decode_slots: Ints = field(default_factory=_NO_INTS.copy)
-    drawn_rows: tuple[Row, ...] = ()
-    drawn_tokens: Ints = field(default_factory=_NO_INTS.copy)
+    drawn_rows: tuple[Row, ...] = ()  # after which a token is drawn on this group
+    drawn_tokens: Ints = field(default_factory=_NO_INTS.copy)  # index of the last token of each of those [S]
     drawn_slots: Ints = field(default_factory=_NO_INTS.copy)
-    swaps_out: Sequence[Run] = ()
+    swaps_out: Sequence[Run] = ()  # tokens that move to host memory, and back
     swaps_in: Sequence[Run] = ()
-    token_ids: npt.NDArray[np.int32] | None = None
+    token_ids: npt.NDArray[np.int32] | None = None  # int32 [T], on a rank that embeds them
 
     @property
     def is_of_decodes(self) -> bool:
@@ -72,30 +58,24 @@ class Slots:
     """By slot, what a rank holds: the blocks, in order of arrival, and how many tokens are in them.
 
     With KV parallelism that is a shard of the request: adjacent positions whose keys and values this group took.
-
-    Args:
-        block_size: tokens a block.
-        group: this rank's KV-parallel group; blocks of other groups are not noted.
-
-    Attributes:
-        held: tokens of each slot that lie here once the batches prepared so far have run, int64.
     """
 
     def __init__(self, block_size: int, group: int = 0) -> None:
-        self.block_size = block_size
-        self.group = group
+        self.block_size = block_size  # in tokens
+        self.group = group  # this rank's; blocks of other groups are not noted
         self.clear()
 
     def clear(self) -> None:
         """Forget every slot."""
+        # tokens of each slot that lie here once the batches prepared so far have run
         self.held = np.zeros(_FIRST_SLOTS, np.int64)
         self._first = np.zeros(_FIRST_SLOTS, np.int64)  # position of the first of them
         self._num_blocks = np.zeros(_FIRST_SLOTS, np.int64)
-        self._blocks: list[npt.NDArray[np.int32]] = [_NO_PAGES] * _FIRST_SLOTS  # with spare room behind
+        self._blocks: list[npt.NDArray[np.int32]] = [_NONE] * _FIRST_SLOTS  # with spare room behind
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
         """The blocks of a request that lie here, int32."""
-        return self._blocks[slot][: self._num_blocks[slot]] if slot < len(self._blocks) else _NO_PAGES
+        return self._blocks[slot][: self._num_blocks[slot]] if slot < len(self._blocks) else _NONE
 
     @property
     def num_blocks(self) -> int:
@@ -103,18 +83,14 @@ class Slots:
         return int(self._num_blocks.sum())
 
     def prepare(self, batch: Batch) -> StepInput:
-        """Apply a batch's delta, and gather what its rows need.
+        """Apply the delta of this group's part of the next batch, and gather what its rows need.
 
-        Args:
-            batch: this group's part of the plan. Batches come in order; each is prepared before the next one.
-
-        Raises:
-            IndexError: a slot has not the blocks that a row needs.
+        IndexError where a slot has not the blocks that a row needs.
         """
         step = StepInput(batch, swaps_out=self._runs(batch.swaps_out))
         for slot in batch.frees:
             if slot < len(self.held):
-                self._blocks[slot] = _NO_PAGES
+                self._blocks[slot] = _NONE
                 self._num_blocks[slot] = self.held[slot] = 0
         for extent in batch.extents:
             if extent.group == self.group:
@@ -131,7 +107,7 @@ class Slots:
             self.held, self._first, self._num_blocks = (
                 np.pad(column, (0, more)) for column in (self.held, self._first, self._num_blocks)
             )
-            self._blocks += [_NO_PAGES] * more
+            self._blocks += [_NONE] * more
 
     def _append(self, extent: Extent) -> None:
         self._make_room(extent.slot + 1)
@@ -154,7 +130,10 @@ class Slots:
         before = np.where(is_writer, position - self._first[slot], self.held[slot])
         kv_len = before + q_len * is_writer
         self.held[slot] = kv_len
-        self._check(slot, kv_len)
+        room = self._num_blocks[slot] * size
+        if (lacks := room < kv_len).any():
+            row = int(lacks.argmax())
+            raise IndexError(f"slot {slot[row]} has blocks for {room[row]} tokens, {kv_len[row]} are to lie there")
         tables = [self._blocks[one] for one in slot.tolist()]
 
         num_own = int((num_groups == 1).sum())
@@ -179,22 +158,9 @@ class Slots:
         step.drawn_rows = tuple([rows[row] for row in drawn.tolist()])
         step.drawn_tokens, step.drawn_slots = ends[drawn] - 1, slot[drawn]
 
-    def _check(self, slot: Ints, kv_len: Ints) -> None:
-        """Refuse rows without the blocks for their keys."""
-        room = self._num_blocks[slot] * self.block_size
-        if (lacks := room < kv_len).any():
-            row = int(lacks.argmax())
-            raise IndexError(f"slot {slot[row]} has blocks for {room[row]} tokens, {kv_len[row]} are to lie there")
-
     def _runs(self, host: Sequence[Extent]) -> list[Run]:
-        """Where host blocks and the first blocks of their slots' tables face each other.
-
-        Args:
-            host: of a batch's swaps, in position order for each slot; those of other groups are left out.
-
-        Returns:
-            (first pool token, first token of the host's pool, count) runs.
-        """
+        """Where the host blocks of a batch's swaps, in position order for each slot, and the first blocks of their
+        slots' tables face each other; those of other groups are left out."""
         runs, size = [], self.block_size
         done: dict[int, int] = {}  # blocks by slot
         for extent in host:
@@ -215,16 +181,11 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """The arrays of a :class:`StepInput` on the device, and where its new keys and values go.
+    """The arrays of a :class:`StepInput` on the device, and where its new keys and values go."""
 
-    Attributes:
-        targets, kept: pool token and batch token of each key that is written by itself.
-        pieces: (first batch token, first pool token, count) of the others, which on the CPU go run by run.
-    """
-
-    pieces: Sequence[tuple[int, int, int]]
-    kept: torch.Tensor | None
-    targets: torch.Tensor
+    pieces: Sequence[tuple[int, int, int]]  # (first batch token, first pool token, count) that are written as one
+    kept: torch.Tensor | None  # batch token and
+    targets: torch.Tensor  # pool token of each of the others
     positions: torch.Tensor
     token_ids: torch.Tensor
     decode_tokens: torch.Tensor
@@ -242,7 +203,7 @@ class DeviceStep:
         arrays: list[npt.NDArray[Any]] = [
             targets,
             step.positions,
-            _NO_IDS if step.token_ids is None else step.token_ids,
+            _NONE if step.token_ids is None else step.token_ids,
             step.decode_tokens,
             step.decode_slots,
             step.drawn_tokens,

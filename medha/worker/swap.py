@@ -15,11 +15,11 @@ from functools import partial
 import torch
 
 from medha.errors import ConfigError
-from medha.models.decoder import LayerAttendFn
 from medha.worker.kv_cache import KVCache
 
 Run = tuple[int, int, int]
 """Tokens that move together: (first token of the device's pool, first token of the host's, count)."""
+Wait = Callable[[], None]
 
 _MEASURED_BLOCKS = 4
 _MEASURED_TIMES = 3
@@ -31,7 +31,7 @@ class CopyStream:
     def begin(self) -> None:
         """Make copies issued from now on wait for the compute launched so far."""
 
-    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
+    def issue(self, copies: Callable[[], None]) -> Wait:
         """Run copies after those issued before; the returned function makes later compute wait for them."""
         copies()
         return lambda: None
@@ -41,11 +41,7 @@ class CopyStream:
 
 
 class CudaCopyStream(CopyStream):
-    """Copies on a CUDA stream beside the compute's.
-
-    Args:
-        device: whose current stream the compute is on.
-    """
+    """Copies on a CUDA stream beside the device's current one, on which the compute is."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,7 +51,7 @@ class CudaCopyStream(CopyStream):
         """See :meth:`CopyStream.begin`: by an event on the compute's stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
+    def issue(self, copies: Callable[[], None]) -> Wait:
         """See :meth:`CopyStream.issue`: by an event behind the copies."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
@@ -68,45 +64,10 @@ class CudaCopyStream(CopyStream):
         self._stream.synchronize()
 
 
-class SwapCopies:
-    """The copies of a batch on their way.
-
-    Args:
-        waits: by layer, a function that makes compute launched after the call wait for the layer's copies.
-    """
-
-    def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
-        self._waits = waits
-
-    def before(self, attend: LayerAttendFn) -> LayerAttendFn:
-        """``attend``, which writes a layer's new keys and reads all of them, behind the copies of its layer."""
-
-        def attend_behind(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-            self._waits[layer]()
-            return attend(layer, q_TNH, k_TKH, v_TKH)
-
-        return attend_behind
-
-    def wait(self) -> None:
-        """Let all compute launched from now on come after all of them: copies are in order, so the last will do."""
-        self._waits[-1]()
-
-
 class HostCache:
-    """Pools of keys and values in host memory, of the layout of a rank's own.
+    """Pools ``k`` and ``v`` in host memory, of the layout of the cache that is swapped, for so many blocks.
 
-    On CUDA they are pinned; PyTorch rounds each layer's up to a power of two of bytes.
-
-    Args:
-        cache: the pools to swap; at least one layer.
-        num_blocks: blocks of the host's, at least 1.
-        stream: where copies run.
-
-    Raises:
-        ConfigError: the memory cannot be had.
-
-    Attributes:
-        k, v: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
+    On CUDA they are pinned; PyTorch rounds each layer's up to a power of two of bytes. Copies run on ``stream``.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, stream: CopyStream) -> None:
@@ -123,15 +84,13 @@ class HostCache:
                 f"the system does not give them ({error}); accepted: less"
             ) from error
 
-    def move(self, out: Sequence[Run], back: Sequence[Run]) -> SwapCopies:
-        """Begin to copy, behind the compute launched so far: in each layer first out, then back in.
+    def move(self, out: Sequence[Run], back: Sequence[Run]) -> list[Wait]:
+        """Begin to copy tokens, behind the compute launched so far: in each layer first out, then back in.
 
-        Args:
-            out: tokens to copy to the host.
-            back: tokens to copy from it.
+        What is returned, by layer, makes compute launched later wait for the copies of this layer and those before.
         """
         self._copies.begin()
-        return SwapCopies([self._copies.issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))])
+        return [self._copies.issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))]
 
     def finish(self) -> None:
         """Wait on the host until all that :meth:`move` began is copied."""

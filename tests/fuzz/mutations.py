@@ -23,7 +23,7 @@ from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
-from medha.worker.swap import HostCache, Run, SwapCopies
+from medha.worker.swap import HostCache, Run, Wait
 
 Patch = pytest.MonkeyPatch
 
@@ -76,7 +76,7 @@ def stale_page(patch: Patch) -> None:
     """What comes back from the host lacks its last run of tokens."""
     move = HostCache.move
 
-    def lacking(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> SwapCopies:
+    def lacking(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> list[Wait]:
         return move(self, out, back[:-1])
 
     patch.setattr(HostCache, "move", lacking)

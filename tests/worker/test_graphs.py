@@ -73,7 +73,7 @@ def replays(engine: Engine, maker: Repeating) -> list[tuple[int, int]]:
     rows: list[int] = []
     run = DecodeGraphs.run
 
-    def watching(self: DecodeGraphs, step: Any, **options: Any) -> torch.Tensor:
+    def watching(self: DecodeGraphs, step: Any, **options: Any) -> Any:
         rows.append(len(step.batch.rows))
         return run(self, step, **options)
 
@@ -179,7 +179,7 @@ def test_buffers_stay_where_they_are(case: Case) -> None:  # noqa: F811
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
 
     def places() -> list[int]:
-        buffers = graphs._inputs, graphs._ids, graphs._positions, graphs._targets, graphs.slots, graphs._pages
+        buffers = graphs._inputs, graphs._ids, graphs._positions, graphs._targets, graphs._slots, graphs._pages
         return [b.data_ptr() for b in (*buffers, *(graph.out for graph in graphs._graphs.values()))]
 
     before = places()

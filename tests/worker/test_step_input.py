@@ -164,7 +164,7 @@ def test_what_is_written_at_a_position_is_read_back_at_it(seed: int, stream: Cal
         batch = plans.batch(batch_id)
         for group, (tables, cache, host) in enumerate(zip(slots, caches, hosts, strict=True)):
             step = tables.prepare(batch.part_of(group))
-            host.move(step.swaps_out, step.swaps_in).wait()
+            host.move(step.swaps_out, step.swaps_in)[-1]()
             if step.batch.rows:
                 check(step, group, plans.live)
                 sent = DeviceStep.of(step, CPU, with_pages=True)

@@ -21,7 +21,7 @@ from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
-from medha.worker.swap import CopyStream, HostCache, SwapCopies
+from medha.worker.swap import CopyStream, HostCache, Wait
 from tests.attention.test_torch_backend import make_flashinfer
 from tests.engines import Preemptions, build_engine
 from tests.serving import Model, finish, random_ids
@@ -53,17 +53,6 @@ def test_measuring_changes_nothing() -> None:
     before = [pool.clone() for pool in (*cache.k, *cache.v)]
     assert HostCache(cache, 2, CopyStream()).measure_block_s() > 0
     assert all(torch.equal(a, b) for a, b in zip(before, (*cache.k, *cache.v), strict=True))
-
-
-def test_each_layer_waits_for_its_own_copies_alone() -> None:
-    waited: list[int] = []
-    moves = SwapCopies([lambda layer=layer: waited.append(layer) for layer in range(3)])
-    q = torch.zeros(1)
-    attend = moves.before(lambda layer, *_: waited.append(10 + layer) or q)  # type: ignore[func-returns-value]
-    for layer in range(3):
-        assert attend(layer, q, q, q) is q
-    moves.wait()
-    assert waited == [0, 10, 1, 11, 2, 12, 2]
 
 
 # -- the engine ------------------------------------------------------------------------------------------------
@@ -130,7 +119,8 @@ def test_a_request_in_host_memory_can_be_aborted(bytes_model: Model) -> None:
 
 
 def test_compute_that_does_not_wait_is_noticed(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapCopies, "before", lambda self, attend: attend)
+    move = HostCache.move
+    monkeypatch.setattr(HostCache, "move", lambda *args: [lambda: None for _ in move(*args)])
     with pytest.raises(Exception, match="comes after all of its copies"):
         run(bytes_model.engine(**(SMALL | SWAP), stream=Late()), GREEDY)
 
@@ -143,8 +133,8 @@ def test_what_comes_after_an_interrupt_comes_after_its_copies(
     engine = bytes_model.engine(**(SMALL | SWAP), stream=line)
     eager = Runner._eager
 
-    def interrupted(runner: Runner, step: StepInput, copies: SwapCopies | None) -> Any:
-        if copies is not None:
+    def interrupted(runner: Runner, step: StepInput, copies: list[Wait]) -> Any:
+        if copies:
             assert line.queued
             raise KeyboardInterrupt
         return eager(runner, step, copies)
@@ -242,7 +232,8 @@ def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
     out = host.move([(0, 0, 32 * 256)], [])
     for layer in range(4):
         weights = weights @ weights / 64
-        out.before(lambda layer, *_: cache.k[layer].zero_())(layer, weights, weights, weights)
+        out[layer]()
+        cache.k[layer].zero_()
         cache.v[layer].zero_()
-    host.move([], [(32 * 256, 0, 32 * 256)]).wait()
+    host.move([], [(32 * 256, 0, 32 * 256)])[-1]()
     assert all(torch.equal(a, pool[32 * 256 :]) for a, pool in zip(before, pools, strict=True))
