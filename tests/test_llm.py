@@ -444,16 +444,6 @@ def test_every_thread_hears_of_the_engines_death(
 # -- life and death --------------------------------------------------------------------------------------------
 
 
-USES: dict[str, Callable[[LLM], Any]] = {
-    "generate": lambda llm: llm.generate("x"),
-    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}]),
-    "stream": lambda llm: llm.stream("x"),
-    "engine": lambda llm: llm.engine,
-    "get_tokenizer": lambda llm: llm.get_tokenizer(),
-    "get_default_sampling_params": lambda llm: llm.get_default_sampling_params(),
-}
-
-
 def test_use_after_close(needle: Model) -> None:
     llm = LLM(str(needle.folder), **SMALL)
     open_stream = llm.stream(question())
@@ -461,11 +451,11 @@ def test_use_after_close(needle: Model) -> None:
     with pytest.raises(ZeroDivisionError), llm:
         _ = 1 / 0
     llm.close()
-    for use in USES.values():
+    uses: list[Callable[[], Any]] = [lambda: llm.generate("x"), lambda: llm.chat([{"role": "user", "content": "x"}])]
+    uses += [lambda: llm.stream("x"), lambda: llm.engine, llm.get_tokenizer, llm.get_default_sampling_params]
+    for use in (*uses, lambda: next(open_stream)):
         with pytest.raises(EngineDeadError, match="this LLM is closed"):
-            use(llm)
-    with pytest.raises(EngineDeadError, match="this LLM is closed"):
-        next(open_stream)
+            use()
 
 
 def test_close_frees_everything(needle: Model) -> None:

@@ -96,7 +96,7 @@ class ReportLine:
     def __init__(self, ranks: Ranks, runner: Runner) -> None:
         self._ranks = ranks
         self._runner = runner
-        self.sends = _Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
+        self._sends = _Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
 
     def post(self, batch: Batch, group: int) -> PendingStep:
         """Post the receive of one group's report of its part of a batch, on rank 0."""
@@ -108,7 +108,11 @@ class ReportLine:
 
     def send(self, result: StepResult) -> None:
         """Send what was sampled to rank 0, on another rank."""
-        self.sends.add(encode_report(result, [self._runner.sampling(row.slot) for row in result.rows]), 0)
+        self._sends.add(encode_report(result, [self._runner.sampling(row.slot) for row in result.rows]), 0)
+
+    def drain(self) -> None:
+        """Wait for every send."""
+        self._sends.drain()
 
 
 class TokenLine:
@@ -428,7 +432,7 @@ class Follower:
         self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()
-            self._reports.sends.drain()
+            self._reports.drain()
             leave(self.ranks)
 
     def _follow_to(self, name: str, kind: str) -> Message:

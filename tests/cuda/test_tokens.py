@@ -33,7 +33,7 @@ def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypat
     with LLM(model, device="cuda", dtype="float16", **POOL | SWAP) as llm:
         counts = Preemptions.of(llm.engine)
         assert complete(llm) == expected
-    assert counts.num_swaps == 2
+    assert counts.num_swaps > 0
 
 
 @pytest.mark.parametrize(

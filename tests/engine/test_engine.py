@@ -55,10 +55,6 @@ def step_forever(engine: Engine, outputs: dict[str, RequestOutput]) -> None:
         outputs.update((output.request_id, output) for output in engine.step())
 
 
-def tokens_of(outputs: dict[str, RequestOutput]) -> list[list[int]]:
-    return [outputs[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))]
-
-
 # -- outputs ---------------------------------------------------------------------------------------------------
 
 
@@ -318,21 +314,16 @@ class Clock:
         return self.time_s
 
 
-def tick_in_run(engine: Engine, clock: Clock, patch: pytest.MonkeyPatch, seconds: float = 1.0) -> None:
-    """Let every batch take a second."""
-    run = engine.runner.run
-
-    def slow(step: Any) -> Any:
-        clock.time_s += seconds
-        return run(step)
-
-    patch.setattr(engine.runner, "run", slow)
-
-
 def test_metrics(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     engine = bytes_model.engine(clock=clock, chunk_size=16, max_batch_tokens=16, max_num_seqs=1)
-    tick_in_run(engine, clock, monkeypatch)
+    run = engine.runner.run
+
+    def slow(step: Any) -> Any:
+        clock.time_s += 1
+        return run(step)
+
+    monkeypatch.setattr(engine.runner, "run", slow)
     clock.time_s += 2
     assert engine.now() == 2.0
     engine.add_request("a", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=3), slo=SLO(ttft_s=4.0, tpot_s=0.5))

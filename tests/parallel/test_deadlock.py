@@ -459,8 +459,7 @@ CROSSED = Workload((Arrival(0, 20, 5, None), Arrival(0, 10, 5, None), Arrival(0,
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_waiting_at_once_alone_is_no_deadlock(layout: ParallelConfig) -> None:
-    """Receives are posted ahead and collectives have one order, so not even a transport that blocks in each of them can
-    stop the ranks."""
+    """Receives are posted ahead and collectives have one order."""
     with pytest.MonkeyPatch.context() as patch:
         for mutate in SYNCHRONOUS:
             mutate(patch)

@@ -235,8 +235,7 @@ def test_graphs_eager_execution_and_swapping_agree_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_collectives_of_one_rank_can_be_captured(tmp_path: Path) -> None:
-    """The sum and the gathering of a tensor-parallel group over NCCL, read anew at each replay; one rank is no more
-    than a smoke test."""
+    """A smoke test: the sum and the gathering of a tensor-parallel group over NCCL, read anew at each replay."""
     import torch.distributed as dist
 
     from medha.parallel.tp import all_gather_over, all_reduce_over
