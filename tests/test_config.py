@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,18 +28,19 @@ def test_defaults() -> None:
     config = EngineConfig.from_flat("folder")
     assert config == EngineConfig("folder")
     assert config.cache == CacheConfig(256, None, None, 0.9)
-    assert config.scheduler == SchedulerConfig("medha", "srpt", 256, 2048, None, None, rho_max=0.4, late_share=0.1)
+    assert config.scheduler == SchedulerConfig("medha", "srpt", 256, 2048, None, None)
     assert SchedulerConfig("sarathi").chunk_size == 512
 
 
 @pytest.mark.parametrize(
-    ("policy", "rho_max", "late_share"),
+    ("policy", "yielded", "guarded"),
     [("srpt", 0.4, 0.1), ("priority:edf", 0.4, 0.1), ("lars", 0.4, 0.0), ("edf", 0.0, 0.0), ("fcfs", 0.0, 0.0)],
 )
-def test_a_policy_of_the_papers_is_as_published(policy: str, rho_max: float, late_share: float) -> None:
-    config = SchedulerConfig(policy=policy)
-    assert (config.rho_max, config.late_share) == (rho_max, late_share)
-    assert SchedulerConfig(policy=policy, rho_max=0.2, late_share=0.3).late_share == 0.3
+def test_a_policy_of_the_papers_is_as_published(policy: str, yielded: float, guarded: float) -> None:
+    for config in (SchedulerConfig(policy=policy), replace(SchedulerConfig(), policy=policy)):
+        assert (config.yielded_share, config.guarded_share) == (yielded, guarded)
+    config = SchedulerConfig(policy=policy, rho_max=0.2, late_share=0.3)
+    assert (config.yielded_share, config.guarded_share) == (0.2, 0.3)
 
 
 # A name of vLLM or SGLang, and ours.

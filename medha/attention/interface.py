@@ -44,7 +44,10 @@ class AttentionRows:
         tables: Sequence[npt.NDArray[np.int32]],
         page_size: int,
     ) -> AttentionRows:
-        """Rows of so many queries and keys; ``tables`` has the pages of each row, at least as many as it needs."""
+        """Rows of so many queries and keys; ``tables`` has the pages of each row, at least as many as it needs.
+
+        ValueError where a causal row has more queries than keys.
+        """
         if (causal & (kv_len < q_len)).any():
             row = int((causal & (kv_len < q_len)).argmax())
             raise ValueError(f"a causal row of {q_len[row]} queries needs as many keys, got {kv_len[row]}")

@@ -31,7 +31,7 @@ from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.folder import resolve_model
-from medha.models.hf_config import load_model_config
+from medha.models.hf_config import load_model_config, merge_overrides
 from medha.models.weights import expected_tensors
 from medha.parallel.launch import own_ranks, read_launch
 from medha.profile.steps import StepRunner, fill_pools
@@ -105,10 +105,7 @@ class Subject:
         source = resolve_model(self.folder)
         with tempfile.TemporaryDirectory(prefix="medha-bench-") as name:
             folder, shape = Path(name), json.loads((source / "config.json").read_text())
-            for key, value in self.overrides(longest).items():
-                is_inside = isinstance(value, Mapping) and isinstance(shape.get(key), dict)
-                shape[key] = {**shape[key], **value} if is_inside else value
-            (folder / "config.json").write_text(json.dumps(shape))
+            (folder / "config.json").write_text(json.dumps(merge_overrides(shape, self.overrides(longest))))
             if self.model is not None:
                 for file in source.iterdir():
                     if file.name != "config.json":

@@ -185,13 +185,20 @@ class SchedulerConfig:
         if self.scheduler != "medha" and self.admission != "all":
             what = f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make"
             raise ConfigError(f"{what}; accepted: all")
-        is_published = self.policy in PUBLISHED
-        if self.rho_max is None:
-            object.__setattr__(self, "rho_max", 0.0 if is_published and self.policy != "lars" else 0.4)
-        if self.late_share is None:
-            object.__setattr__(self, "late_share", 0.0 if is_published else 0.1)
         if self.scheduler != "medha" and self.chunk_size is None:
             object.__setattr__(self, "chunk_size", self.max_batch_tokens if self.scheduler == "vllm" else 512)
+
+    @property
+    def yielded_share(self) -> float:
+        """``rho_max``, where none is given that of the policy."""
+        published = 0.0 if self.policy in PUBLISHED and self.policy != "lars" else 0.4
+        return published if self.rho_max is None else self.rho_max
+
+    @property
+    def guarded_share(self) -> float:
+        """``late_share``, where none is given that of the policy."""
+        published = 0.0 if self.policy in PUBLISHED else 0.1
+        return published if self.late_share is None else self.late_share
 
     @property
     def num_in_flight(self) -> int:

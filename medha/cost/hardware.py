@@ -127,7 +127,7 @@ class HardwareSpec(JsonFile):
 
 
 def load_spec(name_or_path: str | Path) -> HardwareSpec:
-    """A spec that comes along, by name, or that of a JSON file."""
+    """A spec that comes along, by name, or that of a JSON file; ConfigError where it is neither, or not valid."""
     known = sorted(path.stem for path in SPECS.glob("*.json"))
     path = SPECS / f"{name_or_path}.json" if str(name_or_path) in known else Path(name_or_path)
     try:

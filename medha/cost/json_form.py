@@ -32,7 +32,10 @@ class JsonFile:
 
     @classmethod
     def from_json(cls: type[T], text: str, *, source: str = "the file") -> T:
-        """Read what :meth:`to_json` gave, or was written by hand; ``source`` names it in messages."""
+        """Read what :meth:`to_json` gave, or was written by hand; ``source`` names it in messages.
+
+        ConfigError where it is no such file; where a field is unknown, missing or wrong, with its name.
+        """
         try:
             tree = json.loads(text)
         except ValueError as error:

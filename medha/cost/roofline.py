@@ -265,7 +265,10 @@ def _layout(parallel: ParallelConfig) -> str:
 def load_coefficients(
     config: EngineConfig, model: ModelConfig, *, backend: str, dtype: torch.dtype, device: torch.device
 ) -> Coefficients:
-    """Coefficients of the slowest stage of a group: of ``config.profile``, or of a spec for hardware of this kind."""
+    """Coefficients of the slowest stage of a group: of ``config.profile``, or of a spec for hardware of this kind.
+
+    ConfigError where the profile cannot be read, or was measured for something else.
+    """
     import torch  # here because simulation does without
 
     parallel, num_threads = config.parallel, torch.get_num_threads()

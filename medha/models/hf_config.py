@@ -95,7 +95,7 @@ def load_model_config(
     """
     raw = read_json_object(folder / "config.json")
     if hf_overrides:
-        raw = _merge_overrides(raw, hf_overrides)
+        raw = merge_overrides(raw, hf_overrides)
     reader = Fields(raw, "config.json with hf_overrides" if hf_overrides else "config.json")
     family = _family(reader)
     if raw.get("auto_map"):
@@ -149,8 +149,11 @@ def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, flo
     return given, reader.token_ids("eos_token_id", vocab_size)
 
 
-def _merge_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A new object; the RoPE fields of either generation are merged as one ``rope_parameters``."""
+def merge_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` with fields over it; objects inside it are merged key by key. ConfigError for an unknown field.
+
+    The RoPE fields of either generation are merged as one ``rope_parameters``.
+    """
     known = sorted({*raw, *_KNOWN_FIELDS})
     merged = dict(raw)
     for name, value in overrides.items():

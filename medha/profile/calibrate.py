@@ -207,6 +207,10 @@ def measure(
 
     ``max_kv`` is the longest KV cache in tokens, by default 131,072 or what model and memory allow; ``on_progress`` is
     called with the share done.
+
+    Raises:
+        ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
+        RankFailedError: another rank failed.
     """
     scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
     role = build_role(dataclasses.replace(config, scheduler=scheduler, cuda_graphs=False))  # step by step

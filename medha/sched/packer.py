@@ -69,7 +69,6 @@ class MedhaPacker(Packer):
         self.predictor = predictor
         self.depth = depth
         self._ranking = load_policy(config.policy)
-        self._rho_max, self._late_share = config.rho_max or 0.0, config.late_share or 0.0
         self._refused: list[int] = []
         self._owed_s: list[float] = []
         self._groups: list[GroupTime] = []
@@ -88,7 +87,7 @@ class MedhaPacker(Packer):
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
-            self._yields = self._rho_max > 0 and bool(is_short.any())
+            self._yields = self.config.yielded_share > 0 and bool(is_short.any())
             for state in favoured:
                 self._give(state, queue, builder, may_exceed=True)
             self._serve_guarded(queue, builder)
@@ -112,7 +111,7 @@ class MedhaPacker(Packer):
 
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
-        share = self._late_share
+        share = self.config.guarded_share
         if not share:
             return
         columns, guarded = queue.columns(self._factor), queue.column("guarded")
@@ -269,7 +268,7 @@ class MedhaPacker(Packer):
         """The share of the time after decodes that a long request leaves to short ones (Algorithm 2, space sharing)."""
         total_s, left_s = queue.work_s(state, self._factor)
         slack_s = state.request.arrival_s + state.deadline_s - (builder.now_s + self._ahead_s) - left_s
-        return min(self._rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))
+        return min(self.config.yielded_share, max(0.0, slack_s / max(total_s, SHORTEST_S)))
 
     def _is_long(self, state: State) -> bool:
         return state.num_prefill_tokens >= self.config.long_threshold

@@ -19,7 +19,8 @@ class KVCache:
     """Pools of keys and values, ``k`` and ``v``: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
 
     On the CPU the system commits pages as they are first written. With ``has_scratch`` one more block lies behind the
-    pool, which no table names: what rows that only fill a batch up read and write.
+    pool, which no table names: what rows that only fill a batch up read and write. ConfigError where the memory cannot
+    be had.
     """
 
     def __init__(

@@ -236,7 +236,7 @@ def torch_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that ``name`` means; ``auto`` is CUDA where there is one."""
+    """The device that ``name`` means; ``auto`` is CUDA where there is one. ConfigError where it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -249,7 +249,7 @@ def pick_device(name: str) -> torch.device:
 def own_device(device: torch.device, launch: Launch | None) -> torch.device:
     """This rank's device, made the current one: kernels that take no device run there.
 
-    ``cuda`` without an index is a GPU of its own for each rank of a node.
+    ``cuda`` without an index is a GPU of its own for each rank of a node; ConfigError where there are fewer.
     """
     if device.type != "cuda":
         return device
@@ -269,7 +269,7 @@ def choose_backend(
     """An attention backend for this rank's layers, and in words why it is that one.
 
     ``name`` is ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has kernels for the
-    model's heads, else torch.
+    model's heads, else torch. ConfigError where FlashInfer is asked for, and the package or a CUDA device is missing.
     """
     if name == "torch":
         return TorchBackend(), "as asked for"

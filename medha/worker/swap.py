@@ -68,6 +68,7 @@ class HostCache:
     """Pools ``k`` and ``v`` in host memory, of the layout of the cache that is swapped, for so many blocks.
 
     On CUDA they are pinned; PyTorch rounds each layer's up to a power of two of bytes. Copies run on ``stream``.
+    ConfigError where the memory cannot be had.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, stream: CopyStream) -> None:

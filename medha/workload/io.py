@@ -49,6 +49,10 @@ def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault
 
     ``format`` is a name of :data:`medha.workload.formats.FORMATS`, by default seen from the content. ``on_fault`` is
     called for each wrong request, which is then left out; by default the first is raised.
+
+    Raises:
+        ConfigError: the file cannot be read, or an argument is not accepted.
+        TraceFormatError: a request is wrong, none is right, or the file as a whole is damaged.
     """
     path = Path(path)
     if format is not None and format not in FORMATS:
@@ -232,7 +236,10 @@ def _cells(data: bytes) -> list[str]:
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
-    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes."""
+    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes.
+
+    ConfigError where the trace is empty, which readers refuse, or the file cannot be written.
+    """
     path = Path(path)
     if not len(trace):
         raise ConfigError(f"{path}: the trace has no requests; accepted: at least 1")

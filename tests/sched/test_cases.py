@@ -49,7 +49,7 @@ def test_a_long_request_ends_within_its_bound_while_a_stream_of_short_ones_goes_
     long_s, short_s = alone_s(LONG), alone_s(SHORT)
     deadline_s = DEFAULT.deadline_factor * long_s
     assert deadline_s > max(DEFAULT.patience_s, DEFAULT.deadline_floor_s)
-    bound_s = deadline_s + long_s / DEFAULT.late_share
+    bound_s = deadline_s + long_s / DEFAULT.guarded_share
     stream = [Job(at_s, SHORT, 2) for at_s in np.arange(0.0, bound_s + 10.0, short_s / load).tolist()]
     drive = play(make_scheduler(), [Job(0.0, LONG, 2), *stream])
     assert drive.first_token_s[0] < bound_s < stream[-1].arrival_s
