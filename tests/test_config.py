@@ -28,7 +28,7 @@ def test_defaults() -> None:
     config = EngineConfig.from_flat("folder")
     assert config == EngineConfig("folder")
     assert config.cache == CacheConfig(256, None, None, 0.9)
-    assert config.scheduler == SchedulerConfig("medha", "srpt", 256, 2048, None, None)
+    assert config.scheduler == SchedulerConfig("medha", "priority", 256, 2048, None, None)
     assert SchedulerConfig("sarathi").chunk_size == 512
 
 
@@ -116,8 +116,12 @@ def test_vllm_has_the_budget_of_the_batch_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "has_tpot", "text"),
     [
-        ({}, False, "a batch may take 0.25 s (quantum_s, as there is no TPOT objective), and so may a token"),
-        ({}, True, "a batch may take what its decodes' TPOT objectives leave, else 0.25 s (quantum_s)"),
+        ({"quantum_s": 0.25}, False, "a batch may take 0.25 s (quantum_s, as there is no TPOT objective)"),
+        (
+            {},
+            True,
+            "a batch may take what its decodes' TPOT objectives leave, else what an efficient chunk takes (quantum_s)",
+        ),
         ({"t_target_s": 0.05}, False, "a batch may take 0.05 s (t_target_s)"),
         ({"scheduler": "vllm"}, False, "scheduler vllm: batches of at most 2,048 tokens, chunks of at most 2,048"),
         ({"scheduler": "orca"}, True, "scheduler orca: batches of at most 2,048 tokens, whole prompts"),
@@ -168,13 +172,13 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **{name: (*NO_LENGTH, most + 1) for name, most in OPTIONAL_LENGTHS.items()},
     **{name: (None, "", words.split()[-1].upper(), 1) for name, words in WORDS.items()},
     **dict.fromkeys(("overcommit", "stream", "cuda_graphs"), (None, 0, 1, "yes", NAN)),
-    **dict.fromkeys(("quantum_s", "deadline_floor_s", "deadline_factor"), (*NO_SECONDS, None)),
+    **dict.fromkeys(("deadline_floor_s", "deadline_factor"), (*NO_SECONDS, None)),
     **dict.fromkeys(("rho_max", "late_share"), NO_SHARE),
     **dict.fromkeys(("tokenizer", "revision", "profile"), (3, True, "", ["a"])),
     "kv_memory": (0, -1, 2**60 + 1, 1.0, NAN, True, [1], "4 of GiB", "-1", "0", ""),
     "swap_space": (-1, 2**30 + 1, None, -1.0, NAN, INF, "4 gib of", "-1", "", True, [1]),
     "gpu_memory_utilization": (0, -0.5, 1.01, INF, None, *NO_NUMBER),
-    "t_target_s": NO_SECONDS,
+    **dict.fromkeys(("t_target_s", "quantum_s"), NO_SECONDS),
     "patience_s": (0, -1, -INF, None, *NO_NUMBER),
     "dist_timeout": (0, 0.5, -1, 86401, NAN, INF, "120", None),
     "seed": (None, 1.0, 2**63, *NO_NUMBER),
@@ -190,13 +194,13 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     **{name: (256, most, None, "1K") for name, most in OPTIONAL_LENGTHS.items()},
     **{name: tuple(words.split()) for name, words in WORDS.items()},
     **dict.fromkeys(("overcommit", "stream", "cuda_graphs"), (True, False)),
-    **dict.fromkeys(("quantum_s", "deadline_floor_s", "deadline_factor"), (1e-9, 1, 1e9)),
+    **dict.fromkeys(("deadline_floor_s", "deadline_factor"), (1e-9, 1, 1e9)),
     **dict.fromkeys(("rho_max", "late_share"), (0, 0.4, 0.99)),
     **dict.fromkeys(("tokenizer", "revision", "profile"), (None, "a")),
     "kv_memory": (1, None, 2**60, "1MiB"),
     "swap_space": (0, 1, 2**30, 4.0, 0.0, "4GiB", "0", "4"),
     "gpu_memory_utilization": (1, 1.0, 1e-9),
-    "t_target_s": (0.02, 1, None),
+    **dict.fromkeys(("t_target_s", "quantum_s"), (0.02, 1, None)),
     "patience_s": (1, INF),
     "dist_timeout": (1, 120.0, 86400),
     "seed": (0, -1, 2**63 - 1),

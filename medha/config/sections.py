@@ -81,9 +81,9 @@ class SchedulerConfig:
     )
     # or a function of (columns, now_s), from Python: see medha.sched.policy
     policy: str | Callable[[Any, float], Any] = _scheduling(
-        "srpt",
-        "Order of prefills of the medha scheduler: srpt, lars, ilrs, lrs, edf, sjf, fcfs, priority (class first, then "
-        "srpt), priority:NAME or package.module:name. Named alone, lars, ilrs, lrs, edf and fcfs are as published: no "
+        "priority",
+        "Order of prefills of the medha scheduler: priority (class first, then srpt), priority:NAME, srpt, lars, ilrs, "
+        "lrs, edf, sjf, fcfs or package.module:name. Named alone, lars, ilrs, lrs, edf and fcfs are as published: no "
         "guard, and sharing with lars only.",
         repr=False,
     )
@@ -112,8 +112,11 @@ class SchedulerConfig:
         POSITIVE,
         shown="from the tightest TPOT objective among the running decodes and the depth, else --quantum-s",
     )
-    quantum_s: float = _scheduling(
-        0.25, "Seconds of a batch when no decode has a TPOT objective: what a prefill holds up.", POSITIVE
+    quantum_s: float | None = _scheduling(
+        None,
+        "Seconds of a batch when no decode has a TPOT objective: what a prefill holds up.",
+        POSITIVE,
+        shown="of the least chunk, 256 tokens or more, that the machine reads at 85 % of its speed",
     )
     rho_max: float | None = _serving(
         None,
@@ -218,10 +221,11 @@ class SchedulerConfig:
             return f"scheduler {self.scheduler}: batches of at most {self.max_batch_tokens:,} tokens, {chunks}"
         if self.t_target_s is not None:
             return f"a batch may take {self.t_target_s:g} s (t_target_s)"
+        quantum = "what an efficient chunk takes" if self.quantum_s is None else f"{self.quantum_s:g} s"
         if has_tpot:
-            return f"a batch may take what its decodes' TPOT objectives leave, else {self.quantum_s:g} s (quantum_s)"
+            return f"a batch may take what its decodes' TPOT objectives leave, else {quantum} (quantum_s)"
         why = "quantum_s, as there is no TPOT objective"
-        return f"a batch may take {self.quantum_s:g} s ({why}), and so may a token beside prefills"
+        return f"a batch may take {quantum} ({why}), and so may a token beside prefills"
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ class VllmPacker(Packer):
 _ALIGNMENT = 64
 _FIRST_BUDGET = 256
 _GAIN = 0.1
+_TARGET_S = 0.25  # where nothing predicts what a batch takes
 
 
 class TokenBudgetPacker(Packer):
@@ -116,7 +117,7 @@ class TokenBudgetPacker(Packer):
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.token_s: float | None = None
-        self._target_s = config.quantum_s if config.t_target_s is None else config.t_target_s
+        self._target_s = config.t_target_s or config.quantum_s or _TARGET_S
         self._max_tokens = config.max_batch_tokens
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor, Tick
+from medha.cost.prefill_time import ChunkRule, efficient_chunk
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
@@ -47,6 +48,7 @@ from medha.sched.queue import Queue, State
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
+_SHORT_PROMPT = 256  # tokens
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class GroupTime:
     budget_s: float  # for the whole batch
     limit_s: float  # what the present phase may fill
     decodes_s: float  # what the decodes take
+    is_bound: bool  # by an objective: the least chunk is as small as can be
     long_slot: int | None = None  # the long prefill in it, if any
     is_joined: bool = False  # a chunk in it was made longer, and is in ``tick`` as two
 
@@ -68,6 +71,7 @@ class MedhaPacker(Packer):
         self.config = config
         self.predictor = predictor
         self.depth = depth
+        self._quantum_s, self._least_chunk = chunk_rules(config, predictor)
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
@@ -82,7 +86,8 @@ class MedhaPacker(Packer):
         self._groups = []
         for index in range(builder.memory.num_groups):
             tick, budget_s = self.predictor.tick(*builder.works(index)), self._budget_s(queue, builder, index)
-            self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds))
+            is_bound = budget_s < self._quantum_s  # by an objective
+            self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, is_bound))
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
@@ -104,10 +109,13 @@ class MedhaPacker(Packer):
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
         places are taken the first of the highest class."""
         builder.preemption.by_class = True
+        lowest = max((state.request.priority for state in queue.running.values()), default=0)
+        if not lowest:
+            return []
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
         if len(queue.running) >= self.config.max_num_seqs:
             states += queue.first_of_highest_class()
-        return [state for state in states if builder.make_room(state)]
+        return [state for state in states if state.request.priority < lowest and builder.make_room(state)]
 
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
@@ -206,7 +214,8 @@ class MedhaPacker(Packer):
         if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
-        has_chunk, min_chunk = state.slot in builder.chunked, self.config.min_chunk
+        position, has_chunk = state.num_scheduled_tokens, state.slot in builder.chunked
+        prefers_least = may_exceed and not share and not has_chunk
 
         def may_enter(first: int, count: int) -> bool:
             groups = self._groups[first : first + count]
@@ -214,13 +223,16 @@ class MedhaPacker(Packer):
 
         def fitting(first: int, count: int, most: int) -> int:
             tokens = self._fitting(state, builder, first, count, most, share) if may_enter(first, count) else 0
-            return tokens if tokens == most or tokens >= min_chunk or has_chunk else 0
+            is_first = prefers_least and not any(builder.has_chunk[first : first + count])
+            needed = least(first, count, most) if is_first else min(self.config.min_chunk, most)
+            return tokens if tokens >= needed or has_chunk else 0
 
         def least(first: int, count: int, most: int) -> int:
-            is_taken = any(builder.has_chunk[first : first + count])
-            return 0 if is_taken or not may_enter(first, count) else min(min_chunk, most)
+            if any(builder.has_chunk[first : first + count]) or not may_enter(first, count):
+                return 0
+            is_bound = any(group.is_bound for group in self._groups[first : first + count])
+            return min(most, self.config.min_chunk if is_bound else self._least_chunk(position // count))
 
-        position = state.num_scheduled_tokens
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
             self._grow(state, builder)
         num_refused, joined = len(builder.refused), builder.chunk_tokens(state.slot)
@@ -311,20 +323,19 @@ class MedhaPacker(Packer):
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _budget_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
-        """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
+        """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the quantum.
 
         A decode comes round again after ``config.period`` batches, so each may take that share of the TPOT.
         """
-        if self.config.t_target_s is not None:
-            return self.config.t_target_s
-        tightest = self.config.quantum_s * self.config.period
-        for state in queue.decoding.values():
-            slo = state.request.slo
-            if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
-                first, count = builder.memory.span(state.slot)
-                if first <= group < first + count:
-                    tightest = slo.tpot_s
-        return tightest / self.config.period
+        budget_s = self._quantum_s
+        if self.config.t_target_s is None:
+            for state in queue.decoding.values():
+                slo = state.request.slo
+                if slo is not None and slo.tpot_s is not None and slo.tpot_s < budget_s * self.config.period:
+                    first, count = builder.memory.span(state.slot)
+                    if first <= group < first + count:
+                        budget_s = slo.tpot_s / self.config.period
+        return budget_s
 
     def _note(self, builder: BatchBuilder) -> None:
         """Keep the prediction of the batch."""
@@ -337,3 +348,18 @@ class MedhaPacker(Packer):
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
+
+
+def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, ChunkRule]:
+    """Seconds of a batch that no TPOT objective bounds, and the least tokens of a chunk for which it may take longer.
+
+    Where no quantum is set it follows from the machine: the time of a short prompt alone, or of the least chunk that is
+    read at nearly full speed if that takes longer; behind a long context too no chunk is read more slowly.
+    """
+    most, least = config.max_batch_tokens, min(config.min_chunk, config.max_batch_tokens, predictor.max_tokens)
+    budget_s = config.t_target_s or config.quantum_s
+    if budget_s is not None:
+        return budget_s, lambda kv_before: least
+    efficient = efficient_chunk(predictor, most, least)
+    size = efficient_chunk(predictor, most, min(_SHORT_PROMPT, most))(0)
+    return predictor.uncorrected().tick().with_chunk(size, 0), efficient

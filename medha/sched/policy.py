@@ -135,8 +135,7 @@ def lars(columns: Columns, now_s: float) -> Floats:
 BUILT_IN: MappingProxyType[str, Policy] = MappingProxyType(
     {"fcfs": fcfs, "sjf": sjf, "srpt": srpt, "edf": edf, "lrs": lrs, "ilrs": ilrs, "lars": lars}
 )
-DEFAULT_POLICY = "srpt"
-CLASS_FIRST = "priority"
+CLASS_FIRST = DEFAULT_POLICY = "priority"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,7 +287,7 @@ def load_policy(spec: str | Policy) -> Ranking:
         return Ranking(spec, BUILT_IN[spec])
     head, colon, rest = spec.partition(":")
     if head == CLASS_FIRST:
-        inner = load_policy(rest if colon else DEFAULT_POLICY)
+        inner = load_policy(rest if colon else "srpt")
         if inner.by_class:
             raise ConfigError(f"policy={spec!r}; accepted: {CLASS_FIRST} once")
         return Ranking(f"{CLASS_FIRST}:{inner.name}", inner.key, by_class=True)

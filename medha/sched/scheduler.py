@@ -22,7 +22,7 @@ from medha.sched.baselines import classical_packer
 from medha.sched.batch_builder import BatchBuilder
 from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.packer import MedhaPacker
+from medha.sched.packer import MedhaPacker, chunk_rules
 from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue
 
@@ -67,9 +67,9 @@ class Scheduler:
             self.packer = MedhaPacker(config, predictor, self.depth)
         times = None
         if predictor is not None:
-            most, budget_s = config.max_batch_tokens, config.t_target_s or config.quantum_s
-            sizes = {"granularity": config.chunk_granularity, "min_tokens": config.min_chunk}
-            rule = budgeted_chunk(predictor, budget_s, most, **sizes)  # the chunks that the packer would take
+            budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
+            most, step = config.max_batch_tokens, config.chunk_granularity
+            rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
             times = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
@@ -313,7 +313,7 @@ def complete_config(
     if most is None:
         most = pool = num_blocks * block_size
         if parallel.kvp > 1:
-            budget_s, least = config.t_target_s or config.quantum_s, min(config.min_chunk, predictor.max_tokens)
+            (budget_s, _), least = chunk_rules(config, predictor), min(config.min_chunk, predictor.max_tokens)
             efficient = efficient_kv(predictor, budget_s, least, most=pool, run=(0, 1))
             most = min(pool, -(-max(efficient, -(-longest // parallel.kvp)) // block_size) * block_size)
     return replace(config, depth=depth, max_kv_per_group=most)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from medha.cost.predictor import slowest_of
 from medha.cost.prefill_time import budgeted_chunk
+from medha.sched.packer import chunk_rules
 from medha.sim.replica import Replica
 from medha.workload.metrics import Floats, Times, by_length, counted, percentile, serving_fields
 from medha.workload.trace import Trace
@@ -213,9 +214,9 @@ def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
     """
     config = replace(replica.scheduler, scheduler="medha")
     stages = replace(replica, scheduler=config).stages()
-    slowest, most = slowest_of(stages), config.max_batch_tokens
-    size = {"granularity": config.chunk_granularity, "min_tokens": min(config.min_chunk, most)}
-    rule = budgeted_chunk(slowest, config.t_target_s or config.quantum_s, most, **size)
+    slowest = slowest_of(stages)
+    budget_s, least = chunk_rules(config, slowest)
+    rule = budgeted_chunk(slowest, budget_s, config.max_batch_tokens, granularity=config.chunk_granularity, least=least)
 
     def through(free_s: Sequence[float], q_len: int, kv_before: int, *, samples: bool) -> list[float]:
         """When each stage is done with the next chunk, given when it was done with the one before; seconds."""

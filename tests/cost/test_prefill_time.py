@@ -38,8 +38,8 @@ def totals_of(times: PrefillTimes, lengths: Iterable[int]) -> np.ndarray:
 
 RULES = {
     "fixed": lambda kv: 512,
-    "adaptive": budgeted_chunk(PREDICTOR, 0.05, 4096, granularity=16, min_tokens=16),
-    "small budget": budgeted_chunk(PREDICTOR, 0.006, 4096, granularity=1, min_tokens=64),
+    "adaptive": budgeted_chunk(PREDICTOR, 0.05, 4096, granularity=16, least=lambda kv: 16),
+    "small budget": budgeted_chunk(PREDICTOR, 0.006, 4096, granularity=1, least=lambda kv: 64),
     "whole prompt": lambda kv: 4096,
 }
 
@@ -102,7 +102,7 @@ def test_a_chunk_larger_than_a_batch_runs_in_parts() -> None:
 def test_the_present_factor_does_not_enter() -> None:
     predictor = Predictor(PLAIN, max_tokens=4096)
     predictor.observe("prefill", 1.0, 5.0)
-    rule = budgeted_chunk(predictor, 0.05, 4096, granularity=16, min_tokens=16)
+    rule = budgeted_chunk(predictor, 0.05, 4096, granularity=16, least=lambda kv: 16)
     lengths = (100, 10_000, 1_000_000)
     times, fresh = PrefillTimes(predictor, rule), PrefillTimes(PREDICTOR, RULES["adaptive"])
     np.testing.assert_array_equal(totals_of(times, lengths), totals_of(fresh, lengths))

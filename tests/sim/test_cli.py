@@ -56,7 +56,7 @@ def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path)
     assert found["config"]["workload"] == "uniform:100-900,1-20"
     assert found["config"]["hardware_spec"]["provenance"] == "derived"
     (run,) = found["runs"]
-    assert (run["scheduler"], run["policy"], run["completed"], run["failed"]) == ("medha", "srpt", 20, 0)
+    assert (run["scheduler"], run["policy"], run["completed"], run["failed"]) == ("medha", "priority", 20, 0)
     assert run["request_rate"] == 5.0
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert {f"{figure}_{name}_ms" for figure in ("mean", "median", "std", "p99")} <= set(run)
@@ -116,7 +116,7 @@ def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_
 def test_what_a_batch_may_take_is_said(simulate: Simulate) -> None:
     systems = ("--scheduler", "medha,sarathi,vllm,orca", "--policy", "lars,edf", "--qps", 1, "--num-requests", 5)
     text = " ".join(simulate(*systems, "--workload", "fixed:100,2").out.split())
-    assert text.count("a batch may take 0.25 s (quantum_s, as there is no TPOT objective)") == 1
+    assert text.count("may take what an efficient chunk takes (quantum_s, as there is no TPOT objective)") == 1
     assert "scheduler sarathi: batches of at most 2,048 tokens, chunks of at most 512 " in text
     assert "scheduler vllm: batches of at most 2,048 tokens, chunks of at most 2,048 " in text
     assert "scheduler orca: batches of at most 2,048 tokens, whole prompts " in text
