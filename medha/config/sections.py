@@ -170,7 +170,7 @@ class SchedulerConfig:
         "while another computes.",
         BOOLEAN,
         flags=("--async-scheduling/--no-async-scheduling",),
-        shown="on; off with one rank on a CPU, which would gain nothing, and in simulations",
+        shown="on; off with one rank on a CPU and in simulations of one stage, which would gain nothing",
     )
     admission: str = _serving(
         "all",

@@ -95,6 +95,7 @@ class HardwareSpec(JsonFile):
     elementwise: ElementwiseRates
     host_s: float  # seconds of a step on the host: scheduling, input, output
     sample_s: float  # seconds of sampling a token
+    control_s: float  # from a decision to its batch in the first of several stages: deciding, the host, the hop
     all_reduce: tuple[LinkRates, ...]  # within a node, by number of ranks
     all_gather: tuple[LinkRates, ...]  # likewise
     send: LinkRates  # within a node

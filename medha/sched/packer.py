@@ -30,6 +30,7 @@ Departures from the paper, and why:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,8 @@ _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 _SHORT_PROMPT = 256  # tokens
+# So many quanta a batch takes at most where its decodes' objectives allow it: fewer and larger chunks.
+_MOST_QUANTA = 4
 
 
 @dataclass(slots=True)
@@ -59,7 +62,7 @@ class GroupTime:
     budget_s: float  # for the whole batch
     limit_s: float  # what the present phase may fill
     decodes_s: float  # what the decodes take
-    is_bound: bool  # by an objective: the least chunk is as small as can be
+    most_s: float  # for the whole batch, where an efficient chunk needs longer than the budget
     long_slot: int | None = None  # the long prefill in it, if any
     is_joined: bool = False  # a chunk in it was made longer, and is in ``tick`` as two
 
@@ -85,9 +88,11 @@ class MedhaPacker(Packer):
         builder.add_decodes()
         self._groups = []
         for index in range(builder.memory.num_groups):
-            tick, budget_s = self.predictor.tick(*builder.works(index)), self._budget_s(queue, builder, index)
-            is_bound = budget_s < self._quantum_s  # by an objective
-            self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, is_bound))
+            tick, most_s = self.predictor.tick(*builder.works(index)), self._most_s(queue, builder, index)
+            budget_s = min(self._quantum_s, most_s)
+            if self.config.quantum_s is None and budget_s < most_s < math.inf:  # what an objective leaves is used
+                budget_s = min(_MOST_QUANTA * self._quantum_s, most_s)
+            self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, most_s))
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
@@ -230,8 +235,8 @@ class MedhaPacker(Packer):
         def least(first: int, count: int, most: int) -> int:
             if any(builder.has_chunk[first : first + count]) or not may_enter(first, count):
                 return 0
-            is_bound = any(group.is_bound for group in self._groups[first : first + count])
-            return min(most, self.config.min_chunk if is_bound else self._least_chunk(position // count))
+            efficient = min(most, self._least_chunk(position // count))
+            return max(self._fitting(state, builder, first, count, efficient), min(most, self.config.min_chunk))
 
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
             self._grow(state, builder)
@@ -285,8 +290,11 @@ class MedhaPacker(Packer):
     def _is_long(self, state: State) -> bool:
         return state.num_prefill_tokens >= self.config.long_threshold
 
-    def _fitting(self, state: State, builder: BatchBuilder, first: int, count: int, most: int, share: float) -> int:
-        """The most tokens that fit the time of each group; ``share`` of it is left to others."""
+    def _fitting(
+        self, state: State, builder: BatchBuilder, first: int, count: int, most: int, share: float | None = None
+    ) -> int:
+        """The most tokens that fit the time of each group, of which ``share`` is left to others; without one, all that
+        a batch may take."""
         tokens = most
         run = (first, first + count - 1) if count > 1 else None
         for index in range(first, first + count):
@@ -296,7 +304,9 @@ class MedhaPacker(Packer):
                 kv = builder.memory.kv_before(state.slot, kv, index)
             if index < first + count - 1:
                 kv += builder.chunk_tokens(state.slot)
-            limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
+            limit_s = group.most_s
+            if share is not None:
+                limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
             samples = tokens == state.num_left and index == first
             tokens = group.tick.largest_chunk(
                 kv, limit_s, tokens, self.config.chunk_granularity, run=run, samples=samples
@@ -322,20 +332,21 @@ class MedhaPacker(Packer):
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def _budget_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
-        """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the quantum.
+    def _most_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
+        """Seconds that a batch may take: as set, or what the tightest TPOT among its decodes allows.
 
         A decode comes round again after ``config.period`` batches, so each may take that share of the TPOT.
         """
-        budget_s = self._quantum_s
-        if self.config.t_target_s is None:
-            for state in queue.decoding.values():
-                slo = state.request.slo
-                if slo is not None and slo.tpot_s is not None and slo.tpot_s < budget_s * self.config.period:
-                    first, count = builder.memory.span(state.slot)
-                    if first <= group < first + count:
-                        budget_s = slo.tpot_s / self.config.period
-        return budget_s
+        if self.config.t_target_s is not None:
+            return self.config.t_target_s
+        tightest = math.inf
+        for state in queue.decoding.values():
+            slo = state.request.slo
+            if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
+                first, count = builder.memory.span(state.slot)
+                if first <= group < first + count:
+                    tightest = slo.tpot_s
+        return tightest / self.config.period
 
     def _note(self, builder: BatchBuilder) -> None:
         """Keep the prediction of the batch."""

@@ -40,14 +40,25 @@ class Passage:
 class Pipeline:
     """The stages of one replica, of which the groups are alike; ``on_segment`` is told of every batch on every stage.
 
+    A batch reaches the first of several stages ``control_s`` after it was decided. Where it ``is_async``, a decode may
+    have been decided before its token is known, and waits for that in the first stage.
+
     ``busy_s`` and ``bubble_s``, by group and stage, are the seconds computed so far, and those without work while
     another stage of the group had some.
     """
 
     def __init__(
-        self, stages: Sequence[Predictor], num_groups: int = 1, on_segment: Callable[[Segment], None] | None = None
+        self,
+        stages: Sequence[Predictor],
+        num_groups: int = 1,
+        on_segment: Callable[[Segment], None] | None = None,
+        *,
+        control_s: float = 0.0,
+        is_async: bool = False,
     ) -> None:
         self.stages, self.num_groups, self.on_segment = stages, num_groups, on_segment
+        self._control_s = control_s if len(stages) > 1 else 0.0
+        self._tokens_s: dict[int, float] | None = {} if is_async else None  # when each slot has its newest token
         self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in range(num_groups)] for _ in range(3))
         costs = [predictor.coefficients for predictor in stages]
         parts = [(c.linear, c.chunks, c.decodes, c.mixed, c.head, c.host_s, c.tp, c.spp, c.kvp) for c in costs]
@@ -57,10 +68,11 @@ class Pipeline:
     def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
         """Let a batch enter stage 0, right after it was scheduled; the memory says where the keys of each row lie."""
         first_end_s, end_s, slowest_s = now_s, now_s, 0.0
+        now_s += self._control_s
         for groups in _together(batch, self.num_groups):
             seconds = self._seconds(batch, memory, groups)
-            ready_s = now_s
-            entered_s = max(now_s, *(self._free_s[group][0] for group in groups))
+            ready_s = max(now_s, self._last_token_s(batch, groups))
+            entered_s = max(ready_s, *(self._free_s[group][0] for group in groups))
             begins_s = [max(entered_s, self._free_s[group][-1]) for group in groups]  # see send_decodes
             for stage, stage_s in enumerate(seconds):
                 start_s = max(ready_s, *(self._free_s[group][stage] for group in groups))
@@ -77,6 +89,8 @@ class Pipeline:
                 for stage, stage_s in enumerate(seconds):  # one of them works until the batch has left the last one
                     self.bubble_s[group][stage] += ready_s - from_s - stage_s
             end_s = max(end_s, ready_s)
+            if self._tokens_s is not None:
+                self._tokens_s.update((row.slot, ready_s) for row in batch.rows if row.samples and row.group in groups)
         return Passage(first_end_s, end_s, slowest_s)
 
     @property
@@ -91,6 +105,7 @@ class Pipeline:
             predictor = self.stages[kind]
             raw_s = predictor.steady_decodes(count)(mean_kv, max_kv)
             seconds[kind] = max(raw_s * predictor.factor("decode"), MIN_SECONDS)
+        now_s += self._control_s
         free_s, busy_s = self._free_s[0], self.busy_s[0]
         ready_s, first_end_s = now_s, now_s
         begins_s = max(now_s, free_s[0], free_s[-1])  # of the time that no batch before accounts for
@@ -103,6 +118,13 @@ class Pipeline:
         for stage, kind in enumerate(self._kinds):
             self.bubble_s[0][stage] += ready_s - begins_s - seconds[kind]
         return Passage(first_end_s, ready_s, max(seconds.values()))
+
+    def _last_token_s(self, batch: Batch, groups: Sequence[int]) -> float:
+        """When the last of the tokens is known with which the decodes of some groups go on."""
+        if not self._tokens_s:
+            return 0.0
+        decodes = (row.slot for row in batch.rows[: batch.num_decodes] if row.group in groups)
+        return max((self._tokens_s[slot] for slot in decodes), default=0.0)
 
     def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:
         """Seconds of each stage: the slowest of the groups that go together."""

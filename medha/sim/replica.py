@@ -60,10 +60,13 @@ class Replica:
         predictor = Predictor(slowest.coefficients, max_tokens=slowest.max_tokens)
         pool = {"num_blocks": num_blocks, "block_size": self.block_size}
         config = complete_config(self.scheduler, predictor, self.parallel, longest=self.max_model_len, **pool)
+        if config.async_scheduling is None:
+            config = replace(config, async_scheduling=self.parallel.spp > 1)
         scheduler = Scheduler(
             config, **pool, num_groups=self.parallel.kvp, predictor=predictor, max_prompt_tokens=self.max_model_len
         )
-        return scheduler, Pipeline(stages, self.parallel.kvp, on_segment)
+        ahead = {"control_s": self.spec.control_s, "is_async": bool(config.async_scheduling)}
+        return scheduler, Pipeline(stages, self.parallel.kvp, on_segment, **ahead)  # type: ignore[arg-type]
 
 
 def spec_fields(spec: HardwareSpec) -> dict[str, str]:

@@ -114,7 +114,8 @@ def replicas(draw: st.DrawFn) -> Replica:
 def test_rules_of_any_load(replica: Replica, trace: Trace) -> None:
     segments: list[Segment] = []
     scheduler, pipeline = replica.build(on_segment=segments.append)
-    watched = Watched(pipeline.stages, pipeline.num_groups, on_segment=segments.append)
+    is_async = bool(scheduler.config.async_scheduling)
+    watched = Watched(pipeline.stages, pipeline.num_groups, on_segment=segments.append, is_async=is_async)
     watched.sent = []
     outcome = Simulation(scheduler, watched, trace).run()
     requests = outcome.requests
@@ -195,7 +196,7 @@ def test_stepping_over_changes_nothing_and_repeating_neither(replica: Replica, t
 def test_a_stretch_may_end_before_each_batch_in_flight_has_gone_round(spp: int) -> None:
     """Requests come within few steps of each other, with several batches in flight."""
     trace = synthesize("fixed:300,40", num_requests=150, qps=8.0)
-    replica = one_replica("lars", spp=spp)
+    replica = one_replica("lars", spp=spp, async_scheduling=False)
     with_skips, without = (run(replica, trace, skips=skips) for skips in (True, False))
     assert with_skips.num_skipped > 0.1 * with_skips.num_batches
     assert columns(with_skips.requests) == columns(without.requests)
@@ -310,3 +311,24 @@ def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
     assert outcome.requests.finish_s.tolist() == pytest.approx([0.33, 9.03])
     np.testing.assert_allclose(outcome.stage_busy_s, [[0.12] * 3])
     np.testing.assert_allclose(outcome.stage_bubble_s, [[0.24] * 3])  # the idle time between the two is none
+
+
+@pytest.mark.parametrize("control_s", [0.0, 0.001, 0.005])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_batch_enters_later_by_the_control_latency(control_s: float, is_async: bool) -> None:
+    """A decode alone pays for it at each token where its token has to be known, and is sent ahead where not."""
+    config = SchedulerConfig("sarathi", depth=4, async_scheduling=is_async)
+    scheduler = Scheduler(config, num_blocks=100, block_size=256)
+    pipeline = Pipeline([equal_stage(0.01)] * 3, control_s=control_s, is_async=is_async)
+    trace = Trace(np.zeros(1), np.array([100]), np.array([11]))
+    outcome = Simulation(scheduler, pipeline, trace).run()
+    assert outcome.requests.finish_s[0] == pytest.approx(0.33 + control_s * (1 if is_async else 11))
+    assert outcome.requests.first_token_s[0] == pytest.approx(0.03 + control_s)
+
+
+def test_stages_are_simulated_as_they_run() -> None:
+    """Several stages with async scheduling and control latency: a decode comes round as often as there are stages."""
+    for spp in (1, 2, 4):
+        scheduler, pipeline = one_replica(spp=spp).build()
+        assert scheduler.config.async_scheduling == (spp > 1) and scheduler.config.period == spp
+        assert pipeline._control_s == (SPEC.control_s if spp > 1 else 0.0)
