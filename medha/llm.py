@@ -113,6 +113,7 @@ class LLM:
         *,
         slo: SLO | Sequence[SLO | None] | None = None,
         priority: str | Sequence[str] = "normal",
+        tenant: str | Sequence[str] = "",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts; all are checked before any is queued.
@@ -120,8 +121,8 @@ class LLM:
         Args:
             prompts: one or several; each is text, token ids, or a mapping with ``prompt``, ``prompt_token_ids`` or
                 ``messages``.
-            sampling_params, slo, priority: for all, or one for each; the class is ``realtime``, ``high``, ``normal``
-                or ``low``.
+            sampling_params, slo, priority, tenant: for all, or one for each; the class is ``realtime``, ``high``,
+                ``normal`` or ``low``; tenants share the machine fairly.
             use_tqdm: show a progress bar on a terminal.
 
         Returns:
@@ -135,7 +136,7 @@ class LLM:
         """
 
         def run() -> list[RequestOutput]:
-            given = {"sampling_params": sampling_params, "slo": slo, "priority": priority}
+            given = {"sampling_params": sampling_params, "slo": slo, "priority": priority, "tenant": tenant}
             return self._serve(lambda: self._prepare(listed(prompts), **given), use_tqdm)
 
         role = self._open_role
@@ -155,6 +156,7 @@ class LLM:
         *,
         slo: SLO | Sequence[SLO | None] | None = None,
         priority: str | Sequence[str] = "normal",
+        tenant: str | Sequence[str] = "",
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -173,7 +175,8 @@ class LLM:
         options = dict(zip(CHAT_OPTIONS, (add_generation_prompt, tools, chat_template_kwargs), strict=True))
         several = isinstance(messages, (list, tuple)) and not (messages and isinstance(messages[0], Mapping))
         prompts: list[Prompt] = [{"messages": one, **options} for one in (messages if several else [messages])]
-        return self.generate(prompts, sampling_params, slo=slo, priority=priority, use_tqdm=use_tqdm)
+        given = {"slo": slo, "priority": priority, "tenant": tenant}
+        return self.generate(prompts, sampling_params, **given, use_tqdm=use_tqdm)  # type: ignore[arg-type]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
@@ -263,9 +266,10 @@ class LLM:
         """Check everything, each of what is given for all or one for each prompt; the first error names its index."""
         spreads = (spread(name, value, len(prompts)) for name, value in given.items())
         requests = []
-        for index, (prompt, params, objective, order) in enumerate(zip(prompts, *spreads, strict=True)):
+        for index, (prompt, params, slo, order, tenant) in enumerate(zip(prompts, *spreads, strict=True)):
+            wanted = {"slo": slo, "priority": order or "normal", "tenant": tenant}
             try:
-                request = self.engine.prepare(self._new_id(), prompt, params, slo=objective, priority=order or "normal")
+                request = self.engine.prepare(self._new_id(), prompt, params, **wanted)
             except ValidationError as error:
                 if len(prompts) > 1:
                     error.args = (f"prompt {index}: {error}",)

@@ -186,6 +186,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "async_scheduling": (0, 1, "on"),
     "rope_scaling": (3, True, ["yarn"], NAN),
     "hf_overrides": (3, True, "{}", [("a", 1)]),
+    "tenant_weights": (3, True, "{}", {"a": 0}, {"a": -1.0}, {"a": NAN}, {"a": INF}, {"a": "1"}, {1: 1.0}),
 }
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     **{name: (1, most) for name, most in INTEGERS.items()},
@@ -208,6 +209,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "async_scheduling": (True, False, None),
     "rope_scaling": (None, "yarn", {"rope_type": "linear", "factor": 2.0}),
     "hf_overrides": (None, {}, {"rope_theta": 1e6}),
+    "tenant_weights": (None, {}, {"a": 1, "": 0.5}),
 }
 
 

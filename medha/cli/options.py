@@ -115,8 +115,8 @@ def takes(*groups: Group) -> Callable[[Callable[..., int]], Callable[..., int]]:
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """What a command was given for :meth:`medha.config.EngineConfig.from_flat`, with text that is JSON read."""
     options = {name: given[name] for name in ENGINE if given.get(name) is not None}
-    for name in ("hf_overrides", "rope_scaling"):
+    for name in ("hf_overrides", "rope_scaling", "tenant_weights"):
         text = options.get(name)
-        if text is not None and (name == "hf_overrides" or text.lstrip().startswith("{")):
+        if text is not None and (name != "rope_scaling" or text.lstrip().startswith("{")):
             options[name] = parse_json_object(text.encode(errors="replace"), f"{name} {short_repr(text)}")
     return options

@@ -98,6 +98,11 @@ def finite(low: float, high: float = math.inf, *, is_open: bool = False) -> Chec
     return number(accepted, lambda value: (low < value if is_open else low <= value) and value <= most)
 
 
+def are_weights(value: Any) -> bool:
+    """Whether it is a mapping of names to finite numbers above 0."""
+    return isinstance(value, dict) and all(isinstance(n, str) and POSITIVE.holds(v) for n, v in value.items())
+
+
 COUNT, FEW = integer(1, 2**31 - 1), integer(1, 65536)
 POSITIVE = finite(0, is_open=True)
 SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)

@@ -18,6 +18,8 @@ from medha.config.fields import (
     SERVING,
     SHARE,
     SIMULATED,
+    Check,
+    are_weights,
     check_options,
     choice,
     finite,
@@ -171,6 +173,13 @@ class SchedulerConfig:
         BOOLEAN,
         flags=("--async-scheduling/--no-async-scheduling",),
         shown="on; off with one rank on a CPU and in simulations of one stage, which would gain nothing",
+    )
+    tenant_weights: dict[str, float] | None = _serving(
+        None,
+        "JSON object of the tenants' shares of the compute time, as '{\"batch\": 0.5}'.",
+        Check("a mapping of names to numbers above 0", are_weights),
+        kind=str,
+        shown="1 each",
     )
     admission: str = _serving(
         "all",

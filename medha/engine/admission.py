@@ -39,6 +39,7 @@ def prepare_request(
     params: SamplingParams | None,
     slo: SLO | None = None,
     priority: str = "normal",
+    tenant: str = "",
     *,
     limits: ModelLimits,
     tokenizer: Tokenizer | None,
@@ -57,6 +58,7 @@ def prepare_request(
     if slo is not None:
         check_type("slo", slo, SLO)
     check_priority(priority)
+    check_type("tenant", tenant, str)
     text, ids = _tokenise(prompt, tokenizer, limits.vocab_size)
     params = params.resolve(limits.sampling_defaults)
     if params.stop_strings and tokenizer is None:
@@ -69,7 +71,7 @@ def prepare_request(
         message = f"min_tokens={least} leaves nothing to draw; accepted: 0, or fewer stop_token_ids"
         raise ValidationError(message, param="min_tokens", value=least)
     params = _capped(params, len(ids), limits.max_model_len, kv)
-    request = Request(request_id, text, ids, params, slo=slo, priority=priority)
+    request = Request(request_id, text, ids, params, slo=slo, priority=priority, tenant=tenant)
     _check_pool(len(ids), request.max_tokens, kv)
     if len(ids) > PIECE_TOKENS:
         assert len(request.prompt_token_ids) == len(ids), "it is made now, not when the first output is"

@@ -51,6 +51,7 @@ class Arrival:
     priority: str = "normal"
     error: MedhaError | None = None
     custom_id: str | None = None
+    tenant: str = ""
 
     def unserved(self, start_s: float, *, error: Exception | None = None, now_s: float | None = None) -> RequestOutput:
         """Its output if the engine never takes it; ``arrival_s`` counts from ``start_s``, its own error goes before
@@ -158,9 +159,8 @@ class _Preparing:
 def _prepare(engine: Engine, arrival: Arrival) -> Request:
     if arrival.error is not None:
         raise arrival.error
-    return engine.prepare(
-        arrival.request_id, arrival.prompt, arrival.params, slo=arrival.slo, priority=arrival.priority
-    )
+    objectives = {"slo": arrival.slo, "priority": arrival.priority, "tenant": arrival.tenant}
+    return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)  # type: ignore[arg-type]
 
 
 def _is_long(prompt: Any) -> bool:

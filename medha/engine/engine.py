@@ -218,6 +218,7 @@ class Engine:
         *,
         slo: SLO | None = None,
         priority: str = "normal",
+        tenant: str = "",
         arrival_s: float | None = None,
     ) -> None:
         """Check, tokenise and queue one request.
@@ -228,6 +229,7 @@ class Engine:
             params: sampling parameters.
             slo: its objectives.
             priority: class: ``realtime``, ``high``, ``normal`` or ``low``.
+            tenant: who shares the machine fairly with the others.
             arrival_s: when it arrived on the engine's clock (:meth:`now`); now by default.
 
         Raises:
@@ -236,7 +238,8 @@ class Engine:
             EngineDeadError: the engine has failed before.
         """
         arrival_s = self.now() if arrival_s is None else arrival_s
-        self.add_prepared(self.prepare(request_id, prompt, params, slo=slo, priority=priority), arrival_s=arrival_s)
+        prepared = self.prepare(request_id, prompt, params, slo=slo, priority=priority, tenant=tenant)
+        self.add_prepared(prepared, arrival_s=arrival_s)
 
     def prepare(
         self,
@@ -246,13 +249,14 @@ class Engine:
         *,
         slo: SLO | None = None,
         priority: str = "normal",
+        tenant: str = "",
     ) -> Request:
         """Tokenise and check a request without queueing it, in any thread; as :meth:`add_request`."""
         if self._dead is not None:
             raise self._dead
         kv = self.scheduler.memory
         return prepare_request(
-            request_id, prompt, params, slo, priority, limits=self.limits, tokenizer=self.tokenizer, kv=kv
+            request_id, prompt, params, slo, priority, tenant, limits=self.limits, tokenizer=self.tokenizer, kv=kv
         )
 
     @_in_turn
@@ -271,7 +275,9 @@ class Engine:
             raise ValidationError(message, param="request_id", value=request.request_id)
         slots, now_s = self._unused_slots(request.params.n), self.now()
         length, priority = len(request.prompt_ids), PRIORITIES.index(request.priority)
-        asked = SchedulerRequest(slots[0], length, request.max_tokens, arrival_s, request.slo, priority)
+        asked = SchedulerRequest(
+            slots[0], length, request.max_tokens, arrival_s, request.slo, priority, tenant=request.tenant
+        )
         admitted = [self.scheduler.add(replace(asked, slot=slot), now_s) for slot in slots]
         sink = sink or self._unreturned.append
         request.begin(slots, arrival_s, limits=self.limits, tokenizer=self.tokenizer, sink=sink)

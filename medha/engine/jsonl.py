@@ -2,7 +2,7 @@
 
 A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``, ``messages`` (and with it ``tools``,
 ``chat_template_kwargs``, ``add_generation_prompt``), any field of :class:`medha.SamplingParams`, ``arrival_s``, ``slo``
-{``ttft_s``, ``tpot_s``} and ``priority``; or, as OpenAI's batch files have it, ``custom_id`` and all else in a
+{``ttft_s``, ``tpot_s``}, ``priority`` and ``tenant``; or, as OpenAI's batch files have it, ``custom_id`` and all else in a
 ``body``. A line that is wrong becomes an arrival with an error, so that the rest still run. Fields nobody knows are
 ignored and named once in the log; known ones that medha does not implement are errors.
 """
@@ -43,7 +43,7 @@ logger = logging.getLogger("medha")
 
 
 _ID_FIELDS = ("id", "request_id", "custom_id")
-_OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority"}
+_OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority", "tenant"}
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
 
@@ -216,7 +216,9 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
         if arrival_s < 0:
             raise not_accepted("arrival_s", given["arrival_s"], "seconds, not negative")
         priority = check_priority(given.get("priority", "normal"))
-        return Arrival(request_id, {form: prompt} | options, params, slo, arrival_s, priority, custom_id=custom_id)
+        prompt = {form: prompt} | options
+        tenant = given.get("tenant", "")
+        return Arrival(request_id, prompt, params, slo, arrival_s, priority, custom_id=custom_id, tenant=tenant)
     except MedhaError as error:
         return Arrival(request_id, "", error=error, custom_id=custom_id)
 

@@ -57,6 +57,7 @@ class Request:
         *,
         slo: SLO | None = None,
         priority: str = "normal",
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -64,6 +65,7 @@ class Request:
         self.params = params
         self.slo = slo
         self.priority = priority
+        self.tenant = tenant
         self.completions: tuple[Completion, ...] = ()  # by index; none until it begins
         self.num_running = params.n  # completions that have not ended
 

@@ -25,6 +25,7 @@ class SchedulerRequest:
     slo: SLO | None = None
     priority: int = 2  # class, 0 (realtime) to 3 (low)
     is_relegated: bool = False  # no deadline, whatever its objectives, and after all others of its class
+    tenant: str = ""  # who shares the machine fairly with the others
 
     @property
     def num_kv_tokens(self) -> int:

@@ -86,13 +86,17 @@ class MedhaPacker(Packer):
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
         builder.add_decodes()
-        self._groups = []
+        self._groups, decodes = [], len(builder.rows)
         for index in range(builder.memory.num_groups):
             tick, most_s = self.predictor.tick(*builder.works(index)), self._most_s(queue, builder, index)
             budget_s = min(self._quantum_s, most_s)
             if self.config.quantum_s is None and budget_s < most_s < math.inf:  # what an objective leaves is used
                 budget_s = min(_MOST_QUANTA * self._quantum_s, most_s)
             self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, most_s))
+        if queue.tenants.are_several and decodes:
+            row_s = sum(group.decodes_s for group in self._groups) / decodes
+            for row in builder.rows:
+                queue.tenants.charge(queue.running[row.slot].tenant, row_s)
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
@@ -170,6 +174,7 @@ class MedhaPacker(Packer):
                 first=_FIRST,
                 among=may_enter,
                 last=queue.column("relegated"),
+                behind=queue.tenants.ahead(queue.column("tenant")) if queue.tenants.are_several else None,
             )
             states = queue.states_of_rows(rows)
             has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)

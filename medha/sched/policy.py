@@ -160,6 +160,7 @@ def order(
     first: int | None = None,
     among: NDArray[np.bool_] | None = None,
     last: NDArray[np.bool_] | None = None,
+    behind: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.intp]:
     """Rows of ``columns`` by key (before it the class, if the ranking says so), ties by arrival, then slot.
 
@@ -170,6 +171,7 @@ def order(
         first: how many rows are wanted; None is all. A few of many are found without sorting all.
         among: which rows count; None is all. The policy is asked about all of them.
         last: rows whose key is inf whatever the policy says.
+        behind: rows that come after the others of their class.
 
     Raises:
         PolicyError: the policy raised, or returned something else than a number for each request.
@@ -186,8 +188,8 @@ def order(
         raise _policy_error(ranking.name, "the key is NaN", slots[is_nan])
     if last is not None and last.any():
         keys = np.where(last, np.inf, keys)
-    by = (keys, columns.arrival_s, slots)
-    return sort_rows((columns.priority, *by) if ranking.by_class else by, first=first, among=among)
+    before = [columns.priority] * ranking.by_class + [part.astype(np.int64) for part in (behind,) if part is not None]
+    return sort_rows((*before, keys, columns.arrival_s, slots), first=first, among=among)
 
 
 def sort_rows(

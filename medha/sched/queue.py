@@ -20,6 +20,7 @@ from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
+from medha.sched.tenants import Tenants
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class State:
     has_started: bool = False  # it is bound to a group and may hold memory
     ended: bool = False  # it finished or was cancelled; it is closed once nothing of it is in flight
     num_preempted: int = 0
+    tenant: int = 0  # its number
     slot: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
     **{name: np.float64 if name.endswith("_s") else np.int64 for name in COLUMN_NAMES},
     "last_chunk_s": np.float64,  # when it last had a chunk in a batch; its arrival before the first
     "slot": np.int64,
+    "tenant": np.int64,
     "started": np.bool_,
     "relegated": np.bool_,  # it comes after all others
     "guarded": np.bool_,  # the guard looks after it; written by the packer
@@ -98,6 +101,7 @@ class Queue:
         decoding: of those, the ones whose prompt is scheduled whole.
         waiting: not started, in order of arrival; preempted ones come first.
         ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
+        tenants: the accounts of those whose requests are not forgotten.
         num_prefills: rows of the columns.
     """
 
@@ -109,6 +113,7 @@ class Queue:
         self.decoding: dict[int, State] = {}
         self.waiting: OrderedDict[int, State] = OrderedDict()
         self.ending: set[int] = set()
+        self.tenants = Tenants(config.tenant_weights)
         self.num_prefills = 0
         self._states: list[State] = []  # by row
         self._row_of: dict[int, int] = {}
@@ -172,6 +177,7 @@ class Queue:
         length = request.num_prompt_tokens
         total_s = self.prefill_s(length)
         state = State(request, length, length, self._deadline_s(request, total_s * factor))
+        state.tenant = self.tenants.enter(request.tenant)
         self.waiting[request.slot] = state
         self._append(state, total_s, request.arrival_s)
         return state
@@ -204,13 +210,15 @@ class Queue:
             state.foresee()
         if row.is_decode:
             return
+        index, left = self._row_of[state.slot], self._table["work_left_s"]
+        left_s = self._left_s(row.kv_len, state.num_prefill_tokens) if state.prefilling else 0.0
+        self.tenants.charge(state.tenant, left[index] - left_s)
         if not state.prefilling:
             self._remove(state.slot)
             self.decoding[state.slot] = state
             return
-        index = self._row_of[state.slot]
         self._table["last_chunk_s"][index] = now_s
-        self._table["work_left_s"][index] = self._left_s(row.kv_len, state.num_prefill_tokens)
+        left[index] = left_s
         self._columns = None
 
     def computed(self, rows: Iterable[Row]) -> None:
@@ -233,8 +241,8 @@ class Queue:
 
     def drop(self, slot: int) -> None:
         """Forget a request."""
-        self.waiting.pop(slot, None)
-        self.running.pop(slot, None)
+        if (state := self.waiting.pop(slot, None) or self.running.pop(slot, None)) is not None:
+            self.tenants.leave(state.tenant)
         self.decoding.pop(slot, None)
         self.ending.discard(slot)
 
@@ -264,7 +272,7 @@ class Queue:
         left_s = self._left_s(num_kept, state.num_prefill_tokens) if num_kept else total_s
         times = request.arrival_s, state.deadline_s, total_s, left_s
         sizes = state.num_prefill_tokens, num_kept, request.priority
-        values = *times, *sizes, last_chunk_s, state.slot, False, request.is_relegated, False
+        values = *times, *sizes, last_chunk_s, state.slot, state.tenant, False, request.is_relegated, False
         for column, value in zip(self._table.values(), values, strict=True):
             column[row] = value
         self._states.append(state)

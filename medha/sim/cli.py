@@ -42,7 +42,7 @@ BARE_TEXT = "medha simulate --tp 8 --policy srpt,fcfs --request-rate 0.3 --num-p
 _SAMPLE = 100_000  # requests drawn to find the longest of a workload
 # What an engine needs, and a simulation does not or takes in its own way.
 _OTHERS = (
-    *("scheduler", "policy", "admission", "async_scheduling", "profile"),
+    *("scheduler", "policy", "admission", "async_scheduling", "tenant_weights", "profile"),
     *("tp_forward", "dist_timeout", "kv_memory", "swap_space", "block_size"),
 )
 

@@ -226,6 +226,7 @@ def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
             done_s.append(ready_s + stage.tick().with_chunk(q_len, kv_before, samples=samples))
         return done_s
 
+    control_s = replica.spec.control_s if len(stages) > 1 else 0.0
     lengths, rows = np.unique(prompt_tokens, return_inverse=True)
     alone_s: list[float] = []
     free_s, start, chunk = [0.0] * len(stages), 0, rule(0)
@@ -233,7 +234,7 @@ def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
         while start + chunk < length:
             free_s = through(free_s, chunk, start, samples=False)
             start, chunk = start + chunk, rule(start + chunk)
-        alone_s.append(through(free_s, length - start, start, samples=True)[-1])
+        alone_s.append(through(free_s, length - start, start, samples=True)[-1] + control_s)
     return np.array(alone_s, dtype=np.float64)[rows]
 
 

@@ -26,7 +26,7 @@ def is_steady(scheduler: Scheduler) -> bool:
     """Whether the batches in flight go round until a request ends or another arrives: each, when it is complete, is
     scheduled again with the next token of the same requests. Asked only where :func:`may_go_round`."""
     queue, in_flight = scheduler._queue, scheduler._in_flight
-    if queue.num_prefills or scheduler.memory.frees or not in_flight:
+    if queue.num_prefills or queue.tenants.are_several or scheduler.memory.frees or not in_flight:
         return False
     num_running = len(queue.running)
     if len(queue.decoding) != num_running or sum(len(batch.rows) for batch, _ in in_flight) != num_running:

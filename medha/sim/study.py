@@ -28,7 +28,7 @@ from medha.workload.synth import retimed, synthesize
 from medha.workload.trace import Trace
 
 NUM_REQUESTS = 200  # of a workload where neither a number nor a duration is given
-LIVE_ONLY = ("scheduler", "policy", "admission", "async_scheduling")
+LIVE_ONLY = ("scheduler", "policy", "admission", "async_scheduling", "tenant_weights")
 """Fields of a scheduler's configuration that a simulation does not take from its options as they are."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -29,7 +30,11 @@ def two_stages(scheduler: str, *, stream: bool) -> Replica:
         scheduler, chunk_size=CHUNK, max_batch_tokens=CHUNK, t_target_s=60.0, late_share=0.0, stream=stream
     )
     return Replica(
-        load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(spp=2), config, max_model_len=1 << 15
+        replace(load_spec("a100-80g"), control_s=0.0),
+        find_model("llama-3-8b"),
+        ParallelConfig(spp=2),
+        config,
+        max_model_len=1 << 15,
     )
 
 

@@ -1,0 +1,108 @@
+"""Fair shares of tenants: in seconds of compute, within a class, and only where several want to be served."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from medha.config import SchedulerConfig
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
+from medha.sched.tenants import LEAD_S, Tenants
+from tests.sched.virtual import make_predictor
+
+PREDICTOR = make_predictor(max_tokens=2048)
+Load = list[tuple[float, int, str, int]]
+"""(arrival, prompt tokens, tenant, class) of requests in order of arrival; each asks for four tokens."""
+
+
+def first_tokens(load: Load, until_s: float = float("inf"), **options: object) -> dict[int, float]:
+    """TTFT by index of those that have a first token by then, on a virtual clock."""
+    config = SchedulerConfig(late_share=0.0, **options)  # type: ignore[arg-type]
+    sizes = {"num_blocks": 1 << 17, "block_size": 16, "max_prompt_tokens": 100_000}
+    scheduler, now_s, arrived = Scheduler(config, predictor=PREDICTOR, **sizes), 0.0, 0
+    found: dict[int, float] = {}
+    left: Counter[int] = Counter()
+    while now_s < until_s and (arrived < len(load) or left):
+        while arrived < len(load) and load[arrived][0] <= now_s:
+            at_s, tokens, tenant, priority = load[arrived]
+            scheduler.add(SchedulerRequest(arrived, tokens, 4, at_s, priority=priority, tenant=tenant))
+            left[arrived], arrived = 4, arrived + 1
+        decision = scheduler.schedule(now_s)
+        if decision.batch is None:
+            now_s = load[arrived][0]
+            continue
+        assert decision.prediction is not None
+        now_s += decision.prediction.seconds
+        results = []
+        for row in decision.batch.rows:
+            if row.samples:
+                found.setdefault(row.slot, now_s - load[row.slot][0])
+                left[row.slot] -= 1
+                results.append((row.slot, 1, not left[row.slot]))
+        scheduler.complete(decision.batch, now_s, results, decision.prediction.seconds)
+        left = +left
+    return found
+
+
+def seconds_of(tokens: int) -> float:
+    """Predicted seconds of a short prompt alone."""
+    return PREDICTOR.tick().with_chunk(tokens, 0)
+
+
+FLOOD: Load = [(0.0, 200, "a", 2)] * 400
+"""Shorter prompts than the other tenant's, so that the policy alone would serve all of them before."""
+
+
+def test_a_flood_of_one_tenant_holds_another_up_by_the_lead_at_most() -> None:
+    load = [*FLOOD, *((1.0 + i, 400, "b", 2) for i in range(20))]
+    ttfts = first_tokens(load)
+    waits = [ttfts[index] for index in range(len(FLOOD), len(load))]
+    alone_s, batch_s = seconds_of(400), seconds_of(2048)
+    assert max(waits) < LEAD_S + 2 * batch_s + 2 * alone_s
+    assert np.median(waits) < 2 * batch_s + 2 * alone_s  # b is behind by then
+    nobodys = first_tokens([(at_s, tokens, "", order) for at_s, tokens, _, order in load])
+    assert nobodys[len(FLOOD)] > 5 * max(waits)
+
+
+def test_one_tenant_alone_is_served_as_none_is() -> None:
+    load = [(0.1 * i, 100 + 37 * i % 900, "", i % 4) for i in range(60)]
+    assert first_tokens([(*r[:2], "x", r[3]) for r in load]) == first_tokens(load)
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0}, {"a": 3.0}, {"b": 0.25}])
+def test_tenants_that_both_want_more_get_their_weights(weights: dict[str, float]) -> None:
+    """Of prompts whose lengths differ, in seconds of compute and not in tokens or requests."""
+    load: Load = [(0.0, tokens, tenant, 2) for _ in range(300) for tenant, tokens in (("a", 300), ("b", 1500))]
+    until_s = 60.0
+    served = first_tokens(load, until_s, tenant_weights=weights)
+    had_s = {t: sum(seconds_of(load[i][1]) for i in served if load[i][2] == t) for t in "ab"}
+    shares = {t: had_s[t] / weights.get(t, 1.0) for t in "ab"}
+    assert min(len(served), 600 - len(served)) > 50
+    assert abs(shares["a"] - shares["b"]) < (LEAD_S + 2 * seconds_of(2048)) / min(1.0, *weights.values())
+
+
+def test_a_class_goes_before_a_share() -> None:
+    load: Load = [*FLOOD, (1.0, 400, "b", 2), (1.0, 400, "a", 1)]
+    ttfts = first_tokens(load)
+    assert ttfts[len(FLOOD) + 1] <= ttfts[len(FLOOD)] < 2 * LEAD_S
+
+
+def test_nobody_saves_up_and_accounts_end_with_the_last_request() -> None:
+    tenants = Tenants({"b": 2.0})
+    a, b = tenants.enter("a"), tenants.enter("b")
+    tenants.charge(a, 10.0)
+    tenants.charge(b, 19.0)
+    assert tenants.ahead(np.array([a, b, a])).tolist() == [False, False, False]
+    tenants.charge(a, 0.6)
+    assert tenants.ahead(np.array([a, b, a])).tolist() == [True, False, True]
+    assert tenants.ahead(np.array([a])).tolist() == [False]  # the other wants nothing now
+    assert tenants.ahead(np.array([], np.int64)).tolist() == []
+    tenants.leave(b)
+    assert not tenants.are_several
+    late = tenants.enter("late")
+    assert late == b and tenants.ahead(np.array([a, late])).tolist() == [False, False]
+    numbers = [tenants.enter(str(i)) for i in range(20)]
+    assert sorted([*numbers, a, late]) == list(range(22))
