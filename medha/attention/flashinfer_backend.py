@@ -18,6 +18,7 @@ Legend: T query tokens of the batch, N query heads, K KV heads, H head dimension
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import weakref
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
 from medha.attention.staging import record_event, to_device
 
 HEAD_DIMS = (64, 128, 256)
@@ -39,6 +40,7 @@ Kernel = Literal["decode", "fa2", "fa3"]
 _FA3_TILE_ROWS = 128
 _FA3_WAVES = 2
 
+_HOPPER = 9
 _LN2 = math.log(2.0)
 _MAX_INT32 = 2**31 - 1
 _FA2_BLOCKS_PER_SM = 2
@@ -96,7 +98,7 @@ class _Wrapper:
         self._copied = record_event(device)
 
 
-class FlashInferBackend:
+class FlashInferBackend(AttentionBackend):
     """Partial attention through FlashInfer."""
 
     name = "flashinfer"
@@ -109,6 +111,31 @@ class FlashInferBackend:
         self.has_fa3 = has_fa3  # as Hopper has
         self._wrappers: list[_Wrapper] = []
         self._workspace: torch.Tensor | None = None
+
+    @classmethod
+    def build(cls, device: torch.device, block_size: int) -> FlashInferBackend:
+        """See :meth:`medha.attention.interface.AttentionBackend.build`."""
+        import flashinfer  # here because it is optional, and makes a cache folder when it is imported
+
+        facts = torch.cuda.get_device_properties(device)
+        sizes = {"block_size": block_size, "num_sms": facts.multi_processor_count}
+        return cls(flashinfer, **sizes, has_fa3=facts.major == _HOPPER)
+
+    @classmethod
+    def needs(cls, device: torch.device) -> str | None:
+        """See :meth:`medha.attention.interface.AttentionBackend.needs`."""
+        if device.type != "cuda":
+            return f"a CUDA device, not {device}"
+        is_installed = importlib.util.find_spec("flashinfer") is not None
+        return None if is_installed else "the package flashinfer-python (pip install 'medha[cuda]')"
+
+    @classmethod
+    def lacks(cls, shape: LayerShape) -> str | None:
+        """See :meth:`medha.attention.interface.AttentionBackend.lacks`."""
+        if shape.head_dim not in HEAD_DIMS:
+            return f"heads of {shape.head_dim} (it has {', '.join(map(str, HEAD_DIMS))})"
+        wanted, *has = (str(dtype).removeprefix("torch.") for dtype in (shape.dtype, *DTYPES))
+        return None if wanted in has else f"{wanted} (it has {', '.join(has)})"
 
     def plan(self, rows: AttentionRows) -> FlashInferPlan:
         """See :meth:`medha.attention.interface.AttentionBackend.plan`."""

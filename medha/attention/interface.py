@@ -135,6 +135,21 @@ class AttentionBackend(Protocol):
     name: str  # of the option attention_backend
     reads_pages: bool  # whether it reads device_pages of the rows
 
+    @classmethod
+    def build(cls, device: torch.device, block_size: int) -> AttentionBackend:
+        """One for a device, and KV blocks of so many tokens."""
+        return cls()
+
+    @classmethod
+    def needs(cls, device: torch.device) -> str | None:
+        """What is missing here, in words; None where nothing is."""
+        return None
+
+    @classmethod
+    def lacks(cls, shape: LayerShape) -> str | None:
+        """What it has no kernel for, in words; None where it has all."""
+        return None
+
     def plan(self, rows: AttentionRows) -> Any:
         """Prepare a step on the host; the result is handed to :meth:`run` in each layer."""
         ...
