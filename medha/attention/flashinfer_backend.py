@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -58,14 +59,6 @@ class FlashInferPlan:
         self.launches: list[_Launch] | None = None
         self.shape: LayerShape | None = None
 
-    def pages_of(self, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the rows [first, last), int32: index pointer, pages (on the device) and length of the last pages."""
-        rows = self.rows
-        if rows.device_pages is None:
-            (rows.device_pages,) = to_device([rows.pages], device)
-        pages = rows.device_pages[int(rows.page_indptr[first]) : int(rows.page_indptr[last])]
-        return _part(rows.page_indptr, first, last), pages, _last_page_len(rows, first, last)
-
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
@@ -81,17 +74,12 @@ class _Wrapper:
     def __init__(self, kernel: Kernel, wrapper: Any) -> None:
         self.kernel = kernel
         self.wrapper = wrapper
-        self._owner: weakref.ref[Any] | None = None
+        self.owner: Callable[[], object] = lambda: None  # who runs it, if anybody still does
         self._copied: torch.cuda.Event | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody runs it any more."""
-        return self._owner is None or self._owner() is None
 
     def plan(self, owner: object, device: torch.device, *args: Any, **options: Any) -> None:
         """Plan it; waits until its last plan, which it copies from a pinned buffer of its own, has been copied."""
-        self._owner = weakref.ref(owner)
+        self.owner = weakref.ref(owner)
         if self._copied is not None:
             self._copied.synchronize()
         self.wrapper.plan(*args, **options)
@@ -184,6 +172,8 @@ class FlashInferBackend(AttentionBackend):
     def _launches(self, plan: FlashInferPlan, shape: LayerShape, device: torch.device) -> list[_Launch]:
         """Plan a wrapper for each run of neighbouring rows that one launch can take."""
         rows, launches, last = plan.rows, [], 0
+        if rows.device_pages is None:
+            (rows.device_pages,) = to_device([rows.pages], device)
         sizes, dtypes = _sizes(shape, rows.page_size)
         kinds = zip(self.kernels_of(rows, shape.num_heads), (rows.causal & (rows.q_len > 1)).tolist(), strict=True)
         for (kernel, causal), its_rows in groupby(kinds):
@@ -191,19 +181,19 @@ class FlashInferBackend(AttentionBackend):
             wrapper = None
             if kernel is not None:
                 leased = self._lease(kernel, shape, device)
-                pages, wrapper = plan.pages_of(first, last, device), leased.wrapper
+                tables, wrapper = _tables(rows, rows.device_pages, first, last), leased.wrapper
                 if kernel == "decode":
-                    leased.plan(plan, device, *pages, *sizes, **dtypes)
+                    leased.plan(plan, device, *tables, *sizes, **dtypes)
                 else:
                     queries = _part(rows.q_indptr, first, last)
-                    leased.plan(plan, device, queries, *pages, *sizes, causal=causal, **dtypes)
+                    leased.plan(plan, device, queries, *tables, *sizes, causal=causal, **dtypes)
             launches.append(_Launch(wrapper, slice(int(rows.q_indptr[first]), int(rows.q_indptr[last]))))
         return launches
 
     def _lease(self, kernel: Kernel, shape: LayerShape, device: torch.device) -> _Wrapper:
         """A wrapper that no living plan uses: the one that has been free for longest, or a new one."""
         workspace = self.workspace(shape, device)
-        free = [wrapper for wrapper in self._wrappers if wrapper.kernel == kernel and wrapper.is_free]
+        free = [wrapper for wrapper in self._wrappers if wrapper.kernel == kernel and wrapper.owner() is None]
         if free:
             self._wrappers.remove(free[0])
             self._wrappers.append(free[0])
@@ -256,9 +246,8 @@ class FixedDecodes:
         The rows have one query each and keys, and are as many as the graph has; their pages lie in the buffer.
         """
         assert len(rows) == self._batch_size, f"{len(rows)} decodes in a graph of {self._batch_size}"
-        pages = _part(rows.page_indptr, 0, len(rows)), self._indices[: len(rows.pages)], _last_page_len(rows)
-        sizes, dtypes = _sizes(self._shape, rows.page_size)
-        self._wrapper.plan(self, self._indices.device, *pages, *sizes, **dtypes)
+        tables, (sizes, dtypes) = _tables(rows, self._indices, 0, len(rows)), _sizes(self._shape, rows.page_size)
+        self._wrapper.plan(self, self._indices.device, *tables, *sizes, **dtypes)
 
     def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
         """Attention of every row, out_BNH; can be captured."""
@@ -301,6 +290,10 @@ def _part(indptr: npt.NDArray[np.int64], first: int, last: int) -> torch.Tensor:
     return torch.from_numpy((indptr[first : last + 1] - indptr[first]).astype(np.int32))
 
 
-def _last_page_len(rows: AttentionRows, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Tokens in the last page of the rows [first, last), which have keys, int32."""
-    return torch.from_numpy(((rows.kv_len[first:last] - 1) % rows.page_size + 1).astype(np.int32))
+def _tables(
+    rows: AttentionRows, pages: torch.Tensor, first: int, last: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the rows [first, last), which have keys: index pointer, ``pages``, and tokens in their last pages, int32."""
+    last_page_len = torch.from_numpy(((rows.kv_len[first:last] - 1) % rows.page_size + 1).astype(np.int32))
+    of_them = pages[int(rows.page_indptr[first]) : int(rows.page_indptr[last])]
+    return _part(rows.page_indptr, first, last), of_them, last_page_len

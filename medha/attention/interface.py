@@ -107,8 +107,7 @@ def indptr(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def adjacent_runs(numbers: npt.NDArray[Any], breaks: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
     """Where runs of numbers that go up by 1 begin, and as the last entry the end; ``breaks`` begin runs as well."""
     begins = np.ones(len(numbers) + 1, bool)
-    if len(numbers) > 1:
-        begins[1:-1] = np.diff(numbers) != 1
+    begins[1:-1] = np.diff(numbers) != 1
     if breaks is not None:
         begins[breaks] = True
     return np.flatnonzero(begins)
