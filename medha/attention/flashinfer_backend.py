@@ -134,7 +134,7 @@ class FlashInferBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
         q_TNH = q_TNH.contiguous()
-        shape = LayerShape.of(q_TNH, k_PKH)
+        shape = LayerShape(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
         if plan.launches is None or plan.shape != shape:
             plan.launches = self._launches(plan, shape, q_TNH.device)
             plan.shape = shape

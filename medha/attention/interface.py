@@ -122,11 +122,6 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, q_TNH: torch.Tensor, k_PKH: torch.Tensor) -> LayerShape:
-        """The shape of a layer's queries and pool."""
-        return cls(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
-
 
 class AttentionBackend(Protocol):
     """What runs attention; stateless between steps apart from its workspace."""
