@@ -9,7 +9,7 @@ lengths. Nothing is fitted to the run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -145,10 +145,5 @@ def fidelity_command(
     return 0
 
 
-def main() -> NoReturn:
-    """Entry point of ``python -m tools.fidelity``. Ends in SystemExit."""
-    end_process(run_app(app, "python -m tools.fidelity"))
-
-
 if __name__ == "__main__":
-    main()
+    end_process(run_app(app, "python -m tools.fidelity"))

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -288,10 +288,5 @@ def live_fidelity_command(
     return 0
 
 
-def main() -> NoReturn:
-    """Entry point of ``python -m tools.live_fidelity``. Ends in SystemExit."""
-    end_process(run_app(app, "python -m tools.live_fidelity"))
-
-
 if __name__ == "__main__":
-    main()
+    end_process(run_app(app, "python -m tools.live_fidelity"))

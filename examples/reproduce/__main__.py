@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -40,10 +40,5 @@ def reproduce(
     return 0
 
 
-def main() -> NoReturn:
-    """Entry point of ``python -m examples.reproduce``. Ends in SystemExit."""
-    end_process(run_app(app, "python -m examples.reproduce"))
-
-
 if __name__ == "__main__":
-    main()
+    end_process(run_app(app, "python -m examples.reproduce"))

@@ -18,8 +18,10 @@ Legend: T query tokens of the batch, N query heads, K KV heads, H head dimension
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -28,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
 from medha.attention.staging import record_event, to_device
 
 HEAD_DIMS = (64, 128, 256)
@@ -39,6 +41,7 @@ Kernel = Literal["decode", "fa2", "fa3"]
 _FA3_TILE_ROWS = 128
 _FA3_WAVES = 2
 
+_HOPPER = 9
 _LN2 = math.log(2.0)
 _MAX_INT32 = 2**31 - 1
 _FA2_BLOCKS_PER_SM = 2
@@ -56,14 +59,6 @@ class FlashInferPlan:
         self.launches: list[_Launch] | None = None
         self.shape: LayerShape | None = None
 
-    def pages_of(self, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the rows [first, last), int32: index pointer, pages (on the device) and length of the last pages."""
-        rows = self.rows
-        if rows.device_pages is None:
-            (rows.device_pages,) = to_device([rows.pages], device)
-        pages = rows.device_pages[int(rows.page_indptr[first]) : int(rows.page_indptr[last])]
-        return _part(rows.page_indptr, first, last), pages, _last_page_len(rows, first, last)
-
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
@@ -79,24 +74,19 @@ class _Wrapper:
     def __init__(self, kernel: Kernel, wrapper: Any) -> None:
         self.kernel = kernel
         self.wrapper = wrapper
-        self._owner: weakref.ref[Any] | None = None
+        self.owner: Callable[[], object] = lambda: None  # who runs it, if anybody still does
         self._copied: torch.cuda.Event | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody runs it any more."""
-        return self._owner is None or self._owner() is None
 
     def plan(self, owner: object, device: torch.device, *args: Any, **options: Any) -> None:
         """Plan it; waits until its last plan, which it copies from a pinned buffer of its own, has been copied."""
-        self._owner = weakref.ref(owner)
+        self.owner = weakref.ref(owner)
         if self._copied is not None:
             self._copied.synchronize()
         self.wrapper.plan(*args, **options)
         self._copied = record_event(device)
 
 
-class FlashInferBackend:
+class FlashInferBackend(AttentionBackend):
     """Partial attention through FlashInfer."""
 
     name = "flashinfer"
@@ -110,6 +100,31 @@ class FlashInferBackend:
         self._wrappers: list[_Wrapper] = []
         self._workspace: torch.Tensor | None = None
 
+    @classmethod
+    def build(cls, device: torch.device, block_size: int) -> FlashInferBackend:
+        """See :meth:`medha.attention.interface.AttentionBackend.build`."""
+        import flashinfer  # here because it is optional, and makes a cache folder when it is imported
+
+        facts = torch.cuda.get_device_properties(device)
+        sizes = {"block_size": block_size, "num_sms": facts.multi_processor_count}
+        return cls(flashinfer, **sizes, has_fa3=facts.major == _HOPPER)
+
+    @classmethod
+    def needs(cls, device: torch.device) -> str | None:
+        """See :meth:`medha.attention.interface.AttentionBackend.needs`."""
+        if device.type != "cuda":
+            return f"a CUDA device, not {device}"
+        is_installed = importlib.util.find_spec("flashinfer") is not None
+        return None if is_installed else "the package flashinfer-python (pip install 'medha[cuda]')"
+
+    @classmethod
+    def lacks(cls, shape: LayerShape) -> str | None:
+        """See :meth:`medha.attention.interface.AttentionBackend.lacks`."""
+        if shape.head_dim not in HEAD_DIMS:
+            return f"heads of {shape.head_dim} (it has {', '.join(map(str, HEAD_DIMS))})"
+        wanted, *has = (str(dtype).removeprefix("torch.") for dtype in (shape.dtype, *DTYPES))
+        return None if wanted in has else f"{wanted} (it has {', '.join(has)})"
+
     def plan(self, rows: AttentionRows) -> FlashInferPlan:
         """See :meth:`medha.attention.interface.AttentionBackend.plan`."""
         return FlashInferPlan(rows)
@@ -119,7 +134,7 @@ class FlashInferBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
         q_TNH = q_TNH.contiguous()
-        shape = LayerShape.of(q_TNH, k_PKH)
+        shape = LayerShape(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
         if plan.launches is None or plan.shape != shape:
             plan.launches = self._launches(plan, shape, q_TNH.device)
             plan.shape = shape
@@ -157,6 +172,8 @@ class FlashInferBackend:
     def _launches(self, plan: FlashInferPlan, shape: LayerShape, device: torch.device) -> list[_Launch]:
         """Plan a wrapper for each run of neighbouring rows that one launch can take."""
         rows, launches, last = plan.rows, [], 0
+        if rows.device_pages is None:
+            (rows.device_pages,) = to_device([rows.pages], device)
         sizes, dtypes = _sizes(shape, rows.page_size)
         kinds = zip(self.kernels_of(rows, shape.num_heads), (rows.causal & (rows.q_len > 1)).tolist(), strict=True)
         for (kernel, causal), its_rows in groupby(kinds):
@@ -164,19 +181,19 @@ class FlashInferBackend:
             wrapper = None
             if kernel is not None:
                 leased = self._lease(kernel, shape, device)
-                pages, wrapper = plan.pages_of(first, last, device), leased.wrapper
+                tables, wrapper = _tables(rows, rows.device_pages, first, last), leased.wrapper
                 if kernel == "decode":
-                    leased.plan(plan, device, *pages, *sizes, **dtypes)
+                    leased.plan(plan, device, *tables, *sizes, **dtypes)
                 else:
                     queries = _part(rows.q_indptr, first, last)
-                    leased.plan(plan, device, queries, *pages, *sizes, causal=causal, **dtypes)
+                    leased.plan(plan, device, queries, *tables, *sizes, causal=causal, **dtypes)
             launches.append(_Launch(wrapper, slice(int(rows.q_indptr[first]), int(rows.q_indptr[last]))))
         return launches
 
     def _lease(self, kernel: Kernel, shape: LayerShape, device: torch.device) -> _Wrapper:
         """A wrapper that no living plan uses: the one that has been free for longest, or a new one."""
         workspace = self.workspace(shape, device)
-        free = [wrapper for wrapper in self._wrappers if wrapper.kernel == kernel and wrapper.is_free]
+        free = [wrapper for wrapper in self._wrappers if wrapper.kernel == kernel and wrapper.owner() is None]
         if free:
             self._wrappers.remove(free[0])
             self._wrappers.append(free[0])
@@ -229,9 +246,8 @@ class FixedDecodes:
         The rows have one query each and keys, and are as many as the graph has; their pages lie in the buffer.
         """
         assert len(rows) == self._batch_size, f"{len(rows)} decodes in a graph of {self._batch_size}"
-        pages = _part(rows.page_indptr, 0, len(rows)), self._indices[: len(rows.pages)], _last_page_len(rows)
-        sizes, dtypes = _sizes(self._shape, rows.page_size)
-        self._wrapper.plan(self, self._indices.device, *pages, *sizes, **dtypes)
+        tables, (sizes, dtypes) = _tables(rows, self._indices, 0, len(rows)), _sizes(self._shape, rows.page_size)
+        self._wrapper.plan(self, self._indices.device, *tables, *sizes, **dtypes)
 
     def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
         """Attention of every row, out_BNH; can be captured."""
@@ -274,6 +290,10 @@ def _part(indptr: npt.NDArray[np.int64], first: int, last: int) -> torch.Tensor:
     return torch.from_numpy((indptr[first : last + 1] - indptr[first]).astype(np.int32))
 
 
-def _last_page_len(rows: AttentionRows, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Tokens in the last page of the rows [first, last), which have keys, int32."""
-    return torch.from_numpy(((rows.kv_len[first:last] - 1) % rows.page_size + 1).astype(np.int32))
+def _tables(
+    rows: AttentionRows, pages: torch.Tensor, first: int, last: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the rows [first, last), which have keys: index pointer, ``pages``, and tokens in their last pages, int32."""
+    last_page_len = torch.from_numpy(((rows.kv_len[first:last] - 1) % rows.page_size + 1).astype(np.int32))
+    of_them = pages[int(rows.page_indptr[first]) : int(rows.page_indptr[last])]
+    return _part(rows.page_indptr, first, last), of_them, last_page_len

@@ -107,8 +107,7 @@ def indptr(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def adjacent_runs(numbers: npt.NDArray[Any], breaks: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
     """Where runs of numbers that go up by 1 begin, and as the last entry the end; ``breaks`` begin runs as well."""
     begins = np.ones(len(numbers) + 1, bool)
-    if len(numbers) > 1:
-        begins[1:-1] = np.diff(numbers) != 1
+    begins[1:-1] = np.diff(numbers) != 1
     if breaks is not None:
         begins[breaks] = True
     return np.flatnonzero(begins)
@@ -123,17 +122,27 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, q_TNH: torch.Tensor, k_PKH: torch.Tensor) -> LayerShape:
-        """The shape of a layer's queries and pool."""
-        return cls(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
-
 
 class AttentionBackend(Protocol):
     """What runs attention; stateless between steps apart from its workspace."""
 
     name: str  # of the option attention_backend
     reads_pages: bool  # whether it reads device_pages of the rows
+
+    @classmethod
+    def build(cls, device: torch.device, block_size: int) -> AttentionBackend:
+        """One for a device, and KV blocks of so many tokens."""
+        return cls()
+
+    @classmethod
+    def needs(cls, device: torch.device) -> str | None:
+        """What is missing here, in words; None where nothing is."""
+        return None
+
+    @classmethod
+    def lacks(cls, shape: LayerShape) -> str | None:
+        """What it has no kernel for, in words; None where it has all."""
+        return None
 
     def plan(self, rows: AttentionRows) -> Any:
         """Prepare a step on the host; the result is handed to :meth:`run` in each layer."""

@@ -19,7 +19,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from medha.attention.interface import AttentionRows, adjacent_runs
+from medha.attention.interface import AttentionBackend, AttentionRows, adjacent_runs
 from medha.attention.merge import merge_partials
 
 Ranges = tuple[tuple[int, int], ...]
@@ -53,7 +53,7 @@ class _Plan:
     others: tuple[_Cut, ...]
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """Partial attention through torch's own flash kernels, or plain matrix products where there is none."""
 
     name = "torch"

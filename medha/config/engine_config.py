@@ -36,7 +36,11 @@ from medha.errors import ConfigError, hint
 
 logger = logging.getLogger("medha")
 
-ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
+ATTENTION_BACKENDS = {
+    "flashinfer": "medha.attention.flashinfer_backend:FlashInferBackend",
+    "torch": "medha.attention.torch_backend:TorchBackend",
+}
+"""The class of each :class:`medha.attention.interface.AttentionBackend`; ``auto`` takes the first that can serve."""
 
 _model = partial(option, MODEL)
 
@@ -60,8 +64,9 @@ class EngineConfig:
     )
     attention_backend: str = _model(
         "auto",
-        "torch, flashinfer, or auto: FlashInfer on CUDA where it is installed and has kernels for the model's heads.",
-        choice(*ATTENTION_BACKENDS),
+        f"{', '.join(ATTENTION_BACKENDS)}, or auto: FlashInfer on CUDA where it is installed and has kernels for the "
+        "model's heads.",
+        choice("auto", *ATTENTION_BACKENDS),
     )
     cuda_graphs: bool = _model(
         True,

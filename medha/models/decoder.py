@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         self.has_embedding = layers.start == 0
         self.has_head = layers.stop == config.num_layers
         tied_head = self.has_head and config.tie_word_embeddings
-        body: dict[str, nn.Module] = {"layers": nn.ModuleDict({str(i): DecoderLayer(config) for i in layers})}
+        body: dict[str, nn.Module] = {"layers": nn.ModuleDict({str(i): DecoderLayer(config, i) for i in layers})}
         if self.has_embedding or tied_head:
             body["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
         if self.has_head:

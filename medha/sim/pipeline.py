@@ -9,7 +9,7 @@ say. Blocks that are swapped move beside the compute: a stage is busy with a bat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
@@ -60,9 +60,9 @@ class Pipeline:
         self._control_s = control_s if len(stages) > 1 else 0.0
         self._tokens_s: dict[int, float] | None = {} if is_async else None  # when each slot has its newest token
         self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in range(num_groups)] for _ in range(3))
-        costs = [predictor.coefficients for predictor in stages]
-        parts = [(c.linear, c.chunks, c.decodes, c.mixed, c.head, c.host_s, c.tp, c.spp, c.kvp) for c in costs]
-        self._kinds = [parts.index(part) for part in parts]  # stages that cost the same are predicted once
+        key = stages[0].coefficients.key
+        costs = [replace(predictor.coefficients, key=key) for predictor in stages]
+        self._kinds = [costs.index(cost) for cost in costs]  # stages that cost the same are predicted once
         self._distinct = sorted(set(self._kinds))
 
     def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:

@@ -15,6 +15,16 @@ import torch
 from medha.errors import ConfigError
 
 
+def new_pool(
+    shape_PKH: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_pinned: bool = False
+) -> torch.Tensor:
+    """Memory of a layer's keys or values; pinned memory of the host is laid out as that of CUDA."""
+    if device.type == "cpu" and not is_pinned:
+        P, K, H = shape_PKH
+        return torch.empty(K, P, H, dtype=dtype).transpose(0, 1)
+    return torch.empty(*shape_PKH, dtype=dtype, device=device, pin_memory=is_pinned)
+
+
 class KVCache:
     """Pools of keys and values, ``k`` and ``v``: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
 
@@ -38,16 +48,10 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.has_scratch = has_scratch
-        tokens = (num_blocks + has_scratch) * block_size
-
-        def pool() -> torch.Tensor:
-            if device.type == "cpu":
-                return torch.empty(num_kv_heads, tokens, head_dim, dtype=dtype).transpose(0, 1)
-            return torch.empty(tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
-
+        shape = (num_blocks + has_scratch) * block_size, num_kv_heads, head_dim
         try:
-            self.k = [pool() for _ in range(num_layers)]
-            self.v = [pool() for _ in range(num_layers)]
+            self.k = [new_pool(shape, dtype, device) for _ in range(num_layers)]
+            self.v = [new_pool(shape, dtype, device) for _ in range(num_layers)]
         except RuntimeError as error:
             token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
             raise ConfigError(

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
-from medha.attention.flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferBackend
+from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend, LayerShape
-from medha.attention.torch_backend import TorchBackend
-from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from medha.config import ATTENTION_BACKENDS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.layers import TensorShard, local_part
@@ -36,7 +35,6 @@ from medha.worker.runner import Runner
 from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HOPPER = 9
 _FALLBACK_MEMORY = 8 << 30
 
 
@@ -268,35 +266,21 @@ def choose_backend(
 ) -> tuple[AttentionBackend, str]:
     """An attention backend for this rank's layers, and in words why it is that one.
 
-    ``name`` is ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has kernels for the
-    model's heads, else torch. ConfigError where FlashInfer is asked for, and the package or a CUDA device is missing.
+    ``name`` is one of :data:`medha.config.ATTENTION_BACKENDS`, in whose place torch serves where it has no kernel for
+    the layers, or ``auto``. ConfigError where what it needs is missing.
     """
-    if name == "torch":
-        return TorchBackend(), "as asked for"
-    missing = None
-    if device.type != "cuda":
-        missing = f"a CUDA device, not {device}"
-    elif importlib.util.find_spec("flashinfer") is None:
-        missing = "the package flashinfer-python (pip install 'medha[cuda]')"
-    if missing is not None:
-        if name == "flashinfer":
-            raise ConfigError(f"attention_backend='flashinfer' needs {missing}; accepted here: auto, torch")
-        return TorchBackend(), f"flashinfer needs {missing}"
-    if shape.head_dim not in HEAD_DIMS:
-        has = ", ".join(map(str, HEAD_DIMS))
-        return TorchBackend(), f"flashinfer has no kernel for heads of {shape.head_dim} (it has {has})"
-    if shape.dtype not in DTYPES:
-        wanted, *has_dtypes = (str(dtype).removeprefix("torch.") for dtype in (shape.dtype, *DTYPES))
-        return TorchBackend(), f"flashinfer has no kernel for {wanted} (it has {', '.join(has_dtypes)})"
-    return _flashinfer(device, block_size), "as asked for" if name == "flashinfer" else "CUDA, and it is installed"
-
-
-def _flashinfer(device: torch.device, block_size: int) -> FlashInferBackend:
-    import flashinfer  # here because it is optional, and makes a cache folder when it is imported
-
-    facts = torch.cuda.get_device_properties(device)
-    sizes = {"block_size": block_size, "num_sms": facts.multi_processor_count}
-    return FlashInferBackend(flashinfer, **sizes, has_fa3=facts.major == _HOPPER)
+    why = "what it needs is here" if name == "auto" else "as asked for"
+    for candidate in ATTENTION_BACKENDS if name == "auto" else (name, "torch"):
+        backend: type[AttentionBackend] = resolve_name(ATTENTION_BACKENDS[candidate])
+        if missing := backend.needs(device):
+            why = f"{candidate} needs {missing}"
+            if candidate == name:
+                raise ConfigError(f"attention_backend={name!r} needs {missing}; accepted here: auto, torch")
+        elif lacking := backend.lacks(shape):
+            why = f"{candidate} has no kernel for {lacking}"
+        else:
+            break
+    return backend.build(device, block_size), why
 
 
 def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:

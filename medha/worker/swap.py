@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from medha.errors import ConfigError
-from medha.worker.kv_cache import KVCache
+from medha.worker.kv_cache import KVCache, new_pool
 
 Run = tuple[int, int, int]
 """Tokens that move together: (first token of the device's pool, first token of the host's, count)."""
@@ -77,8 +77,10 @@ class HostCache:
         self._copies = stream
         tokens = num_blocks * cache.block_size
         try:
-            self.k = [_host_pool(pool, tokens) for pool in cache.k]
-            self.v = [_host_pool(pool, tokens) for pool in cache.v]
+            self.k, self.v = (
+                [new_pool((tokens, *p.shape[1:]), p.dtype, torch.device("cpu"), is_pinned=p.is_cuda) for p in pools]
+                for pools in (cache.k, cache.v)
+            )
         except RuntimeError as error:
             raise ConfigError(
                 f"swap_space of {num_blocks} blocks takes {num_blocks * cache.block_bytes} bytes of host memory, and "
@@ -117,11 +119,3 @@ class HostCache:
         for pool, host in pairs:
             for at, on_host, count in back:
                 pool[at : at + count].copy_(host[on_host : on_host + count], non_blocking=True)
-
-
-def _host_pool(pool: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Memory for so many tokens, laid out as a pool of the device."""
-    _, num_kv_heads, head_dim = pool.shape
-    if pool.device.type == "cpu":
-        return torch.empty(num_kv_heads, tokens, head_dim, dtype=pool.dtype).transpose(0, 1)
-    return torch.empty(tokens, num_kv_heads, head_dim, dtype=pool.dtype, pin_memory=True)

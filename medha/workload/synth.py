@@ -170,9 +170,9 @@ class Lengths:
         return np.stack([prompts, outputs if self.max_total is None else np.minimum(outputs, self.max_total - prompts)])
 
 
-def knots(values: tuple[float, ...], levels: tuple[float, ...] = _LEVELS) -> Quantile:
-    """Straight lines between given quantiles."""
-    return lambda u: np.interp(u, levels, values)
+def knots(values: tuple[float, ...]) -> Quantile:
+    """Straight lines between the quantiles of a file of conversations."""
+    return lambda u: np.interp(u, _LEVELS, values)
 
 
 def geometric_knots(values: tuple[float, ...], levels: tuple[float, ...]) -> Quantile:

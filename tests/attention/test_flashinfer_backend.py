@@ -6,18 +6,18 @@ That its results are attention is shown with the other backend's.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from medha.attention.flashinfer_backend import FixedDecodes, FlashInferPlan, workspace_bytes
+from medha.attention.flashinfer_backend import FixedDecodes, FlashInferBackend, FlashInferPlan, workspace_bytes
 from medha.attention.interface import AttentionRows, LayerShape
 from medha.attention.staging import to_device
 from medha.attention.torch_backend import TorchBackend
 from medha.errors import ConfigError
-from medha.worker import shard
 from medha.worker.shard import choose_backend
 from tests.attention import fake_flashinfer
 from tests.attention.reference import assert_rows_close
@@ -131,8 +131,8 @@ CUDA = torch.device("cuda", 0)
 
 def choose_on(monkeypatch: pytest.MonkeyPatch, name: str, shape: LayerShape, *, installed: bool = True) -> Any:
     """The choice as a CUDA machine would make it."""
-    monkeypatch.setattr(shard.importlib.util, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(shard, "_flashinfer", lambda device, block_size: make_flashinfer(block_size=block_size))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(FlashInferBackend, "build", lambda device, block_size: make_flashinfer(block_size=block_size))
     return choose_backend(name, shape, CUDA, block_size=128)
 
 
@@ -145,7 +145,7 @@ NOT_INSTALLED = "flashinfer needs the package flashinfer-python (pip install 'me
 @pytest.mark.parametrize(
     ("name", "shape", "installed", "want"),
     [
-        ("auto", SHAPE, True, ("flashinfer", "CUDA, and it is installed")),
+        ("auto", SHAPE, True, ("flashinfer", "what it needs is here")),
         ("auto", SHAPE, False, ("torch", NOT_INSTALLED)),
         ("torch", SHAPE, True, ("torch", "as asked for")),
         ("auto", HEADS_OF_80, True, ("torch", NO_HEADS_OF_80)),

@@ -7,13 +7,11 @@ import json
 import pytest
 
 from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, lines_of, repeats_of, shown
-from medha.bench.cli import app
 from medha.bench.harness import Subject
-from medha.cli.command import run_app
 from medha.cost.predictor import Kind
 from medha.profile.calibrate import Effort
 from medha.profile.steps import Step, chunk, decodes
-from tests.bench.shapes import ON_TINY, TINY
+from tests.bench.shapes import TINY
 
 SMALL = AccuracyOptions(
     subject=Subject(hf_overrides=TINY, engine={"num_threads": 1}),
@@ -46,15 +44,6 @@ def test_report() -> None:
     assert set(report["factors"]) == {"decode", "mixed", "prefill"}
     assert report["engine"]["scheduler"]["t_target_s"] == 0.002
     assert list(shown(report)[0]) == ["factors", "lines"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--num-rounds", "0"], "num_rounds=0; accepted"), (["--t-target-s", "0"], "t_target_s=0.0; accepted")],
-)
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "bench", ["accuracy", *ON_TINY, *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 def ran(step: Step, expected_s: float, busy_s: float) -> Ran:

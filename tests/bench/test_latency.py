@@ -125,20 +125,3 @@ def test_on_several_ranks(verb: list[str], launcher: bool, layout: str, tmp_path
     assert done.stdout.count("2 ranks") == 1
     if "convoy" in verb:
         assert all(one["long"]["completed"] == 4 and one["failed"] == 0 for one in report["systems"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--input-len", "0"], "input_len='0'; accepted: positive integers"),
-        (["--output-json", "absent/latency.json"], "absent/latency.json cannot be written"),
-        (["--load-format", "safetensors"], "load_format='safetensors' without a model"),
-        (["--dtype", "int8"], "dtype='int8'; accepted"),
-        (["--policy", "lifo"], "policy"),
-        (["--t-target-s", "0"], "t_target_s=0.0; accepted"),
-        (["--model", "absent-folder/model"], "absent-folder/model"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

@@ -117,24 +117,3 @@ def test_the_queue_stays_as_long_as_it_was(policy: str) -> None:
     steps = [queue.step() for _ in range(45)][5:]
     assert queue.scheduler.num_waiting >= 60 and 12 <= queue.scheduler.num_running <= 16
     assert all(abs(decodes - 12) <= 2 and chunks > 0 for _, _, decodes, chunks in steps)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["attention", "--dtype", "float64"], "dtype='float64'; accepted"),
-        (["attention", "--device", "cuda:99"], "device='cuda:99'; accepted"),
-        (["attention", "--output-json", "absent/attention.json"], "absent/attention.json cannot be written"),
-        (["decode", "--batch-size", "x"], "batch_size='x'; accepted"),
-        (["decode", "--input-len", "0"], "input_len='0'; accepted"),
-        (["decode", "--load-format", "safetensors"], "load_format='safetensors' without a model"),
-        (["scheduler", "--policy", "larz"], "policy='larz'; accepted: "),
-        (["scheduler", "--num-waiting", "0"], "num_waiting='0'; accepted: positive integers"),
-        (["sampling", "--num-iters", "0"], "num_iters=0; accepted: an integer from 1"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    verb, *given = arguments
-    more = [] if verb == "scheduler" else SMALL
-    assert run_app(app, "bench", ["micro", verb, *more, *given]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

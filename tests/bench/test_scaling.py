@@ -95,18 +95,3 @@ def test_other_layout_names_are_refused(text: str) -> None:
 def test_a_job_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"a job of \{'tp': 1, .*\} has ended"):
         scaling(ScalingOptions(Subject(str(tmp_path / "absent"))))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--mode", "train"], "mode='train'; accepted: prefill, decode, chunk"),
-        (["--mode", "decode", "--input-len", "256"], "256 tokens over 2 groups in blocks of 256"),
-        (["--mode", "decode", "--input-len", "x"], "input_len='x'; accepted: positive integers"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_app(app, "bench", ["scaling", *arguments]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

@@ -103,32 +103,6 @@ def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
     assert all("DeadlineError" in error for error in report["errors"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--request-rate", "0"], "request_rate=0.0; accepted: requests a second above 0, or inf"),
-        (["--request-rate", "-1"], "request_rate=-1.0; accepted"),
-        (["--request-rate", "nan"], "request_rate=nan; accepted"),
-        (["--request-rate", "1", "--burstiness", "0"], "burstiness=0.0; accepted"),
-        (["--probe-request-rate", "inf"], "probe_request_rate=inf; accepted"),
-        (["--metric-percentiles", "50,p99"], "metric_percentiles='p99'; accepted"),
-        (["--metric-percentiles", "100"], "metric_percentiles='100'; accepted"),
-        (["--percentile-metrics", "ttft,ttfb"], "percentile_metrics='ttfb'; accepted: ttft, tpot, itl, e2el"),
-        (["--goodput", "ttfb:3"], "goodput='ttfb:3'; accepted"),
-        (["--goodput", "ttft:0"], "goodput='ttft:0'; accepted"),
-        (["--goodput", "ttft:1", "ttft:2"], "goodput='ttft:2'; accepted"),
-        (["--output-json", "absent/serve.json"], "absent/serve.json cannot be written"),
-        (["--preset", "train"], "preset='train'; accepted: convoy"),
-        (["--preset", "convoy", "--long-len", "500"], "long_len=500; accepted: above 500"),
-        (["--preset", "convoy", "--load", "0"], "load=0.0; accepted"),
-        (["--preset", "convoy", "--plot", "absent/convoy.svg"], "absent/convoy.svg cannot be written"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "bench", ["serve", *ON_TINY, *arguments]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_workloads(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n2.0,20,2\n4.0,30,3\n6.0,40,4\n")

@@ -58,19 +58,3 @@ def test_the_run_with_the_median_time() -> None:
     trace = Workload(num_prompts=4, input_len=10, output_len=5).trace
     fields = throughput_fields(trace, (1.0, 4.0, 2.0))
     assert (fields["elapsed_time"], fields["requests_per_second"], fields["tokens_per_second"]) == (2.0, 2.0, 30.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "nothing"], "lengths='nothing'; accepted"),
-        (["--dataset-path", "absent.csv"], "absent.csv"),
-        (["--dataset-path", "absent.csv", "--lengths", "fixed:1,1"], "a trace and lengths='fixed:1,1' are both given"),
-        (["--num-prompts", "0"], "num_prompts=0; accepted: an integer from 1"),
-        (["--output-json", "absent/throughput.json"], "absent/throughput.json cannot be written"),
-        (["--num-prompts", "2", "--num-kv-blocks", "1", "--input-len", "600"], "has failed"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

@@ -45,15 +45,9 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         (changed(PLAIN, "linear.z", 1), "linear has unknown fields z; known: x, y"),
         (changed(PLAIN, "linear.y", [1.0]), r"curve\.y=\(1\.0,\); accepted: 4 numbers"),
         (changed(PLAIN, "chunks.a_s", [1e-3, 0.0, 1.0, 1.0]), r"chunks\.a_s falls"),
-        (
-            changed(PLAIN, "chunks.b_s", [1e-3, "x", 1.0, 1.0]),
-            r"chunks\.b_s='x'; accepted: a finite number of",
-        ),
+        (changed(PLAIN, "chunks.b_s", [1e-3, "x", 1.0, 1.0]), r"chunks\.b_s='x'; accepted: a finite number of"),
         (changed(PLAIN, "chunks.tile", 0), r"chunks\.tile=0"),
-        (
-            changed(PLAIN, "chunks.tokens", [0.0, 2.0, 3.0, 4.0]),
-            r"chunks\.tokens=0\.0; accepted: a finite number",
-        ),
+        (changed(PLAIN, "chunks.tokens", [0.0, 2.0, 3.0, 4.0]), r"chunks\.tokens=0\.0; accepted: a finite number"),
         (changed(PLAIN, "host_s", math.nan), "host_s=nan"),
         (changed(PLAIN, "splits_kv", 1), "splits_kv=1; accepted: true or false"),
         (changed(PLAIN, "key.num_threads", "2"), "num_threads='2'; accepted: a whole number"),

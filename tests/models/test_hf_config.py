@@ -155,16 +155,10 @@ def test_wrong_field(tmp_path: Path, changes: dict[str, Any], parts: list[str]) 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_what_transformers_saves_reads_back(tmp_path: Path, kind: str, explicit: bool) -> None:
-    classes: dict[str, Any] = {
-        "llama": transformers.LlamaConfig,
-        "mistral": transformers.MistralConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-    }
     fields = {key: value for key, value in LLAMA.items() if key not in ("architectures", "model_type")}
     if explicit:
         fields |= {"head_dim": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": [3, 4]}
-    theirs = classes[kind](**fields)
+    theirs = getattr(transformers, f"{kind.capitalize()}Config")(**fields)
     theirs.save_pretrained(tmp_path)
     ours = load_model_config(tmp_path, max_model_len=1024)
     assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, getattr(theirs, "head_dim", 16))

@@ -21,19 +21,9 @@ FILE = "model.safetensors"
 
 
 def make_config(**changes: Any) -> ModelConfig:
-    fields: dict[str, Any] = {
-        "architecture": "LlamaForCausalLM",
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-        "max_position_embeddings": 64,
-        "rope": RopeConfig(),
-    }
-    return ModelConfig(**{**fields, **changes})
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
+    sizes |= {"num_kv_heads": 2, "head_dim": 4, "max_position_embeddings": 64}
+    return ModelConfig(**{"architecture": "LlamaForCausalLM", "rope": RopeConfig(), **sizes, **changes})
 
 
 def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

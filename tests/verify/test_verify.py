@@ -130,7 +130,7 @@ def test_an_engine_that_fails_leaves_the_table_so_far(
     [
         (["--needle-tokens", "10"], "needle_tokens=10; accepted: 256 or more"),
         (["--dtype", "float16"], "dtype='float16'; accepted: auto, float32, bfloat16"),
-        (["--attention-backend", "x"], "attention_backend='x'; accepted: auto, torch, flashinfer"),
+        (["--attention-backend", "x"], "attention_backend='x'; accepted: auto, flashinfer, torch"),
         (["--device", "tpu"], "device='tpu'; accepted: auto, cpu, cuda, cuda:N"),
         (["--kvp", "2"], "kvp=2 is 2 ranks, and 1 were started"),
         (["--output-json", "no/such/folder"], "report file no/such/folder cannot be written"),
