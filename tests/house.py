@@ -87,6 +87,13 @@ def imported(name: str, *, at_import: bool = False) -> set[str]:
     return found
 
 
+def _named(name: str) -> set[str]:
+    """Modules of which a table in this one names a part, as ``medha.a.b:Class``."""
+    nodes = ast.walk(ast.parse(MODULES[name].read_text()))
+    words = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return {module for module, colon, _ in (word.partition(":") for word in words) if colon and module in MODULES}
+
+
 def reached(start: str) -> set[str]:
     """The modules that importing one brings in, packages above them included."""
     found: set[str] = set()
@@ -95,7 +102,7 @@ def reached(start: str) -> set[str]:
         name = todo.pop()
         if name not in found:
             found.add(name)
-            todo += imported(name) & set(MODULES)
+            todo += (imported(name) | _named(name)) & set(MODULES)
     # The packages above them run, too; what those load on demand, and nobody here asks for, is not followed.
     return found | {name.rpartition(".")[0] for name in found} - {""}
 

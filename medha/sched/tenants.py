@@ -20,54 +20,46 @@ LEAD_S = 1.0
 
 
 class Tenants:
-    """The accounts of those that have unfinished requests; ``weights`` by name, 1 for others."""
+    """The accounts of all that ever had a request, by number; ``weights`` are by name, 1 for others."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = weights or {}
-        self._index: dict[str, int] = {}
-        self._names: list[str] = []
-        self._num_requests: list[int] = []
+        self._numbers: dict[str, int] = {}
+        self._weight_of: list[float] = []
+        self._num_requests: list[int] = []  # that are not closed
         self._had_s = np.zeros(4)
+        self._num_present = 0
 
     @property
     def are_several(self) -> bool:
-        """Whether more than one has unfinished requests."""
-        return len(self._index) > 1
+        """Whether more than one has requests that are not closed."""
+        return self._num_present > 1
 
     def enter(self, name: str) -> int:
-        """A request of a tenant arrives; returns the tenant's number, good until its last request has left."""
-        index = self._index.get(name)
-        if index is None:
-            least_s = min((self._had_s[other] for other in self._index.values()), default=0.0)
-            index = self._index[name] = self._free(name)
-            self._had_s[index] = least_s
-        self._num_requests[index] += 1
-        return index
+        """A request of a tenant arrives; returns the tenant's number."""
+        number = self._numbers.setdefault(name, len(self._numbers))
+        if number == len(self._num_requests):
+            self._weight_of.append(self._weights.get(name, 1.0))
+            self._num_requests.append(0)
+            self._had_s = np.append(self._had_s, 0.0) if number == self._had_s.size else self._had_s
+        if not self._num_requests[number]:
+            present = [had_s for had_s, count in zip(self._had_s, self._num_requests, strict=False) if count]
+            self._had_s[number] = max(self._had_s[number], min(present, default=0.0))
+            self._num_present += 1
+        self._num_requests[number] += 1
+        return number
 
-    def leave(self, index: int) -> None:
+    def leave(self, number: int) -> None:
         """A request of a tenant is closed."""
-        self._num_requests[index] -= 1
-        if not self._num_requests[index]:
-            del self._index[self._names[index]]
+        self._num_requests[number] -= 1
+        self._num_present -= not self._num_requests[number]
 
-    def charge(self, index: int, seconds: float) -> None:
+    def charge(self, number: int, seconds: float) -> None:
         """A tenant is served for so many predicted seconds."""
-        self._had_s[index] += seconds / self._weights.get(self._names[index], 1.0)
+        self._had_s[number] += seconds / self._weight_of[number]
 
     def ahead(self, tenants: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which requests, given by the tenants' numbers, wait for those of others."""
         had_s = self._had_s[tenants]
         is_ahead: NDArray[np.bool_] = had_s > had_s.min(initial=np.inf) + LEAD_S
         return is_ahead
-
-    def _free(self, name: str) -> int:
-        """A number that is not in use."""
-        used = set(self._index.values())
-        index = next(number for number in range(len(self._names) + 1) if number not in used)
-        if index == len(self._names):
-            self._names.append(name)
-            self._num_requests.append(0)
-            if index == self._had_s.size:
-                self._had_s = np.concatenate((self._had_s, np.zeros(index)))
-        self._names[index] = name
-        return index
