@@ -2,8 +2,9 @@
 
 A packer says who is next and how many tokens it may get. What bounds a row otherwise (tokens of a batch, the end of a
 shard, KV memory, the number of running requests) is checked here, the same for every packer; so is on which KV-parallel
-group the span of a request begins, at its first chunk and not at its arrival: where the least prefill work is pending
-among the spans that have the memory (the "just-in-time" load balancer of arXiv 2409.17264 v4 section 4.3).
+group the span of a request begins, at its first chunk and not at its arrival: of the spans that have the memory where
+the least seconds of prefill are pending, then where the least memory is used (the "just-in-time" load balancer of arXiv
+2409.17264 v4 section 4.3).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, split
 from medha.sched.decision import Prediction
 from medha.sched.preempt import Preemption, fewest, oldest
-from medha.sched.queue import Queue, State, prefill_work
+from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
@@ -241,8 +242,10 @@ class BatchBuilder:
         open_firsts = [first for first, tokens in sizes.items() if tokens]
         if len(open_firsts) > 1:
             work, width = self._pending_work(), len(self.memory.reservation(num_tokens))
-            # what the span would have to do: the busiest of its groups, and all
-            open_firsts.sort(key=lambda g: (max(work[g : g + width]), sum(work[g : g + width])))
+            used = [pool.num_used for pool in self.memory.pools]
+            spans = {first: slice(first, first + width) for first in open_firsts}
+            # what the span would have to do, the busiest of its groups and all, and what its decodes read
+            open_firsts.sort(key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
         chosen = next((first for first in open_firsts if self._can_start(state, first, sizes[first])), None)
         if chosen is None:
             for first in open_firsts:
@@ -300,11 +303,11 @@ class BatchBuilder:
         return victims is not None
 
     def _pending_work(self) -> list[float]:
-        """Prefill work of each group that is not yet scheduled; that of a request is split over its span."""
+        """Predicted seconds of prefill of each group still to schedule; those of a request are split over its span."""
         work = [0.0] * self.memory.num_groups
         for state in self._queue.prefills():
             first, count = self.memory.span(state.slot)
-            left = prefill_work(state.num_scheduled_tokens, state.num_prefill_tokens)
+            _, left = self._queue.work_s(state, 1.0)
             for group in range(first, first + count):
                 work[group] += left / count
         return work

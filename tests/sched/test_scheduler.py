@@ -96,6 +96,20 @@ def test_a_request_begins_where_least_work_is_pending_at_its_first_chunk() -> No
     assert first_groups(sched, 7000, 3900, 100) == {0: 0, 1: 2, 2: 1}
 
 
+def test_decodes_are_spread_over_the_groups() -> None:
+    """Chats that come one by one, while nothing is pending anywhere, go where the least is to be read."""
+    config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=1)
+    sched = Scheduler(config, num_blocks=1 << 12, block_size=16, num_groups=4)
+    groups = []
+    for slot in range(12):
+        sched.add(SchedulerRequest(slot, 200 + 10 * slot, 50, 0.0))
+        batch = sched.schedule(0.0).batch
+        assert batch is not None
+        groups += [row.group for row in batch.rows if row.slot == slot]
+        sched.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows], 0.0)
+    assert [groups.count(group) for group in range(4)] == [3, 3, 3, 3]
+
+
 def test_a_group_without_memory_is_passed_over() -> None:
     config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=1)
     sched = Scheduler(config, num_blocks=8, block_size=16, num_groups=2)
