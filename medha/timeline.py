@@ -41,10 +41,7 @@ class BatchRecord:
     Attributes:
         start_s, end_s: compute, from when the input was there to before the output was sent; the collectives of a
             tensor-parallel group are part of it.
-        control_ready: the batch had arrived and was prepared when the batch before had run.
         control_wait_s, hidden_wait_s: waited for that message, and for hidden states of the stage before.
-        report_wait_s: waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline.
-        send_wait_s: waited for a free buffer to send the hidden states of the batch before.
         merge_wait_s: within the compute, waited for the other groups' parts of shared attention and merged them.
     """
 
@@ -52,11 +49,11 @@ class BatchRecord:
     num_tokens: int
     start_s: float
     end_s: float
-    control_ready: bool
+    control_ready: bool  # the batch had arrived and was prepared when the batch before had run
     control_wait_s: float
     hidden_wait_s: float
-    report_wait_s: float
-    send_wait_s: float
+    report_wait_s: float  # waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline
+    send_wait_s: float  # waited for a free buffer to send the hidden states of the batch before
     merge_wait_s: float = 0.0
 
     @property
@@ -77,15 +74,11 @@ class RankRecords:
 
 
 class Recorder:
-    """Keeps the newest records of one rank, by a clock of monotonic seconds.
-
-    Attributes:
-        waits_for: what of other ranks this one waits for at present; None while it computes.
-    """
+    """Keeps the newest records of one rank, by a clock of monotonic seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.control_ready = True
-        self.waits_for: str | None = None
+        self.waits_for: str | None = None  # what of other ranks this one waits for at present; None while it computes
         self._clock = clock
         self._records: deque[BatchRecord] = deque(maxlen=_RECORDS_KEPT)
         self._waits: dict[str, float] = defaultdict(float)

@@ -13,9 +13,9 @@ import medha
 SIGNATURES = {
     "LLM.__init__": "model, *, timeline=None, journal=None, **options",
     "LLM.follow": "",
-    "LLM.generate": "prompts, sampling_params=None, *, slo=None, priority='normal', use_tqdm=True",
+    "LLM.generate": "prompts, sampling_params=None, *, slo=None, priority='normal', tenant='', use_tqdm=True",
     "LLM.chat": (
-        "messages, sampling_params=None, *, slo=None, priority='normal', use_tqdm=True, "
+        "messages, sampling_params=None, *, slo=None, priority='normal', tenant='', use_tqdm=True, "
         "add_generation_prompt=True, tools=None, chat_template_kwargs=None"
     ),
     "LLM.stream": "prompt, sampling_params=None, *, slo=None",
@@ -27,7 +27,7 @@ SIGNATURES = {
     "Engine.record": "journal",
     "Engine.explain": "request_id",
     "Engine.now": "",
-    "Engine.add_request": "request_id, prompt, params=None, *, slo=None, priority='normal', arrival_s=None",
+    "Engine.add_request": "request_id, prompt, params=None, *, slo=None, priority='normal', tenant='', arrival_s=None",
     "Engine.abort": "request_id",
     "Engine.abort_all": "",
     "Engine.step": "",

@@ -57,13 +57,12 @@ class Subject:
     """What is measured.
 
     Attributes:
-        model: folder or hub id; None is a random Llama.
         hf_overrides: merged over its ``config.json``.
         engine: flat names of :class:`EngineConfig`; what is None or missing has its default, and ``load_format`` is
             ``dummy`` for a random Llama.
     """
 
-    model: str | None = None
+    model: str | None = None  # folder or hub id; None is a random Llama
     hf_overrides: Mapping[str, Any] | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
 

@@ -39,8 +39,6 @@ class Arrival:
 
     Attributes:
         arrival_s: seconds after :func:`drive` was called.
-        error: why the request could not even be read; it is then returned at once.
-        custom_id: its id as OpenAI's batch files have it, which its output line repeats.
     """
 
     request_id: str
@@ -49,8 +47,8 @@ class Arrival:
     slo: SLO | None = None
     arrival_s: float = 0.0
     priority: str = "normal"
-    error: MedhaError | None = None
-    custom_id: str | None = None
+    error: MedhaError | None = None  # why the request could not even be read; it is then returned at once
+    custom_id: str | None = None  # its id as OpenAI's batch files have it, which its output line repeats
     tenant: str = ""
 
     def unserved(self, start_s: float, *, error: Exception | None = None, now_s: float | None = None) -> RequestOutput:

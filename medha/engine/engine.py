@@ -111,7 +111,6 @@ class Engine:
 
     Attributes:
         turns: who has the engine; held from one call to the next (``with engine.turns:``) it lets nobody between.
-        observers: are told what the scheduler is asked and what it decides.
         on_step: called with each batch that is done, what was predicted of it before it was sent (None where the
             scheduler predicts nothing) and its busy seconds.
     """
@@ -133,7 +132,7 @@ class Engine:
         self.timeline = timeline
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
         self._explainer = Explainer(scheduler.memory.num_groups, scheduler.predictor)
-        self.observers: list[Observer] = [self._explainer]
+        self.observers: list[Observer] = [self._explainer]  # are told what the scheduler is asked and what it decides
         self._clock = clock
         self._start = clock()
         self._live: dict[str, Request] = {}  # not ended

@@ -151,10 +151,7 @@ class Completion:
     """One of the completions of a request: what it has produced, and when it ends.
 
     Attributes:
-        slot: its handle in scheduler and runner.
         end_ids: end-of-sequence and stop ids; one of them ends it.
-        finish_reason: why it has ended; None while it runs.
-        num_computed_tokens: tokens of it that are done in every stage, in host memory too.
     """
 
     def __init__(
@@ -169,14 +166,14 @@ class Completion:
         params, slo = request.params, request.slo or SLO()
         self.request = request
         self.index = index
-        self.slot = slot
+        self.slot = slot  # its handle in scheduler and runner
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
         self.end_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
         self.metrics = RequestMetrics(arrival_s, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
         self.metrics.num_prompt_tokens = len(request.prompt_ids)
         self.token_ids: list[int] = []
-        self.num_computed_tokens = 0
-        self.finish_reason: FinishReason | None = None
+        self.num_computed_tokens = 0  # tokens of it that are done in every stage, in host memory too
+        self.finish_reason: FinishReason | None = None  # why it has ended; None while it runs
         self.error: Exception | None = None
         self._stop_reason: str | int | None = None
         self._tokenizer = tokenizer

@@ -193,13 +193,11 @@ class Earlier:
     """What an earlier run did.
 
     Attributes:
-        done: ids of the requests whose lines stand.
-        num_failed: how many of these lines hold an error, which is final: the request's own.
         dropped: numbers of the lines to drop: of requests that were aborted or lost with the engine, and a torn end.
     """
 
-    done: frozenset[str] = frozenset()
-    num_failed: int = 0
+    done: frozenset[str] = frozenset()  # ids of the requests whose lines stand
+    num_failed: int = 0  # how many of these lines hold an error, which is final: the request's own
     dropped: frozenset[int] = frozenset()
 
     def left(self, arrivals: Sequence[Arrival]) -> list[Arrival]:

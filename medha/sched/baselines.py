@@ -108,15 +108,12 @@ class TokenBudgetPacker(Packer):
     is ``t_target_s``, or ``quantum_s``. Departures, each because the published code stops there: a chunk that ends its
     prompt, or is all that a bound leaves, need be no multiple of 64; the budget is 64 at least; the average begins at
     the first step seen, and not at 0.
-
-    Attributes:
-        token_s: seconds a token, averaged; None before the first step.
     """
 
     learns = True
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.token_s: float | None = None
+        self.token_s: float | None = None  # seconds a token, averaged; None before the first step
         self._target_s = config.t_target_s or config.quantum_s or _TARGET_S
         self._max_tokens = config.max_batch_tokens
 

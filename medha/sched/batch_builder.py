@@ -48,12 +48,6 @@ class BatchBuilder:
 
     Attributes:
         rows, extents, swaps_in: so far.
-        tokens_left: tokens that each group may still get.
-        has_chunk: whether a group has a prefill chunk.
-        chunked: index of the row of each slot with a prefill chunk.
-        refused: slots of prefills that were refused for want of memory.
-        is_idle: no batch is in flight.
-        is_closed: nobody may start any more: memory that comes free is kept for one that waits for it.
     """
 
     def __init__(
@@ -69,16 +63,16 @@ class BatchBuilder:
         self.config = config
         self.memory = memory = preemption.memory
         self.now_s = now_s
-        self.is_idle = is_idle
-        self.is_closed = False
+        self.is_idle = is_idle  # no batch is in flight
+        self.is_closed = False  # nobody may start any more: memory that comes free is kept for one that waits for it
         self.preemption = preemption
         self.rows: list[Row] = []
         self.extents: list[Extent] = []
         self.swaps_in: list[Extent] = []
-        self.tokens_left = [config.max_batch_tokens] * memory.num_groups
-        self.has_chunk = [False] * memory.num_groups
-        self.chunked: dict[int, int] = {}
-        self.refused: list[int] = []
+        self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
+        self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
+        self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
+        self.refused: list[int] = []  # slots of prefills that were refused for want of memory
         self._queue = queue
         self._batch_id = batch_id
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.

@@ -55,10 +55,7 @@ class KVMemory:
         overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
 
     Attributes:
-        pools: by group.
         host_pools: likewise; empty without host memory.
-        frees: slots whose blocks the next batch frees.
-        swaps_out: host blocks that take with the next batch what its slots held.
     """
 
     def __init__(
@@ -84,12 +81,12 @@ class KVMemory:
         self.max_kv_per_group = max_kv_per_group
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
-        self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]
+        self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
         self._swapped: dict[int, tuple[int, list[Extent]]] = {}  # group and host blocks of those swapped out
         self._swapped_in: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
-        self.frees: list[int] = []
-        self.swaps_out: list[Extent] = []
+        self.frees: list[int] = []  # slots whose blocks the next batch frees
+        self.swaps_out: list[Extent] = []  # host blocks that take with the next batch what its slots held
         self._accounts: dict[int, _Account] = {}
         self._open = [0] * num_groups  # blocks reserved and not yet held, over all requests
         self._set_aside = [0] * num_groups  # the same over those that decode

@@ -26,16 +26,11 @@ from medha.sched.queue import Queue, State
 
 
 class Preemption:
-    """Takes KV memory from some requests for others.
-
-    Attributes:
-        by_class: whether priority classes say who gives way.
-        preempted: requests that gave up their memory since the last decision.
-    """
+    """Takes KV memory from some requests for others."""
 
     def __init__(self, queue: Queue, memory: KVMemory, predictor: Predictor | None) -> None:
-        self.by_class = False
-        self.preempted: list[Preempted] = []
+        self.by_class = False  # whether priority classes say who gives way
+        self.preempted: list[Preempted] = []  # requests that gave up their memory since the last decision
         self._queue = queue
         self.memory = memory
         self._predictor = predictor

@@ -97,24 +97,20 @@ class Queue:
         times: predicted seconds of prefills; None counts tokens of short context instead, and derives no deadline.
 
     Attributes:
-        running: started and not closed, in the order of their first chunks.
-        decoding: of those, the ones whose prompt is scheduled whole.
         waiting: not started, in order of arrival; preempted ones come first.
         ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
-        tenants: the accounts of those whose requests are not forgotten.
-        num_prefills: rows of the columns.
     """
 
     def __init__(self, config: SchedulerConfig, times: PrefillTimes | None) -> None:
         self._config = config
         self._times = times
         self.foresees = bool(config.async_scheduling)
-        self.running: dict[int, State] = {}
-        self.decoding: dict[int, State] = {}
+        self.running: dict[int, State] = {}  # started and not closed, in the order of their first chunks
+        self.decoding: dict[int, State] = {}  # of those, the ones whose prompt is scheduled whole
         self.waiting: OrderedDict[int, State] = OrderedDict()
         self.ending: set[int] = set()
-        self.tenants = Tenants(config.tenant_weights)
-        self.num_prefills = 0
+        self.tenants = Tenants(config.tenant_weights)  # the accounts of those whose requests are not forgotten
+        self.num_prefills = 0  # rows of the columns
         self._states: list[State] = []  # by row
         self._row_of: dict[int, int] = {}
         self._table = {name: np.zeros(64, dtype) for name, dtype in _COLUMNS.items()}

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from medha.sim.study import Run
 
 NONE_MEETS = 1  # exit code of ``medha plan`` where no layout meets everything
-BARE = {"tp": 8, "policy": ["srpt,fcfs"], "qps": "0.3", "num_requests": 60}
+BARE = {"tp": 8, "policy": ["priority,fcfs"], "qps": "0.3", "num_requests": 60}
 """What ``medha simulate`` without arguments runs: a convoy, and the default that dissolves it."""
-BARE_TEXT = "medha simulate --tp 8 --policy srpt,fcfs --request-rate 0.3 --num-prompts 60"
+BARE_TEXT = "medha simulate --tp 8 --policy priority,fcfs --request-rate 0.3 --num-prompts 60"
 _SAMPLE = 100_000  # requests drawn to find the longest of a workload
 # What an engine needs, and a simulation does not or takes in its own way.
 _OTHERS = (
@@ -53,7 +53,7 @@ _MODELS = "llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json 
 Model = Annotated[str, option("--model", "-m", help=_MODELS, shows=True)]
 _SCHEDULERS = f"Of {', '.join(SCHEDULERS)}; several: repeated or comma separated."
 _POLICIES = (
-    "Of the medha scheduler: srpt, lars, ilrs, lrs, edf, sjf, fcfs, priority[:NAME] or package.module:name; several "
+    "Of the medha scheduler: priority[:NAME], srpt, lars, ilrs, lrs, edf, sjf, fcfs or package.module:name; several "
     "likewise."
 )
 
@@ -64,7 +64,7 @@ _POLICIES = (
 def simulate(
     context: typer.Context,
     scheduler: Annotated[list[str] | None, option(help=_SCHEDULERS, shows="medha")] = None,
-    policy: Annotated[list[str] | None, option(help=_POLICIES, shows="srpt")] = None,
+    policy: Annotated[list[str] | None, option(help=_POLICIES, shows="priority")] = None,
     hardware: Hardware = "h100-80g",
     model: Model = "llama-3-8b",
     workload: Lengths = None,

@@ -44,16 +44,12 @@ Serve = Callable[[Engine, Display], list[RequestOutput]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request of the demo and its right answer.
-
-    Attributes:
-        after: how many tokens of the document have been read when it arrives.
-    """
+    """A request of the demo and its right answer."""
 
     request_id: str
     prompt: str
     answer: str
-    after: int
+    after: int  # how many tokens of the document have been read when it arrives
 
 
 def questions(long_prompt_tokens: int = LONG_PROMPT_TOKENS) -> list[Question]:
@@ -114,6 +110,7 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
             lambda engine, display: _serve(engine, asked, display),
             scheduler="medha",
             policy="lars",
+            quantum_s=0.25,
             chunk_size=_CHUNK_SIZE,
             max_batch_tokens=2 * _CHUNK_SIZE,
         )

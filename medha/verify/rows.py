@@ -32,18 +32,16 @@ class Setting:
     """What is checked.
 
     Attributes:
-        parallel: the layout.
         device, dtype, attention_backend: as those of :class:`medha.config.EngineConfig`, except that the dtype ``auto``
             is float32 on a CPU and bfloat16 on a GPU.
-        needle_tokens: lengths of the documents that are read at the end.
         needle_depths: where the fact lies, as shares of a document; each is looked for in each length.
     """
 
-    parallel: ParallelConfig
+    parallel: ParallelConfig  # the layout
     device: str = "auto"
     dtype: str = "auto"
     attention_backend: str = "auto"
-    needle_tokens: tuple[int, ...] = (8192,)
+    needle_tokens: tuple[int, ...] = (8192,)  # lengths of the documents that are read at the end
     needle_depths: tuple[float, ...] = (0.1,)
 
 
@@ -53,22 +51,17 @@ class Row:
 
     Attributes:
         check, what: which check, and what of it.
-        figure: what was found, or why nothing was.
-        limit: what it may be.
         verdict: :data:`PASS`, :data:`FAIL` or :data:`NOT_RUN`.
-        strain: the error as a share of its limit; the rank with the most is shown.
-        seconds: how long it took.
-        details: figures of it for the report, where there are more.
     """
 
     check: str
     what: str
-    figure: str
-    limit: str = ""
+    figure: str  # what was found, or why nothing was
+    limit: str = ""  # what it may be
     verdict: str = PASS
-    strain: float = 0.0
-    seconds: float = 0.0
-    details: Mapping[str, Any] | None = None
+    strain: float = 0.0  # the error as a share of its limit; the rank with the most is shown
+    seconds: float = 0.0  # how long it took
+    details: Mapping[str, Any] | None = None  # figures of it for the report, where there are more
 
     def shown(self) -> dict[str, Any]:
         """The row of the printed table and of the report."""

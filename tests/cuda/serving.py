@@ -19,7 +19,7 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 POOL = {"num_kv_blocks": 24, "block_size": 16, "max_num_seqs": 5, "max_batch_tokens": 96, "chunk_size": 48}
 
-SWAP = {"num_kv_blocks": 20, "block_size": 8, "overcommit": True, "swap_space": "1MiB"}
+SWAP = {"quantum_s": 0.25, "num_kv_blocks": 20, "block_size": 8, "overcommit": True, "swap_space": "1MiB"}
 
 
 def params(**options: Any) -> SamplingParams:

@@ -66,7 +66,7 @@ def test_bare_it_compares_two_policies_in_seconds(simulate: Simulate) -> None:
     done = simulate()
     assert done.code == 0
     assert done.out.startswith(f"{BARE_TEXT}\nllama-3-8b on 8 x h100-80g")
-    assert "srpt, 0.3 requests/s" in done.out and "fcfs, 0.3 requests/s" in done.out
+    assert "priority, 0.3 requests/s" in done.out and "fcfs, 0.3 requests/s" in done.out
     again = simulate(*BARE_TEXT.removeprefix("medha simulate ").split())
     assert done.out == f"{BARE_TEXT}\n{again.out}"
 
