@@ -39,7 +39,7 @@ from medha.engine.wire import (
 )
 from medha.errors import EngineDeadError
 from medha.outputs import RequestOutput
-from medha.parallel.control import ControlReceiver, ControlSender, Message
+from medha.parallel.control import ControlReceiver, ControlSender, Message, Sends
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
 from medha.params import SamplingParams
@@ -54,27 +54,6 @@ _REPORTS_IN_FLIGHT = 64
 _NO_TOKENS = np.empty(0, np.int32)
 _TOKENS_IN_FLIGHT = 256
 _REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # what goes between the same ranks
-
-
-class _Sends:
-    """Sends of this rank that may be on their way, ``most`` at once; a tensor is kept until it has arrived."""
-
-    def __init__(self, group: dist.ProcessGroup, tag: int, most: int) -> None:
-        self._group, self._tag, self._most = group, tag, most
-        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
-
-    def add(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a tensor to a rank, behind the oldest one where there are many."""
-        while len(self._sends) >= self._most:
-            self._sends.popleft()[0].wait()
-        work = dist.isend(tensor, dst=rank, group=self._group, tag=self._tag)
-        assert work is not None, "the sender is in the group"
-        self._sends.append((work, tensor))
-
-    def drain(self) -> None:
-        """Wait for every send."""
-        while self._sends:
-            self._sends.popleft()[0].wait()
 
 
 def _received(ranks: Ranks, buffer: torch.Tensor, rank: int, tag: int) -> Callable[[], torch.Tensor]:
@@ -96,7 +75,7 @@ class ReportLine:
     def __init__(self, ranks: Ranks, runner: Runner) -> None:
         self._ranks = ranks
         self._runner = runner
-        self._sends = _Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
+        self._sends = Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
 
     def post(self, batch: Batch, group: int) -> PendingStep:
         """Post the receive of one group's report of its part of a batch, on rank 0."""
@@ -124,7 +103,7 @@ class TokenLine:
     def __init__(self, ranks: Ranks, runner: Runner) -> None:
         self._ranks = ranks
         self._runner = runner
-        self._sends = _Sends(ranks.report_group, _TOKENS_TAG, _TOKENS_IN_FLIGHT)
+        self._sends = Sends(ranks.report_group, _TOKENS_TAG, _TOKENS_IN_FLIGHT)
         self._drawn_here: dict[int, int] = {}  # by slot, the newest batch
         self._receives: deque[tuple[int, list[int], Callable[[], torch.Tensor]]] = deque()  # by batch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -18,39 +17,6 @@ from medha.parallel.mesh import check_layout
 from medha.worker.shard import ModelShard, pick_device, torch_dtype
 
 logger = logging.getLogger("medha")
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """What one rank would hold; ``kv_tokens`` is what its pool holds, None where no size is given."""
-
-    rank: int
-    kvp_rank: int
-    stage: int
-    tp_rank: int
-    layers: range
-    weight_bytes: int
-    kv_bytes_per_token: int
-    kv_tokens: int | None
-
-
-def plan_ranks(config: EngineConfig, model: ModelConfig) -> list[RankPlan]:
-    """The plan of every rank; a layout that cannot work is a ParallelConfigError."""
-    parallel = config.parallel
-    check_layout(parallel, model, parallel.world_size)
-    dtype = torch_dtype(config, model)
-    shards = [ModelShard.at(model, parallel, rank) for rank in range(parallel.world_size)]
-    return [
-        RankPlan(
-            rank,
-            *parallel.coordinates(rank),
-            shard.layers,
-            shard.num_parameters() * dtype.itemsize,
-            shard.kv_bytes_per_token(dtype),
-            _kv_tokens(config, shard.kv_bytes_per_token(dtype)),
-        )
-        for rank, shard in enumerate(shards)
-    ]
 
 
 def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
@@ -83,37 +49,43 @@ def _load_model_config(config: EngineConfig) -> ModelConfig:
 
 
 def run_dry(config: EngineConfig, console: Console) -> int:
-    """Print rank map, memory plan and longest context; returns 0."""
-    model = _load_model_config(config)
-    plans = plan_ranks(config, model)
-    table = Table(title=f"{model.architecture} on {len(plans)} rank{'s' * (len(plans) > 1)}", title_justify="left")
+    """Print rank map, memory plan and longest context; returns 0. ParallelConfigError where the layout cannot work."""
+    model, parallel = _load_model_config(config), config.parallel
+    check_layout(parallel, model, parallel.world_size)
+    dtype, pools, most = torch_dtype(config, model), [], 0
+    title = f"{model.architecture} on {parallel.world_size} rank{'s' * (parallel.world_size > 1)}"
+    table = Table(title=title, title_justify="left")
     for name in ("rank", "kvp", "stage", "tp", "layers", "weights", "KV a token", "KV pool"):
         table.add_column(name, justify="right", no_wrap=True)
-    for plan in plans:
+    for rank in range(parallel.world_size):
+        shard = ModelShard.at(model, parallel, rank)
+        token_bytes = shard.kv_bytes_per_token(dtype)
+        most = max(most, token_bytes)
+        if (kv_tokens := _kv_tokens(config, token_bytes)) is not None:
+            pools.append(kv_tokens)
         table.add_row(
-            *map(str, (plan.rank, plan.kvp_rank, plan.stage, plan.tp_rank)),
-            f"{plan.layers.start}-{plan.layers.stop - 1}",
-            f"{plan.weight_bytes / 2**30:.2f} GiB",
-            f"{plan.kv_bytes_per_token:,} B",
-            "-" if plan.kv_tokens is None else f"{plan.kv_tokens:,} tokens",
+            *map(str, (rank, *parallel.coordinates(rank))),
+            f"{shard.layers.start}-{shard.layers.stop - 1}",
+            f"{shard.num_parameters() * dtype.itemsize / 2**30:.2f} GiB",
+            f"{token_bytes:,} B",
+            "-" if kv_tokens is None else f"{kv_tokens:,} tokens",
         )
     console.print(table)
     limit = config.max_model_len or model.max_position_embeddings
-    pools = [plan.kv_tokens for plan in plans if plan.kv_tokens is not None]
     if pools:
-        fits = min(pools) * config.parallel.kvp
+        fits = min(pools) * parallel.kvp
         console.print(f"Longest context: {min(limit, fits):,} tokens (the model allows {limit:,}).")
     else:
-        most = max(plan.kv_bytes_per_token for plan in plans)
         console.print(
             f"The model allows {limit:,} tokens; their keys and values take "
-            f"{limit * most / config.parallel.kvp / 2**30:.2f} GiB on the "
+            f"{limit * most / parallel.kvp / 2**30:.2f} GiB on the "
             "fullest rank. With --kv-memory or --num-kv-blocks, the longest context that fits is told."
         )
     return 0
 
 
 def _kv_tokens(config: EngineConfig, token_bytes: int) -> int | None:
+    """Tokens that the pool of a rank holds; None where no size is given."""
     cache = config.cache
     if cache.num_blocks is not None:
         return cache.num_blocks * cache.block_size

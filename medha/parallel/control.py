@@ -84,14 +84,41 @@ def _signed_crc(ints: npt.NDArray[np.int32]) -> int:
     return int(np.uint32(zlib.crc32(ints.tobytes())).astype(np.int32))
 
 
+class Sends:
+    """Sends of this rank that may be on their way, ``most`` at once; a tensor is kept until it has arrived."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int, most: int) -> None:
+        self._group, self._tag, self._most = group, tag, most
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def add(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor to a rank, behind the oldest one where there are many."""
+        self.reserve()
+        work = dist.isend(tensor, dst=rank, group=self._group, tag=self._tag)
+        assert work is not None, "the sender is in the group"
+        self._sends.append((work, tensor))
+
+    def reserve(self) -> list[torch.Tensor]:
+        """Wait until a send can begin at once; returns the tensors of those that had to end for it."""
+        return [self._end() for _ in range(len(self._sends) - self._most + 1)]
+
+    def drain(self) -> None:
+        """Wait for every send."""
+        while self._sends:
+            self._end()
+
+    def _end(self) -> torch.Tensor:
+        work, tensor = self._sends.popleft()
+        work.wait()
+        return tensor
+
+
 class ControlSender:
     """Rank 0's end, of a gloo group that is used for nothing else."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        self._group = group
-        self._ranks = ranks
         self.before_calls: Callable[[], None] = lambda: None
-        self._sends: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {rank: deque() for rank in ranks}
+        self._sends = {rank: Sends(group, 0, _RING) for rank in ranks}
 
     def send(self, message: Message, *, only: Sequence[int] | None = None) -> None:
         """Send a message to every rank, or only to some; waits only for a rank that is a ring of buffers behind.
@@ -101,20 +128,14 @@ class ControlSender:
         if message.batch is None:
             self.before_calls()
         frames = _frames(encode(message))
-        for rank in self._ranks if only is None else only:
-            sends = self._sends[rank]
+        for rank in self._sends if only is None else only:
             for frame in frames:
-                if len(sends) >= _RING:
-                    sends.popleft()[0].wait()
-                work = dist.isend(frame, dst=rank, group=self._group)
-                assert work is not None, "rank 0 is in the group"
-                sends.append((work, frame))
+                self._sends[rank].add(frame, rank)
 
     def drain(self) -> None:
         """Wait until everything has been received."""
         for sends in self._sends.values():
-            while sends:
-                sends.popleft()[0].wait()
+            sends.drain()
 
 
 class ControlReceiver(Generic[T]):

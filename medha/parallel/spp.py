@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from medha.batch import Batch
 from medha.errors import PlanDivergenceError
+from medha.parallel.control import Sends
 
 TAIL_BYTES = 16
 """Behind what a rank sends of a batch: its id and digest, int64 each."""
@@ -46,8 +47,7 @@ class StagePipe:
         self._row_bytes = dim * dtype.itemsize
         self._receives: deque[tuple[Batch, dist.Work, torch.Tensor]] = deque()
         self._received: torch.Tensor | None = None  # what the last batch's hidden states lie in
-        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._num_buffers = num_buffers
+        self._sends = Sends(group, 0, num_buffers)
         self._free_receives: list[torch.Tensor] = []
         self._free_sends: list[torch.Tensor] = []
 
@@ -80,10 +80,7 @@ class StagePipe:
 
     def reserve(self) -> None:
         """Wait until a send can begin at once: for the oldest one when all buffers are in flight."""
-        while len(self._sends) >= self._num_buffers:
-            work, buffer = self._sends.popleft()
-            work.wait()
-            self._free_sends.append(buffer)
+        self._free_sends += self._sends.reserve()
 
     def send(self, batch: Batch, x_TD: torch.Tensor) -> None:
         """Send the hidden states of a batch on; returns at once after :meth:`reserve`."""
@@ -94,14 +91,11 @@ class StagePipe:
         buffer[:size].view(self._dtype).view(x_TD.shape).copy_(x_TD)
         tail = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
         buffer[size:].copy_(tail.view(torch.uint8))
-        work = dist.isend(buffer, dst=self._following, group=self._group)
-        assert work is not None, "the sender is in the group"
-        self._sends.append((work, buffer))
+        self._sends.add(buffer, self._following)
 
     def drain(self) -> None:
         """Wait for every send."""
-        while self._sends:
-            self._sends.popleft()[0].wait()
+        self._sends.drain()
 
     def _sized(self, batch: Batch, free: list[torch.Tensor]) -> torch.Tensor:
         """A buffer of exactly a batch's bytes: the storage of a free one if it is large enough, else new."""
