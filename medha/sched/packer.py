@@ -25,7 +25,8 @@ Departures from the paper, and why:
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
-  efficient one, beyond the budget: else nothing would ever be read.
+  efficient one, beyond the budget: else nothing would ever be read. Where no objective bounds the batch, that is one
+  that the machine reads at nearly full speed.
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 _SHORT_PROMPT = 256  # tokens
-# So many quanta a batch takes at most where its decodes' objectives allow it: fewer and larger chunks.
-_MOST_QUANTA = 4
+_MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it: fewer and larger chunks
 
 
 @dataclass(slots=True)
