@@ -105,7 +105,7 @@ class TokenBudgetPacker(Packer):
 
     ``target / (moving average of seconds a token)``, less the decodes, down to a multiple of 64: the scheme of the
     posts on iteration-level scheduling, with their constants (gain 0.1, 256 tokens before the first step). The target
-    is ``t_target_s``, or ``quantum_s``. Departures, each because the published code stops there: a chunk that ends its
+    is ``t_target_s``, ``quantum_s`` or 0.25 s. Departures, as the published code stops there: a chunk that ends its
     prompt, or is all that a bound leaves, need be no multiple of 64; the budget is 64 at least; the average begins at
     the first step seen, and not at 0.
     """

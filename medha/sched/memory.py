@@ -55,7 +55,7 @@ class KVMemory:
         overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
 
     Attributes:
-        host_pools: likewise; empty without host memory.
+        host_pools: by group; empty without host memory.
     """
 
     def __init__(
