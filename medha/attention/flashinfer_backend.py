@@ -10,8 +10,8 @@ that awaits a measurement.
 FlashInfer counts keys in pages; a page here is a KV block. Its log-sum-exp has base 2 and is turned into a natural
 logarithm before it leaves this module. Splits depend on a batch, so its company may change the last bits of a row.
 
-Nothing here has run on a GPU yet: the tests hold it to FlashInfer's signatures and, through a substitute in torch, to
-dense attention.
+Nothing here has run on a GPU yet: the tests hold it, through FlashInfer's own wrappers over kernels in torch, to dense
+attention.
 
 Legend: T query tokens of the batch, N query heads, K KV heads, H head dimension, P tokens in the pool, B decodes.
 """

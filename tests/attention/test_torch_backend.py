@@ -18,8 +18,8 @@ from medha.attention import torch_backend
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend, AttentionRows
 from medha.attention.torch_backend import TorchBackend
-from tests.attention import fake_flashinfer
 from tests.attention.reference import assert_rows_close, visible
+from tests.cuda.kernels import make_api
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -109,7 +109,7 @@ def build(
 
 
 def make_flashinfer(*, block_size: int = 256, num_sms: int = 4, has_fa3: bool = False) -> FlashInferBackend:
-    return FlashInferBackend(fake_flashinfer.make_api(), block_size=block_size, num_sms=num_sms, has_fa3=has_fa3)
+    return FlashInferBackend(make_api(), block_size=block_size, num_sms=num_sms, has_fa3=has_fa3)
 
 
 def run(

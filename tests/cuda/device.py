@@ -66,7 +66,6 @@ class Memory:
         self.raw = raw
         self.graph: Graph | None = None
         self.accesses: list[Access] = []
-        self.num_plans = [0]
 
 
 @dataclass(slots=True)
@@ -126,7 +125,8 @@ class Device:
         syncs, stalls, launches: how often, by place or by name.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, num_sms: int = 16) -> None:
+        self.num_sms = num_sms
         self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
@@ -541,7 +541,7 @@ def install(
     patch: pytest.MonkeyPatch, *, seed: int = 0, num_sms: int = 16, capability: tuple[int, int] = (8, 0)
 ) -> Device:
     """Put an emulated device in place of ``torch.cuda`` until ``patch`` is undone."""
-    device = Device(seed)
+    device = Device(seed, num_sms)
     _devices[:] = [device]
     gib = 1 << 30
     properties = SimpleNamespace(

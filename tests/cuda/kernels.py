@@ -1,9 +1,11 @@
-"""What stands in for FlashInfer's compiled kernels below its own Python wrappers, on the emulated device.
+"""What stands in for FlashInfer's compiled kernels below its own Python wrappers, on the emulated device or the host.
 
 The planner follows ``PrefillPlan`` of FlashInfer's scheduler.cuh: queries in tiles, keys in chunks so that the parts
 fill the GPU. It writes the work items to the wrapper's pinned buffer, from where they are copied in stream order, and
 the kernel does what it finds on the device when it runs. Faults of their kind ``plan``: a graph is replayed without a
 new plan, or with one whose layout is not the captured kernel's.
+
+On tensors of the host everything runs at once, and dtypes and head dimensions may be any.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -23,13 +26,29 @@ import pytest
 import torch
 
 from tests.cuda import tensors
-from tests.cuda.device import Device, now
+from tests.cuda.device import Device, DeviceError, now
 from tests.cuda.tensors import Emulated, unchanged
 
 _NEEDED = ("requests", "pynvml")  # by its import, not by what medha calls
 _HEAD = 5
 _FA2_BLOCKS_PER_SM = 2
 _LEAST_CHUNK = 128
+
+
+class Host:
+    """In the place of a device: what is launched here runs at once."""
+
+    num_sms = 4
+    capturing = None
+
+    def launch(self, name: str, kernel: Callable[[], Any], reads: Any, writes: Any) -> None:
+        kernel()
+
+    def fault(self, kind: str, text: str) -> None:
+        raise DeviceError(f"{kind}: {text}")
+
+
+HOST = Host()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +60,7 @@ class Plan:
     most_items: int
     tile: int
     group: int
+    sizes: list[int]
     num_plans: list[int]
 
     @property
@@ -49,24 +69,25 @@ class Plan:
 
 
 def plan(
-    float_workspace: Emulated, workspace: Emulated, pinned: torch.Tensor, qo_indptr: torch.Tensor,
+    float_workspace: torch.Tensor, workspace: torch.Tensor, pinned: torch.Tensor, qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor, kv_lens: torch.Tensor, num_rows: int, batch: int, num_heads: int, num_kv_heads: int,
     page: int, is_graph: bool, head_dim: int, head_dim_vo: int, causal: bool, window: int, split_pages: int = -1,
     may_not_split: bool = True, *rest: Any,
 ) -> Plan:  # fmt: skip
     """Cut a batch into work items, (request, query tile, key chunk); FA3, which gives no split, into whole rows."""
-    device = now()
+    device = now() if isinstance(workspace, Emulated) else HOST
     if device.capturing is not None:
         device.fault("capture", "attention is planned inside")
     for tensor in (qo_indptr, kv_indptr, kv_lens):
         assert tensor.device.type == "cpu" and tensor.dtype == torch.int32, "index pointers are int32 of the host"
-    assert isinstance(float_workspace, Emulated) and isinstance(workspace, Emulated)
+        assert tensor[0] == 0 or tensor is kv_lens
+    assert float_workspace.device == workspace.device
     assert num_heads % num_kv_heads == 0 and window == -1 and head_dim == head_dim_vo
-    sms, group = torch.cuda.get_device_properties(0).multi_processor_count, num_heads // num_kv_heads
+    group = num_heads // num_kv_heads
     lengths, pages = (torch.diff(x).tolist() for x in (qo_indptr, kv_indptr))
     assert min(lengths) >= 0 and min(pages) >= 0
     packed = [length * group for length in lengths]
-    most_parts = _FA2_BLOCKS_PER_SM * sms // num_kv_heads
+    most_parts = _FA2_BLOCKS_PER_SM * device.num_sms // num_kv_heads
     longest = (num_rows - batch + 1) * group if is_graph else sum(packed) // batch
     tile = 16 if longest <= 16 else 64 if longest <= 64 or head_dim >= 256 else 128
     tiles = [-(-rows // tile) for rows in packed]
@@ -90,11 +111,12 @@ def plan(
         raise RuntimeError("new batch size should not exceed padded batch size")
     if splits and num_heads * most * tile * (head_dim + 1) * 4 > float_workspace.nbytes:
         raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
-    workspace.memory.num_plans[0] += 1
-    made = Plan(is_graph, splits, most, tile, group, workspace.memory.num_plans)
+    num_plans = workspace.__dict__.setdefault("num_plans", [0])
+    num_plans[0] += 1
+    made = Plan(is_graph, splits, most, tile, group, [num_heads, head_dim, page, num_kv_heads, head_dim], num_plans)
     ints = [*made.layout, chunk * page, len(items), *(i for item in items for i in item)]
     seen = torch.tensor(ints, dtype=torch.int32).view(torch.uint8)
-    source, target = pinned[: len(seen)], workspace.raw[: len(seen)]
+    source, target = pinned[: len(seen)], raw(workspace)[: len(seen)]
     source.copy_(seen)  # on the host, which so is seen to overwrite it
 
     def send() -> None:
@@ -106,25 +128,27 @@ def plan(
 
 
 def run(
-    float_workspace: Emulated, workspace: Emulated, made: Plan, q: Emulated, k: Emulated, v: Emulated,
-    qo_indptr: Emulated, kv_indptr: Emulated, indices: Emulated, last_page_len: Emulated, out: Emulated,
-    lse: Emulated | None, mask_mode: int, layout: int, window: int, enable_pdl: bool, custom_mask: Any,
-    mask_indptr: Any, alibi: Any, prefix_len: Any, token_pos: Any, max_item_len: Any, soft_cap: float,
-    sm_scale: float, *rest: Any, name: str = "fa2",
+    float_workspace: torch.Tensor, workspace: torch.Tensor, made: Plan, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, indices: torch.Tensor,
+    last_page_len: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, mask_mode: int, layout: int,
+    window: int, enable_pdl: bool, custom_mask: Any, mask_indptr: Any, alibi: Any, prefix_len: Any, token_pos: Any,
+    max_item_len: Any, soft_cap: float, sm_scale: float, *rest: Any, name: str = "fa2",
 ) -> None:  # fmt: skip
     """Attention over pages as the plan says, with the log-sum-exp to base 2."""
-    device = now()
+    device = now() if isinstance(workspace, Emulated) else HOST
     reads = [workspace, q, k, v, qo_indptr, kv_indptr, indices, last_page_len]
     writes = [float_workspace, out, *([] if lse is None else [lse])]
-    assert all(isinstance(x, Emulated) for x in (*reads, *writes)), "what a kernel reads and writes is on the device"
+    assert {x.device for x in (*reads, *writes)} == {q.device}, "what a kernel reads and writes is on the device"
     assert all(x.dtype == torch.int32 for x in (qo_indptr, kv_indptr, indices, last_page_len))
-    assert q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype == out.dtype
-    assert q.shape[2] in (64, 128, 256) and q.stride(-1) == 1 and out.is_contiguous() and layout == 0
+    assert q.dtype == k.dtype == v.dtype == out.dtype and q.shape == out.shape and k.shape == v.shape
+    assert device is HOST or (q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in (64, 128, 256))
+    assert [*q.shape[1:], *k.shape[1:]] == made.sizes
+    assert q.stride(-1) == k.stride(-1) == 1 and out.is_contiguous() and layout == 0
     assert k.stride() == v.stride() and (lse is None or (lse.is_contiguous() and lse.dtype == torch.float32))
     if device.capturing is not None:
         device.capturing.before_replay[id(made.num_plans)] = _planned_anew(device, made.num_plans)
-    raws = [x.raw for x in (*reads, out)]
-    raw_lse = None if lse is None else lse.raw
+    raws = [raw(x) for x in (*reads, out)]
+    raw_lse = None if lse is None else raw(lse)
     device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, *raws, raw_lse), reads, writes)
 
 
@@ -139,8 +163,13 @@ def _planned_anew(device: Device, num_plans: list[int]) -> Any:
     return check
 
 
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with the bytes on the host."""
+    return x.raw if isinstance(x, Emulated) else x
+
+
 def _attend(
-    device: Device, made: Plan, causal: bool, scale: float, w: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    device: Device | Host, made: Plan, causal: bool, scale: float, w: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
     v: torch.Tensor, qo: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, last: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:  # fmt: skip
@@ -151,18 +180,20 @@ def _attend(
         device.fault("plan", f"its layout is {layout}, the kernel was launched or captured with {made.layout}")
     items = ints[_HEAD : _HEAD + 3 * num_items].view(-1, 3).tolist()
     page, K = k.shape[1:3]
+    exact = torch.float64 if q.dtype == torch.float32 else torch.float32
     parts: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     starts, kv_starts, lasts = qo.tolist(), kv.tolist(), last.tolist()
     for request, tile, part in items:
         first, end = starts[request : request + 2]
         length = (kv_starts[request + 1] - kv_starts[request] - 1) * page + lasts[request]
+        assert 1 <= lasts[request] <= page and (length >= end - first or not causal)
         tokens = torch.arange(part * chunk, min((part + 1) * chunk, length)) if made.splits else torch.arange(length)
         at = pages[kv_starts[request] + tokens // page].long()
         if len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(k):
             device.fault("address", f"page {int(at.max())} of a pool of {len(k)}")
-        keys, values = (pool[at, tokens % page].float().transpose(0, 1) for pool in (k, v))
+        keys, values = (pool[at, tokens % page].to(exact).transpose(0, 1) for pool in (k, v))
         rows = torch.arange(tile * made.tile, min((tile + 1) * made.tile, (end - first) * made.group))
-        queries = q[first:end].float().unflatten(1, (K, made.group)).transpose(0, 1).flatten(1, 2)[:, rows]
+        queries = q[first:end].to(exact).unflatten(1, (K, made.group)).transpose(0, 1).flatten(1, 2)[:, rows]
         scores = queries @ keys.transpose(1, 2) * scale
         if causal:
             sees = tokens <= (length - (end - first) + rows // made.group)[:, None]
@@ -178,7 +209,7 @@ def _attend(
         heads = torch.arange(K)[:, None] * made.group + rows % made.group
         out[first + rows // made.group, heads] = merged.to(out.dtype)
         if lse is not None:
-            lse[first + rows // made.group, heads] = total / math.log(2.0)
+            lse[first + rows // made.group, heads] = total.float() / math.log(2.0)
 
 
 def import_flashinfer() -> ModuleType:
@@ -194,10 +225,8 @@ def import_flashinfer() -> ModuleType:
             del sys.modules[name]
 
 
-def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
-    """An emulated device, with FlashInfer's wrappers on it."""
-    flashinfer = import_flashinfer()
-    device = tensors.install(patch, **options)
+def _stand_in(patch: pytest.MonkeyPatch, flashinfer: ModuleType) -> None:
+    """Put the kernels of this module below FlashInfer's wrappers."""
 
     def module(backend: str, *args: Any) -> SimpleNamespace:
         return SimpleNamespace(plan=plan, paged_run=partial(run, name=backend), workspace_size=None)
@@ -205,4 +234,33 @@ def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
     for part in (flashinfer.prefill, flashinfer.decode):
         patch.setattr(part, "get_batch_prefill_module", module)
     patch.setattr(flashinfer.prefill, "_eagle_verify_fp8kv_sm90_prepare", lambda *args, **kwargs: None)
-    return device
+
+
+def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
+    """An emulated device, with FlashInfer's wrappers on it."""
+    _stand_in(patch, import_flashinfer())
+    return tensors.install(patch, **options)
+
+
+def make_api() -> SimpleNamespace:
+    """FlashInfer's wrappers on tensors of the host, none of which is pinned; ``made`` lists those that were made."""
+    flashinfer, made, empty = import_flashinfer(), [], torch.empty
+
+    def on_host(cls: type) -> type:
+        class OnHost(cls):  # type: ignore[misc]
+            def __init__(self, workspace: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+                assert workspace.dtype == torch.uint8 and not workspace.any(), "zeroed once"
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
+                    super().__init__(workspace, *args, **kwargs)
+                made.append(self)
+
+            def plan(self, *args: Any, **kwargs: Any) -> None:
+                with pytest.MonkeyPatch.context() as patch:
+                    _stand_in(patch, flashinfer)
+                    super().plan(*args, **kwargs)
+
+        return OnHost
+
+    names = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
+    return SimpleNamespace(made=made, **{name: on_host(getattr(flashinfer, name)) for name in names})

@@ -1,7 +1,7 @@
 """Graphs of decodes: padding, buffers and plans, with a substitute that replays by running again; real ones on a GPU.
 
 The substitute repeats the captured function, so it reads what lies in the buffers at the time of the replay, as a graph
-does; attention is FlashInfer's substitute, whose answers are those of its last plan.
+does; attention is FlashInfer's wrappers over kernels in torch, which do as the last plan says.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def drain(engine: Engine) -> None:
         engine.step()
 
 
-# -- flashInfer's substitute below the engine, without graphs --------------------------------------------------
+# -- flashInfer's wrappers below the engine, without graphs ----------------------------------------------------
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
