@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -198,7 +197,7 @@ class LLM:
         if not self._open_role.is_alone:
             raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
         request = self.engine.prepare(self._new_id(), prompt, sampling_params, slo=slo)
-        request.params = replace(request.params, output_kind="delta")
+        request.params = request.params.reported("delta")
         return self._stream(request)
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -276,7 +275,7 @@ class LLM:
                     error.args = (f"prompt {index}: {error}",)
                 error.index = index
                 raise
-            request.params = replace(request.params, output_kind="final_only")
+            request.params = request.params.reported("final_only")
             requests.append(request)
         return requests
 

@@ -207,6 +207,10 @@ class SamplingParams:
             max_tokens = min(self.max_tokens, max_tokens)
         return dataclasses.replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
+    def reported(self, output_kind: OutputKind) -> SamplingParams:
+        """A copy with another ``output_kind``."""
+        return dataclasses.replace(self, output_kind=output_kind)
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
         """Build from a JSON object, whose fields may have the names of :data:`FIELD_ALIASES`."""

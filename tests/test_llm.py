@@ -25,7 +25,13 @@ from medha.engine.replay import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question
 
-SMALL: dict[str, Any] = {"num_kv_blocks": 32, "block_size": 64, "chunk_size": 64, "max_batch_tokens": 128}
+SMALL: dict[str, Any] = {
+    "quantum_s": 0.25,
+    "num_kv_blocks": 32,
+    "block_size": 64,
+    "chunk_size": 64,
+    "max_batch_tokens": 128,
+}
 TEXTS = ["Hello", "It was a dark and stormy night", "x", "The vault code of Priya is"]
 
 

@@ -89,8 +89,8 @@ class Pipeline:
                 for stage, stage_s in enumerate(seconds):  # one of them works until the batch has left the last one
                     self.bubble_s[group][stage] += ready_s - from_s - stage_s
             end_s = max(end_s, ready_s)
-            if self._tokens_s is not None:
-                self._tokens_s.update((row.slot, ready_s) for row in batch.rows if row.samples and row.group in groups)
+        if self._tokens_s is not None:
+            self._tokens_s.update((row.slot, end_s) for row in batch.rows if row.samples)
         return Passage(first_end_s, end_s, slowest_s)
 
     @property

@@ -35,7 +35,7 @@ from tests.serving import (
 NUM_TOKENS = 6
 PROMPTS = [random_ids(length, seed=4) for length in (40, 3, 70, 25)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-SMALL = {"chunk_size": 16, "max_batch_tokens": 24, "block_size": 16}
+SMALL = {"quantum_s": 0.25, "chunk_size": 16, "max_batch_tokens": 24, "block_size": 16}
 
 
 @pytest.fixture(scope="module")

@@ -503,8 +503,9 @@ def reuse_buffers_early(patch: pytest.MonkeyPatch) -> None:
     """a send's buffer is filled again before the send is done."""
 
     def reserve(self: StagePipe) -> None:
-        while len(self._sends) >= self._num_buffers:
-            self._free_sends.append(self._sends.popleft()[1])
+        sends = self._sends
+        while len(sends._sends) >= sends._most:
+            self._free_sends.append(sends._sends.popleft()[1])
 
     patch.setattr(StagePipe, "reserve", reserve)
 

@@ -12,7 +12,7 @@ from tests.parallel.workers import WorkerPool
 from tests.serving import Model, finish, random_ids
 
 LENGTHS = (40, 3, 70, 25, 90)
-SMALL = {"chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
+SMALL = {"quantum_s": 0.25, "chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True),
     "drawn": SamplingParams(temperature=1.0, top_k=40, seed=5, max_tokens=50, ignore_eos=True, logprobs=2),

@@ -30,7 +30,7 @@ from tests.worker.test_graphs import Repeating
 from tests.worker.test_kv_cache import make_cache
 
 LENGTHS = (40, 3, 70, 25, 90)
-SMALL = {"chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
+SMALL = {"quantum_s": 0.25, "chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
 SWAP = {"overcommit": True, "num_swap_blocks": 60}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, max_tokens=50, ignore_eos=True)
