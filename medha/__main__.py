@@ -15,6 +15,7 @@ from medha.cli.report import environment, print_report
 from medha.errors import ConfigError
 from medha.generate.__main__ import generate
 from medha.profile.cli import profile
+from medha.serve.__main__ import serve
 from medha.sim.cli import plan, simulate
 from medha.verify.__main__ import verify
 from medha.workload.cli import app as trace_app
@@ -25,6 +26,7 @@ app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("profile")(profile)
+app.command("serve")(serve)
 app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")
@@ -33,7 +35,6 @@ app.add_typer(trace_app, name="trace")
 
 # Verbs of other engines' commands, and what there is in their place.
 _ELSEWHERE = {
-    "serve": "there is no server; medha generate MODEL --requests FILE --output FILE serves a file",
     "run-batch": "medha generate MODEL --requests FILE --output FILE reads OpenAI's batch lines",
     "chat": "medha generate MODEL --chat --prompt TEXT",
     "complete": "medha generate MODEL --prompt TEXT",

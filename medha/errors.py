@@ -77,6 +77,7 @@ class DeadlineError(ValidationError):
 
     predicted_s: float | None = None
     objective_s: float | None = None
+    wait_s: float | None = None  # after which the like of it may be in time; None where no wait helps
 
 
 class UnsupportedFeatureError(_FieldError):

@@ -30,12 +30,19 @@ MAX_STOP_CHARS = 256
 # Fields of other engines' requests that change the output and that medha does not have: refused by name.
 _UNSUPPORTED = """
     audio bad_words beam_search best_of chat_template echo extra_args flat_logprobs functions
-    guided_decoding guided_json guided_regex length_penalty logits_processors logprob_token_ids
+    guided_decoding guided_json guided_regex length_penalty logits_processors logprob_token_ids modalities
     prompt_logprob_start prompt_logprob_token_ids prompt_logprobs repetition_detection response_format
     skip_reading_prefix_cache spaces_between_special_tokens stream_interval structured_outputs suffix
     thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search
 """
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED.split())
+# Values by which clients say, in full, that they ask for none of it.
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+}
 
 MOST_COMPLETIONS = 16384  # of a request
 
@@ -68,7 +75,7 @@ def _names_checked(cls: type[T]) -> type[T]:
     def checked(self: T, *args: Any, **fields: Any) -> None:
         for name in fields.keys() - set(names):
             value = fields.pop(name)
-            asks = value is not None and value is not False and value not in ([], {}, "")
+            asks = value is not None and value is not False and value not in ([], {}, "", *_NEUTRAL.get(name, ()))
             if name in UNSUPPORTED_FIELDS and asks:
                 raise UnsupportedFeatureError(f"{name} is not implemented; leave it out", param=name, value=value)
             if name not in UNSUPPORTED_FIELDS:

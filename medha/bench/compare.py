@@ -7,13 +7,14 @@ of the machine hits both alike and nobody's idle threads cost the other. The fig
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +24,20 @@ from medha.bench.load import Workload
 from medha.bench.peers import PAGE, Prompts
 from medha.bench.timing import Worker, in_turn, timing_of
 from medha.cli.options import parse_lengths
-from medha.config.fields import choice, integer
+from medha.config.fields import POSITIVE, choice, integer
 from medha.errors import ConfigError
 from medha.worker.shard import TORCH_DTYPES
+from medha.workload.metrics import percentile
 
-_DECODE_PROMPT = 128
+_DECODE_PROMPT, _CONVOY_OUTPUT = 128, 8
 _WARM_MIXED = 8
+
+
+def _json_object(text: str) -> Mapping[str, Any]:
+    found = json.loads(text) if text.startswith("{") else None
+    if not isinstance(found, dict):
+        raise ConfigError(f"engine_options={text!r}; accepted: a JSON object of options by engine")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,12 @@ class CompareOptions:
     output_len: int = asked(32, "Tokens that each decodes.", integer(2, 2**31 - 1))
     num_prompts: int = asked(200, "Mixed requests, all there at once; 0 is none.", ANY_COUNT)
     lengths: str = asked("uniform:32-1024,4-128", "Of these, as medha trace synth.")
+    request_rate: float | None = asked(
+        None, "They arrive so many a second beside a prompt of each length, and all are timed.", POSITIVE, kind=float
+    )
+    engine_options: Mapping[str, Any] | None = asked(
+        None, 'Options of an engine: \'{"vllm": {"max_num_batched_tokens": 512}}\'.', kind=str, read=_json_object
+    )
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     num_threads: int = asked(2, "CPU threads, the same for both.", COUNT)
     enable_prefix_caching: bool = asked(
@@ -94,17 +109,20 @@ def compare(options: CompareOptions) -> Report:
     model = options.subject.model_config(longest=1)
     cases = _cases(options, model.vocab_size)
     longest, names = max(max(one.lengths) for one in cases), ("dtype", "num_threads", "enable_prefix_caching", "seed")
-    settings = {name: getattr(options, name) for name in names}
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    settings["engine_options"] = options.engine_options or {}
     tokens = 2 * max(sum(one.lengths) + (len(one.lengths) + 1) * PAGE for one in cases)  # whatever a block's size is
     settings["kv_cache_memory_bytes"] = tokens * model.kv_bytes_per_token(TORCH_DTYPES[options.dtype].itemsize)
     pythons = {"medha": sys.executable, options.peer: options.peer_python}
     with options.subject.checkpoint(longest, dtype=options.dtype, seed=options.seed) as folder, ExitStack() as stack:
         settings |= {"model": folder, "max_model_len": longest}
         workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
+        arriving = [] if options.request_rate is None else [cases.pop()]
         results = [line for one in cases for line in _results(one, workers, options)]
+        convoys = [line for one in arriving for line in _convoys(one, cases, workers, options)]
     engines = {name: {key: one.ready[key] for key in ("versions", "options")} for name, one in workers.items()}
     num_wrong = sum(one["num_requests"] - one["num_equal"] for one in results if one["is_exact"])
-    found = {"engines": engines, "results": results, "num_wrong": num_wrong}
+    found = {"engines": engines, "results": results, "convoys": convoys, "num_wrong": num_wrong}
     return options.subject.head("compare", asdict(options), model) | found
 
 
@@ -155,12 +173,52 @@ def _results(case: _Case, workers: Mapping[str, Worker], options: CompareOptions
     ]
 
 
+def _convoys(
+    shorts: _Case, cases: Sequence[_Case], workers: Mapping[str, Worker], options: CompareOptions
+) -> list[Report]:
+    """Short requests by Poisson arrivals beside each long prompt, which comes first; by engine."""
+    assert options.request_rate is not None, "somebody arrives"
+    gaps = np.random.default_rng(options.seed).exponential(1 / options.request_rate, len(shorts.prompts))
+    found = []
+    for case in cases:
+        if case.is_step:
+            continue
+        prompts, numbers = [*case.prompts, *shorts.prompts], [_CONVOY_OUTPUT, *shorts.num_outputs]
+        work = {"prompts": prompts, "num_outputs": numbers, "way": "arriving", "arrivals": [0.0, *np.cumsum(gaps)]}
+        ask = {name: partial(worker.ask, **work) for name, worker in workers.items()}
+        ran = in_turn(ask, warmup=0, runs=options.runs)
+        for name, worker in workers.items():
+            alone = [
+                worker.ask(prompts=[ids], num_outputs=[number], way="arriving", arrivals=[0.0])["tokens"][0]
+                for ids, number in zip(shorts.prompts, shorts.num_outputs, strict=True)
+            ]
+            found.append({"name": case.name, "engine": name} | _convoy_figures(ran[name], alone, shorts.num_outputs))
+    return found
+
+
+def _convoy_figures(ran: Sequence[Report], alone: Sequence[Sequence[float]], num_outputs: Sequence[int]) -> Report:
+    """Of runs of a long prompt and short ones; ``alone`` has the times of the short ones without company."""
+    runs = np.array([answer["tokens"] for answer in ran])  # [run, request, first or last token]
+    first, last = runs[:, 1:, 0], runs[:, 1:, 1]
+    tpot_s, slowdown = (last - first) / (np.array(num_outputs) - 1), last / np.array(alone)[:, 1]
+    return {
+        **{f"ttft_p{at}_s": percentile(first.ravel(), at) for at in (50, 99)},
+        **{f"tpot_p{at}_s": percentile(tpot_s.ravel(), at) for at in (50, 99)},
+        **{f"slowdown_p{at}": percentile(slowdown.ravel(), at) for at in (50, 99)},
+        "long_s": percentile(runs[:, 0, 0], 50),
+        "total_s": percentile([answer["seconds"] for answer in ran], 50),
+        "runs": runs.tolist(),
+    }
+
+
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
     columns = ("name", "way", "medha", "peer", "ratio", "num_requests", "num_equal")
     how = f"{median_text(report)}, interleaved, the idle side stopped; threads: {report['options']['num_threads']}"
     equal = "requests of which every token is the same; in 16 bits or with padding another order of sums may turn a tie"
-    return {"results": rows_of(report["results"], columns)}, [how, f"equal: {equal}"]
+    convoys = [{name: value for name, value in one.items() if name != "runs"} for one in report["convoys"]]
+    tables = {"results": rows_of(report["results"], columns)} | ({"convoys": convoys} if convoys else {})
+    return tables, [how, f"equal: {equal}"]
 
 
 verb("compare", CompareOptions, compare, shown, {name: SUBJECT[name] for name in ("model", "hf_overrides")})

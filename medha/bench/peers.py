@@ -12,14 +12,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 Prompts = list[list[int]]
 Complete = Callable[[Prompts, list[int]], Prompts]
-Engine = tuple[dict[str, Any], dict[str, Complete], tuple[str, ...]]
+Engine = tuple[dict[str, Any], dict[str, Callable[..., Any]], tuple[str, ...]]
 PAGE = 256
 PADDED_BATCH = 8
 ROWS, TOKENS = 8, 512  # of continuous batching; on a CPU more rows cost more, as each is scored against the keys of all
@@ -30,7 +30,7 @@ def medha(given: dict[str, Any]) -> Engine:
     from medha.llm import LLM
     from medha.params import SamplingParams
 
-    more = {"num_threads": given["num_threads"], "t_target_s": 1.0, "chunk_size": 2048, "block_size": PAGE}
+    more = {"num_threads": given["num_threads"], "block_size": PAGE}
     return _offline("medha", LLM, SamplingParams, given, more)
 
 
@@ -47,15 +47,37 @@ def vllm(given: dict[str, Any]) -> Engine:
 
 def _offline(name: str, llm_class: Any, params_class: Any, given: dict[str, Any], more: dict[str, Any]) -> Engine:
     options = {key: given[key] for key in ("dtype", "max_model_len", "seed", "kv_cache_memory_bytes")} | more
+    options |= given.get("engine_options", {}).get(name, {})
     llm = llm_class(given["model"], **options)
+    greedy = partial(params_class, temperature=0.0, ignore_eos=True, detokenize=False)
 
     def complete(prompts: Prompts, num_outputs: list[int]) -> Prompts:
-        greedy = partial(params_class, temperature=0.0, ignore_eos=True, detokenize=False)
         params = [greedy(max_tokens=number) for number in num_outputs]
         tokens = [{"prompt_token_ids": ids} for ids in prompts]
         return [list(one.outputs[0].token_ids) for one in llm.generate(tokens, params, use_tqdm=False)]
 
-    return options, {name: complete}, (name, "torch")
+    def arriving(prompts: Prompts, num_outputs: list[int], arrivals: Sequence[float]) -> list[tuple[float, float]]:
+        """Serve prompts that arrive at these seconds, in order; from then to the first and last token of each."""
+        engine = llm.engine if name == "medha" else llm.llm_engine
+        shorts_first = options.get("scheduling_policy") == "priority"
+        first, last, added = [0.0] * len(prompts), [0.0] * len(prompts), 0
+        start = time.perf_counter()
+        while not all(last):
+            while added < len(prompts) and arrivals[added] <= time.perf_counter() - start:
+                asked, params = {"prompt_token_ids": prompts[added]}, greedy(max_tokens=num_outputs[added])
+                order = {"priority": len(prompts[added])} if shorts_first else {}
+                engine.add_request(str(added), asked, params, **order)
+                added += 1
+            if all(last[:added]):
+                time.sleep(max(0.0, arrivals[added] - (time.perf_counter() - start)))
+            for output in () if all(last[:added]) else engine.step():
+                at, now = int(output.request_id), time.perf_counter() - start
+                if len(output.outputs[0].token_ids) and not first[at]:
+                    first[at] = now - arrivals[at]
+                last[at] = now - arrivals[at] if output.finished else 0.0
+        return list(zip(first, last, strict=True))
+
+    return options, {name: complete, "arriving": arriving}, (name, "torch")
 
 
 def transformers(given: dict[str, Any]) -> Engine:
@@ -112,13 +134,14 @@ def main() -> None:
     os.dup2(2, 1)
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
     make = {"medha": medha, "transformers": transformers, "vllm": vllm}[sys.argv[1]]
-    ways: dict[str, Complete] = {}
+    ways: dict[str, Callable[..., Any]] = {}
     for line in sys.stdin:
         given = json.loads(line)
         try:
             if ways:
                 start = time.perf_counter()
-                tokens = ways[given["way"]](given["prompts"], given["num_outputs"])
+                more = [given["arrivals"]] if "arrivals" in given else []
+                tokens = ways[given["way"]](given["prompts"], given["num_outputs"], *more)
                 answer: dict[str, Any] = {"seconds": time.perf_counter() - start, "tokens": tokens}
             else:
                 os.environ["OMP_NUM_THREADS"] = str(given["num_threads"])

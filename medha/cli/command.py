@@ -241,11 +241,11 @@ def ignore_signals() -> None:
 
 
 @contextmanager
-def first_interrupt() -> Iterator[list[int]]:
+def first_interrupt(*, also_terminate: bool = False) -> Iterator[list[int]]:
     """Within, the first Ctrl-C is noted in the list that is yielded; the second raises KeyboardInterrupt.
 
-    Under a launcher a termination counts as well, and a signal right after the first is its echo: Ctrl-C reaches every
-    process of the terminal, and the launcher passes it on.
+    Under a launcher, or with ``also_terminate``, a termination counts as well, and a signal right after the first is
+    its echo under a launcher: Ctrl-C reaches every process of the terminal, and the launcher passes it on.
     """
     noted: list[int] = []
     last_s = 0.0
@@ -260,7 +260,7 @@ def first_interrupt() -> Iterator[list[int]]:
             raise KeyboardInterrupt
 
     # a plain process ends on a termination as it always did
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,)
+    numbers = (signal.SIGINT, signal.SIGTERM) if also_terminate or is_launched() else (signal.SIGINT,)
     before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield noted

@@ -135,6 +135,12 @@ class SchedulerConfig:
         SHARE,
         shown="0.1; 0 with lars, ilrs, lrs, edf and fcfs",
     )
+    decode_share: float | None = _serving(
+        None,
+        "Seconds of batches of decodes alone, for one of prefills: a quicker cadence; 0 is none. Of one stage.",
+        SHARE,
+        shown="0.05; 0 with lars, ilrs, lrs, edf and fcfs",
+    )
     patience_s: float = _serving(
         10.0,
         "Seconds without a chunk after which a request counts as passed over; inf is never.",
@@ -211,6 +217,12 @@ class SchedulerConfig:
         """``late_share``, where none is given that of the policy."""
         published = 0.0 if self.policy in PUBLISHED else 0.1
         return published if self.late_share is None else self.late_share
+
+    @property
+    def cadence_share(self) -> float:
+        """``decode_share``, where none is given that of the policy; 0 where a decode passes through several batches."""
+        published = 0.0 if self.policy in PUBLISHED else 0.05
+        return 0.0 if self.period > 1 else published if self.decode_share is None else self.decode_share
 
     @property
     def num_in_flight(self) -> int:

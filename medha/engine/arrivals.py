@@ -89,7 +89,7 @@ def drive(
                 if upcoming[0].arrival_s > engine.now() - start:
                     break
                 arrival = upcoming.popleft()
-                preparing.begin(arrival, partial(_prepare, engine, arrival), is_long=_is_long(arrival.prompt))
+                preparing.begin(arrival, partial(_prepare, engine, arrival), is_long=is_long(arrival.prompt))
             wait_s = _MAX_SLEEP_S if preparing.pending else 0.0
             if upcoming:
                 wait_s = min(_MAX_SLEEP_S, upcoming[0].arrival_s - (engine.now() - start))
@@ -161,12 +161,12 @@ def _prepare(engine: Engine, arrival: Arrival) -> Request:
     return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)  # type: ignore[arg-type]
 
 
-def _is_long(prompt: Any) -> bool:
+def is_long(prompt: Any) -> bool:
     """Whether a prompt, or what it holds at any depth that a form has, is longer than short ones should wait for."""
     if isinstance(prompt, Mapping):
-        return any(map(_is_long, prompt.values()))
+        return any(map(is_long, prompt.values()))
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return any(map(_is_long, prompt))
+        return any(map(is_long, prompt))
     return getattr(prompt, "ndim", 1) > 0 and hasattr(prompt, "__len__") and len(prompt) > LONG_PROMPT
 
 
@@ -184,10 +184,11 @@ class Joiner:
         if not output.finished:
             return None
         del self._pieces[output.request_id]
-        return replace(output, outputs=[_joined(pieces) for _, pieces in sorted(by_index.items())])
+        return replace(output, outputs=[joined(pieces) for _, pieces in sorted(by_index.items())])
 
 
-def _joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
+def joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
+    """One piece of several, in order, of one completion."""
     last = pieces[-1]
     return replace(
         last,

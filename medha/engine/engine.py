@@ -170,6 +170,10 @@ class Engine:
         lines += [str(sent.batch) for sent in list(self._in_flight)]
         return "\n".join(lines)
 
+    def requests(self) -> list[Request]:
+        """The unfinished requests as they are; for another thread, which changes nothing."""
+        return list(self._live.values())
+
     def prefills(self, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         with self.turns:
@@ -410,6 +414,7 @@ class Engine:
         now, busy_s = self.now(), result.busy_s
         for row in [row for row in batch.rows if not row.is_decode]:
             self._by_slot[row.slot].num_computed_tokens = row.kv_len
+            self._by_slot[row.slot].computed_s = now
         if self.timeline is not None:
             names = [self._by_slot[row.slot].name for row in batch.rows]
             self.timeline.record(batch, max(oldest.start_s, self._completed_s), now, names, oldest.decision.slack_s)

@@ -46,6 +46,7 @@ _ID_FIELDS = ("id", "request_id", "custom_id")
 _OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority", "tenant"}
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
+_KNOWN_FIELDS = {*_OTHER_FIELDS, *_SAMPLING_FIELDS, *UNSUPPORTED_FIELDS}
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> list[Arrival]:
@@ -203,24 +204,36 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
         request_id = str(next(iter(ids.values()), request_id))
         custom_id = str(ids["custom_id"]) if "custom_id" in ids else None
         fields = _flat(fields)
-        sampling = {"seed": seed, **defaults}
-        for name, value in fields.items():
-            if (name in _SAMPLING_FIELDS and value is not None) or name in UNSUPPORTED_FIELDS:
-                sampling[name] = value
-            elif name not in _OTHER_FIELDS | _SAMPLING_FIELDS:
-                unknown[name] += 1
-        form, prompt, options = prompt_form({name: fields.get(name) for name in (*PROMPT_FORMS, *CHAT_OPTIONS)})
-        params, slo = SamplingParams.from_dict(sampling), _slo(fields.get("slo"))
-        given = {name: value for name, value in fields.items() if value is not None}
-        arrival_s = check_seconds("arrival_s", given.get("arrival_s", 0.0))
+        unknown.update(name for name in fields if name not in _KNOWN_FIELDS)
+        arrival = read_fields(request_id, fields, {"seed": seed, **defaults})
+        arrival_s = check_seconds("arrival_s", 0.0 if fields.get("arrival_s") is None else fields["arrival_s"])
         if arrival_s < 0:
-            raise not_accepted("arrival_s", given["arrival_s"], "seconds, not negative")
-        priority = check_priority(given.get("priority", "normal"))
-        prompt = {form: prompt} | options
-        tenant = given.get("tenant", "")
-        return Arrival(request_id, prompt, params, slo, arrival_s, priority, custom_id=custom_id, tenant=tenant)
+            raise not_accepted("arrival_s", fields["arrival_s"], "seconds, not negative")
+        return dataclasses.replace(arrival, arrival_s=arrival_s, custom_id=custom_id)
     except MedhaError as error:
         return Arrival(request_id, "", error=error, custom_id=custom_id)
+
+
+def read_fields(request_id: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> Arrival:
+    """A request of the fields of a JSON object; raises ValidationError or UnsupportedFeatureError.
+
+    ``defaults`` are sampling fields that it need not give. What nobody knows is left out, as is what is None.
+    """
+    asked = {name: fields[name] for name in UNSUPPORTED_FIELDS if name in fields}
+    asked |= {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
+    form, prompt, options = prompt_form({name: fields.get(name) for name in (*PROMPT_FORMS, *CHAT_OPTIONS)})
+    params, slo = SamplingParams.from_dict({**defaults, **asked}), _slo(fields.get("slo"))
+    priority = check_priority("normal" if fields.get("priority") is None else fields["priority"])
+    tenant = "" if fields.get("tenant") is None else fields["tenant"]
+    return Arrival(request_id, {form: prompt} | options, params, slo, priority=priority, tenant=tenant)
+
+
+def count_logprobs(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a chat, in which OpenAI has ``logprobs`` say whether, and ``top_logprobs`` how many."""
+    if not isinstance(body.get("logprobs"), bool):
+        return body
+    top = body.get("top_logprobs") or 0
+    return {**body, "logprobs": top if body["logprobs"] else None, "top_logprobs": None}
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
@@ -233,11 +246,8 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
         raise not_accepted("url", url, ", ".join(_URLS))
     if not isinstance(body, dict):
         raise not_accepted("body", body, "a JSON object")
-    body = {name: value for name, value in body.items() if name not in ("model", "stream", "stream_options")}
-    if isinstance(body.get("logprobs"), bool):  # of chats: whether, and then how many
-        top = body.pop("top_logprobs", None)
-        body["logprobs"] = (top or 0) if body["logprobs"] else None
-    return {**body, **line}
+    left_out = ("model", "stream", "stream_options", "top_logprobs")
+    return {**{name: value for name, value in count_logprobs(body).items() if name not in left_out}, **line}
 
 
 def _slo(value: Any) -> SLO | None:

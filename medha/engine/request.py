@@ -173,6 +173,7 @@ class Completion:
         self.metrics.num_prompt_tokens = len(request.prompt_ids)
         self.token_ids: list[int] = []
         self.num_computed_tokens = 0  # tokens of it that are done in every stage, in host memory too
+        self.computed_s = arrival_s  # when its last chunk was
         self.finish_reason: FinishReason | None = None  # why it has ended; None while it runs
         self.error: Exception | None = None
         self._stop_reason: str | int | None = None

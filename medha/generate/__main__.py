@@ -48,7 +48,7 @@ from medha.engine.files import emptied, opened, unwritable_reported
 from medha.engine.jsonl import OutputLines
 from medha.errors import ConfigError
 from medha.generate.work import requested
-from medha.parallel.launch import is_first_rank, is_launched, own_ranks, read_launch
+from medha.parallel.launch import Launch, is_first_rank, is_launched, own_ranks, read_launch
 from medha.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -113,13 +113,7 @@ def generate(
 
         logger.info("no argument, so this is the demo: no download, about a minute; --help tells of the rest")
         return run_demo(live=not no_progress)
-    options = engine_options(given) | {"model": _model(model_argument, given["model"])}
-    launch = read_launch()
-    if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp"):
-        from medha.generate.layout import choose_layout
-
-        options |= choose_layout(EngineConfig.from_flat(**options), launch)
-    config = EngineConfig.from_flat(**options)
+    config, options, launch = asked_config(context, model_argument, given)
     if dry_run:
         from medha.generate.layout import run_dry
 
@@ -138,6 +132,20 @@ def generate(
         files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
         code = _serve(config, arrivals, files, context.params)
     return code or (FAILED_REQUESTS if earlier.num_failed else 0)
+
+
+def asked_config(
+    context: typer.Context, model_argument: str | None, given: Mapping[str, Any]
+) -> tuple[EngineConfig, dict[str, Any], Launch | None]:
+    """What a command was given for the engine, the same as flat options, and what the launcher says; the layout is
+    chosen where none is asked for."""
+    options = engine_options(given) | {"model": _model(model_argument, given["model"])}
+    launch = read_launch()
+    if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp"):
+        from medha.generate.layout import choose_layout
+
+        options |= choose_layout(EngineConfig.from_flat(**options), launch)
+    return EngineConfig.from_flat(**options), options, launch
 
 
 def _given(context: typer.Context, *names: str) -> bool:

@@ -78,6 +78,7 @@ class MedhaPacker(Packer):
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
+        self._cadence_s = 0.0  # that batches of decodes alone may take now
         self._groups: list[GroupTime] = []
         self._ahead_s = 0.0
         self._factor = 1.0
@@ -97,7 +98,10 @@ class MedhaPacker(Packer):
             row_s = sum(group.decodes_s for group in self._groups) / decodes
             for row in builder.rows:
                 queue.tenants.charge(queue.running[row.slot].tenant, row_s)
-        if queue.num_prefills:
+        decodes_s = max(group.decodes_s for group in self._groups)
+        if queue.num_prefills and not favoured and self._leave_out_prefills(queue, builder, decodes_s):
+            self._cadence_s -= decodes_s
+        elif queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
@@ -109,10 +113,19 @@ class MedhaPacker(Packer):
                 group.limit_s = group.budget_s
             self._serve_in_order(queue, builder)
             self._fill_up(queue, builder)
+            prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
+            most_s = _MOST_QUANTA * self._quantum_s
+            self._cadence_s = min(self._cadence_s + self.config.cadence_share * prefills_s, most_s)
         self._refused = builder.refused
         self._note(builder)
 
     # -- phases ------------------------------------------------------------------------------------------------------
+
+    def _leave_out_prefills(self, queue: Queue, builder: BatchBuilder, decodes_s: float) -> bool:
+        """Whether decodes get a batch of their own: there is time left for it, and no prefill would end in this one."""
+        if not builder.rows or not 0 < decodes_s <= self._cadence_s:
+            return False
+        return bool((queue.column("work_left_s") > self._quantum_s).all())
 
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all

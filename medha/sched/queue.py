@@ -207,7 +207,7 @@ class Queue:
         if row.is_decode:
             return
         index, left = self._row_of[state.slot], self._table["work_left_s"]
-        left_s = self._left_s(row.kv_len, state.num_prefill_tokens) if state.prefilling else 0.0
+        left_s = self.left_s(row.kv_len, state.num_prefill_tokens) if state.prefilling else 0.0
         self.tenants.charge(state.tenant, left[index] - left_s)
         if not state.prefilling:
             self._remove(state.slot)
@@ -248,7 +248,8 @@ class Queue:
         """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
         return prefill_work(0, num_tokens) if self._times is None else self._times.total_s(num_tokens)
 
-    def _left_s(self, num_done: int, num_tokens: int) -> float:
+    def left_s(self, num_done: int, num_tokens: int) -> float:
+        """Seconds that the rest of a prefill takes alone; as :meth:`prefill_s`."""
         times = self._times
         return prefill_work(num_done, num_tokens) if times is None else times.remaining_s(num_done, num_tokens)
 
@@ -265,7 +266,7 @@ class Queue:
         if row == self._table["slot"].size:
             self._table = {name: np.concatenate([column, column]) for name, column in self._table.items()}
         request, num_kept = state.request, state.num_computed_tokens
-        left_s = self._left_s(num_kept, state.num_prefill_tokens) if num_kept else total_s
+        left_s = self.left_s(num_kept, state.num_prefill_tokens) if num_kept else total_s
         times = request.arrival_s, state.deadline_s, total_s, left_s
         sizes = state.num_prefill_tokens, num_kept, request.priority
         values = *times, *sizes, last_chunk_s, state.slot, state.tenant, False, request.is_relegated, False

@@ -128,7 +128,10 @@ class Scheduler:
         if predicted_s is not None:
             if self.config.admission == "refuse":
                 what = "its first token is predicted {:.3f} s after its arrival even if it runs next"
-                raise _refusal("ttft_s", request, predicted_s, what)
+                refusal = _refusal("ttft_s", request, predicted_s, what)
+                late_s = predicted_s - refusal.value
+                refusal.wait_s = late_s if self.prefill_left_s(0, request.num_prompt_tokens) <= refusal.value else None
+                raise refusal
             request = replace(request, is_relegated=True)
         if alone_tpot_s is not None and request.slo is not None:
             if self.config.admission == "refuse":
@@ -148,9 +151,15 @@ class Scheduler:
         if objective_s is None or self.config.admission == "all" or self.predictor is None:
             return None
         in_flight_s = sum(prediction.seconds for _, prediction in self._in_flight if prediction is not None)
-        alone_s = self._queue.prefill_s(request.num_prompt_tokens) * self.predictor.factor("prefill")
+        alone_s = self.prefill_left_s(0, request.num_prompt_tokens)
         predicted_s = max(now_s - request.arrival_s, 0.0) + in_flight_s + alone_s
         return predicted_s if predicted_s > objective_s else None
+
+    def prefill_left_s(self, num_computed: int, num_prompt: int) -> float:
+        """Predicted seconds to read the rest of a prompt alone; 0 where nothing predicts. Any thread may ask."""
+        if self.predictor is None:
+            return 0.0
+        return self._queue.left_s(num_computed, num_prompt) * self.predictor.factor("prefill")
 
     def _late_tpot_s(self, request: SchedulerRequest) -> float | None:
         """Predicted seconds a token of a request whose TPOT objective is shorter even if it decodes alone; else None.

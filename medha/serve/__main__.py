@@ -1,0 +1,200 @@
+"""``medha serve MODEL``, also ``torchrun … -m medha.serve MODEL``: an OpenAI-compatible server over any layout.
+
+Rank 0 listens; its main thread steps the engine, another one has the event loop. A first signal lets running requests
+end, a second one ends them. Exit codes: :mod:`medha.cli.command`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from medha.cli.command import end_process, first_interrupt, make_app, run_app, start_logging, state_on_signal
+from medha.cli.options import MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, takes
+from medha.errors import ConfigError, RankFailedError
+from medha.generate.__main__ import asked_config
+from medha.parallel.launch import exit_at_once, is_first_rank, own_ranks
+
+logger = logging.getLogger("medha")
+app = make_app()
+_FLUSH_S = 2.0  # for streams to end with what has become of them
+_PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+_LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
+_STUCK = 4
+_option = partial(typer.Option, rich_help_panel="Server")
+
+
+@app.command()
+@takes(MODEL, MEMORY, SCHEDULING, SERVING, PARALLEL)
+def serve(
+    context: typer.Context,
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
+    ] = None,
+    host: Annotated[str, _option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, _option(help="Port; 0 is any.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        _option(help="Let in who has it; may be repeated.", envvar="MEDHA_API_KEY"),
+    ] = None,
+    key_file: Annotated[Path | None, _option(help="TOML: keys with their tenants, objectives, limits.")] = None,
+    served_model_name: Annotated[list[str] | None, _option(help="What clients call it; may be repeated.")] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        _option(help="Names in the Host header; by default, at a loopback address, its own."),
+    ] = None,
+    max_body_bytes: Annotated[int, _option(help="Of a request.", min=1)] = 128 << 20,
+    max_concurrent: Annotated[int, _option(help="Requests open at once.", min=1)] = 4096,
+    max_connections: Annotated[int, _option(help="At once.", min=1)] = 8192,
+    shutdown_timeout: Annotated[float, _option(help="Seconds for running requests after a signal.", min=0)] = 30.0,
+    stall_timeout: Annotated[float, _option(help="Seconds without a batch after which it ends.", min=1)] = 600.0,
+    ssl_keyfile: Annotated[Path | None, _option(help="TLS.")] = None,
+    ssl_certfile: Annotated[Path | None, _option(help="TLS.")] = None,
+    log_level: LogLevel = "info",
+    **given: Any,
+) -> int:
+    """Serve a Hugging Face checkpoint over HTTP as OpenAI does: /v1/completions, /v1/chat/completions, /metrics."""
+    start_logging(log_level)
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise ConfigError(f"the server needs {', '.join(missing)}; install medha[serve]")
+    config, options, launch = asked_config(context, model_argument, given)
+    if not is_first_rank():
+        from medha.engine.follow import follow
+
+        return follow(config)
+    from medha.engine.build import build_role
+    from medha.serve.app import Front, Limits
+    from medha.serve.keys import load_keys
+    from medha.serve.metrics import Metrics
+    from medha.serve.service import Service
+
+    keys = load_keys(api_key or [], key_file)
+    hosts = tuple(name.lower() for name in allowed_host or (_LOCAL if host in _LOCAL else ()))
+    limits = Limits(max_body_bytes, max_concurrent, hosts=hosts)
+    with ExitStack() as stack:
+        listener = stack.enter_context(_bound(host, port))
+        if launch is None and config.parallel.world_size > 1:
+            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.engine.follow", json.dumps(options)]))
+        role = build_role(config)
+        assert role.engine is not None, "the first rank has the engine"
+        service = Service(role.engine)
+        names = served_model_name or [config.model]
+        front = Front(service, names, keys, limits, Metrics(role.engine, names[0]))
+        if role.caller is not None:
+
+            def end_streams(message: str) -> None:
+                service.fail(message, RankFailedError)
+                time.sleep(_FLUSH_S)
+
+            role.caller.ranks.monitor.before_end = end_streams
+        web = _Web(front.app, listener, max_connections, ssl_keyfile, ssl_certfile)
+        interrupted = stack.enter_context(first_interrupt(also_terminate=True))
+        stack.enter_context(state_on_signal(role.describe))
+        service.loop = web.start()
+        stack.callback(web.stop)
+        threading.Thread(target=_watch, args=(service, stall_timeout), name="medha-stall", daemon=True).start()
+        scheme = "http" if ssl_certfile is None else "https"
+        logger.info("serving %s at %s://%s:%d", names[0], scheme, host, listener.getsockname()[1])
+        service.run(lambda: bool(interrupted))
+        service.is_draining = True
+        logger.info("stopping: %d requests have %g s to end", front.num_open.total(), shutdown_timeout)
+        until_s = time.monotonic() + shutdown_timeout
+        service.run(lambda: not front.num_open.total() or time.monotonic() > until_s)
+        service.cut()
+        web.stop()
+    role.close()
+    return 0
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket of an address, at which nobody is listened to yet; ConfigError where it is taken, or none of ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} cannot be listened at: {error.strerror or error}") from error
+    return listener
+
+
+class _Web:
+    """uvicorn in a thread of its own."""
+
+    def __init__(
+        self, front: Any, listener: socket.socket, max_connections: int, key: Path | None, certificate: Path | None
+    ) -> None:
+        import uvicorn  # here because it takes a while
+
+        self._config = uvicorn.Config(
+            front,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=max_connections,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(_FLUSH_S),
+            ssl_keyfile=key,
+            ssl_certfile=certificate,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._server = uvicorn.Server(self._config)
+        self._listener = listener
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="medha-http", daemon=True)
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> asyncio.AbstractEventLoop:
+        """Listen; returns the event loop."""
+        self._thread.start()
+        self._begun.wait()
+        assert self.loop is not None, "it has begun"
+        return self.loop
+
+    def stop(self) -> None:
+        """Let connections end what they are sending, and close them."""
+        self._server.should_exit = True
+        self._thread.join(2 * _FLUSH_S)
+
+    def _run(self) -> None:
+        async def run() -> None:
+            self.loop = asyncio.get_running_loop()
+            self._begun.set()
+            await self._server.serve([self._listener])
+
+        asyncio.run(run())
+
+
+def _watch(service: Any, limit_s: float) -> None:
+    """End the process where requests wait and no batch completes."""
+    while service.stuck_s < limit_s:
+        time.sleep(min(1.0, limit_s / 4))
+    if service.dead is None:
+        message = f"no batch has completed for {limit_s:g} s"
+        service.fail(message)
+        logger.error("%s:\n%s", message, service.engine.describe())
+        time.sleep(_FLUSH_S)
+        exit_at_once(_STUCK)
+
+
+def main() -> NoReturn:
+    """Entry point of ``python -m medha.serve``. Ends in SystemExit."""
+    end_process(run_app(app, "python -m medha.serve"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""``/metrics`` for Prometheus: vLLM's names where they mean the same, so that its dashboards work, else ``medha:``.
+
+A counter or histogram grows with each request that ends, or each batch; gauges are read from the engine when somebody
+asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from medha.batch import Batch
+from medha.engine.engine import Engine
+from medha.outputs import RequestOutput
+from medha.sched.decision import Prediction
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1920, 7680)
+_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
+_TOKENS = tuple(sorted({factor * 10**power for power in range(8) for factor in (1, 2, 5)}))
+_SLACK = (-100, -10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 100)
+_BUCKETS = ((256, "1-256"), (4096, "256-4K"), (65536, "4K-64K"), (1 << 20, "64K-1M"))
+
+
+class Metrics:
+    """What a server tells Prometheus of an engine."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = engine
+        self._model = model
+        self._label = {"model_name": model}
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            found = Histogram(name, text, ["model_name"], buckets=tuple(buckets), registry=self._registry)
+            return found.labels(model)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["model_name", *labels], registry=self._registry)
+
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that have ended.").labels(model)
+        self._tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(model)
+        self._ended = counter("vllm:request_success", "Requests that have ended.", "finished_reason")
+        self._preemptions = counter("vllm:num_preemptions", "Requests that gave up their KV memory.").labels(model)
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self._tpot = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_SECONDS
+        )
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to first chunk.", _SECONDS)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS)
+        self._output = histogram("vllm:request_generation_tokens", "Tokens generated.", _TOKENS)
+        self._missed = counter("medha:slo_miss", "Requests that missed an objective.", "bucket")
+        self._step = histogram("medha:step_time_seconds", "Busy seconds of a batch.", _TOKEN_SECONDS)
+        self._error = histogram(
+            "medha:step_prediction_ratio", "Real over predicted seconds.", (0.5, 0.8, 0.9, 1, 1.1, 1.25, 2)
+        )
+        self._slack = histogram("medha:first_chunk_slack_seconds", "Slack at a request's first chunk.", _SLACK)
+        self._registry.register(_Gauges(engine, self._label))
+        engine.on_step = self.stepped
+
+    def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
+        """Note a batch that is done; the engine's thread calls it."""
+        self._step.observe(busy_s)
+        if prediction is not None and prediction.seconds > 0:
+            self._error.observe(busy_s / prediction.seconds)
+
+    def ended(self, output: RequestOutput) -> None:
+        """Note a request that has ended."""
+        metrics, model = output.metrics, self._model
+        self._prompt_tokens.inc(metrics.num_prompt_tokens)
+        self._tokens.inc(metrics.num_output_tokens)
+        self._preemptions.inc(metrics.num_preemptions)
+        for one in output.outputs:
+            self._ended.labels(model, one.finish_reason or "abort").inc()
+        if metrics.met_slo is False:
+            length = metrics.num_prompt_tokens
+            self._missed.labels(model, next((name for most, name in _BUCKETS if length <= most), "1M-")).inc()
+        for times, value in (
+            (self._ttft, metrics.ttft),
+            (self._tpot, metrics.tpot),
+            (self._e2e, metrics.e2e),
+            (self._queue, metrics.queue_time),
+            (self._slack, _first_slack_s(output)),
+        ):
+            if value is not None:
+                times.observe(value)
+        self._prompt.observe(metrics.num_prompt_tokens)
+        self._output.observe(metrics.num_output_tokens)
+
+    def text(self) -> bytes:
+        """The page."""
+        return generate_latest(self._registry)
+
+
+def _first_slack_s(output: RequestOutput) -> float | None:
+    """Seconds for which it could still have waited, had its first chunk, and been in time; None without a deadline."""
+    explanation, metrics = output.metrics.explanation, output.metrics
+    if explanation is None or metrics.queue_time is None:
+        return None
+    later = [slack_s for at_s, slack_s in explanation.slack_s if at_s >= metrics.queue_time]
+    return later[0] if later else None
+
+
+class _Gauges(Collector):
+    """What is now."""
+
+    def __init__(self, engine: Engine, label: dict[str, str]) -> None:
+        self._engine = engine
+        self._label = label
+
+    def collect(self) -> Iterable[Any]:
+        scheduler = self._engine.scheduler
+        memory = scheduler.memory
+        used = [pool.num_used / memory.num_blocks for pool in memory.pools]
+
+        def gauge(name: str, text: str, values: dict[str, float], *more: str) -> GaugeMetricFamily:
+            family = GaugeMetricFamily(name, text, labels=[*self._label, *more])
+            for key, value in values.items():
+                family.add_metric([*self._label.values(), *([key] if more else [])], value)
+            return family
+
+        yield gauge("vllm:num_requests_running", "Requests being served.", {"": scheduler.num_running})
+        yield gauge("vllm:num_requests_waiting", "Requests that have not started.", {"": scheduler.num_waiting})
+        yield gauge("vllm:kv_cache_usage_perc", "Share of KV memory in use, 0 to 1.", {"": sum(used) / len(used)})
+        groups = {str(group): share for group, share in enumerate(used)}
+        yield gauge("medha:kv_group_usage", "The same by KV-parallel group.", groups, "group")

@@ -1,0 +1,246 @@
+"""The engine's side of the server: one thread steps the engine, another has the event loop with the connections.
+
+What the loop wants of the engine goes through a queue, which is emptied between two steps; what comes of a step goes to
+the loop in one call. Neither waits for the other. Deltas that a reader has not taken are joined in its :class:`Answer`,
+so one who reads slowly holds up nobody, and what is kept of an answer is at most the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from medha.engine.arrivals import Arrival, is_long, joined
+from medha.engine.engine import Engine
+from medha.engine.request import Completion, Request
+from medha.errors import EngineDeadError, MedhaError
+from medha.outputs import CompletionOutput, RequestOutput
+
+_IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
+_MOST_PIECES = 64  # of an answer that are kept apart
+
+
+class Answer:
+    """What has come of the prompts of one HTTP request and was not read yet; of the event loop's thread."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.num_open = len(requests)
+        self.was_cut = False  # the server ended it
+        self._news = asyncio.Event()
+        self._pieces: list[list[RequestOutput]] = [[] for _ in requests]
+
+    def put(self, index: int, output: RequestOutput) -> None:
+        """Add what the engine handed out for the prompt of an index."""
+        pieces = self._pieces[index]
+        pieces.append(output)
+        if len(pieces) > _MOST_PIECES:
+            pieces[:] = [_together(pieces)]
+        self.num_open -= output.finished
+        self._news.set()
+
+    async def read(self, wait_s: float | None = None) -> list[tuple[int, RequestOutput]]:
+        """Wait for news; by the index of a prompt what is new, nothing where there was none for so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), wait_s)
+        self._news.clear()
+        news = [(index, _together(pieces)) for index, pieces in enumerate(self._pieces) if pieces]
+        for pieces in self._pieces:
+            pieces.clear()
+        return news
+
+
+def _together(pieces: Sequence[RequestOutput]) -> RequestOutput:
+    if len(pieces) == 1:
+        return pieces[0]
+    by_index: dict[int, list[CompletionOutput]] = {}
+    for piece in pieces:
+        for one in piece.outputs:
+            by_index.setdefault(one.index, []).append(one)
+    return replace(pieces[-1], outputs=[joined(parts) for _, parts in sorted(by_index.items())])
+
+
+class Service:
+    """An engine and the requests that the event loop has for it.
+
+    Args:
+        engine: nobody else steps it.
+
+    Attributes:
+        is_draining: no new request is taken.
+        dead: why the engine cannot serve any more.
+        on_end: called in the event loop with each output that ends a request.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.is_draining = False
+        self.dead: EngineDeadError | None = None
+        self.on_end: Callable[[RequestOutput], None] = lambda output: None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._box: list[tuple[Answer, int, RequestOutput]] = []  # of the step
+        self._flushing = threading.Lock()
+        self._answers: dict[str, Answer] = {}  # in the engine, by request
+        self._untaken: set[asyncio.Future[None]] = set()  # requests that the engine's thread has not seen
+        self._moved_s = time.monotonic()  # when the engine had last done something, or nothing to do
+        # as in a file of requests: a prompt of millions of characters is overtaken by short ones
+        self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
+
+    # -- of the event loop -------------------------------------------------------------------------------------------
+
+    async def prepare(self, arrival: Arrival) -> Request:
+        """Tokenise and check a request in another thread; raises as :meth:`Engine.prepare`."""
+        kinds: dict[str, Any] = {"slo": arrival.slo, "priority": arrival.priority, "tenant": arrival.tenant}
+        work = partial(self.engine.prepare, arrival.request_id, arrival.prompt, arrival.params, **kinds)
+        request: Request = await self.in_thread(work, is_long=is_long(arrival.prompt))
+        return request
+
+    async def in_thread(self, work: Callable[[], Any], *, is_long: bool) -> Any:
+        """What some work returns that may take long, after other such work."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads[is_long], work)
+
+    async def submit(self, requests: Sequence[Request], arrival_s: float) -> Answer:
+        """Queue requests, all or none; raises as :meth:`Engine.add_prepared`. :meth:`abort` must follow where the
+        reader leaves."""
+        if self.dead is not None:
+            raise self.dead
+        answer = Answer(requests)
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._untaken.add(taken)
+        self._inbox.put(partial(self._add, answer, arrival_s, taken))
+        try:
+            await taken
+        except asyncio.CancelledError:
+            self.abort(answer)
+            raise
+        finally:
+            self._untaken.discard(taken)
+        return answer
+
+    def abort(self, answer: Answer) -> None:
+        """End what still runs of an answer, between two steps."""
+        for one in answer.requests if answer.num_open else ():
+            self._inbox.put(partial(self.engine.abort, one.request_id))
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds for which requests wait and no batch has completed."""
+        return time.monotonic() - self._moved_s if self.engine.num_unfinished else 0.0
+
+    def eta_s(self, request: Request) -> float | None:
+        """Predicted seconds to the first token; None once it is there.
+
+        Of a prompt that is being read, what is left of it takes as much longer than it would alone as what was read
+        did. One that waits is behind those with less left to read, as the default policy has it.
+        """
+        one = request.first if request.completions else None
+        if one is None or one.finish_reason is not None or one.token_ids:
+            return None
+        left_s, now_s = self._left_s(one), self.engine.now()
+        begun_s = one.metrics.first_scheduled
+        if begun_s is None or not one.num_computed_tokens:
+            others = [other for live in self.engine.requests() for other in live.completions if other is not one]
+            waits = [self._left_s(other) for other in others if not other.token_ids]
+            return left_s + sum(wait_s for wait_s in waits if wait_s < left_s)
+        total_s = self.engine.scheduler.prefill_left_s(0, len(request.prompt_ids))
+        stretch = (one.computed_s - begun_s) / max(total_s - left_s, 1e-9)
+        return max(left_s * stretch - (now_s - one.computed_s), 0.0)
+
+    def _left_s(self, one: Completion) -> float:
+        return self.engine.scheduler.prefill_left_s(one.num_computed_tokens, len(one.request.prompt_ids))
+
+    # -- of the engine's thread --------------------------------------------------------------------------------------
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Serve until ``should_stop``; raises EngineDeadError where a step failed, when its requests have ended."""
+        try:
+            while not should_stop():
+                self._obey(0.0 if self.engine.has_unfinished else _IDLE_S)
+                if self.engine.has_unfinished:
+                    self.engine.advance()
+                self._moved_s = time.monotonic()
+                self.flush()
+        except EngineDeadError as error:
+            self.dead = error
+            self.flush()
+            raise
+
+    def cut(self) -> None:
+        """End every request now, as the server stops."""
+        for answer in self._answers.values():
+            answer.was_cut = True
+        self.engine.abort_all()
+        self.flush()
+
+    def fail(self, message: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
+        """End every request with an error; for another thread, while a step is stuck."""
+        self.dead = self.engine.fail(kind(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand what has come of requests to the event loop."""
+        with self._flushing:
+            box, self._box = self._box, []
+        if box and self.loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: there is nobody left
+                self.loop.call_soon_threadsafe(self._deliver, box)
+        if self.dead is not None and self.loop is not None:
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._refuse_untaken)
+
+    def _refuse_untaken(self) -> None:
+        for taken in list(self._untaken):
+            _settle(taken, self.dead)
+
+    def _obey(self, wait_s: float) -> None:
+        """Do what the event loop has asked for; waits so long for the first of it."""
+        with suppress(queue.Empty):
+            while True:
+                self._inbox.get(wait_s > 0, wait_s)()
+                wait_s = 0.0
+
+    def _add(self, answer: Answer, arrival_s: float, taken: asyncio.Future[None]) -> None:
+        error: MedhaError | None = None
+        added: list[str] = []
+        for index, request in enumerate(answer.requests):
+            try:
+                self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._take, answer, index))
+                added.append(request.request_id)
+                self._answers[request.request_id] = answer
+            except MedhaError as refusal:
+                error = refusal
+                break
+        if error is not None:
+            for request_id in added:
+                self.engine.abort(request_id)
+        assert self.loop is not None, "a request came from it"
+        self.loop.call_soon_threadsafe(_settle, taken, error)
+
+    def _take(self, answer: Answer, index: int, output: RequestOutput) -> None:
+        if output.finished:
+            self._answers.pop(output.request_id, None)
+        self._box.append((answer, index, output))
+
+    def _deliver(self, box: Sequence[tuple[Answer, int, RequestOutput]]) -> None:
+        for answer, index, output in box:
+            answer.put(index, output)
+            if output.finished:
+                self.on_end(output)
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():  # whoever asked has left
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
