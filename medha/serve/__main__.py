@@ -83,7 +83,7 @@ def serve(
     hosts = tuple(name.lower() for name in allowed_host or (_LOCAL if host in _LOCAL else ()))
     limits = Limits(max_body_bytes, max_concurrent, hosts=hosts)
     with ExitStack() as stack:
-        listener = stack.enter_context(_bound(host, port))
+        listener = stack.enter_context(bound(host, port))
         if launch is None and config.parallel.world_size > 1:
             stack.enter_context(own_ranks(config.parallel.world_size, ["medha.engine.follow", json.dumps(options)]))
         role = build_role(config)
@@ -98,7 +98,7 @@ def serve(
                 time.sleep(_FLUSH_S)
 
             role.caller.ranks.monitor.before_end = end_streams
-        web = _Web(front.app, listener, max_connections, ssl_keyfile, ssl_certfile)
+        web = Web(front.app, listener, max_connections, ssl_keyfile, ssl_certfile)
         interrupted = stack.enter_context(first_interrupt(also_terminate=True))
         stack.enter_context(state_on_signal(role.describe))
         service.loop = web.start()
@@ -117,7 +117,7 @@ def serve(
     return 0
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """A socket of an address, at which nobody is listened to yet; ConfigError where it is taken, or none of ours."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -129,11 +129,16 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Web:
+class Web:
     """uvicorn in a thread of its own."""
 
     def __init__(
-        self, front: Any, listener: socket.socket, max_connections: int, key: Path | None, certificate: Path | None
+        self,
+        front: Any,
+        listener: socket.socket,
+        max_connections: int,
+        key: Path | None = None,
+        certificate: Path | None = None,
     ) -> None:
         import uvicorn  # here because it takes a while
 
@@ -154,14 +159,14 @@ class _Web:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = uvicorn.Server(self._config)
         self._listener = listener
-        self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="medha-http", daemon=True)
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> asyncio.AbstractEventLoop:
         """Listen; returns the event loop."""
         self._thread.start()
-        self._begun.wait()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.005)
         assert self.loop is not None, "it has begun"
         return self.loop
 
@@ -173,7 +178,6 @@ class _Web:
     def _run(self) -> None:
         async def run() -> None:
             self.loop = asyncio.get_running_loop()
-            self._begun.set()
             await self._server.serve([self._listener])
 
         asyncio.run(run())

@@ -1,0 +1,116 @@
+"""A server over a small engine, in this process: the engine's thread, and the event loop's."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+
+from medha.engine.engine import Engine
+from medha.errors import EngineDeadError
+from medha.serve.__main__ import Web, bound
+from medha.serve.app import Front, Limits
+from medha.serve.keys import Key, Keys
+from medha.serve.metrics import Metrics
+from medha.serve.service import Service
+
+Answered = tuple[int, Any, dict[str, str]]
+
+
+@dataclass
+class Server:
+    """A server that runs."""
+
+    service: Service
+    front: Front
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    def connect(self) -> HTTPConnection:
+        return HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def post(self, path: str, body: Any, **headers: str) -> Answered:
+        """Status, JSON and headers of an answer; ``body`` is sent as it is where it is bytes."""
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = {"content-type": "application/json"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
+        return self.ask("POST", path, sent, given)
+
+    def get(self, path: str, **headers: str) -> Answered:
+        return self.ask("GET", path, None, {name.replace("_", "-"): value for name, value in headers.items()})
+
+    def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answered:
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            raw = answer.read()
+            kind = answer.headers.get_content_type()
+            told = json.loads(raw) if kind == "application/json" else raw.decode()
+            return answer.status, told, {name.lower(): value for name, value in answer.headers.items()}
+        finally:
+            connection.close()
+
+    def events(self, path: str, body: Any) -> Iterator[Any]:
+        """The events of a stream as they come; comments as text. Whoever stops reading has left."""
+        connection = self.connect()
+        try:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+                elif line.strip():
+                    yield line.decode().strip()
+        finally:
+            connection.close()
+
+
+Start = Callable[..., Server]
+
+
+@contextmanager
+def served(engine: Engine, *keys: Key, limits: Limits | None = None) -> Iterator[Server]:
+    """A server over an engine, which is empty at the end."""
+    stopping = threading.Event()
+    service = Service(engine)
+    front = Front(service, ["model"], Keys(keys), limits or Limits(), Metrics(engine, "model"))
+    with bound("127.0.0.1", 0) as listener:
+        web = Web(front.app, listener, max_connections=2048)
+        service.loop = web.start()
+
+        def run() -> None:
+            with suppress(EngineDeadError):
+                service.run(stopping.is_set)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield Server(service, front, listener.getsockname()[1])
+        finally:
+            stopping.set()
+            thread.join(60)
+            service.cut()
+            web.stop()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts servers, which end with the test."""
+    with ExitStack() as stack:
+        yield lambda *given, **options: stack.enter_context(served(*given, **options))

@@ -1,0 +1,177 @@
+"""Clients that leave, send nonsense, ask for more than they may or read slowly; an engine that fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from medha.serve.app import Limits
+from medha.serve.keys import Key
+from tests.serve.conftest import Start
+from tests.serving import Model, assert_empty, fail_in_run, random_ids
+
+PATH = "/v1/completions"
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"prompt": random_ids(length, seed=0), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_client_that_leaves_aborts_its_request(start: Start, bytes_model: Model, phase: str, stream: bool) -> None:
+    server = start(bytes_model.engine(num_blocks=512))
+    body = asked(8000, 100) if phase == "prefill" else asked(10, 8000)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        sent = json.dumps(body | {"stream": stream}).encode()
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+        )
+        client.sendall(head.encode() + sent)
+
+        def has_begun() -> bool:
+            (request,) = server.engine.requests() or (None,)
+            one = None if request is None or not request.completions else request.first
+            return one is not None and (one.num_computed_tokens > 0 if phase == "prefill" else len(one.token_ids) > 2)
+
+        wait_until(has_begun)
+    wait_until(lambda: not server.engine.has_unfinished)
+    wait_until(lambda: not server.front.num_open.total())
+    assert_empty(server.engine)
+    assert server.post(PATH, asked(10, 2))[0] == 200  # and others are served
+
+
+def test_a_slow_reader_holds_up_itself_alone(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(num_blocks=512))
+    events = server.events(PATH, asked(10, 4000, stream=True))
+    next(events)
+    assert server.post(PATH, asked(10, 3))[0] == 200
+    wait_until(lambda: not server.engine.has_unfinished, 120)
+    text = [event for event in events if isinstance(event, dict)]
+    assert text[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(), limits=Limits(body_timeout_s=0.2))
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+        )
+        assert client.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = (
+    *("prompt", "messages", "model", "max_tokens", "temperature", "stream", "stream_options", "n", "stop", "logprobs"),
+    *("logit_bias", "slo", "priority", "tools", "prompt_token_ids", "seed", "response_format", "explain", "best_of"),
+)
+
+
+def test_malformed_bodies_are_refused_and_leave_nothing(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine())
+
+    @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.binary(max_size=50) | st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5), st.booleans())
+    def run(body: Any, is_chat: bool) -> None:
+        status, told, _ = server.post("/v1/chat/completions" if is_chat else PATH, body)
+        assert status in (200, 400, 404, 429)
+        assert status == 200 or set(told["error"]) == {"message", "type", "param", "code"}
+
+    run()
+    wait_until(lambda: not server.engine.has_unfinished)
+    assert_empty(server.engine)
+    assert not server.front.num_open.total()
+
+
+def test_an_error_does_not_repeat_what_was_sent(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine())
+    for field in ("prompt", "stop", "temperature", "priority", "logit_bias", "slo", "stream", "model", "seed"):
+        for value in ("SECRET" * 60, ["SECRET" * 60], {"SECRET": "SECRET"}):
+            status, told, _ = server.post(PATH, {"prompt": "x", "max_tokens": 1, field: value})
+            assert status == 200 or "SECRET" not in json.dumps(told)
+
+
+def test_who_may_come_in(start: Start, bytes_model: Model) -> None:
+    key = Key("alice", "right", least_ttft_s=1.0, tpot_s=0.5, max_prompt_tokens=20, max_concurrent=1)
+    server = start(bytes_model.engine(), key, limits=Limits(hosts=("127.0.0.1",), max_body_bytes=2000))
+    right = {"authorization": "Bearer right"}
+    assert server.post(PATH, asked(5, 1))[0] == 401
+    assert server.post(PATH, asked(5, 1), authorization="Bearer wrong")[0] == 401
+    assert server.post(PATH, asked(5, 1), **right)[0] == 200
+    for path in ("/v1/models", "/metrics", "/events", "/version"):
+        assert server.get(path)[0] == 401
+    assert [server.get(path)[0] for path in ("/health", "/ready", "/")] == [200, 200, 200]
+    assert server.post(PATH, asked(21, 1), **right)[0] == 400
+    assert server.post(PATH, asked(5, 1, slo={"ttft_s": 0.5}), **right)[1]["error"]["param"] == "slo.ttft_s"
+    assert server.post(PATH, asked(5, 1), x_slo_ttft_ms="500", **right)[0] == 400
+    assert server.post(PATH, asked(5, 1), x_slo_ttft_ms="1500", **right)[0] == 200
+    assert server.post(PATH, asked(5, 1, priority="high"), **right)[1]["error"]["param"] == "priority"
+    assert server.post(PATH, asked(5, 1, priority="low"), **right)[0] == 200
+    assert server.post(PATH, b" " * 3000, **right)[0] == 413
+    assert server.post(PATH, asked(5, 1), host="evil.example", **right)[0] == 400
+    assert server.ask("POST", PATH, b"{}", right | {"content-type": "text/plain"})[0] == 415
+    zipped = right | {"content-type": "application/json", "content-encoding": "gzip"}
+    assert server.ask("POST", PATH, b"{}", zipped)[0] == 415
+    assert server.get("/nowhere")[0] == 404 and server.get(PATH)[0] == 405
+
+
+def test_a_key_has_so_many_requests_open(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(num_blocks=512), Key("", "", max_concurrent=1), limits=Limits(max_concurrent=1))
+    server.front._keys._keys.clear()
+    events = server.events(PATH, asked(10, 4000, stream=True))
+    next(events)
+    status, told, headers = server.post(PATH, asked(5, 1))
+    assert (status, told["error"]["type"], headers["retry-after"]) == (429, "RateLimitError", "1")
+    events.close()  # type: ignore[attr-defined]
+    wait_until(lambda: server.post(PATH, asked(5, 1))[0] == 200)
+
+
+def test_a_step_that_fails_ends_the_streams_with_an_error(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bytes_model.engine(num_blocks=512)
+    fail_in_run(engine, monkeypatch, at=5, error=RuntimeError("broken"))
+    server = start(engine)
+    events = list(server.events(PATH, asked(10, 1000, stream=True)))
+    assert events[-2]["error"]["code"] == "engine_dead" and events[-1] == "data: [DONE]"
+    assert server.get("/health")[0] == server.get("/ready")[0] == 503
+    assert server.post(PATH, asked(10, 1))[0] == 503
+
+
+def test_what_is_cut_short_says_so(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(num_blocks=512))
+    events = server.events(PATH, asked(10, 8000, stream=True))
+    next(events)
+    threading.Thread(target=server.service.cut).start()
+    assert [event for event in events if isinstance(event, dict)][-1]["error"]["code"] == "server_stopped"
+
+
+def test_a_large_body_is_read_beside_the_loop(start: Start, bytes_model: Model) -> None:
+    """Its ids as an array; other requests are answered meanwhile."""
+    server = start(bytes_model.engine(num_blocks=512))
+    ids = random_ids(400_000, seed=1)
+    status, told, _ = server.post(PATH, {"prompt": ids, "max_tokens": 1})
+    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+    spaced = json.dumps({"prompt": ids[:7000], "max_tokens": 2, "temperature": 0}).encode() + b" " * 600_000
+    plain = server.post(PATH, asked(7000, 2) | {"prompt": ids[:7000]})[1]
+    assert server.post(PATH, spaced)[1]["choices"] == plain["choices"]
+    assert server.post(PATH, b"[" * 600_000)[0] == 400

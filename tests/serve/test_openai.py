@@ -1,0 +1,147 @@
+"""The ``openai`` package against the server: completions, chats, streams, errors; tokens are the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from medha.params import SamplingParams
+from tests.serve.conftest import Server, served
+from tests.serving import ANSWER, Model, assert_empty, question, random_ids, serve_one
+
+
+@pytest.fixture(scope="module")
+def server(bytes_model: Model) -> Iterator[Server]:
+    with served(bytes_model.engine(num_blocks=512)) as running:
+        yield running
+        assert_empty(running.engine)
+        assert not running.front.num_open.total()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def alone(model: Model, prompt: Any, **params: Any) -> Any:
+    return serve_one(model.engine(), prompt, SamplingParams(**params)).outputs[0]
+
+
+def test_a_completion(client: openai.OpenAI, bytes_model: Model) -> None:
+    answer = client.completions.create(model="model", prompt="hello", max_tokens=6, temperature=0)
+    expected = alone(bytes_model, "hello", max_tokens=6, temperature=0.0)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (expected.text, "length")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 6, 11)
+    assert answer.id.startswith("cmpl-") and answer.object == "text_completion"
+
+
+def test_several_prompts_with_several_completions(client: openai.OpenAI, bytes_model: Model) -> None:
+    given: dict[str, Any] = {"max_tokens": 4, "temperature": 1.0, "seed": 5, "n": 2}
+    answer = client.completions.create(model="model", prompt=["one", "other"], **given)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for at, prompt in enumerate(["one", "other"]):
+        for index in range(2):
+            expected = alone(bytes_model, prompt, max_tokens=4, temperature=1.0, seed=5 + index)
+            assert answer.choices[2 * at + index].text == expected.text
+    ids = [[1, 2, 3], [4, 5]]
+    answer = client.completions.create(model="model", prompt=ids, max_tokens=2, temperature=0)
+    assert [one.text for one in answer.choices] == [
+        alone(bytes_model, one, max_tokens=2, temperature=0.0).text for one in ids
+    ]
+
+
+def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI, bytes_model: Model) -> None:
+    stream = client.completions.create(
+        model="model", prompt="hello", max_tokens=9, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert (
+        "".join(one.choices[0].text for one in chunks[:-1])
+        == alone(bytes_model, "hello", max_tokens=9, temperature=0.0).text
+    )
+    assert len(chunks) > 3 and len({one.id for one in chunks}) == 1
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 9
+
+
+def test_a_chat(client: openai.OpenAI, bytes_model: Model) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    options: Any = {"max_completion_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    neutral: Any = {"tools": [], "response_format": {"type": "text"}, "n": 1, "stop": None, "tool_choice": "none"}
+    answer = client.chat.completions.create(model="model", messages=messages, **options, extra_body=neutral)
+    expected = alone(bytes_model, {"messages": messages}, max_tokens=5, temperature=0.0, logprobs=2)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [len(one.top_logprobs) for one in choice.logprobs.content] == [2] * 5
+    first = max(expected.logprobs[0].values(), key=lambda one: one.logprob)
+    assert choice.logprobs.content[0].logprob == pytest.approx(first.logprob)
+    pieces = list(client.chat.completions.create(model="model", messages=messages, stream=True, **options))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(one.choices[0].delta.content or "" for one in pieces) == expected.text
+    assert pieces[-1].choices[0].finish_reason == "length"
+
+
+def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="model", prompt="hello", max_tokens=3, temperature=0, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
+    assert "".join(logprobs.tokens) == answer.choices[0].text or "�" in answer.choices[0].text
+    assert len(logprobs.token_logprobs or ()) == len(logprobs.top_logprobs or ()) == 3
+    assert logprobs.text_offset[0] == 0
+
+
+def test_200_streams_at_once_have_the_tokens_of_the_engine_alone(server: Server, bytes_model: Model) -> None:
+    """Greedy ones and seeded ones."""
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0} if at % 2 else {"temperature": 1.0, "seed": at, "top_p": 0.9} for at in range(200)
+    ]
+    prompts = [random_ids(5 + at % 40, seed=at) for at in range(200)]
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+
+            async def one(at: int) -> str:
+                stream = await client.completions.create(
+                    model="model", prompt=prompts[at], max_tokens=8, stream=True, **asked[at]
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*(one(at) for at in range(200)))
+
+    texts = asyncio.run(run())
+    engine = bytes_model.engine(num_blocks=512)
+    for at, prompt in enumerate(prompts):
+        engine.add_request(str(at), prompt, SamplingParams(max_tokens=8, **asked[at]))
+    expected = {}
+    while engine.has_unfinished:
+        expected |= {one.request_id: one.outputs[0].text for one in engine.step() if one.finished}
+    assert texts == [expected[str(at)] for at in range(200)]
+
+
+def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"temperature has a value .* accepted: a finite number"):
+        client.completions.create(model="model", prompt="SECRET", max_tokens=2, temperature=9)
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        client.completions.create(model="other", prompt="hello")
+    given: dict[str, Any] = {"tools": [{"type": "function"}], "response_format": {"type": "json_object"}}
+    for name, value in given.items():
+        fields: Any = {"messages": [{"role": "user", "content": "x"}], name: value}
+        with pytest.raises(openai.BadRequestError, match=f"{name} is not implemented"):
+            client.chat.completions.create(model="model", **fields)
+    with pytest.raises(openai.BadRequestError, match="fewer than max_model_len"):
+        client.completions.create(model="model", prompt=[1] * 9000, max_tokens=2)
+
+
+def test_the_needle_is_found_over_http(needle: Model) -> None:
+    with served(needle.engine(eos=(10,))) as running:
+        client = openai.OpenAI(base_url=running.url, api_key="none")
+        answer = client.completions.create(model="model", prompt=question(), max_tokens=20, temperature=0)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (ANSWER, "stop")
+        assert [model.id for model in client.models.list()] == ["model"]

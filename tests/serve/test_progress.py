@@ -1,0 +1,89 @@
+"""A long prompt says how far it is and when it is due; where a TTFT went; metrics; the status page."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from medha.serve import app
+from tests.serve.conftest import Start
+from tests.serving import Model, random_ids
+
+PATH = "/v1/completions"
+
+
+def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"prompt": random_ids(length, seed=0), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
+
+
+def test_progress_comes_before_the_first_token_alone(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
+    monkeypatch.setattr(app, "_PROGRESS_S", 0.01)
+    server = start(bytes_model.engine(num_blocks=512))
+    events = [e for e in server.events(PATH, asked(8000, 5, stream=True, return_progress=True)) if isinstance(e, dict)]
+    progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    begun = [bool(event["choices"]) for event in events]
+    assert progress and begun == sorted(begun)  # none after the first choice
+    assert all(one["total"] == 8000 and 0 <= one["processed"] <= 8000 for one in progress)
+    assert [one["processed"] for one in progress] == sorted(one["processed"] for one in progress)
+    assert any(one["eta_s"] is not None for one in progress)
+
+
+def test_comments_come_while_nothing_else_does(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
+    monkeypatch.setattr(app, "_PING_S", 0.01)
+    server = start(bytes_model.engine(num_blocks=512))
+    events = list(server.events(PATH, asked(8000, 2, stream=True)))
+    assert ": ping" in events[: events.index(next(e for e in events if isinstance(e, dict)))]
+
+
+def test_an_answer_says_where_its_time_went(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(num_blocks=512))
+    told = server.post(PATH, asked(500, 2, explain=True))[1]["explanation"]
+    assert told["parts_s"]["own"] > 0 and sum(told["parts_s"].values()) > 0.9 * told["ttft_s"]
+    events = list(server.events(PATH, asked(500, 2, explain=True, stream=True)))
+    assert events[-2]["choices"] == [] and events[-2]["explanation"]["ttft_s"] > 0
+
+
+def test_metrics_have_the_names_of_vllm(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine())
+    server.post(PATH, asked(50, 4, slo={"ttft_s": 1e-6}))
+    status, text, _ = server.get("/metrics")
+    values = dict(re.findall(r'^([\w:]+)\{model_name="model"\} (\S+)$', text, re.MULTILINE))
+    assert status == 200
+    assert float(values["vllm:prompt_tokens_total"]) == 50 and float(values["vllm:generation_tokens_total"]) == 4
+    assert float(values["vllm:time_to_first_token_seconds_count"]) == 1
+    assert float(values["vllm:num_requests_running"]) == float(values["vllm:kv_cache_usage_perc"]) == 0
+    assert 'medha:slo_miss_total{bucket="1-256",model_name="model"} 1.0' in text
+    assert 'vllm:request_success_total{finished_reason="length",model_name="model"} 1.0' in text
+
+
+def test_tokens_and_text(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine())
+    status, told, _ = server.post("/tokenize", {"prompt": "hello"})
+    assert status == 200 and told["count"] == 5 and told["max_model_len"] == 8192
+    assert server.post("/detokenize", {"tokens": told["tokens"]})[1] == {"prompt": "hello"}
+    assert server.post("/detokenize", {"tokens": [-1]})[0] == server.post("/tokenize", {"prompt": 3})[0] == 400
+    assert "version" in server.get("/version")[1]
+
+
+def test_the_page_runs_its_own_script_alone(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine())
+    status, text, headers = server.get("/")
+    assert status == 200 and headers["content-security-policy"].startswith("default-src 'none'")
+    assert "unsafe-inline" not in headers["content-security-policy"].partition("script-src")[2]
+    assert "innerHTML" not in text and "http" not in text  # nothing is shown as HTML, nothing is loaded
+
+
+def test_the_page_is_fed_without_names_and_text(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(num_blocks=512))
+    events = server.events(PATH, asked(300, 4000, stream=True))
+    next(events)
+    connection = server.connect()
+    connection.request("GET", "/events")
+    line = connection.getresponse().readline()
+    connection.close()
+    now = json.loads(line.removeprefix(b"data: "))
+    (row,) = now["requests"]
+    assert (row["number"], row["state"], row["prompt_tokens"], row["computed_tokens"]) == (1, "answering", 300, 300)
+    assert 0 < now["kv"][0] <= 1 and "cmpl" not in line.decode()
+    events.close()  # type: ignore[attr-defined]
