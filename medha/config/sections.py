@@ -135,9 +135,9 @@ class SchedulerConfig:
         SHARE,
         shown="0.1; 0 with lars, ilrs, lrs, edf and fcfs",
     )
-    decode_share: float | None = _serving(
+    interactive_share: float | None = _serving(
         None,
-        "Seconds of batches of decodes alone, for one of prefills: a quicker cadence; 0 is none. Of one stage.",
+        "Seconds of batches for decodes and prompts that end in them, for one with longer prefills; one stage.",
         SHARE,
         shown="0.05; 0 with lars, ilrs, lrs, edf and fcfs",
     )
@@ -219,10 +219,10 @@ class SchedulerConfig:
         return published if self.late_share is None else self.late_share
 
     @property
-    def cadence_share(self) -> float:
-        """``decode_share``, where none is given that of the policy; 0 where a decode passes through several batches."""
+    def spare_share(self) -> float:
+        """``interactive_share``, where none is given that of the policy; 0 where several batches are in flight."""
         published = 0.0 if self.policy in PUBLISHED else 0.05
-        return 0.0 if self.period > 1 else published if self.decode_share is None else self.decode_share
+        return 0.0 if self.period > 1 else published if self.interactive_share is None else self.interactive_share
 
     @property
     def num_in_flight(self) -> int:

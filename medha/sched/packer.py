@@ -78,7 +78,8 @@ class MedhaPacker(Packer):
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
-        self._cadence_s = 0.0  # that batches of decodes alone may take now
+        self._spare_s = 0.0  # that batches may take now which leave out long prefills
+        self._ending_only = False  # this one does
         self._groups: list[GroupTime] = []
         self._ahead_s = 0.0
         self._factor = 1.0
@@ -99,33 +100,43 @@ class MedhaPacker(Packer):
             for row in builder.rows:
                 queue.tenants.charge(queue.running[row.slot].tenant, row_s)
         decodes_s = max(group.decodes_s for group in self._groups)
-        if queue.num_prefills and not favoured and self._leave_out_prefills(queue, builder, decodes_s):
-            self._cadence_s -= decodes_s
-        elif queue.num_prefills:
+        if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
-            self._yields = self.config.yielded_share > 0 and bool(is_short.any())
-            for state in favoured:
-                self._give(state, queue, builder, may_exceed=True)
-            self._serve_guarded(queue, builder)
-            for group in self._groups:
-                group.limit_s = group.budget_s
-            self._serve_in_order(queue, builder)
-            self._fill_up(queue, builder)
-            prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
-            most_s = _MOST_QUANTA * self._quantum_s
-            self._cadence_s = min(self._cadence_s + self.config.cadence_share * prefills_s, most_s)
+            self._ending_only = not favoured and self._may_leave_out(queue, decodes_s)
+            if self._ending_only:
+                self._serve_in_order(queue, builder)
+            if self._ending_only and builder.rows:
+                self._spare_s -= max(group.tick.seconds for group in self._groups)
+            else:
+                self._ending_only = False
+                self._serve(queue, builder, favoured)
+                prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
+                spare_s = self._spare_s + self.config.spare_share * prefills_s
+                self._spare_s = min(spare_s, _MOST_QUANTA * self._quantum_s)
         self._refused = builder.refused
         self._note(builder)
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
-    def _leave_out_prefills(self, queue: Queue, builder: BatchBuilder, decodes_s: float) -> bool:
-        """Whether decodes get a batch of their own: there is time left for it, and no prefill would end in this one."""
-        if not builder.rows or not 0 < decodes_s <= self._cadence_s:
-            return False
-        return bool((queue.column("work_left_s") > self._quantum_s).all())
+    def _may_leave_out(self, queue: Queue, decodes_s: float) -> bool:
+        """Whether this batch leaves out the prefills that would not end in it: there are some, and time is spared for
+        the others and the decodes."""
+        left_s = queue.column("work_left_s")
+        ending_s = left_s[left_s <= self._quantum_s]
+        return len(ending_s) < len(left_s) and 0 < decodes_s + float(ending_s.sum()) <= self._spare_s
+
+    def _serve(self, queue: Queue, builder: BatchBuilder, favoured: list[State]) -> None:
+        """Prefills: those that others gave way to, the guarded for their share, the rest in order."""
+        is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
+        self._yields = self.config.yielded_share > 0 and bool(is_short.any())
+        for state in favoured:
+            self._give(state, queue, builder, may_exceed=True)
+        self._serve_guarded(queue, builder)
+        for group in self._groups:
+            group.limit_s = group.budget_s
+        self._serve_in_order(queue, builder)
+        self._fill_up(queue, builder)
 
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
@@ -224,6 +235,9 @@ class MedhaPacker(Packer):
         if all(group.long_slot is not None for group in self._groups):
             is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
+        if self._ending_only:
+            ends = queue.column("work_left_s") <= self._quantum_s
+            may_enter = ends if may_enter is None else may_enter & ends
         if tried:
             may_enter = np.ones(queue.num_prefills, np.bool_) if may_enter is None else may_enter.copy()
             may_enter[queue.rows_of(tried)] = False

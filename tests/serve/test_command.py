@@ -1,0 +1,75 @@
+"""``medha serve`` as a process: it starts, drains on a signal, and says what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import Command
+from tests.serve.process import serving
+from tests.serving import Model
+
+SMALL = ("--max-model-len", "4096", "--num-kv-blocks", "64", "--num-threads", "1")
+
+
+def test_a_signal_lets_running_requests_end_and_takes_no_more(bytes_model: Model, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", bytes_model.folder, *SMALL, "--served-model-name", "small") as server:
+        assert json.loads(server.ask("GET", "/v1/models").read())["data"][0]["id"] == "small"
+        answer = server.complete("hello", 1500, stream=True)
+        answer.readline()
+        server.process.send_signal(signal.SIGTERM)
+        while server.ask("GET", "/ready").status == 200:
+            pass
+        refused = server.complete("hello", 1)
+        assert refused.status == 503 and refused.headers["retry-after"] == "1"
+        lines = [line for line in answer.read().splitlines() if line.startswith(b"data: {")]
+        assert json.loads(lines[-1][6:])["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+
+
+def test_what_does_not_end_in_time_ends_with_an_error(bytes_model: Model, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", bytes_model.folder, *SMALL, "--shutdown-timeout", "0") as server:
+        answer = server.complete("hello", 4000, stream=True)
+        answer.readline()
+        server.process.send_signal(signal.SIGINT)
+        *_, error, done = [line for line in answer.read().splitlines() if line]
+        assert json.loads(error[6:])["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
+        assert server.wait() == 0
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = command("serve", "/nowhere", "--port", port)
+    assert done.code == 2
+    assert f"127.0.0.1:{port} cannot be listened at: Address already in use" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[a]\nkey = 3", "[a] has no key"),
+        ('[a]\nkey = "x"\nttft = 1', "[a] ttft; did you mean ttft_s?"),
+        ('[a]\nkey = "x"\nttft_s = -1', "[a] ttft_s=-1; accepted: a finite number above 0"),
+        ('[a]\nkey = "x"\n[b]\nkey = "x"', "two API keys are the same"),
+        ("[a", "key file"),
+    ],
+)
+def test_a_wrong_key_file(command: Command, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "keys.toml").write_text(text)
+    done = command("serve", "/nowhere", "--port", 0, "--key-file", tmp_path / "keys.toml")
+    assert done.code == 2 and said in done.err
+
+
+def test_a_package_that_is_missing_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> Any:
+        return None if name == "uvicorn" else object()
+
+    monkeypatch.setattr("medha.serve.__main__.find_spec", find)
+    done = command("serve", "/nowhere")
+    assert done.code == 2 and "the server needs uvicorn; install medha[serve]" in done.err
