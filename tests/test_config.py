@@ -41,6 +41,9 @@ def test_a_policy_of_the_papers_is_as_published(policy: str, yielded: float, gua
         assert (config.yielded_share, config.guarded_share) == (yielded, guarded)
     config = SchedulerConfig(policy=policy, rho_max=0.2, late_share=0.3)
     assert (config.yielded_share, config.guarded_share) == (0.2, 0.3)
+    assert SchedulerConfig(policy=policy).spare_share == (0.0 if not guarded else 0.05)
+    assert SchedulerConfig(policy=policy, interactive_share=0.2).spare_share == 0.2
+    assert SchedulerConfig(policy=policy, interactive_share=0.2, depth=3).spare_share == 0.0
 
 
 # A name of vLLM or SGLang, and ours.
@@ -173,7 +176,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **{name: (None, "", words.split()[-1].upper(), 1) for name, words in WORDS.items()},
     **dict.fromkeys(("overcommit", "stream", "cuda_graphs"), (None, 0, 1, "yes", NAN)),
     **dict.fromkeys(("deadline_floor_s", "deadline_factor"), (*NO_SECONDS, None)),
-    **dict.fromkeys(("rho_max", "late_share"), NO_SHARE),
+    **dict.fromkeys(("rho_max", "late_share", "interactive_share"), NO_SHARE),
     **dict.fromkeys(("tokenizer", "revision", "profile"), (3, True, "", ["a"])),
     "kv_memory": (0, -1, 2**60 + 1, 1.0, NAN, True, [1], "4 of GiB", "-1", "0", ""),
     "swap_space": (-1, 2**30 + 1, None, -1.0, NAN, INF, "4 gib of", "-1", "", True, [1]),
@@ -196,7 +199,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     **{name: tuple(words.split()) for name, words in WORDS.items()},
     **dict.fromkeys(("overcommit", "stream", "cuda_graphs"), (True, False)),
     **dict.fromkeys(("deadline_floor_s", "deadline_factor"), (1e-9, 1, 1e9)),
-    **dict.fromkeys(("rho_max", "late_share"), (0, 0.4, 0.99)),
+    **dict.fromkeys(("rho_max", "late_share", "interactive_share"), (0, 0.4, 0.99)),
     **dict.fromkeys(("tokenizer", "revision", "profile"), (None, "a")),
     "kv_memory": (1, None, 2**60, "1MiB"),
     "swap_space": (0, 1, 2**30, 4.0, 0.0, "4GiB", "0", "4"),

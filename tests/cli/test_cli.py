@@ -94,7 +94,6 @@ def test_threads_soon_sleep(given: str | None, seen: str, spins: str | None, mon
 @pytest.mark.parametrize(
     ("arguments", "instead"),
     [
-        (["serve", "some/model", "--port", "8000"], "medha generate MODEL --requests FILE --output FILE"),
         (["run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "m"], "medha generate MODEL --requests FILE"),
         (["chat"], "medha generate MODEL --chat --prompt TEXT"),
         (["complete", "--model", "m"], "medha generate MODEL --prompt TEXT"),

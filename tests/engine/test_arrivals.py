@@ -193,7 +193,7 @@ def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pyt
     ids=range(10),
 )
 def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) -> None:
-    assert medha.engine.arrivals._is_long(prompt) == is_long
+    assert medha.engine.arrivals.is_long(prompt) == is_long
 
 
 def test_a_stop_returns_every_request(engine: Engine) -> None:

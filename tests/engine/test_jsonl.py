@@ -82,7 +82,7 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
         ('"prompt"', ValidationError, "str; accepted: a JSON object"),
         ({"prompt": "x", "id": ""}, ValidationError, "id=''; accepted: a string or an integer"),
         ({"prompt": "x", "n": 2, "temperature": 0}, ValidationError, "n=2; accepted: 1 with temperature=0"),
-        ({"prompt": "x", "tool_choice": "auto"}, UnsupportedFeatureError, "tool_choice is not implemented"),
+        ({"prompt": "x", "tool_choice": "required"}, UnsupportedFeatureError, "tool_choice is not implemented"),
         ('{"prompt": "x", "temperature": NaN}', ValidationError, "temperature=nan; accepted"),
         ({"prompt": "x", "arrival_s": -1}, ValidationError, "arrival_s=-1; accepted: seconds"),
         ('{"prompt": "x", "arrival_s": 1e999}', ValidationError, "arrival_s=inf; accepted: seconds"),

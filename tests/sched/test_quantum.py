@@ -70,3 +70,65 @@ def test_a_class_goes_first_by_default() -> None:
         scheduler.add(SchedulerRequest(slot, tokens, 4, 0.0, priority=priority))
     batch = scheduler.schedule(0.0).batch
     assert batch is not None and batch.rows[0].slot == 1
+
+
+def served(
+    scheduler: Scheduler, outputs: dict[int, int], long_slot: int
+) -> tuple[dict[int, list[float]], float, float]:
+    """Times of each request's tokens, by predicted seconds, to when the long prompt is read; and the seconds of
+    batches with a chunk of it, and of those without."""
+    now_s, with_s, without_s = 0.0, 0.0, 0.0
+    times: dict[int, list[float]] = {slot: [] for slot in outputs}
+    while not times[long_slot]:
+        decision = scheduler.schedule(now_s)
+        assert decision.batch is not None and decision.prediction is not None
+        seconds = decision.prediction.seconds
+        now_s += seconds
+        has_long = any(row.slot == long_slot for row in decision.batch.rows)
+        with_s, without_s = (with_s + seconds, without_s) if has_long else (with_s, without_s + seconds)
+        results = []
+        for row in decision.batch.rows:
+            if row.samples:
+                times[row.slot].append(now_s)
+                results.append((row.slot, 1, len(times[row.slot]) == outputs[row.slot]))
+        scheduler.complete(decision.batch, now_s, results, 0.0)
+    return times, with_s, without_s
+
+
+def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
+    """Beside decodes that never end the seconds of one kind bound those of the other, and tokens come more quickly."""
+    means_s = []
+    for share in (0.0, 0.05, 0.2):
+        scheduler = new_scheduler(interactive_share=share)
+        for slot in range(4):
+            scheduler.add(SchedulerRequest(slot, 64, 1 << 16, 0.0))
+        scheduler.add(SchedulerRequest(9, 300_000, 1, 0.0))
+        times, with_s, without_s = served(scheduler, dict.fromkeys(range(4), 1 << 16) | {9: 1}, 9)
+        assert 0.95 * share * with_s <= without_s <= share * with_s + 1.0  # what was spared, and the first prompts
+        means_s.append(times[9][0] / len(times[0]))
+    assert means_s[1] < 0.3 * means_s[0] and means_s[2] < 0.6 * means_s[1]
+
+
+def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
+    """From when it comes: each of its tokens takes what it takes alone, as long as there is time spared."""
+    gaps: dict[float, float] = {}
+    for share in (0.0, 0.05):
+        scheduler = new_scheduler(interactive_share=share)
+        scheduler.add(SchedulerRequest(9, 300_000, 1, 0.0))
+        now_s = 0.0
+        for _ in range(200):  # the long one alone: time is spared
+            decision = scheduler.schedule(now_s)
+            assert decision.batch is not None and decision.prediction is not None
+            now_s += decision.prediction.seconds
+            scheduler.complete(decision.batch, now_s, [], 0.0)
+        scheduler.add(SchedulerRequest(1, 100, 8, now_s))
+        arrival_s, num_tokens = now_s, 0
+        while num_tokens < 8:
+            decision = scheduler.schedule(now_s)
+            assert decision.batch is not None and decision.prediction is not None
+            now_s += decision.prediction.seconds
+            done = [(row.slot, 1, num_tokens == 7) for row in decision.batch.rows if row.samples]
+            num_tokens += len(done)
+            scheduler.complete(decision.batch, now_s, done, 0.0)
+        gaps[share] = now_s - arrival_s
+    assert gaps[0.05] < 0.5 * gaps[0.0]
