@@ -29,6 +29,12 @@ def test_quickstart() -> None:
     assert run(sys.executable, EXAMPLES / "quickstart.py") == "The answer is 31-plum.\nThe answer is 07-jade.\n"
 
 
+def test_serve_and_ask() -> None:
+    code, *progress, answer = run(sys.executable, "-m", "examples.serve_and_ask").splitlines()
+    assert (code, answer) == (" 31.", " 7429-amber.")
+    assert progress and all(re.fullmatch(r"[\d,]+ of 8,000 tokens read, [\d.]+ s to go", line) for line in progress)
+
+
 def test_drive_the_engine() -> None:
     lines = run(sys.executable, EXAMPLES / "drive_the_engine.py").splitlines()
     ends = [
@@ -70,7 +76,7 @@ FILES = sorted(path for path in EXAMPLES.iterdir() if path.is_file())
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path: Path) -> None:
-    names = {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh", "simulate_policy.py"}
+    names = {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh", "simulate_policy.py"} | {"serve_and_ask.py"}
     assert path.name in names
     assert len(path.read_text().splitlines()) < 100
 

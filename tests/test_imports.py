@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profile": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
     "verify": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
     "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.shard", "workload"},
+    "serve": {*_GROUND, "engine", "cli", "parallel.launch", "generate", "child", "sched.decision"},
     "bench": {
         *(*_GROUND, "llm", "engine", "worker", "sched", "cost", "profile", "workload"),
         "sim.replica",
@@ -72,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "generate",
         "profile",
+        "serve",
         "sim",
         "verify",
         "workload",

@@ -21,6 +21,8 @@ Departures from the paper, and why:
 - A request that is passed over now has its first token ``(depth + 1)`` budgets later at the latest. So policies are
   asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
+- A batch may leave out the prefills that would not end in it, for the sake of decodes and short prompts: its time is
+  spared from the others, ``interactive_share`` of theirs. For the guard's bound the machine is slower by so much.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
