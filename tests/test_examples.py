@@ -76,7 +76,9 @@ FILES = sorted(path for path in EXAMPLES.iterdir() if path.is_file())
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path: Path) -> None:
-    names = {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh", "simulate_policy.py"} | {"serve_and_ask.py"}
+    names = {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh", "simulate_policy.py"} | {
+        "serve_and_ask.py"
+    }
     assert path.name in names
     assert len(path.read_text().splitlines()) < 100
 

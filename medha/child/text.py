@@ -39,7 +39,7 @@ def template_message(source: str, context: dict[str, Any]) -> bytes:
 
 def _render(sent: bytes) -> bytes:
     source, context = json.loads(sent)
-    _limit_resources(len(sent))
+    limit_resources(len(sent))
     environment = _environment(min(MAX_FUEL, 100_000 + 2_000 * len(context["messages"])))
     try:
         rendered: str = environment.render_str(source, "chat_template", **context)
@@ -48,7 +48,7 @@ def _render(sent: bytes) -> bytes:
     return rendered.encode()
 
 
-def _limit_resources(num_bytes: int) -> None:
+def limit_resources(num_bytes: int) -> None:
     """Let this process take so much more than it has taken so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limits = {resource.RLIMIT_CPU: int(usage.ru_utime + usage.ru_stime) + 1 + _CPU_S + num_bytes // 1_000_000}

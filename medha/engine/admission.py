@@ -64,7 +64,7 @@ def prepare_request(
     if params.stop_strings and tokenizer is None:
         raise _no_tokenizer("stop", params.stop, "use stop_token_ids")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        _checked_ids(list(getattr(params, name) or ()), name, limits.vocab_size)
+        checked_ids(list(getattr(params, name) or ()), name, limits.vocab_size)
     end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)}
     least = params.min_tokens
     if least and end_ids.issuperset(params.allowed_token_ids or range(limits.vocab_size)):
@@ -83,7 +83,7 @@ def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> t
     form, value, options = prompt_form(prompt)
     text = None
     if form == "prompt_token_ids":
-        ids = _checked_ids(value, form, vocab_size)
+        ids = checked_ids(value, form, vocab_size)
     elif tokenizer is None:
         raise _no_tokenizer(form, value, "give prompt_token_ids")
     else:
@@ -99,7 +99,7 @@ def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> t
     return text, ids
 
 
-def _checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
+def checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
     """A copy of token ids in the vocabulary; an error names the first that is not one."""
     is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0
     if not is_array and (isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence)):

@@ -220,7 +220,8 @@ def read_fields(request_id: str, fields: Mapping[str, Any], defaults: Mapping[st
     ``defaults`` are sampling fields that it need not give. What nobody knows is left out, as is what is None.
     """
     asked = {name: fields[name] for name in UNSUPPORTED_FIELDS if name in fields}
-    asked |= {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
+    names = sorted(_SAMPLING_FIELDS, key=FIELD_ALIASES.__contains__)  # an alias, which is the newer name, goes before
+    asked |= {name: fields[name] for name in names if fields.get(name) is not None}
     form, prompt, options = prompt_form({name: fields.get(name) for name in (*PROMPT_FORMS, *CHAT_OPTIONS)})
     params, slo = SamplingParams.from_dict({**defaults, **asked}), _slo(fields.get("slo"))
     priority = check_priority("normal" if fields.get("priority") is None else fields["priority"])

@@ -12,9 +12,11 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -28,9 +30,9 @@ from medha.parallel.launch import exit_at_once, is_first_rank, own_ranks
 
 logger = logging.getLogger("medha")
 app = make_app()
-_FLUSH_S = 2.0  # for streams to end with what has become of them
+_FLUSH_S = 1.0  # for streams to end with what has become of them
 _PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
-_LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _STUCK = 4
 _option = partial(typer.Option, rich_help_panel="Server")
 
@@ -80,10 +82,13 @@ def serve(
     from medha.serve.service import Service
 
     keys = load_keys(api_key or [], key_file)
-    hosts = tuple(name.lower() for name in allowed_host or (_LOCAL if host in _LOCAL else ()))
-    limits = Limits(max_body_bytes, max_concurrent, hosts=hosts)
+    if (ssl_keyfile is None) is not (ssl_certfile is None):
+        raise ConfigError("one of ssl_keyfile and ssl_certfile is given; accepted: both, or none")
     with ExitStack() as stack:
         listener = stack.enter_context(bound(host, port))
+        is_local = ip_address(listener.getsockname()[0]).is_loopback
+        hosts = tuple(name.lower() for name in allowed_host or ((host, *_LOCAL) if is_local else ()))
+        limits = Limits(max_body_bytes, max_concurrent, hosts=hosts)
         if launch is None and config.parallel.world_size > 1:
             stack.enter_context(own_ranks(config.parallel.world_size, ["medha.engine.follow", json.dumps(options)]))
         role = build_role(config)
@@ -95,14 +100,15 @@ def serve(
 
             def end_streams(message: str) -> None:
                 service.fail(message, RankFailedError)
-                time.sleep(_FLUSH_S)
+                _wait(lambda: not front.num_open.total())
 
             role.caller.ranks.monitor.before_end = end_streams
         web = Web(front.app, listener, max_connections, ssl_keyfile, ssl_certfile)
         interrupted = stack.enter_context(first_interrupt(also_terminate=True))
         stack.enter_context(state_on_signal(role.describe))
-        service.loop = web.start()
+        stack.callback(service.close)
         stack.callback(web.stop)
+        service.loop = web.start()
         threading.Thread(target=_watch, args=(service, stall_timeout), name="medha-stall", daemon=True).start()
         scheme = "http" if ssl_certfile is None else "https"
         logger.info("serving %s at %s://%s:%d", names[0], scheme, host, listener.getsockname()[1])
@@ -112,7 +118,6 @@ def serve(
         until_s = time.monotonic() + shutdown_timeout
         service.run(lambda: not front.num_open.total() or time.monotonic() > until_s)
         service.cut()
-        web.stop()
     role.close()
     return 0
 
@@ -142,9 +147,11 @@ class Web:
     ) -> None:
         import uvicorn  # here because it takes a while
 
+        from medha.serve.head import TimedProtocol
+
         self._config = uvicorn.Config(
             front,
-            http="h11",
+            http=TimedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -152,7 +159,7 @@ class Web:
             server_header=False,
             limit_concurrency=max_connections,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(_FLUSH_S),
+            timeout_graceful_shutdown=1,
             ssl_keyfile=key,
             ssl_certfile=certificate,
         )
@@ -160,6 +167,7 @@ class Web:
         self._server = uvicorn.Server(self._config)
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="medha-http", daemon=True)
+        self._failure: BaseException | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> asyncio.AbstractEventLoop:
@@ -167,7 +175,8 @@ class Web:
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.005)
-        assert self.loop is not None, "it has begun"
+        if not self._server.started or self.loop is None:
+            raise ConfigError(f"the server does not start: {self._failure}")
         return self.loop
 
     def stop(self) -> None:
@@ -180,7 +189,10 @@ class Web:
             self.loop = asyncio.get_running_loop()
             await self._server.serve([self._listener])
 
-        asyncio.run(run())
+        try:
+            asyncio.run(run())
+        except (Exception, SystemExit) as error:
+            self._failure = error
 
 
 def _watch(service: Any, limit_s: float) -> None:
@@ -193,6 +205,12 @@ def _watch(service: Any, limit_s: float) -> None:
         logger.error("%s:\n%s", message, service.engine.describe())
         time.sleep(_FLUSH_S)
         exit_at_once(_STUCK)
+
+
+def _wait(is_over: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + _FLUSH_S
+    while not is_over() and time.monotonic() < until_s:
+        time.sleep(0.01)
 
 
 def main() -> NoReturn:

@@ -10,14 +10,17 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import itertools
+import logging
+import math
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,17 +28,25 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from medha.errors import MedhaError, ValidationError, not_accepted
+from medha.engine.admission import checked_ids
+from medha.engine.arrivals import is_long
+from medha.errors import ChatTemplateError, TokenizerError, ValidationError, not_accepted
 from medha.outputs import RequestOutput
-from medha.serve.body import LARGE_BODY, BodyReader
+from medha.serve.body import LARGE_BODY
 from medha.serve.keys import Key, Keys
 from medha.serve.metrics import Metrics
-from medha.serve.protocol import ApiError, Asked, Chunks, Json, api_error, read_asked, whole_answer
+from medha.serve.protocol import ApiError, Asked, Chunks, Json, api_error, read_asked, stopped, whole_answer
 from medha.serve.service import Answer, Service
 
+logger = logging.getLogger("medha")
+T = TypeVar("T")
+
 _PING_S = 10.0
+_READER_S = 300.0  # for which a reader may take nothing
+_SLOWEST_BYTES_S = 1e6  # of a body
+_BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
 _EVENTS_S = 0.25
 _MOST_SHOWN = 256  # requests of the page
@@ -51,7 +62,7 @@ class Limits:
 
     max_body_bytes: int = 128 << 20
     max_concurrent: int = 4096  # requests that are in the engine or wait for it
-    body_timeout_s: float = 60.0  # between two pieces of a body
+    body_timeout_s: float = 60.0  # and a second for each megabyte
     hosts: tuple[str, ...] = ()  # names by which clients may call the server; none is any
 
 
@@ -65,8 +76,10 @@ class Front:
         self._keys = keys
         self._limits = limits
         self._metrics = metrics
-        self._bodies = BodyReader()
+        self._num_bytes = 0  # of bodies that are being read
         self._numbers: dict[str, int] = {}  # of requests that the page shows
+        self._count = itertools.count(1)
+        self._shown = (-math.inf, b"")  # when the page's data was made
         service.on_end = metrics.ended
         get, post = partial(self._route, "GET"), partial(self._route, "POST")
         self.app = Starlette(
@@ -76,6 +89,7 @@ class Front:
                 post("/tokenize", self._tokenize),
                 post("/detokenize", self._detokenize),
                 get("/v1/models", self._list_models),
+                get("/v1/models/{name:path}", self._list_models),
                 get("/version", lambda request, key: _json({"version": version("medha")})),
                 get("/metrics", lambda request, key: Response(metrics.text(), media_type="text/plain; version=0.0.4")),
                 get("/health", self._health),
@@ -93,11 +107,13 @@ class Front:
             try:
                 found = handler(request, self._admitted(request, path))
                 response: Response = await found if isinstance(found, Awaitable) else found
-            except (ApiError, MedhaError) as error:
-                told = api_error(error)
-                response = _json(told.body, told.status, told.headers)
             except ClientDisconnect:
                 response = Response(status_code=499)
+            except Exception as error:
+                told = api_error(error)
+                if told.status == 500:
+                    logger.exception("%s failed", path)
+                response = _json(told.body, told.status, told.headers)
             if name := _NAME.fullmatch(request.headers.get("x-request-id", "")):
                 response.headers["x-request-id"] = name[0]
             return response
@@ -125,87 +141,83 @@ class Front:
 
     # -- bodies ------------------------------------------------------------------------------------------------------
 
-    async def _body(self, request: HttpRequest) -> Any:
-        """The JSON of a body."""
-        most, parts, size = self._limits.max_body_bytes, [], 0
-        length = request.headers.get("content-length", "0")
-        pieces = request.stream()
+    async def _body(self, request: HttpRequest) -> Json:
+        """The JSON object of a body."""
+        most, body = self._limits.max_body_bytes, bytearray()
+        size = min(int(request.headers.get("content-length", most)), most + 1)
+        large = ApiError(413, f"the body is too large; accepted: at most {most} bytes")
+        if size > most:
+            raise large
         try:
-            while int(length) <= most and size <= most:
-                part = await asyncio.wait_for(anext(pieces), self._limits.body_timeout_s)
-                parts.append(part)
-                size += len(part)
-            raise ApiError(413, f"the body is too large; accepted: at most {most} bytes", connection="close")
-        except StopAsyncIteration:
-            body = b"".join(parts)
-        except (TimeoutError, ValueError) as error:
+            async with asyncio.timeout(self._limits.body_timeout_s + size / _SLOWEST_BYTES_S):
+                async for part in request.stream():
+                    self._num_bytes += len(part)
+                    body += part
+                    if len(body) > most:
+                        raise large
+                    if self._num_bytes > _BODIES * most:
+                        raise ApiError(503, "too many bodies are being read", retry_after="1")
+            if len(body) > LARGE_BODY:
+                found = await self.service.in_thread(partial(self.service.bodies.read, bytes(body)), is_long=True)
+            else:
+                found = msgspec.json.decode(body)
+        except TimeoutError as error:
             raise ApiError(408, "the body did not come in time", connection="close") from error
-        try:
-            if size > LARGE_BODY:
-                return await self.service.in_thread(partial(self._bodies.read, body), is_long=True)
-            return msgspec.json.decode(body)
         except (ValueError, RecursionError, msgspec.MsgspecError):
-            raise ApiError(400, "the body is not JSON") from None
+            raise ApiError(400, "the body is not JSON that can be read") from None
+        finally:
+            self._num_bytes -= len(body)
+        if not isinstance(found, dict):
+            raise ApiError(400, "the body is not a JSON object")
+        return found
+
+    @contextlib.contextmanager
+    def _opened(self, key: Key) -> Iterator[contextlib.ExitStack]:
+        """Within, a request of a key is open; what is called back on the stack is called when it is no more."""
+        service, most = self.service, self._limits.max_concurrent
+        if service.is_draining or service.dead is not None:
+            raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
+        if self.num_open.total() >= most:
+            raise ApiError(429, f"{most} requests are open, as many as may be", retry_after="1")
+        if key.max_concurrent is not None and self.num_open[key.tenant] >= key.max_concurrent:
+            raise ApiError(429, f"this API key has {key.max_concurrent} requests open, all it may", retry_after="1")
+        with contextlib.ExitStack() as leave:
+            self.num_open[key.tenant] += 1
+            leave.callback(lambda: self.num_open.subtract([key.tenant]))
+            yield leave
 
     # -- completions -------------------------------------------------------------------------------------------------
 
     async def _complete(self, request: HttpRequest, key: Key, *, is_chat: bool) -> Response:
-        service, limits = self.service, self._limits
-        arrival_s = service.engine.now()
-        if service.is_draining or service.dead is not None:
-            raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
-        if self.num_open.total() >= limits.max_concurrent:
-            raise ApiError(429, f"{limits.max_concurrent} requests are open, as many as may be", retry_after="1")
-        if key.max_concurrent is not None and self.num_open[key.tenant] >= key.max_concurrent:
-            raise ApiError(429, f"this API key has {key.max_concurrent} requests open, all it may", retry_after="1")
-        self.num_open[key.tenant] += 1
-        leave = contextlib.ExitStack()
-        leave.callback(self._left, key.tenant)
-        with leave:
+        arrival_s = self.service.engine.now()
+        with self._opened(key) as leave:
             body = await self._body(request)
-            if not isinstance(body, dict):
-                raise ApiError(400, "the body is not a JSON object")
+            found = _NAME.fullmatch(request.headers.get("x-request-id", ""))
+            given: Json = {"request_id": None if found is None else found[0], "models": self.models}
             objectives = key.objectives(body, request.headers)
-            name = _NAME.fullmatch(request.headers.get("x-request-id", ""))
-            asked = read_asked(
-                body,
-                is_chat=is_chat,
-                models=self.models,
-                request_id=None if name is None else name[0],
-                objectives=objectives,
-            )
+            asked = read_asked(body, is_chat=is_chat, objectives=objectives, **given)
             del body
-            answer = await self._submitted(asked, key, arrival_s)
-            leave.callback(service.abort, answer)  # of one that has ended it does nothing
+            answer = await _unless_gone(request, self._submitted(asked, key, arrival_s))
+            leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
             if not asked.stream:
-                return await self._whole(request, asked, answer)
-            return _Events(self._stream(asked, answer), leave.pop_all())
-
-    def _left(self, tenant: str) -> None:
-        self.num_open[tenant] -= 1
+                return await _unless_gone(request, self._whole(asked, answer))
+            return Events(self._stream(asked, answer), leave.pop_all())
 
     async def _submitted(self, asked: Asked, key: Key, arrival_s: float) -> Answer:
         """Have the engine take the prompts."""
-        requests = [await self.service.prepare(arrival) for arrival in asked.arrivals]
-        most = key.max_prompt_tokens
-        if most is not None and sum(len(one.prompt_ids) for one in requests) > most:
-            raise not_accepted("prompt", "", f"at most {most} tokens, with this API key")
+        requests, left = [], key.max_prompt_tokens
+        for arrival in asked.arrivals:
+            requests.append(await self.service.prepare(arrival))
+            left = None if left is None else left - len(requests[-1].prompt_ids)
+            if left is not None and left < 0:
+                raise not_accepted("prompt", "", f"at most {key.max_prompt_tokens} tokens, with this API key")
         return await self.service.submit(requests, arrival_s)
 
-    async def _whole(self, request: HttpRequest, asked: Asked, answer: Answer) -> Response:
+    async def _whole(self, asked: Asked, answer: Answer) -> Response:
         """The answer when all of it is there."""
         outputs: dict[int, RequestOutput] = {}
-        gone = asyncio.ensure_future(_until_gone(request))
-        try:
-            while len(outputs) < len(asked.arrivals):
-                news = asyncio.ensure_future(answer.read())
-                await asyncio.wait({news, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done() and not news.done():
-                    news.cancel()
-                    raise ClientDisconnect
-                outputs |= dict(await news)
-        finally:
-            gone.cancel()
+        while len(outputs) < len(asked.arrivals):
+            outputs |= await answer.read()
         ordered = [outputs[index] for index in range(len(asked.arrivals))]
         if (error := _error_of(answer, ordered)) is not None:
             raise error
@@ -244,36 +256,36 @@ class Front:
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     async def _tokenize(self, request: HttpRequest, key: Key) -> Response:
-        body, tokenizer = _object(await self._body(request)), self._tokenizer()
-        if "messages" in body:
-            options = {name: body[name] for name in ("add_generation_prompt", "chat_template_kwargs") if name in body}
-            work = partial(tokenizer.encode_chat, body["messages"], **options)
-            _, ids = await self._in_thread(work, body["messages"])
-        else:
-            special = body.get("add_special_tokens", True) is not False
-            prompt = body.get("prompt")
-            if not isinstance(prompt, str):
-                raise not_accepted("prompt", None, "text")
-            work = partial(tokenizer.encode_array, prompt, add_special_tokens=special)
-            ids = await self._in_thread(work, prompt)
-        tokens = ids.tolist()
-        return _json(
-            {"count": len(tokens), "max_model_len": self.service.engine.limits.max_model_len, "tokens": tokens}
-        )
-
-    async def _in_thread(self, work: Callable[[], Any], prompt: Any) -> Any:
-        try:
-            return await self.service.in_thread(work, is_long=len(prompt) > LARGE_BODY)
-        except MedhaError as error:
-            raise ValidationError(str(error), param="prompt") from error
+        with self._opened(key):
+            body, tokenizer = await self._body(request), self._tokenizer()
+            form = "messages" if "messages" in body else "prompt"
+            work = partial(
+                tokenizer.encode_array, body.get(form), add_special_tokens=body.get("add_special_tokens") is not False
+            )
+            if form == "messages":
+                options = {
+                    name: body[name] for name in ("add_generation_prompt", "chat_template_kwargs") if name in body
+                }
+                work = partial(lambda: tokenizer.encode_chat(body[form], **options)[1])
+            try:
+                ids = await self.service.in_thread(work, is_long=is_long({form: body.get(form)}))
+            except (ChatTemplateError, TokenizerError) as error:
+                raise ValidationError(form, param=form) from error
+            length = self.service.engine.limits.max_model_len
+            return _json({"count": len(ids), "max_model_len": length, "tokens": ids.tolist()})
 
     async def _detokenize(self, request: HttpRequest, key: Key) -> Response:
-        body, tokenizer = _object(await self._body(request)), self._tokenizer()
-        tokens, size = body.get("tokens"), self.service.engine.limits.vocab_size
-        tokens = getattr(tokens, "tolist", lambda: body.get("tokens"))()
-        if not isinstance(tokens, list) or any(type(one) is not int or not 0 <= one < size for one in tokens):
-            raise not_accepted("tokens", None, f"a list of integers from 0 to {size - 1}")
-        return _json({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+        with self._opened(key):
+            body, tokenizer, limits = await self._body(request), self._tokenizer(), self.service.engine.limits
+            tokens: Any = body.get("tokens")
+            if not hasattr(tokens, "__len__") or len(tokens) > limits.max_model_len:
+                raise not_accepted("tokens", None, f"a list of at most {limits.max_model_len} token ids")
+
+            def text() -> str:
+                ids = checked_ids(tokens, "tokens", limits.vocab_size).tolist()
+                return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+            return _json({"prompt": await self.service.in_thread(text, is_long=is_long(tokens))})
 
     def _tokenizer(self) -> Any:
         if (tokenizer := self.service.engine.tokenizer) is None:
@@ -281,9 +293,12 @@ class Front:
         return tokenizer
 
     def _list_models(self, request: HttpRequest, key: Key) -> Response:
-        length = self.service.engine.limits.max_model_len
+        length, wanted = self.service.engine.limits.max_model_len, request.path_params.get("name")
         fields = {"object": "model", "created": 0, "owned_by": "medha", "root": self.models[0], "max_model_len": length}
-        return _json({"object": "list", "data": [{"id": name, **fields} for name in self.models]})
+        found = [{"id": name, **fields} for name in self.models if wanted in (None, name)]
+        if not found:
+            raise ApiError(404, "there is no such model", param="model", code="model_not_found")
+        return _json({"object": "list", "data": found} if wanted is None else found[0])
 
     def _health(self, request: HttpRequest, key: Key) -> Response:
         if (dead := self.service.dead) is not None:
@@ -296,12 +311,15 @@ class Front:
         return _json({"status": "ready"})
 
     async def _events(self, request: HttpRequest, key: Key) -> Response:
-        return _Events(self._snapshots())
+        return Events(self._snapshots())
 
     async def _snapshots(self) -> AsyncIterator[bytes]:
         """What the page draws, some times a second: lengths and times, nobody's text or name."""
         while not self.service.is_draining and self.service.dead is None:
-            yield _event(self.snapshot())
+            now_s = self.service.engine.now()
+            if now_s - self._shown[0] >= _EVENTS_S:  # the same for all who look
+                self._shown = now_s, _event(self.snapshot())
+            yield self._shown[1]
             await asyncio.sleep(_EVENTS_S)
 
     def snapshot(self) -> Json:
@@ -315,14 +333,15 @@ class Front:
             if not request.completions:
                 continue
             one = request.first
-            number = self._numbers.setdefault(request.request_id, max(self._numbers.values(), default=0) + 1)
+            if request.request_id not in self._numbers:
+                self._numbers[request.request_id] = next(self._count)
             deadline_s = one.metrics.deadline_s
             left_s = engine.scheduler.prefill_left_s(one.num_computed_tokens, len(request.prompt_ids))
             state = "answering" if one.token_ids else "waiting" if one.metrics.first_scheduled is None else "reading"
             slack_s = None if deadline_s is None or one.token_ids else one.metrics.arrival + deadline_s - now_s - left_s
             rows.append(
                 {
-                    "number": number,
+                    "number": self._numbers[request.request_id],
                     "state": state,
                     "priority": request.priority,
                     "prompt_tokens": len(request.prompt_ids),
@@ -338,7 +357,7 @@ class Front:
         return {"model": self.models[0], "now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": kv}
 
 
-class _Events(StreamingResponse):
+class Events(StreamingResponse):
     """A stream of events; ``leave`` is closed when it is over, also where it never began."""
 
     def __init__(self, events: AsyncIterator[bytes], leave: contextlib.ExitStack | None = None) -> None:
@@ -346,8 +365,12 @@ class _Events(StreamingResponse):
         self._leave = leave or contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._leave:
-            await super().__call__(scope, receive, send)
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_READER_S):
+                await send(message)
+
+        with self._leave, contextlib.suppress(TimeoutError):
+            await super().__call__(scope, receive, send_in_time)
 
 
 def _error_of(answer: Answer, outputs: Sequence[RequestOutput]) -> ApiError | None:
@@ -355,21 +378,25 @@ def _error_of(answer: Answer, outputs: Sequence[RequestOutput]) -> ApiError | No
     errors = [output.error for output in outputs if output.error is not None]
     if errors:
         return api_error(errors[0])
-    if answer.was_cut:
-        return ApiError(503, "the server has stopped before the answer was whole", code="server_stopped")
-    return None
+    return stopped() if answer.was_cut else None
 
 
-async def _until_gone(request: HttpRequest) -> None:
-    """Return when the client has left; its body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """What some work returns; it is cancelled where the client, whose body has been read, leaves before."""
 
+    async def until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
-def _object(body: Any) -> Json:
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body is not a JSON object")
-    return body
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return await working
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 def _event(value: Json) -> bytes:

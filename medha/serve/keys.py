@@ -22,7 +22,7 @@ from medha.config.fields import POSITIVE, Check, check_options, choice, integer,
 from medha.errors import ConfigError, ValidationError, hint, not_accepted
 from medha.params import PRIORITIES, check_seconds
 
-_TEXT = Check("text that is not empty", lambda value: isinstance(value, str) and value != "")
+_TEXT = Check("text that is not empty", lambda value: isinstance(value, str) and value.strip() != "")
 _COUNT = integer(1, 2**31 - 1)
 
 
@@ -81,27 +81,31 @@ class Keys:
     """The API keys of a server; without any, everybody is let in."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
-        self._keys = [(key.key.encode(), key) for key in keys]
+        self._keys = [(key.key.strip().encode(), key) for key in keys]
 
     def of(self, authorization: str | None) -> Key | None:
         """Who a header ``Authorization`` is of; None where nobody is. All keys are compared, each in constant time."""
         if not self._keys:
             return ANYBODY
         kind, _, given = (authorization or "").partition(" ")
-        secret = given.strip().encode(errors="replace") if kind.lower() == "bearer" else b""
+        secret = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as headers come
         found = [key for known, key in self._keys if hmac.compare_digest(known, secret)]
         return found[0] if found else None
 
 
 def load_keys(plain: Sequence[str], file: Path | None) -> Keys:
     """Keys of a command line, which have no limits, and of a TOML file; raises ConfigError."""
-    keys = [Key(key=text, priority=PRIORITIES[0]) for text in plain if text]
+    if not all(text.strip() for text in plain):
+        raise ConfigError("an API key is empty; accepted: one that is not, or none at all")
+    keys = [Key(key=text, priority=PRIORITIES[0]) for text in plain]
     if file is not None:
         try:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"key file {file}: {error}") from error
         keys += [_key(file, name, table) for name, table in tables.items()]
+        if not tables:
+            raise ConfigError(f"key file {file} has no keys; accepted: a table for each, or no file")
     if len({key.key for key in keys}) < len(keys):
         raise ConfigError("two API keys are the same; accepted: one for each tenant")
     return Keys(keys)

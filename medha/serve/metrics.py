@@ -41,7 +41,7 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ["model_name", *labels], registry=self._registry)
 
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that have ended.").labels(model)
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.").labels(model)
         self._tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(model)
         self._ended = counter("vllm:request_success", "Requests that have ended.", "finished_reason")
         self._preemptions = counter("vllm:num_preemptions", "Requests that gave up their KV memory.").labels(model)
@@ -51,6 +51,8 @@ class Metrics:
         )
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
         self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to first chunk.", _SECONDS)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "First chunk to first token.", _SECONDS)
+        self._decode = histogram("vllm:request_decode_time_seconds", "First token to last.", _SECONDS)
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS)
         self._output = histogram("vllm:request_generation_tokens", "Tokens generated.", _TOKENS)
         self._missed = counter("medha:slo_miss", "Requests that missed an objective.", "bucket")
@@ -65,25 +67,28 @@ class Metrics:
     def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         """Note a batch that is done; the engine's thread calls it."""
         self._step.observe(busy_s)
+        self._prompt_tokens.inc(batch.num_tokens - batch.num_decodes)
+        self._tokens.inc(sum(row.samples for row in batch.rows))
         if prediction is not None and prediction.seconds > 0:
             self._error.observe(busy_s / prediction.seconds)
 
     def ended(self, output: RequestOutput) -> None:
         """Note a request that has ended."""
         metrics, model = output.metrics, self._model
-        self._prompt_tokens.inc(metrics.num_prompt_tokens)
-        self._tokens.inc(metrics.num_output_tokens)
         self._preemptions.inc(metrics.num_preemptions)
         for one in output.outputs:
             self._ended.labels(model, one.finish_reason or "abort").inc()
         if metrics.met_slo is False:
             length = metrics.num_prompt_tokens
             self._missed.labels(model, next((name for most, name in _BUCKETS if length <= most), "1M-")).inc()
+        ttft, queue_s, e2e = metrics.ttft, metrics.queue_time, metrics.e2e
         for times, value in (
-            (self._ttft, metrics.ttft),
+            (self._prefill, None if ttft is None or queue_s is None else ttft - queue_s),
+            (self._decode, None if ttft is None or e2e is None else e2e - ttft),
+            (self._ttft, ttft),
             (self._tpot, metrics.tpot),
-            (self._e2e, metrics.e2e),
-            (self._queue, metrics.queue_time),
+            (self._e2e, e2e),
+            (self._queue, queue_s),
             (self._slack, _first_slack_s(output)),
         ):
             if value is not None:

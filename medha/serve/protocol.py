@@ -32,8 +32,8 @@ from medha.params import CHAT_OPTIONS
 
 Json = dict[str, Any]
 
-MAX_PROMPTS = 2048
-"""Of one request to ``/v1/completions``."""
+MAX_CHOICES = 512
+"""Completions of one HTTP request."""
 
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 _FLAGS = ("stream", "return_progress", "explain")
@@ -59,6 +59,11 @@ class ApiError(Exception):
         return {"error": fields}
 
 
+def stopped() -> ApiError:
+    """What whoever waits is told when the server ends."""
+    return ApiError(503, "the server has stopped before the answer was whole", code="server_stopped")
+
+
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine, without the value that was wrong."""
     param = getattr(error, "param", None)
@@ -79,8 +84,10 @@ def api_error(error: Exception) -> ApiError:
         told = f"; accepted: {accepted}" if found else ""
         return ApiError(400, f"{param or 'the request'} has a value that cannot be served{told}", param=param)
     if isinstance(error, EngineDeadError):
-        return ApiError(503, f"the engine has failed: {error}", code="engine_dead")
-    return ApiError(500, f"{type(error).__name__}: the request failed")
+        return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply")
+    return ApiError(500, f"the request failed: {type(error).__name__}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,8 @@ def read_asked(body: Any, *, is_chat: bool, models: Sequence[str], request_id: s
     request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id or uuid.uuid4().hex}"
     rest = {name: value for name, value in fields.items() if name not in _PROMPT_FIELDS}
     first = read_fields(request_id, rest | prompts[0], defaults)
+    if len(prompts) * (1 if first.params is None else first.params.n) > MAX_CHOICES:
+        raise not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
     unique = uuid.uuid4().hex[:12]  # a client may send its own id twice
     arrivals = [replace(first, request_id=f"{request_id}-{unique}-{i}", prompt=one) for i, one in enumerate(prompts)]
     usage = flags["stream"] and _flag(options or {}, "include_usage")
@@ -165,10 +174,8 @@ def _prompts(fields: Json) -> list[Json]:
     if "prompt_token_ids" in fields:
         return [{"prompt_token_ids": fields["prompt_token_ids"]}]
     prompt = fields.get("prompt")
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     prompts = prompt if isinstance(prompt, list) and several else [prompt]
-    if len(prompts) > MAX_PROMPTS:
-        raise not_accepted("prompt", prompts, f"at most {MAX_PROMPTS} prompts")
     if any(one is None for one in prompts):
         raise not_accepted("prompt", None, "text, token ids, or a list of them")
     return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in prompts]
@@ -255,7 +262,7 @@ def _head(asked: Asked, *, is_delta: bool) -> Json:
 def _choice(asked: Asked, index: int, one: CompletionOutput, text: str, *, is_delta: bool, offset: int = 0) -> Json:
     reason = one.finish_reason
     choice: Json = {"index": index, "finish_reason": reason, "stop_reason": one.stop_reason}
-    chosen = _chosen(one)
+    chosen = _chosen(one, None if asked.arrivals[0].params is None else asked.arrivals[0].params.logprobs)
     if not asked.is_chat:
         choice |= {"text": text, "logprobs": None if chosen is None else _completion_logprobs(chosen, offset)}
     else:
@@ -267,12 +274,12 @@ def _choice(asked: Asked, index: int, one: CompletionOutput, text: str, *, is_de
     return choice
 
 
-def _chosen(one: CompletionOutput) -> list[tuple[Logprob, list[Logprob]]] | None:
-    """Of each token the drawn one, and all that are known, likeliest first."""
+def _chosen(one: CompletionOutput, most: int | None) -> list[tuple[Logprob, list[Logprob]]] | None:
+    """Of each token the drawn one, and so many of the likeliest."""
     if one.logprobs is None:
         return None
     drawn = [step[token] for token, step in zip(one.token_ids, one.logprobs, strict=True)]
-    best = [sorted(step.values(), key=lambda each: each.rank) for step in one.logprobs]
+    best = [sorted(step.values(), key=lambda each: each.rank)[:most] for step in one.logprobs]
     return list(zip(drawn, best, strict=True))
 
 

@@ -8,14 +8,17 @@ so one who reads slowly holds up nobody, and what is kept of an answer is at mos
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from medha.engine.arrivals import Arrival, is_long, joined
@@ -23,7 +26,10 @@ from medha.engine.engine import Engine
 from medha.engine.request import Completion, Request
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import CompletionOutput, RequestOutput
+from medha.serve.body import BodyReader
+from medha.serve.protocol import stopped
 
+_LEFTS_S = 0.25  # for which what all prompts have left is remembered
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
 _MOST_PIECES = 64  # of an answer that are kept apart
 
@@ -86,12 +92,15 @@ class Service:
         self.dead: EngineDeadError | None = None
         self.on_end: Callable[[RequestOutput], None] = lambda output: None
         self.loop: asyncio.AbstractEventLoop | None = None
+        self._is_cut = False
+        self._lefts: tuple[float, list[float], list[float]] = (-math.inf, [], [])  # when, seconds left, their sums
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._box: list[tuple[Answer, int, RequestOutput]] = []  # of the step
         self._flushing = threading.Lock()
         self._answers: dict[str, Answer] = {}  # in the engine, by request
         self._untaken: set[asyncio.Future[None]] = set()  # requests that the engine's thread has not seen
         self._moved_s = time.monotonic()  # when the engine had last done something, or nothing to do
+        self.bodies = BodyReader()
         # as in a file of requests: a prompt of millions of characters is overtaken by short ones
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
 
@@ -100,6 +109,7 @@ class Service:
     async def prepare(self, arrival: Arrival) -> Request:
         """Tokenise and check a request in another thread; raises as :meth:`Engine.prepare`."""
         kinds: dict[str, Any] = {"slo": arrival.slo, "priority": arrival.priority, "tenant": arrival.tenant}
+        self._check_open()
         work = partial(self.engine.prepare, arrival.request_id, arrival.prompt, arrival.params, **kinds)
         request: Request = await self.in_thread(work, is_long=is_long(arrival.prompt))
         return request
@@ -111,8 +121,7 @@ class Service:
     async def submit(self, requests: Sequence[Request], arrival_s: float) -> Answer:
         """Queue requests, all or none; raises as :meth:`Engine.add_prepared`. :meth:`abort` must follow where the
         reader leaves."""
-        if self.dead is not None:
-            raise self.dead
+        self._check_open()
         answer = Answer(requests)
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._untaken.add(taken)
@@ -125,6 +134,10 @@ class Service:
         finally:
             self._untaken.discard(taken)
         return answer
+
+    def _check_open(self) -> None:
+        if self.dead is not None or self._is_cut:
+            raise self.dead or stopped()
 
     def abort(self, answer: Answer) -> None:
         """End what still runs of an answer, between two steps."""
@@ -143,17 +156,25 @@ class Service:
         did. One that waits is behind those with less left to read, as the default policy has it.
         """
         one = request.first if request.completions else None
-        if one is None or one.finish_reason is not None or one.token_ids:
+        if one is None or one.finish_reason is not None or one.token_ids or self.engine.scheduler.predictor is None:
             return None
         left_s, now_s = self._left_s(one), self.engine.now()
         begun_s = one.metrics.first_scheduled
         if begun_s is None or not one.num_computed_tokens:
-            others = [other for live in self.engine.requests() for other in live.completions if other is not one]
-            waits = [self._left_s(other) for other in others if not other.token_ids]
-            return left_s + sum(wait_s for wait_s in waits if wait_s < left_s)
+            return self._ahead_s(left_s) + left_s
         total_s = self.engine.scheduler.prefill_left_s(0, len(request.prompt_ids))
         stretch = (one.computed_s - begun_s) / max(total_s - left_s, 1e-9)
         return max(left_s * stretch - (now_s - one.computed_s), 0.0)
+
+    def _ahead_s(self, left_s: float) -> float:
+        """Seconds that prompts with less left to read take, and half of those with as much."""
+        now_s = self.engine.now()
+        if now_s - self._lefts[0] > _LEFTS_S:
+            running = [one for live in self.engine.requests() for one in live.completions if not one.token_ids]
+            lefts = sorted(map(self._left_s, running))
+            self._lefts = now_s, lefts, [0.0, *accumulate(lefts)]
+        _, lefts, sums = self._lefts
+        return (sums[bisect_left(lefts, left_s)] + max(sums[bisect_right(lefts, left_s)] - left_s, 0.0)) / 2
 
     def _left_s(self, one: Completion) -> float:
         return self.engine.scheduler.prefill_left_s(one.num_computed_tokens, len(one.request.prompt_ids))
@@ -169,22 +190,38 @@ class Service:
                     self.engine.advance()
                 self._moved_s = time.monotonic()
                 self.flush()
-        except EngineDeadError as error:
-            self.dead = error
-            self.flush()
+        except KeyboardInterrupt:
+            self.cut()
             raise
+        except Exception as error:
+            self.dead = self.engine.fail(error)
+            self.flush()
+            if error is self.dead:
+                raise
+            raise self.dead from error
 
     def cut(self) -> None:
         """End every request now, as the server stops."""
-        for answer in self._answers.values():
+        self._is_cut = True
+        for answer in [*self._answers.values(), *(answer for answer, _, _ in self._box)]:
             answer.was_cut = True
-        self.engine.abort_all()
+        if self.dead is None:
+            self.engine.abort_all()
         self.flush()
 
     def fail(self, message: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
         """End every request with an error; for another thread, while a step is stuck."""
-        self.dead = self.engine.fail(kind(message))
+        self.dead = kind(message)  # first: what is added meanwhile sees it
+        self.engine.fail(self.dead)
         self.flush()
+
+    def close(self) -> None:
+        """Give up what is being prepared."""
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+        self.bodies.child.interrupt()
+        if self.engine.tokenizer is not None:
+            self.engine.tokenizer.interrupt()
 
     def flush(self) -> None:
         """Hand what has come of requests to the event loop."""
@@ -193,13 +230,13 @@ class Service:
         if box and self.loop is not None:
             with suppress(RuntimeError):  # the loop is closed: there is nobody left
                 self.loop.call_soon_threadsafe(self._deliver, box)
-        if self.dead is not None and self.loop is not None:
+        if (self.dead is not None or self._is_cut) and self.loop is not None:
             with suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self._refuse_untaken)
 
     def _refuse_untaken(self) -> None:
         for taken in list(self._untaken):
-            _settle(taken, self.dead)
+            _settle(taken, self.dead or stopped())
 
     def _obey(self, wait_s: float) -> None:
         """Do what the event loop has asked for; waits so long for the first of it."""
@@ -215,10 +252,11 @@ class Service:
             try:
                 self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._take, answer, index))
                 added.append(request.request_id)
-                self._answers[request.request_id] = answer
+                self._answers[request.request_id] = answer  # its outputs come of later steps
             except MedhaError as refusal:
                 error = refusal
                 break
+        error = error or self.dead
         if error is not None:
             for request_id in added:
                 self.engine.abort(request_id)
@@ -226,9 +264,10 @@ class Service:
         self.loop.call_soon_threadsafe(_settle, taken, error)
 
     def _take(self, answer: Answer, index: int, output: RequestOutput) -> None:
-        if output.finished:
-            self._answers.pop(output.request_id, None)
-        self._box.append((answer, index, output))
+        with self._flushing:  # the thread that finds a rank dead hands out, too
+            if output.finished:
+                self._answers.pop(output.request_id, None)
+            self._box.append((answer, index, output))
 
     def _deliver(self, box: Sequence[tuple[Answer, int, RequestOutput]]) -> None:
         for answer, index, output in box:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,44 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command)
         ('[a]\nkey = "x"\nttft_s = -1', "[a] ttft_s=-1; accepted: a finite number above 0"),
         ('[a]\nkey = "x"\n[b]\nkey = "x"', "two API keys are the same"),
         ("[a", "key file"),
+        ("", "has no keys"),
     ],
 )
 def test_a_wrong_key_file(command: Command, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "keys.toml").write_text(text)
     done = command("serve", "/nowhere", "--port", 0, "--key-file", tmp_path / "keys.toml")
     assert done.code == 2 and said in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--api-key", ""), "an API key is empty"),
+        (("--ssl-certfile", "x"), "one of ssl_keyfile and ssl_certfile is given"),
+    ],
+)
+def test_what_would_leave_a_server_open(command: Command, arguments: tuple[str, ...], said: str) -> None:
+    done = command("serve", "/nowhere", "--port", 0, *arguments)
+    assert done.code == 2 and said in done.err
+
+
+def test_a_certificate_that_is_none(bytes_model: Model, tmp_path: Path) -> None:
+    both = ("--ssl-certfile", tmp_path / "none", "--ssl-keyfile", tmp_path / "none")
+    with serving(tmp_path / "log", bytes_model.folder, *SMALL, *both) as server:
+        assert server.wait() == 2
+        assert "the server does not start" in server.log.read_text()
+
+
+def test_a_second_signal_ends_streams_with_an_error(bytes_model: Model, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", bytes_model.folder, *SMALL) as server:
+        answer = server.complete("hello", 4000, stream=True)
+        answer.readline()
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        *_, error, done = [line for line in answer.read().splitlines() if line]
+        assert json.loads(error[6:])["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
+        assert server.wait() == 130
 
 
 def test_a_package_that_is_missing_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

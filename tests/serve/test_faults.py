@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from medha.serve.app import Limits
+from medha.serve.head import TimedProtocol
 from medha.serve.keys import Key
 from tests.serve.conftest import Start
 from tests.serving import Model, assert_empty, fail_in_run, random_ids
@@ -73,6 +74,49 @@ def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
         )
         assert client.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a first head, within one, and within a later one; one that has had an answer may stay."""
+    monkeypatch.setattr(TimedProtocol, "limit_s", 0.3)
+    server = start(bytes_model.engine())
+    ask = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    for sent in (b"", ask, ask + b"\r\n" + ask):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.sendall(sent)
+            answer = b""
+            while part := client.recv(4096):
+                answer += part
+            assert answer.count(b"200 OK") == sent.count(b"\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        for _ in range(2):
+            client.sendall(ask + b"\r\n")
+            assert b"200 OK" in client.recv(4096)
+            time.sleep(0.5)
+
+
+def test_what_is_too_wide_is_refused_soon(start: Start, bytes_model: Model) -> None:
+    """Many completions; many values; ids that are none."""
+    server = start(bytes_model.engine())
+    assert server.post(PATH, asked(5, 1, n=513, temperature=1))[1]["error"]["param"] == "n"
+    assert server.post(PATH, {"prompt": ["a"] * 257, "n": 2})[1]["error"]["param"] == "n"
+    assert server.post(PATH, b'{"prompt": "a", "x": [' + b"[]," * 300_000 + b"[]]}")[0] == 400
+    for value in ([[1] * 2000, [2] * 3], [1.5] * 2000, {"a": [1] * 2000}):
+        body = json.dumps({"prompt": value, "max_tokens": 1, "user": "x" * 600_000}).encode()
+        small = server.post(PATH, {"prompt": value, "max_tokens": 1})[0]
+        assert (
+            server.post(PATH, body)[0]
+            == small
+            == (200 if isinstance(value, list) and isinstance(value[0], list) else 400)
+        )
+    for name in ("priority", "stop_token_ids", "response_format", "best_of", "stream", "model"):
+        body = json.dumps({"prompt": "x", "max_tokens": 1, name: [1] * 2000, "user": "x" * 600_000}).encode()
+        assert server.post(PATH, body)[0] in (200, 400, 404)
+    assert server.post("/tokenize", {"messages": 3})[0] == server.post("/tokenize", {"prompt": None})[0] == 400
+    deep: Any = "x"
+    for _ in range(500):
+        deep = [deep]
+    assert server.post("/v1/chat/completions", {"messages": deep})[0] == 400
 
 
 JSON = st.recursive(

@@ -6,7 +6,9 @@ import json
 import re
 from typing import Any
 
+from medha.config import EngineConfig
 from medha.serve import app
+from tests.engines import build_engine
 from tests.serve.conftest import Start
 from tests.serving import Model, random_ids
 
@@ -19,7 +21,8 @@ def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
 
 def test_progress_comes_before_the_first_token_alone(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
     monkeypatch.setattr(app, "_PROGRESS_S", 0.01)
-    server = start(bytes_model.engine(num_blocks=512))
+    config = EngineConfig.from_flat(str(bytes_model.folder), num_kv_blocks=64, num_threads=1)
+    server = start(build_engine(config))
     events = [e for e in server.events(PATH, asked(8000, 5, stream=True, return_progress=True)) if isinstance(e, dict)]
     progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
     begun = [bool(event["choices"]) for event in events]
