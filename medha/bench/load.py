@@ -90,6 +90,7 @@ def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) 
             SLO(row.ttft_slo_s or slo.ttft_s, row.tpot_slo_s or slo.tpot_s),
             float(row.arrival_s or 0.0),
             "normal" if row.priority is None else PRIORITIES[row.priority],
+            tenant=row.tenant or "",
         )
         for row in trace.rows()
     ]

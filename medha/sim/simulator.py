@@ -127,7 +127,8 @@ class Simulation:
         slot = self._free_slots.pop() if self._free_slots else len(self._live)
         slo = SLO(row.ttft_slo_s, row.tpot_slo_s) if row.ttft_slo_s or row.tpot_slo_s else None
         priority = NORMAL if row.priority is None else row.priority
-        head = SchedulerRequest(slot, row.prompt_tokens, row.output_tokens, row.arrival_s or 0.0, slo, priority)
+        lengths, arrival_s = (row.prompt_tokens, row.output_tokens), row.arrival_s or 0.0
+        head = SchedulerRequest(slot, *lengths, arrival_s, slo, priority, tenant=row.tenant or "")
         if head.num_kv_tokens > self.scheduler.memory.max_request_tokens:
             self.requests.is_refused[index] = True
             self._free_slots.append(slot)

@@ -18,7 +18,7 @@
 ``medha``
     JSON lines, as far as lengths go those of ``medha generate --requests``: ``id``, ``arrival_s`` (missing is 0),
     ``num_prompt_tokens`` or ``prompt_token_ids``, ``num_output_tokens`` or ``max_tokens``, ``slo`` {``ttft_s``,
-    ``tpot_s``}, ``priority``, and ``hash_ids`` as Mooncake's. Other fields are ignored.
+    ``tpot_s``}, ``priority``, ``tenant``, and ``hash_ids`` as Mooncake's. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -161,23 +161,22 @@ def _medha(fields: Fields) -> Row:
         None if given.get("arrival_s") is None else _seconds(given, "arrival_s"),
         _count(given, "num_prompt_tokens"),
         _count(given, "num_output_tokens"),
-        _request_id(given.get("id", given.get("request_id"))),
+        None if (request_id := given.get("id", given.get("request_id"))) is None else _text("id", request_id),
         _hashes(given),
         limits.ttft_s,
         limits.tpot_s,
         priority,
+        None if given.get("tenant") is None else _text("tenant", given["tenant"]),
     )
 
 
-def _request_id(value: Any) -> str | None:
-    if value is None:
-        return None
+def _text(name: str, value: Any) -> str:
     try:
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
             raise ValueError
         str(value).encode()
     except ValueError:  # also a lone surrogate, and an integer of thousands of digits
-        raise RowError(f"id={value!a:.80}; accepted: a string of Unicode characters or an integer") from None
+        raise RowError(f"{name}={value!a:.80}; accepted: a string of Unicode characters or an integer") from None
     return str(value)
 
 
@@ -194,6 +193,8 @@ def medha_line(row: Row) -> str:
         fields["slo"] = slo
     if row.priority is not None:
         fields["priority"] = PRIORITIES[row.priority]
+    if row.tenant:
+        fields["tenant"] = row.tenant
     if row.prefix_hashes is not None:
         fields["hash_ids"] = row.prefix_hashes.tolist()
     return json.dumps(fields)

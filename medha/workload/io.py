@@ -58,8 +58,8 @@ def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault
     if format is not None and format not in FORMATS:
         raise ConfigError(f"format={format!r}; accepted: {', '.join(FORMATS)}")
     kind = detect(path) if format is None else FORMATS[format]
-    columns: list[Any] = [array("d"), array("q"), array("q"), [], [], array("d"), array("d"), array("b")]
-    missing = (np.nan, 0, 0, None, None, np.nan, np.nan, -1)
+    columns: list[Any] = [array("d"), array("q"), array("q"), [], [], array("d"), array("d"), array("b"), []]
+    missing = (np.nan, 0, 0, None, None, np.nan, np.nan, -1, "")
     columns = columns if kind.name in ("medha", "mooncake") else columns[:3]  # the others have no more
     places: dict[str, str] = {}
     num_dropped = num_faults = 0
@@ -89,11 +89,12 @@ def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault
 def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
     """The requests in order of arrival, and whether the file has arrival times."""
     # a string type of its own, as arrays that share one can share their memory
-    dtypes: tuple[Any, ...] = (float, np.int64, np.int64, np.dtypes.StringDType(), object, float, float, np.int8)
+    text = np.dtypes.StringDType
+    dtypes: tuple[Any, ...] = (float, np.int64, np.int64, text(), object, float, float, np.int8, text())
     found = {
         name: np.frombuffer(column, dtype) if isinstance(column, array) else np.fromiter(column, dtype, len(column))
         for name, column, dtype in zip(COLUMNS, columns, dtypes, strict=False)
-        if not isinstance(column, list) or any(value is not None for value in column)
+        if not isinstance(column, list) or any(value is not None and value != "" for value in column)
     }
     times, priority = found["arrival_s"], found.get("priority", np.array(-1))
     has_arrivals = not np.isnan(times).all()

@@ -24,11 +24,11 @@ NORMAL = PRIORITIES.index("normal")
 _BLOCK = 65_536
 _DTYPES: tuple[Any, ...] = (
     *(np.float64, np.int64, np.int64, np.dtypes.StringDType(), np.object_),
-    *(np.float64, np.float64, np.int8),
+    *(np.float64, np.float64, np.int8, np.dtypes.StringDType()),
 )
 COLUMNS = (
     *("arrival_s", "prompt_tokens", "output_tokens", "request_ids"),
-    *("prefix_hashes", "ttft_slo_s", "tpot_slo_s", "priority"),
+    *("prefix_hashes", "ttft_slo_s", "tpot_slo_s", "priority", "tenant"),
 )
 """Of a trace, in the order of the fields of a :class:`Row`."""
 
@@ -51,6 +51,7 @@ class Row(NamedTuple):
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     priority: int | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +67,7 @@ class Trace:
     ttft_slo_s: NDArray[np.float64] | None = None  # above 0; NaN is no objective
     tpot_slo_s: NDArray[np.float64] | None = None
     priority: NDArray[np.int8] | None = None  # index of medha.params.PRIORITIES; None is normal for all
+    tenant: NDArray[Any] | None = None  # names (StringDType), "" for whoever has none
 
     def __post_init__(self) -> None:
         ids = np.arange(len(self.arrival_s)) if self.request_ids is None else self.request_ids

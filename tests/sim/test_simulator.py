@@ -332,3 +332,28 @@ def test_stages_are_simulated_as_they_run() -> None:
         scheduler, pipeline = one_replica(spp=spp).build()
         assert scheduler.config.async_scheduling == (spp > 1) and scheduler.config.period == spp
         assert pipeline._control_s == (SPEC.control_s if spp > 1 else 0.0)
+
+
+def test_a_tenant_that_floods_holds_the_other_up_no_more_than_half_a_machine_would() -> None:
+    """Prompts of 32K from one, short ones from the other, first come first served: the worst that it could be."""
+    short = synthesize("sharegpt4-8k", qps=1.0, duration_s=400, seed=1)
+    num_long, count = 800, len(short)
+    times = np.append(short.arrival_s, np.sort(np.random.default_rng(0).uniform(0, 400, num_long)))
+    order = np.argsort(times, kind="stable")
+    lengths = (
+        np.append(short.prompt_tokens, np.full(num_long, 32768)),
+        np.append(short.output_tokens, np.full(num_long, 16)),
+    )
+    names = np.array(["a"] * count + ["b"] * num_long, np.dtypes.StringDType())
+    both = Trace(times[order], *(length[order] for length in lengths), tenant=names[order])
+
+    def worst_s(trace: Trace, *, tp: int) -> float:
+        config = SchedulerConfig(policy="fcfs")
+        replica = Replica(load_spec("h100-80g"), MODEL, ParallelConfig(tp=tp), config, max_model_len=1 << 16)
+        outcome = Simulation(*replica.build(), trace).run()
+        ttft_s = outcome.requests.first_token_s - trace.arrival_s
+        return float(np.percentile(ttft_s[trace.prompt_tokens < 16384], 97))  # some wait for the lead at the beginning
+
+    alone_s = worst_s(short, tp=4)
+    assert worst_s(both, tp=8) < 1.5 * alone_s
+    assert worst_s(replace(both, tenant=None), tp=8) > 10 * alone_s

@@ -140,13 +140,20 @@ def test_vidur_without_arrivals(tmp_path: Path) -> None:
 
 
 def test_own_lines_as_request_files_have_them(tmp_path: Path) -> None:
-    own = {"arrival_s": 1, "num_prompt_tokens": 2, "num_output_tokens": 3, "slo": {"ttft_s": 2}, "priority": "low"}
+    own = {
+        "arrival_s": 1,
+        "num_prompt_tokens": 2,
+        "num_output_tokens": 3,
+        "slo": {"ttft_s": 2},
+        "priority": "low",
+        "tenant": "a",
+    }
     lines = [{"prompt_token_ids": [5, 6, 7], "max_tokens": 9, "temperature": 0.5}, {"id": 7, **own}]
     reading = read_trace(write(tmp_path / "a", "\n\n".join(map(json.dumps, lines))))
     assert (reading.format, reading.has_arrivals) == ("medha", True)
     first, second = reading.trace.rows()
-    assert first == Row(0.0, 3, 9, "line-1", None, None, None, 2)
-    assert second == Row(1.0, 2, 3, "7", None, 2.0, None, 3)
+    assert first == Row(0.0, 3, 9, "line-1", None, None, None, 2, "")
+    assert second == Row(1.0, 2, 3, "7", None, 2.0, None, 3, "a")
 
 
 TURNS = [("what is it", "a b c"), ("é" * 9, "😀"), ("lone", ""), ("x", "y" * 4001)]
@@ -336,7 +343,17 @@ json_values = st.recursive(
 )
 KEYS = {
     "mooncake": ["timestamp", "input_length", "output_length", "hash_ids"],
-    "medha": ["id", "arrival_s", "num_prompt_tokens", "num_output_tokens", "slo", "priority", "hash_ids", "max_tokens"],
+    "medha": [
+        "id",
+        "arrival_s",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "slo",
+        "priority",
+        "tenant",
+        "hash_ids",
+        "max_tokens",
+    ],
     "sharegpt": ["conversations", "conversation"],
 }
 
