@@ -1,0 +1,162 @@
+"""What HTTP adds to a time to first token: the server over an engine that answers by a timetable, without a model.
+
+python -m tools.serve_overhead --streams 64 --requests 2000
+
+Clients are in another process and send prompts of ids. A batch takes ``--step-ms`` and nothing else; the engine tells
+in ``explanation`` how long its first token took, and what the client saw beyond that is HTTP's. Beside it, in the same
+run and from the same loop, a handler that does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from medha.batch import Batch
+from medha.config import CacheConfig, ParallelConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
+from medha.cost.predictor import Predictor
+from medha.cost.roofline import stage_coefficients
+from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
+from medha.sched.scheduler import Scheduler
+from medha.serve.__main__ import Web, bound
+from medha.serve.app import Front, Limits
+from medha.serve.keys import Keys
+from medha.serve.metrics import Metrics
+from medha.serve.service import Service
+from medha.sim.replica import KNOWN_MODELS
+from medha.worker.sampling import Sampled
+from medha.worker.step import PendingStep, StepResult
+
+
+class Timetable:
+    """A runner whose batches take a time that is given."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def open(self, *args: Any, **options: Any) -> None:
+        """Nothing."""
+
+    def close(self, slot: int) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def submit(self, batch: Batch) -> PendingStep:
+        """Draw the same token for each row, after the time."""
+        rows = tuple(row for row in batch.rows if row.samples)
+
+        def result() -> StepResult:
+            time.sleep(self._step_s)
+            return StepResult(rows, [Sampled(7, True)] * len(rows), self._step_s)
+
+        return PendingStep(result)
+
+
+def make_engine(step_s: float) -> Engine:
+    """An engine of such a runner, for many requests at once."""
+    config = SchedulerConfig(max_num_seqs=512)
+    predictor = Predictor(
+        stage_coefficients(load_spec("h100-80g"), KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0), max_tokens=2048
+    )
+    size = CacheConfig().block_size
+    scheduler = Scheduler(config, num_blocks=(1 << 20) // size, block_size=size, predictor=predictor)
+    return Engine(Timetable(step_s), scheduler, ModelLimits(32_000, 8192))
+
+
+async def exchange(port: int, path: str, body: bytes) -> tuple[float, bytes]:
+    """Seconds from the request to the first event that has choices, or to the answer, and all that came."""
+    start = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    fields = {"host": "x", "content-type": "application/json", "content-length": len(body), "connection": "close"}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+    got, first_s = b"", 0.0
+    while part := await reader.read(65_536):
+        got += part
+        if not first_s and (b'"choices":[{' in got or path == "/empty"):
+            first_s = time.perf_counter() - start
+    writer.close()
+    return first_s, got
+
+
+async def load(port: int, num_requests: int, num_streams: int, gap_s: float) -> dict[str, list[float]]:
+    """``num_streams`` at once, each after the other and a pause; what HTTP added, and the handler that does nothing."""
+    body = json.dumps({"prompt": [5] * 200, "max_tokens": 8, "stream": True, "explain": True}).encode()
+    found: dict[str, list[float]] = {"http": [], "empty": []}
+    left = iter(range(num_requests))
+
+    async def stream(at: int) -> None:
+        await asyncio.sleep(gap_s * at / num_streams)
+        for _ in left:
+            first_s, got = await exchange(port, "/v1/completions", body)
+            events = [json.loads(line[6:]) for line in got.split(b"\n") if line.startswith(b"data: {")]
+            own_s = next(event["explanation"]["ttft_s"] for event in events if "explanation" in event)
+            found["http"].append(first_s - own_s)
+            found["empty"].append((await exchange(port, "/empty", body))[0])
+            await asyncio.sleep(gap_s)
+
+    await asyncio.gather(*(stream(at) for at in range(num_streams)))
+    return found
+
+
+def client(port: int, given: argparse.Namespace, answer: Any) -> None:
+    """The other process."""
+    answer.put(asyncio.run(load(port, given.requests, given.streams, given.gap_s)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--gap-s", type=float, default=1.0)
+    given = parser.parse_args()
+    engine = make_engine(given.step_ms / 1e3)
+    service, stopping = Service(engine), threading.Event()
+    front = Front(service, ["timetable"], Keys([]), Limits(), Metrics(engine, "timetable"))
+    front.app.add_route("/empty", _empty, methods=["POST"])
+    with bound("127.0.0.1", 0) as listener:
+        web = Web(front.app, listener, max_connections=4096)
+        service.loop = web.start()
+        context = multiprocessing.get_context("spawn")
+        answers: Any = context.Queue()
+        process = context.Process(target=client, args=(listener.getsockname()[1], given, answers))
+        process.start()
+
+        def wait() -> None:
+            process.join()
+            stopping.set()
+
+        waiter = threading.Thread(target=wait)
+        box: list[Any] = []
+        taker = threading.Thread(target=lambda: box.append(answers.get()))
+        taker.start()
+        waiter.start()
+        service.run(stopping.is_set)
+        web.stop()
+        service.close()
+    for name, seconds in box[0].items():
+        p50, p99 = (1e3 * np.percentile(seconds, percent) for percent in (50, 99))
+        print(f"{name}: {len(seconds)} requests, P50 {p50:.2f} ms, P99 {p99:.2f} ms")
+
+
+async def _empty(request: Any) -> Any:
+    from starlette.responses import Response
+
+    await request.body()
+    return Response(b"")
+
+
+if __name__ == "__main__":
+    main()
