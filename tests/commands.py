@@ -1,9 +1,21 @@
-"""Runs a command of medha in this process."""
+"""Runs a command of medha in this process, and Python in one of its own."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import medha
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(medha.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -14,5 +26,33 @@ class Done:
     out: str
     err: str
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return parse(self.out)
+
 
 Command = Callable[..., Done]
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """The objects of JSON Lines, none of which may hold NaN."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def write_lines(path: Path, *rows: dict[str, Any] | str) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def run_python(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, *map(str, arguments)], ENVIRONMENT | environment
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def without_torch(*arguments: object, module: str = "medha") -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, 80 columns wide, that must end well with nothing heavy loaded."""
+    code = f"import runpy, sys; sys.argv[0] = 'medha'\ntry: runpy.run_module('{module}', run_name='__main__')\n"
+    code += "finally: assert not {'torch', 'tokenizers', 'matplotlib', 'scipy'} & set(sys.modules)"
+    done = run_python("-c", code, *arguments, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    return done

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
-from tests.commands import Command
+from tests.commands import Command, run_python
 from tests.engines import build_engine
 from tests.sched.virtual import make_predictor
 from tests.serving import Model
@@ -130,10 +128,7 @@ def test_a_policy_in_the_current_folder_is_found_as_python_m_finds_it(
     (tmp_path / "here" / "my_own_policy.py").write_text(OWN)
     script = tmp_path / "bin" / "script.py"
     script.write_text(START + LOAD)
-    environment = {**os.environ, "PYTHONPATH": str(Path(medha.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, *flags, str(script)], cwd=tmp_path / "here", env=environment, capture_output=True, text=True
-    )
+    done = run_python(*flags, script, cwd=tmp_path / "here")
     if is_found:
         assert (done.returncode, done.stdout) == (0, "my_own_policy:newest_first True\n"), done.stderr
     else:

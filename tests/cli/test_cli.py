@@ -4,90 +4,65 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import medha
-from medha.__main__ import app
 from medha.cli.command import make_app, run_app
 from medha.cli.report import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
-
-ROOT = Path(medha.__file__).parents[1]
-
-
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=60
-    )
+from tests.commands import Command, without_torch
 
 
 @pytest.mark.parametrize("arguments", [[], ["-v"], ["generate", "-h"], ["env", "--help"]])
 def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
-    code = "import runpy, sys; sys.argv[0] = 'medha'\ntry: runpy.run_module('medha', run_name='__main__')\n"
-    code += "finally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
-    done = run_python(code, *arguments)
-    assert (done.returncode, done.stderr) == (0, "")
-    if arguments == ["-v"]:
-        assert done.stdout == f"medha {medha.__version__}\n"
-    else:
-        assert "Usage: medha" in done.stdout
+    done = without_torch(*arguments)
+    assert done.stderr == ""
+    assert done.stdout == f"medha {medha.__version__}\n" if arguments == ["-v"] else "Usage: medha" in done.stdout
 
 
-def test_help_breaks_its_lines_at_the_width_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "medha", ["bench", "serve", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split("╭")[0].split())
+def test_help_breaks_its_lines_at_the_width_alone(command: Command) -> None:
+    text = " ".join(command("bench", "serve", "--help").out.split("╭")[0].split())
     assert "ITL: gap between successive tokens. E2EL: arrival to last token." in text
-    done = run_python("from medha.__main__ import main; main()", "bench", "serve", "--help")
+    done = without_torch("bench", "serve", "--help")
     paragraph = done.stdout.split("TTFT: arrival")[1].split("\n \n")[0].split("╭")[0].rstrip().splitlines()
     assert all(len(line.rstrip()) > 60 for line in paragraph[1:-1])
 
 
-def test_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "medha", []) == 0
-    out = capsys.readouterr().out
-    assert all(verb in out for verb in ("generate", "env", "bench", "--version"))
-    assert run_app(app, "medha", ["--version"]) == 0
-    assert capsys.readouterr().out == f"medha {medha.__version__}\n"
+def test_verbs_are_listed(command: Command) -> None:
+    done = command()
+    assert done.code == 0 and all(verb in done.out for verb in ("generate", "env", "bench", "--version"))
+    assert command("--version").out == f"medha {medha.__version__}\n"
 
 
-def test_env(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "medha", ["env", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts == environment()
-    assert facts["medha"] == medha.__version__
-    assert facts["packages"]["torch"] == torch.__version__
-    assert facts["threads"] == torch.get_num_threads()
+def test_env(command: Command) -> None:
+    facts = json.loads(command("env", "--json").out)
+    assert (facts, facts["medha"]) == (environment(), medha.__version__)
+    assert (facts["packages"]["torch"], facts["threads"]) == (torch.__version__, torch.get_num_threads())
     assert facts["devices"][0] == "cpu"
-    assert run_app(app, "medha", ["env"]) == 0
-    printed = capsys.readouterr().out
+    printed = command("env").out
     assert {line.split(":")[0] for line in printed.splitlines()} >= {name for name, fact in facts.items() if fact}
     assert f"torch {torch.__version__}" in printed
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["--nothing"], ["env", "--nothing"], ["env", "more"]])
-def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "medha", arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.endswith("(see medha --help)\n")
-    assert captured.err.count("\n") == 1
+def test_bad_usage_is_one_line(arguments: list[str], command: Command) -> None:
+    done = command(*arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("error: ") and done.err.endswith("(see medha --help)\n")
 
 
 @pytest.mark.parametrize(("given", "seen", "spins"), [(None, "passive", "2000"), ("active", "active", None)])
-def test_threads_soon_sleep(given: str | None, seen: str, spins: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_soon_sleep(
+    given: str | None, seen: str, spins: str | None, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     if given is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
-    assert run_app(app, "medha", ["--version"]) == 0
+    assert command("--version").code == 0
     assert (os.environ["OMP_WAIT_POLICY"], os.environ.get("GOMP_SPINCOUNT")) == (seen, spins)
 
 
@@ -100,13 +75,11 @@ def test_threads_soon_sleep(given: str | None, seen: str, spins: str | None, mon
         (["collect-env"], "medha env"),
     ],
 )
-def test_verbs_of_other_engines(arguments: list[str], instead: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "medha", arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: ConfigError: medha has no verb '{arguments[0]}'; accepted: ")
-    assert instead in captured.err
-    assert run_app(app, "medha", []) == 0
-    assert f"│ {arguments[0]} " not in capsys.readouterr().out
+def test_verbs_of_other_engines(arguments: list[str], instead: str, command: Command) -> None:
+    done = command(*arguments)
+    assert done.code == 2 and instead in done.err
+    assert done.err.startswith(f"error: ConfigError: medha has no verb '{arguments[0]}'; accepted: ")
+    assert f"│ {arguments[0]} " not in command().out
 
 
 @pytest.mark.parametrize(

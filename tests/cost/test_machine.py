@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import medha
-from medha.__main__ import app
 from medha.batch import Batch
 from medha.bench.harness import RANDOM_LLAMA
-from medha.cli.command import run_app
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
 from medha.cost.hardware import load_spec, spec_of_device
@@ -34,9 +28,9 @@ from medha.profile.steps import Step, chunk, decodes
 from medha.sched.decision import Prediction
 from medha.timeline import Timeline
 from tests.bench.shapes import TINY
+from tests.commands import Command, run_python
 from tests.engines import build_engine
 
-ROOT = Path(medha.__file__).parents[1]
 TINIEST = Effort(chunks=(16, 64), batches=(1, 4), limit_s=0.5, total_s=0.5, min_repeats=2, max_repeats=2)
 OPTIONS = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "block_size": 64}
 
@@ -153,13 +147,13 @@ def test_a_profile_of_something_else_is_refused(model: Path, profile: Path, name
         build_engine(config(model, profile=str(profile), **options))
 
 
-def test_the_command_writes_the_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_file(model: Path, tmp_path: Path, command: Command) -> None:
     path = tmp_path / "written.json"
-    arguments = ["profile", str(model), "--quick", "--max-kv", "64", "--num-threads", "1", "--dtype", "float32"]
-    assert run_app(app, "medha", [*arguments, "--device", "cpu", "--log-level", "error", "--output", str(path)]) == 0
+    arguments = ["profile", model, "--quick", "--max-kv", "64", "--num-threads", "1", "--dtype", "float32"]
+    done = command(*arguments, "--device", "cpu", "--log-level", "error", "--output", path)
     found = Coefficients.load(path)
     assert (found.key.layout, found.key.num_threads) == ("tp1 spp1 kvp1", 1)
-    assert "a decode behind 1K" in capsys.readouterr().out
+    assert done.code == 0 and "a decode behind 1K" in done.out
 
 
 @pytest.mark.parametrize(
@@ -171,11 +165,11 @@ def test_the_command_writes_the_file(model: Path, tmp_path: Path, capsys: pytest
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    model: Path, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, options: list[str], message: str, tmp_path: Path, command: Command
 ) -> None:
-    common = ["--log-level", "error", "--quick", "--output", str(tmp_path / "profile.json")]
-    assert run_app(app, "medha", ["profile", str(model), *common, *options]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    common = ["--log-level", "error", "--quick", "--output", tmp_path / "profile.json"]
+    done = command("profile", model, *common, *options)
+    assert done.code == 2 and message in " ".join(done.err.split())
 
 
 @pytest.mark.parametrize(
@@ -190,10 +184,7 @@ def test_under_torchrun_every_rank_takes_part(model: Path, tmp_path: Path, axis:
     path = tmp_path / "profile.json"
     command = f"-m torch.distributed.run --standalone --nproc-per-node 2 -m medha profile {model} --{axis} 2".split()
     options = f"--quick --max-kv 512 --num-threads 1 --dtype float32 --block-size 64 --output {path}".split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command, *options], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_python(*command, *options)
     assert done.returncode == 0, done.stderr
     found = Coefficients.load(path)
     assert f"{axis}2" in found.key.layout

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from medha.__main__ import app
-from medha.cli.command import run_app
 from medha.models.needle import make_haystack
+from tests.commands import Command, write_lines
 from tests.serving import Model
 
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
@@ -21,56 +20,38 @@ ROWS = [
 ]
 
 
-def generate(folder: Path, tmp_path: Path, *options: str | Path) -> int:
-    requests = tmp_path / "in.jsonl"
-    requests.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    arguments = ["generate", folder, "--requests", requests, "--num-kv-blocks", "64", "--log-level", "error", *options]
-    return run_app(app, "medha", [str(argument) for argument in arguments])
-
-
-def replay(path: Path) -> int:
-    return run_app(app, "medha", ["replay", str(path)])
-
-
-def calls_of(path: Path) -> list[str | None]:
-    return [json.loads(line).get("call") for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     "options",
     [["--chunk-size", "128", "--policy", "priority"], ["--scheduler", "sarathi", "--block-size", "64"]],
     ids=["medha", "sarathi"],
 )
-def test_a_recorded_run_replays(
-    needle: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
-) -> None:
-    journal = tmp_path / "run.journal"
+def test_a_run_replays(needle: Model, tmp_path: Path, command: Command, options: list[str]) -> None:
+    journal, requests = tmp_path / "run.journal", write_lines(tmp_path / "in.jsonl", *ROWS)
     journal.write_text("what an earlier run left\n")
-    assert generate(needle.folder, tmp_path, "--journal", journal, *options) == 3  # a line is wrong
-    calls = calls_of(journal)
-    assert calls[0] is None
-    assert calls.count("add") == 3
+    given = ["--requests", requests, "--num-kv-blocks", "64", "--log-level", "error", "--journal", journal, *options]
+    assert command("generate", needle.folder, *given).code == 3  # a line is wrong
     lines = journal.read_text().splitlines()
+    calls = [json.loads(line).get("call") for line in lines]
+    assert (calls[0], calls.count("add")) == (None, 3)
     batches = [line for line in lines if '"call":"schedule"' in line and "null" not in line]
-    capsys.readouterr()
-    assert replay(journal) == 0
+    done = command("replay", journal)
     expected = f"{len(batches):,} batches and {len(calls) - 1:,} calls compared: every decision is the same\n"
-    assert capsys.readouterr().out == expected
+    assert (done.code, done.out) == (0, expected)
     head = json.loads(lines[0])
     head["config"]["chunk_size"] = 96
     journal.write_text("\n".join([json.dumps(head), *lines[1:]]))
-    assert replay(journal) == 1
-    out, err = capsys.readouterr()
-    assert err == "" and out.startswith("after 0 batches and ") and "that are the same, line " in out
-    assert "\nrecorded batch 0: " in out and "\nreplayed batch 0: " in out
+    done = command("replay", journal)
+    assert (done.code, done.err, done.out.startswith("after 0 batches and ")) == (1, "", True)
+    assert all(
+        text in done.out for text in ("that are the same, line ", "\nrecorded batch 0: ", "\nreplayed batch 0: ")
+    )
 
 
-def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_file_is_one_line(tmp_path: Path, command: Command) -> None:
     """What else is no journal: tests/engine/test_journal.py."""
     gone, other = tmp_path / "gone.journal", tmp_path / "other.journal"
     other.write_bytes(b"[" * 100_000)
     said = "is not a medha journal, or is truncated in its first line; accepted: what medha generate --journal wrote"
     for path, message in ((gone, f"journal {gone}: No such file or directory"), (other, f"{other} {said}")):
-        assert replay(path) == 2
-        captured = capsys.readouterr()
-        assert (captured.out, captured.err) == ("", f"error: ConfigError: {message}\n")
+        done = command("replay", path)
+        assert (done.code, done.out, done.err) == (2, "", f"error: ConfigError: {message}\n")

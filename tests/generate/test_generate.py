@@ -16,7 +16,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +24,20 @@ import pytest
 
 import medha.engine.build
 import medha.verify.demo
-from medha.cli.command import first_interrupt, run_app
+from medha.cli.command import first_interrupt
 from medha.cli.options import ENGINE, SAMPLING
 from medha.config import EngineConfig
 from medha.engine.replay import replay
 from medha.errors import ConfigError
-from medha.generate.__main__ import app
 from medha.models.needle import make_haystack, write_needle
 from medha.worker.runner import Runner
+from tests.commands import ENVIRONMENT, Command, parse, without_torch, write_lines
 
-ROOT = Path(medha.__file__).parents[1]
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 BRUNO = "The code of Bruno is 58-fern.\nThe code of Bruno is"
 EARLIER = "what an earlier run left\n"
 KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
 EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s", "ttft_parts_s", "held_up_by", "met_slo", "is_relegated"}
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return parse(self.out)
-
-
-Command = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bare(capsys: pytest.CaptureFixture[str]) -> Command:
+def bare(command: Command) -> Command:
     """The command as typed, in this process."""
-
-    def command(*arguments: str | Path) -> Done:
-        code = run_app(app, "medha", [str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Done(code, captured.out, captured.err)
-
-    return command
+    return partial(command, "generate")
 
 
 @pytest.fixture
@@ -101,22 +78,12 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
     return configure
 
 
-def parse(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
-
-
-def write_lines(path: Path, *rows: dict[str, Any] | str) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
 @contextmanager
 def spawn(*arguments: str | Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own, which ends with the block."""
     command = [sys.executable, "-m", "medha.generate", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) as process:
         try:
             yield process
         finally:
@@ -219,8 +186,8 @@ def test_explain_says_on_stderr_where_each_ttft_went(run: Command, tmp_path: Pat
     assert {line.split(":")[0] for line in done.err.splitlines() if line[0] != " "} == {"document", "a⏎b"}
     assert re.search(r"^a⏎b: TTFT \d+\.\d{3} s\n  own compute .*, other prefills .* \(document .*\)\n", done.err, re.M)
     assert sum(found["a\nb"]["ttft_parts_s"].values()) == pytest.approx(found["a\nb"]["ttft_s"], abs=1e-6)
-    assert found["a\nb"]["held_up_by"][0][0] == "document"
-    assert (found["line-3"]["ttft_parts_s"], found["line-3"]["held_up_by"]) == (None, None)
+    held_up_by = [found[name]["held_up_by"] for name in ("a\nb", "line-3")]
+    assert (held_up_by[0][0][0], held_up_by[1], found["line-3"]["ttft_parts_s"]) == ("document", None, None)
     single = run("--prompt", ADA, "--explain", "--log-level", "error")
     assert single.out == " 31-plum.\n" and single.err.startswith("prompt-0: TTFT ")
 
@@ -261,18 +228,12 @@ def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
     requests = write_lines(tmp_path / "in.jsonl", {"prompt": "x"}, {"prompt_token_ids": [1]}, {"messages": []})
     with monkeypatch.context() as patch:
         patch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
-        for arguments, message in (
-            (
-                (ids_alone, "--prompt", "x"),
-                "prompt needs a tokenizer, and the model has none; accepted: prompt_token_ids",
-            ),
-            (
-                (model, "--prompt", "x", "--chat"),
-                "messages need a chat template, and the model has none; accepted: prompt",
-            ),
-            ((model, "--prompt", ""), "the prompt is empty; accepted: at least one token"),
+        for folder, options, message in (
+            (ids_alone, ["x"], "prompt needs a tokenizer, and the model has none; accepted: prompt_token_ids"),
+            (model, ["x", "--chat"], "messages need a chat template, and the model has none; accepted: prompt"),
+            (model, [""], "the prompt is empty; accepted: at least one token"),
         ):
-            done = bare(*arguments, "--log-level", "error")
+            done = bare(folder, "--prompt", *options, "--log-level", "error")
             assert (done.code, done.err) == (2, f"error: ConfigError: {message}\n")
     done = bare(ids_alone, "--requests", requests, "--json", "--num-kv-blocks", "8", "--log-level", "warning")
     assert done.code == 3
@@ -298,9 +259,8 @@ def test_timeline(run: Command, tmp_path: Path) -> None:
 
 
 def test_flags(configured: Callable[..., EngineConfig], folder: Path) -> None:
-    assert (
-        configured("--cuda-graphs", "--stream") == configured() == EngineConfig.from_flat(str(folder), num_kv_blocks=64)
-    )
+    plain = EngineConfig.from_flat(str(folder), num_kv_blocks=64)
+    assert configured("--cuda-graphs", "--stream") == configured() == plain
     config = configured("--enforce-eager", "--no-stream", "--overcommit")  # the first as vLLM calls it
     assert (config.cuda_graphs, config.scheduler.stream, config.scheduler.overcommit) == (False, False, True)
 
@@ -390,45 +350,35 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
     (tmp_path / "old.jsonl").write_text(EARLIER)
     names = {"model": folder, "requests": requests, "tmp": tmp_path}
     done = bare(*(argument.format(**names) for argument in arguments))
-    assert done.code == 2
-    assert done.out == ""
-    assert done.err.startswith("error: ")
-    assert done.err.count("\n") == 1
-    assert message in done.err
-    assert requests.read_text() == '{"prompt": "x"}\n'
-    assert (tmp_path / "old.jsonl").read_text() == EARLIER
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("error: ") and message in done.err
+    assert (requests.read_text(), (tmp_path / "old.jsonl").read_text()) == ('{"prompt": "x"}\n', EARLIER)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{tmp}/gone", "--prompt", "x"], "error: ModelLoadError: model '{tmp}/gone': no such folder"),
-        (["{model}", "--prompt", "x", "--hf-overrides", '{{"hiden_size": 1}}'], "did you mean hidden_size?"),
-        (["{model}", "--prompt", "x", "--max-model-len", "99999999"], "error: ConfigError: max_model_len=99999999"),
-        pytest.param(
-            ["{model}", "--prompt", "x", "--device", "cuda"], "error: ConfigError: device='cuda'", marks=NO_CUDA
-        ),
+        (["{tmp}/gone"], "error: ModelLoadError: model '{tmp}/gone': no such folder"),
+        (["{model}", "--hf-overrides", '{{"hiden_size": 1}}'], "did you mean hidden_size?"),
+        (["{model}", "--max-model-len", "99999999"], "error: ConfigError: max_model_len=99999999"),
+        pytest.param(["{model}", "--device", "cuda"], "error: ConfigError: device='cuda'", marks=NO_CUDA),
     ],
 )
-def test_a_model_that_cannot_be_served(
-    bare: Command, folder: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_no_model_to_serve(bare: Command, folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text(EARLIER)
     names = {"model": folder, "tmp": tmp_path}
-    formatted = [argument.format(**names) for argument in arguments]
-    done = bare(*formatted, "--output", output, "--overwrite", "--log-level", "warning")
-    assert done.code == 2
+    more = ["--prompt", "x", "--output", output, "--overwrite", "--log-level", "warning"]
+    done = bare(*(argument.format(**names) for argument in arguments), *more)
+    assert (done.code, done.err.count("\n")) == (2, 1)
     assert message.format(**names) in done.err
-    assert done.err.count("\n") == 1
     assert output.read_text() == EARLIER
 
 
 def test_a_trace_is_no_request_file(run: Command, tmp_path: Path) -> None:
     trace = '{"timestamp": 0, "input_length": 5, "output_length": 5}'
     done = run("--requests", write_lines(tmp_path / "r.jsonl", trace))
-    assert done.code == 2
-    assert re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*r\.jsonl", done.err)
+    assert done.code == 2 and re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*r\.jsonl", done.err)
 
 
 @pytest.mark.parametrize(
@@ -489,9 +439,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
 # -- how it ends -------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_dies_leaves_every_request_a_line(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_engine_leaves_each_a_line(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Runner.run
 
     def run_three(self: Runner, step: Any) -> Any:
@@ -547,9 +495,7 @@ def test_the_second_interrupt_is_raised() -> None:
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
-def test_a_signal_ends_the_run_and_keeps_what_was_written(
-    folder: Path, tmp_path: Path, signals: list[signal.Signals]
-) -> None:
+def test_a_signal_keeps_what_was_written(folder: Path, tmp_path: Path, signals: list[signal.Signals]) -> None:
     rows = [
         {"id": "document", "prompt": make_haystack(60_000).prompt},
         {"id": "endless", "prompt": "hello", "max_tokens": 50_000, "ignore_eos": True},
@@ -581,9 +527,8 @@ def test_a_signal_ends_the_run_and_keeps_what_was_written(
         return
     assert process.returncode == 130
     if len(signals) == 1:
-        assert {i: row["finish_reason"] for i, row in ends.items() if i != "short"} == dict.fromkeys(
-            ("document", "endless", "late"), "abort"
-        )
+        reasons = {i: row["finish_reason"] for i, row in ends.items() if i != "short"}
+        assert reasons == dict.fromkeys(("document", "endless", "late"), "abort")
         assert len(ends["endless"]["token_ids"]) >= 3
         assert ends["document"]["num_prompt_tokens"] == 60_000
         assert ends["late"]["e2e_s"] is None
@@ -656,8 +601,7 @@ def test_a_terminal_shows_bar_rate_time_left_and_count(folder: Path, tmp_path: P
     assert re.search(r"short   31-plum\.  \[stop after 10 tokens, TTFT ", text)
     assert re.search(r"document   7429-amber\.  \[stop after 13 tokens, TTFT ", text)
     widths = [len(line) for line in re.split(r"[\r\n]+", text) if "tok/s" in line]
-    assert widths
-    assert max(widths) <= 80
+    assert widths and max(widths) <= 80
 
 
 def read_terminal(descriptor: int) -> bytes:
@@ -690,17 +634,13 @@ def test_no_argument_is_the_demo(bare: Command, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help_is_grouped_and_loads_no_torch() -> None:
-    code = "from medha.generate.__main__ import main\ntry: main()\n"
-    code += "finally: import sys; assert not {'torch', 'tokenizers'} & set(sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    done = subprocess.run([sys.executable, "-c", code, "--help"], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = without_torch("--help", module="medha.generate")
+    assert done.stderr == ""
     panels = re.findall(r"^╭─ ([A-Z][a-z ]+) ─", done.stdout, flags=re.MULTILINE)
     assert [p for p in panels if p not in ("Arguments", "Options")] == [
         *("Requests", "Output", "Model", "Sampling", "Memory", "Scheduling", "Requests that share the engine"),
         "Parallel layout",
     ]
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "…" not in done.stdout
     for name in {**ENGINE, **SAMPLING}:
         assert f"--{name.replace('_', '-')} " in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,25 +11,16 @@ from typing import Any
 
 import pytest
 
-import medha
 import medha.engine.build
 from medha.cli.command import run_app
 from medha.engine.jsonl import read_requests
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
 from medha.generate.work import read_earlier
+from tests.commands import ENVIRONMENT, parse, write_lines
 from tests.serving import Model
 
 ROWS = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i % 7, "temperature": 1.0} for i in range(24)]
-
-
-def write_lines(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def parse(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def tokens(path: Path) -> dict[str, list[int]]:
@@ -46,21 +36,13 @@ def generate(*arguments: str | Path) -> int:
 
 
 def test_a_run_that_was_killed_goes_on(bytes_model: Model, tmp_path: Path) -> None:
-    requests = write_lines(tmp_path / "in.jsonl", ROWS)
+    requests = write_lines(tmp_path / "in.jsonl", *ROWS)
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     options = ["--requests", requests, "--max-num-seqs", "3", "--seed", "7"]
     assert generate(bytes_model.folder, *options, "--output", whole) == 0
-    command = [
-        sys.executable,
-        "-m",
-        "medha.generate",
-        str(bytes_model.folder),
-        *map(str, options),
-        "--num-kv-blocks",
-        "32",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(Path(medha.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--output", str(output)], env=environment, stdout=subprocess.DEVNULL)
+    command = ["medha.generate", bytes_model.folder, *options, "--num-kv-blocks", "32", "--output", output]
+    words = [sys.executable, "-m", *map(str, command)]
+    process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (output.exists() and output.read_text().count("\n") >= 4):
         assert process.poll() is None
@@ -79,7 +61,7 @@ def test_a_run_that_was_killed_goes_on(bytes_model: Model, tmp_path: Path) -> No
 
 def test_what_is_run_again(bytes_model: Model, tmp_path: Path) -> None:
     """Whatever was lost with the run, and nothing that was the request's own doing."""
-    requests = write_lines(tmp_path / "in.jsonl", [*ROWS[:6], {"id": "wrong"}])
+    requests = write_lines(tmp_path / "in.jsonl", *ROWS[:6], {"id": "wrong"})
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert generate(bytes_model.folder, "--requests", requests, "--output", whole) == 3
     own = {"type": "ContextLengthError", "message": "too long"}
@@ -91,7 +73,7 @@ def test_what_is_run_again(bytes_model: Model, tmp_path: Path) -> None:
         line("r3", "error", error={"type": "RankFailedError", "message": "rank 1 died"}),
         line("r5", outputs=[{"finish_reason": "length"}, {"finish_reason": "abort"}]),
     ]
-    write_lines(output, earlier)
+    write_lines(output, *earlier)
     output.chmod(0o640)
     assert generate(bytes_model.folder, "--requests", requests, "--output", output, "--resume") == 3
     rows = parse(output.read_text())
@@ -103,14 +85,12 @@ def test_what_is_run_again(bytes_model: Model, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
 
 
-def test_nothing_is_loaded_when_nothing_is_left(
-    bytes_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_left_loads_nothing(bytes_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
-    requests = write_lines(tmp_path / "in.jsonl", ROWS[:2])
+    requests = write_lines(tmp_path / "in.jsonl", *ROWS[:2])
     own = {"type": "NonFiniteLogitsError"}  # of another completion of the request
     for last, code in ((line("r1"), 0), (line("r1", "error", error=own), 3), (line("r1", error=own), 3)):
-        output = write_lines(tmp_path / "out.jsonl", [line("r0"), last])
+        output = write_lines(tmp_path / "out.jsonl", line("r0"), last)
         before = output.read_bytes()
         assert generate(bytes_model.folder, "--requests", requests, "--output", output, "--resume") == code
         assert output.read_bytes() == before
@@ -127,7 +107,7 @@ def test_nothing_is_loaded_when_nothing_is_left(
     ],
 )
 def test_another_file_is_left_alone(tmp_path: Path, lines: list[str], message: str) -> None:
-    requests = read_requests(write_lines(tmp_path / "in.jsonl", ROWS[:2]), {})
+    requests = read_requests(write_lines(tmp_path / "in.jsonl", *ROWS[:2]), {})
     output = tmp_path / "out.jsonl"
     output.write_text("".join(lines))
     with pytest.raises(ConfigError, match=message):
@@ -136,7 +116,7 @@ def test_another_file_is_left_alone(tmp_path: Path, lines: list[str], message: s
 
 def test_arrivals_go_on_from_the_first_that_is_left(tmp_path: Path) -> None:
     rows = [{"id": f"r{i}", "prompt": "x", "arrival_s": 10 * i} for i in range(4)]
-    requests = read_requests(write_lines(tmp_path / "in.jsonl", rows), {})
-    earlier = read_earlier(write_lines(tmp_path / "out.jsonl", [line("r0"), line("r1")]), requests)
+    requests = read_requests(write_lines(tmp_path / "in.jsonl", *rows), {})
+    earlier = read_earlier(write_lines(tmp_path / "out.jsonl", line("r0"), line("r1")), requests)
     assert [(a.request_id, a.arrival_s) for a in earlier.left(requests)] == [("r2", 0.0), ("r3", 10.0)]
     assert read_earlier(tmp_path / "gone.jsonl", requests).left(requests) == requests

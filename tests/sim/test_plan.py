@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from medha.__main__ import app
-from medha.cli.command import run_app
 from medha.cost.hardware import load_spec
 from medha.errors import ConfigError
 from medha.sim.plan import Goal, Layout, Planner
 from medha.sim.replica import find_model
 from medha.workload.synth import synthesize
+from tests.commands import Command
 
 SPEC = load_spec("a100-80g")
 MODEL = find_model("llama-3-8b")
@@ -53,9 +52,8 @@ def test_more_accelerators_a_replica_where_one_is_too_slow() -> None:
     goal = Goal(4, 30_000, 2.0, 0.1)
     found = planner(goal).plan()
     best = found[0]
-    assert (
-        not best["reasons"] and best["layout"]["replicas"] == 2 and best["ttft_s"] is not None and best["ttft_s"] <= 2.0
-    )
+    assert not best["reasons"] and best["layout"]["replicas"] == 2
+    assert best["ttft_s"] is not None and best["ttft_s"] <= 2.0
     alone = next(one for one in found if one["name"] == str(Layout(4, 1, 1, 1)))
     assert [reason["kind"] for reason in alone["reasons"]] == ["TTFT above 2 s"]
     assert alone["ttft_s"] is not None and alone["ttft_s"] > 1.5 * best["ttft_s"]
@@ -113,32 +111,30 @@ def test_capacity_grows_with_the_replicas() -> None:
         (["--duration", "-1"], "duration_s=-1.0; accepted: a finite number above 0"),
     ],
 )
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["plan", "--gpus", "1", "--context", "1000", "--ttft-s", "1", "--tpot-s", "1", *arguments]
-    assert run_app(app, "medha", given) == 2
-    assert message in capsys.readouterr().err
+def test_bad_input(arguments: list[str], message: str, command: Command) -> None:
+    done = command("plan", "--gpus", "1", "--context", "1000", "--ttft-s", "1", "--tpot-s", "1", *arguments)
+    assert done.code == 2 and message in done.err
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "plan.json"
     given = ["plan", "--gpus", "2", "--context", "4000", "--ttft-s", "1", "--tpot-s", "0.05", "--hardware", "a100-80g"]
-    assert run_app(app, "medha", [*given, "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "llama-3-8b on 2 x a100-80g (measured), 4 layouts" in out and "2 x tp1 spp1 kvp1" in out
+    done = command(*given, "--json", path)
+    assert done.code == 0 and "2 x tp1 spp1 kvp1" in done.out
+    assert "llama-3-8b on 2 x a100-80g (measured), 4 layouts" in done.out
     report = json.loads(path.read_text())
     assert (report["format"], report["version"], report["options"]["context"]) == ("medha-plan", 1, 4000)
     assert [one["meets"] for one in report["layouts"]] == [True] * 4
-    assert run_app(app, "medha", [*given[:5], "--ttft-s", "0.001", *given[7:], "--json", str(path)]) == 1
-    assert "no layout meets everything" in capsys.readouterr().out
+    done = command(*given[:5], "--ttft-s", "0.001", *given[7:], "--json", path)
+    assert done.code == 1 and "no layout meets everything" in done.out
     assert {one["meets"] for one in json.loads(path.read_text())["layouts"]} == {False}
 
 
-def test_what_is_left_out_is_derived(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["plan", "--gpus", "2", "--context", "9k", "--tpot-s", "0.05", "--hardware", "a100-80g"]
-    assert run_app(app, "medha", given) == 0
-    captured = capsys.readouterr()
-    assert "medha: llama-3-8b claims 8,192 positions; its RoPE is taken as scaled to 9,000\n" in captured.err
-    out = " ".join(captured.out.split())
+def test_what_is_left_out_is_derived(command: Command) -> None:
+    done = command("plan", "--gpus", "2", "--context", "9k", "--tpot-s", "0.05", "--hardware", "a100-80g")
+    assert "medha: llama-3-8b claims 8,192 positions; its RoPE is taken as scaled to 9,000\n" in done.err
+    assert done.code == 0
+    out = " ".join(done.out.split())
     assert "a prompt of 9,000 tokens, TTFT " in out and " s (5 times that of the fastest layout), TPOT 50 ms" in out
     found = planner(Goal(2, 9000, 1.0, 0.05)).with_derived_ttft()
     fastest = min(one["ttft_s"] for one in planner(Goal(2, 9000, 1e6, 1e6)).plan() if one["ttft_s"] is not None)
@@ -148,10 +144,10 @@ def test_what_is_left_out_is_derived(capsys: pytest.CaptureFixture[str]) -> None
         planner(Goal(1, 1000, 1.0, 1.0), model=find_model("llama-3-70b")).with_derived_ttft()
 
 
-def test_a_trace_file_as_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_file_as_workload(tmp_path: Path, command: Command) -> None:
     lines = ["arrived_at,num_prefill_tokens,num_decode_tokens"] + [f"{i * 0.5},{500 + i % 7},10" for i in range(100)]
     path = tmp_path / "trace.csv"
     path.write_text("\n".join(lines) + "\n")
     given = ["plan", "--gpus", "1", "--context", "1000", "--ttft-s", "1", "--tpot-s", "0.05", "--duration", "10"]
-    assert run_app(app, "medha", [*given, "--workload", str(path), "--qps", "2"]) == 0
-    assert "capacity qps" in capsys.readouterr().out
+    done = command(*given, "--workload", path, "--qps", "2")
+    assert done.code == 0 and "capacity qps" in done.out

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -16,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import medha
 from medha.batch import Batch
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
@@ -30,6 +26,7 @@ from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace
+from tests.commands import run_python
 from tests.sched.costs import KEY
 
 SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
@@ -224,10 +221,9 @@ def test_the_hash_seed_is_nothing(tmp_path: Path) -> None:
     written = []
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.json"
-        command = [sys.executable, "-m", "medha.__main__", "simulate", "--spp", "2", "--workload", "sharegpt4-8k"]
-        command += ["--policy", "lars,edf", "--qps", "4", "--num-requests", "30", "--json", str(path)]
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(medha.__file__).parents[1])}
-        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+        command = ["-m", "medha.__main__", "simulate", "--spp", "2", "--workload", "sharegpt4-8k", "--policy"]
+        command += ["lars,edf", "--qps", "4", "--num-requests", "30", "--json", str(path)]
+        assert run_python(*command, PYTHONHASHSEED=seed).returncode == 0
         written.append(path.read_bytes())
     assert written[0] == written[1]
 

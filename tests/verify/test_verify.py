@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ import torch
 import medha.verify.kernels as kernels
 from medha.attention.merge import merge_partials
 from medha.attention.torch_backend import TorchBackend
-from medha.cli.command import run_app
 from medha.config import ParallelConfig
 from medha.errors import ParallelConfigError
 from medha.models.needle import write_needle
 from medha.models.reference import next_token_logprobs, random_weights
 from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from medha.verify.__main__ import app, chosen_layout, layout_of
+from medha.verify.__main__ import chosen_layout, layout_of
 from medha.verify.rows import (
     FAIL,
     NOT_RUN,
@@ -37,40 +36,45 @@ from medha.verify.rows import (
 )
 from medha.verify.serving import compared, find_needle, memory_row, random_llama
 from medha.worker.runner import Runner
+from tests.commands import Command, Done
 
 LOG2_E = 1.4426950408889634
 QUICK = ["--device", "cpu", "--needle-tokens", "512"]
 
 
-def verdicts(report: Path) -> dict[str, set[str]]:
-    """Verdicts of each check in a report."""
-    found: dict[str, set[str]] = {}
-    for row in json.loads(report.read_text())["checks"]:
-        found.setdefault(row["check"], set()).add(row["verdict"])
-    return found
+Verify = Callable[[], tuple[Done, dict[str, set[str]]]]
 
 
-def test_all_is_well_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = tmp_path / "report.json"
-    assert run_app(app, "verify", [*QUICK, "--output-json", str(report)]) == 0
-    captured = capsys.readouterr()
-    assert "medha verify: kvp=1 x spp=1 x tp=1, 1 rank, float32" in captured.out
-    assert "13 passed, 0 failed, 1 not run" in captured.out
-    assert captured.err == ""
+@pytest.fixture
+def verify(command: Command, tmp_path: Path) -> Verify:
+    """Runs the command; how it ended, and the verdicts of each check in its report."""
+
+    def run() -> tuple[Done, dict[str, set[str]]]:
+        done = command("verify", *QUICK, "--output-json", tmp_path / "report.json")
+        found: dict[str, set[str]] = {}
+        for row in json.loads((tmp_path / "report.json").read_text())["checks"]:
+            found.setdefault(row["check"], set()).add(row["verdict"])
+        return done, found
+
+    return run
+
+
+def test_all_is_well_in_one_process(verify: Verify) -> None:
+    done, verdicts = verify()
+    assert (done.code, done.err) == (0, "")
+    assert "medha verify: kvp=1 x spp=1 x tp=1, 1 rank, float32" in done.out
+    assert "13 passed, 0 failed, 1 not run" in done.out
     passing = ("environment", "devices", "attention", "merge", "parity", "needle", "KV bytes")
-    assert verdicts(report) == {"collectives": {NOT_RUN}} | {check: {PASS} for check in passing}
+    assert verdicts == {"collectives": {NOT_RUN}} | {check: {PASS} for check in passing}
 
 
-def test_bfloat16_has_rows_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "verify", [*QUICK, "--dtype", "bfloat16"]) == 0
-    out = capsys.readouterr().out
-    assert "output, float32, 18 shapes" in out
-    assert "output, bfloat16, 18 shapes" in out
+def test_bfloat16_has_rows_of_its_own(command: Command) -> None:
+    done = command("verify", *QUICK, "--dtype", "bfloat16")
+    assert done.code == 0
+    assert "output, float32, 18 shapes" in done.out and "output, bfloat16, 18 shapes" in done.out
 
 
-def test_a_wrong_merge_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_merge_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-sum-exps in base 2: the row of the merge fails, the others do not."""
 
     def base_2(partials: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,16 +82,12 @@ def test_a_wrong_merge_is_found(
         return out, lse / LOG2_E
 
     monkeypatch.setattr(kernels, "merge_partials", base_2)
-    report = tmp_path / "report.json"
-    assert run_app(app, "verify", [*QUICK, "--output-json", str(report)]) == 3
-    assert FAIL in verdicts(report)["merge"]
-    assert verdicts(report)["attention"] == verdicts(report)["parity"] == {PASS}
-    assert "FAIL" in capsys.readouterr().out
+    done, verdicts = verify()
+    assert done.code == 3 and "FAIL" in done.out and FAIL in verdicts["merge"]
+    assert verdicts["attention"] == verdicts["parity"] == {PASS}
 
 
-def test_a_wrong_backend_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_backend_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part in a thousand, which leaves the needle as it is."""
     run = TorchBackend.run
 
@@ -96,10 +96,9 @@ def test_a_wrong_backend_is_found(
         return out * 1.001, lse
 
     monkeypatch.setattr(TorchBackend, "run", off)
-    report = tmp_path / "report.json"
-    assert run_app(app, "verify", [*QUICK, "--output-json", str(report)]) == 3
-    assert all(FAIL in verdicts(report)[check] for check in ("attention", "merge", "parity"))
-    assert verdicts(report)["needle"] == {PASS}
+    done, verdicts = verify()
+    assert done.code == 3 and all(FAIL in verdicts[check] for check in ("attention", "merge", "parity"))
+    assert verdicts["needle"] == {PASS}
 
 
 def test_a_backend_that_raises_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +110,14 @@ def test_a_backend_that_raises_has_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(row.verdict, row.figure) for row in rows] == [(FAIL, "RuntimeError: no such kernel")]
 
 
-def test_an_engine_that_fails_leaves_the_table_so_far(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_fails_leaves_the_table_so_far(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     def raising(self: Runner, *args: Any) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(Runner, "run", raising)
-    assert run_app(app, "verify", QUICK) == 4
-    captured = capsys.readouterr()
-    assert "after collectives" in captured.out
-    assert "9 passed, 1 failed, 1 not run" in captured.out
-    assert "no such kernel" in captured.err
+    done = command("verify", *QUICK)
+    assert done.code == 4 and "no such kernel" in done.err
+    assert "after collectives" in done.out and "9 passed, 1 failed, 1 not run" in done.out
 
 
 @pytest.mark.parametrize(
@@ -136,11 +131,9 @@ def test_an_engine_that_fails_leaves_the_table_so_far(
         (["--output-json", "no/such/folder"], "report file no/such/folder cannot be written"),
     ],
 )
-def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "verify", arguments) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
+def test_bad_options(arguments: list[str], message: str, command: Command) -> None:
+    done = command("verify", *arguments)
+    assert (done.code, done.out, message in done.err) == (2, "", True)
 
 
 @pytest.mark.parametrize(
@@ -220,11 +213,11 @@ def test_a_layout_that_the_needle_does_not_fit_is_not_run(tmp_path: Path) -> Non
     assert memory_row(setting.parallel, 512, [kv_bytes] * 3).verdict == NOT_RUN
 
 
-def test_a_needle_in_each_length_at_each_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_needle_in_each_length_at_each_depth(tmp_path: Path, command: Command) -> None:
     report = tmp_path / "report.json"
     needles = ["--needle-tokens", "512,1K", "--needle-depth", "0", "--needle-depth", "0.9"]
-    assert run_app(app, "verify", ["--device", "cpu", *needles, "--output-json", str(report)]) == 0
-    assert "fact at 90% of 1,024 tokens" in capsys.readouterr().out
+    done = command("verify", "--device", "cpu", *needles, "--output-json", report)
+    assert done.code == 0 and "fact at 90% of 1,024 tokens" in done.out
     found = json.loads(report.read_text())["needles"]
     assert [(one["num_tokens"], one["depth"]) for one in found] == [(512, 0), (512, 0.9), (1024, 0), (1024, 0.9)]
     assert all(one["found"] and one["ttft_s"] > 0 and one["peak_memory_bytes"] > 1 << 20 for one in found)
