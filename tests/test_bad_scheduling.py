@@ -38,9 +38,7 @@ BAD_POLICIES: list[tuple[str, str]] = [
     ("math:no_such_function", "policy='math:no_such_function': math has no function 'no_such_function'"),
 ]
 
-
 OPTIONS = ("--device", "cpu", "--num-kv-blocks", "16", "--block-size", "16", "--log-level", "error")
-
 
 Refusal = Callable[..., str]
 

@@ -51,7 +51,6 @@ BATCHES = st.builds(
     NONE | EXTENTS,
 )
 
-
 PRINTED = """\
 batch 7: 3 rows, 21 tokens
   slot 2 decode [40]

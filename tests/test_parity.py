@@ -121,11 +121,8 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("case"))
-
-
-def make_case(folder: Path) -> Case:
     """A checkpoint, prompts of 1 to 700 tokens and transformers' answers, with gaps above MIN_GAP."""
+    folder = tmp_path_factory.mktemp("case")
     reference = make_checkpoint(folder, "llama-llama3", seed=1)
     prompts = [random_prompt(length, seed=3) for length in (1, 5, 64, 130, 300, 700)]
     expected = [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]

@@ -9,6 +9,7 @@ import math
 import platform
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,19 +93,9 @@ def test_no_piece_of_a_trace_is_encoded_for_long(tmp_path: Path, monkeypatch: py
     assert max(sizes) < 200_000
 
 
-class Clock:
-    """Time that passes when told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_recorder_counts_compute_and_waits() -> None:
-    clock = Clock()
-    recorder = Recorder(clock=clock)
+    clock = SimpleNamespace(now=0.0)  # time that passes when told
+    recorder = Recorder(clock=lambda: clock.now)
     recorder.control_ready = False
     with recorder.waiting("control"):
         clock.now = 1.0

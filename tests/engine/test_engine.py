@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -304,19 +305,9 @@ def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(
 # -- metrics ---------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """A clock that moves only when told."""
-
-    def __init__(self) -> None:
-        self.time_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.time_s
-
-
 def test_metrics(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    engine = bytes_model.engine(clock=clock, chunk_size=16, max_batch_tokens=16, max_num_seqs=1)
+    clock = SimpleNamespace(time_s=1000.0)  # which moves only when told
+    engine = bytes_model.engine(clock=lambda: clock.time_s, chunk_size=16, max_batch_tokens=16, max_num_seqs=1)
     run = engine.runner.run
 
     def slow(step: Any) -> Any:

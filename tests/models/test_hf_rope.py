@@ -50,7 +50,6 @@ PARITY: dict[str, dict[str, Any]] = {
     "yarn v5": {"rope_parameters": {**YARN, "rope_theta": 1e6, "beta_fast": 64.0, "beta_slow": 2.0}},
 }
 
-
 LENGTHS = {"linear": 20480}  # others claim 8192
 
 

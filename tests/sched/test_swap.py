@@ -44,16 +44,9 @@ def test_what_is_swapped_is_not_computed_again() -> None:
     assert swapped.num_swapped == len(swapped.gave_way) > 0 == recomputed.num_swapped
     assert recomputed.gave_way
     assert num_computed(swapped) == sum(job.num_kv_tokens for job in DECODES) < num_computed(recomputed)
-    moved = [sum(extent.count for batch in swapped.kept for extent in way(batch)) for way in (outs, ins)]
+    ways = ("swaps_out", "swaps_in")
+    moved = [sum(extent.count for batch in swapped.kept for extent in getattr(batch, way)) for way in ways]
     assert moved[0] == moved[1] > 0
-
-
-def outs(batch: Batch) -> Any:
-    return batch.swaps_out
-
-
-def ins(batch: Batch) -> Any:
-    return batch.swaps_in
 
 
 @pytest.mark.parametrize(("swap_block_s", "is_swap"), [(0.0, True), (10.0, False)])

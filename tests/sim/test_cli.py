@@ -27,7 +27,6 @@ from tests.commands import Command, Done, without_torch
 SMALL = ("--workload", "uniform:100-900,1-20", "--num-requests", 20, "--qps", 5)
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,100,3\n0.5,200,4\n1.0,5000,5\n"
 
-
 Simulate = Callable[..., Done]
 
 

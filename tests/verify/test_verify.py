@@ -41,7 +41,6 @@ from tests.commands import Command, Done
 LOG2_E = 1.4426950408889634
 QUICK = ["--device", "cpu", "--needle-tokens", "512"]
 
-
 Verify = Callable[[], tuple[Done, dict[str, set[str]]]]
 
 

@@ -21,7 +21,6 @@ MOONCAKE = "".join(
     for i in range(5)
 )
 
-
 Trace = Callable[..., Done]
 
 
