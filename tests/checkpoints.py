@@ -4,8 +4,6 @@ Weights are drawn at ``initializer_range`` 0.2 with perturbed norms and biases: 
 attention, and half the prompts do not notice a merge with the wrong base.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs a command of medha in this process, and Python in one of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

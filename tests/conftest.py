@@ -1,7 +1,5 @@
 """Settings that every test runs under: one thread, no network, logging as it was."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

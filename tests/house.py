@@ -5,8 +5,6 @@ the tests; modules, files a folder, long files; and how much ``import medha.llm`
 followed, those in functions too.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import sys

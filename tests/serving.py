@@ -4,8 +4,6 @@ The needle model answers known text. The byte model is a random Llama over the 2
 what it says is noise, but transformers says the same noise.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

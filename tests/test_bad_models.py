@@ -3,8 +3,6 @@
 The details of each file have tests of their own beside their readers; here is the way from there to the user.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

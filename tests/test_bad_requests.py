@@ -1,7 +1,5 @@
 """Requests that are wrong: the error says what and where, nothing is queued, and the engine goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

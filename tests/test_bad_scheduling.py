@@ -1,7 +1,5 @@
 """Policies and profiles that are wrong, from Python and from the command line; and hard but right requests."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

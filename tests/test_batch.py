@@ -1,7 +1,5 @@
 """The plan of a step: how it prints, travels as integers, and stays as it is."""
 
-from __future__ import annotations
-
 import dataclasses
 from array import array
 

@@ -1,7 +1,5 @@
 """EngineConfig from flat options: names, aliases, and every value that is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

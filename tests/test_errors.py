@@ -1,7 +1,5 @@
 """The tree of errors, and the exit code of each."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 

@@ -1,7 +1,5 @@
 """Each example runs as printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What may import what, what is public, and what loads no torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter

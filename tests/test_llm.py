@@ -1,7 +1,5 @@
 """The front door: every way to ask, what comes back, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

@@ -1,7 +1,5 @@
 """What a request may ask for, what is refused and by which name, and the arithmetic of its metrics."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

@@ -5,8 +5,6 @@ it computes them in float32, which at position 3,000 already moves logits by 1.3
 4e-6 of a float64 run); ``test_medha_is_closer_to_float64`` shows that this is the reference's rounding and not ours.
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Callable, Sequence

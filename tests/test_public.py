@@ -1,7 +1,5 @@
 """What is public: the names of ``medha``, their methods' signatures, their fields. Whatever is not here may change."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """The trace is what chrome://tracing and Perfetto read: names, places and durations."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

@@ -9,8 +9,6 @@ Legend: T query tokens of the batch, L query tokens of a row, S keys, N query he
 tokens in the pool.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -3,8 +3,6 @@
 That its results are attention is shown with the other backend's.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 from typing import Any

@@ -4,8 +4,6 @@ Which keys a query sees in which shard is drawn for each query on its own, so a 
 in a chunk's causal tail.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The dense attention of ``medha verify`` against torch's and against the one that the other tests are held to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The arrays of a step travel in one buffer and arrive as they were."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

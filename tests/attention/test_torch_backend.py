@@ -3,8 +3,6 @@
 Every pool holds NaN wherever no row points, so a read outside of its pages shows.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace

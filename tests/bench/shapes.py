@@ -1,7 +1,5 @@
 """The smallest model that the benchmarks can run."""
 
-from __future__ import annotations
-
 import json
 
 TINY = {

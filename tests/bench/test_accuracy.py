@@ -1,7 +1,5 @@
 """``medha bench accuracy`` at a toy size, and its figures on steps made up."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What every verb of ``medha bench`` refuses, by the name of what is wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from medha.bench.cli import app

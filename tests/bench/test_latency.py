@@ -1,7 +1,5 @@
 """``medha bench latency`` at a toy size: over lengths, whole and in chunks, and on several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

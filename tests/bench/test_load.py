@@ -1,7 +1,5 @@
 """A load on a live engine: what becomes of its requests and of probes."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

@@ -1,7 +1,5 @@
 """``medha bench micro attention``, ``decode``, ``sampling`` and ``scheduler`` at a toy size."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``medha bench scaling`` at a toy size: its jobs run and end, and its figures are what the records say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

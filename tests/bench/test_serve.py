@@ -1,7 +1,5 @@
 """``medha bench serve`` at a toy size, and its preset convoy."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

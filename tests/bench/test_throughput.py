@@ -1,7 +1,5 @@
 """``medha bench throughput`` at a toy size."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The machine's rates at toy sizes: what they are made of."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

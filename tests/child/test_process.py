@@ -1,7 +1,5 @@
 """A child that answers: errors, deaths, interrupts, threads, and that it goes with whoever asked it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """The ``medha`` command: its verbs, versions, and that it starts fast."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """What is drawn while requests run, at the widths of terminals."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

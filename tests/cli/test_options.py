@@ -1,7 +1,5 @@
 """Options of commands: made from the fields of dataclasses, and taken by group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args
 

@@ -1,7 +1,5 @@
 """The one renderer of reports: what is printed of them, how wide, and where they are written."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Coefficients as data: what is refused, and the JSON form with its key."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

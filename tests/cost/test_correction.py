@@ -1,7 +1,5 @@
 """Learning while running: convergence, no oscillation, bad observations, error figures."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

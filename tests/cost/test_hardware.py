@@ -1,7 +1,5 @@
 """Specs as JSON, and the costs and memory that follow from them, against closed forms."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``medha profile`` at a toy size: what it writes is what an engine of the same key loads, and nothing else does."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """The predictor: monotone, affine in KV, and inverted exactly."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Prefill seconds of whole prompts against stepping through them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

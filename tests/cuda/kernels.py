@@ -8,8 +8,6 @@ new plan, or with one whose layout is not the captured kernel's.
 On tensors of the host everything runs at once, and dtypes and head dimensions may be any.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

@@ -1,7 +1,5 @@
 """What the tests of the emulated device serve: a few requests of every kind of sampling."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 What it says of the host and of streams that do not wait: tests/cuda/test_faults.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Faults put into medha's CUDA path, one at a time: the emulated device reports each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path

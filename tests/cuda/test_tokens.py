@@ -1,7 +1,5 @@
 """medha on the emulated device: the CPU's tokens, and no wait of the host in a steady step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

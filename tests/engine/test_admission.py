@@ -1,7 +1,5 @@
 """Prompt ids become an array of the request's own; the first wrong one is named."""
 
-from __future__ import annotations
-
 import array
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The driver: arrivals in time, refusals, stops, a dying engine, and putting deltas together."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

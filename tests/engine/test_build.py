@@ -1,7 +1,5 @@
 """From configuration to engine: sizes, devices, defaults, and what the log says of them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

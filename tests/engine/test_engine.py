@@ -1,7 +1,5 @@
 """The engine's loop: outputs of every kind, ends of every kind, aborts, metrics, sampling, failures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,5 @@
 """The ledger: parts that sum to the TTFT, against a reckoning of every batch for every request."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The journal: a live run comes to the same decisions again, and whatever is changed in it is found."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import suppress

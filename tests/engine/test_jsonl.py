@@ -1,7 +1,5 @@
 """Request files in, output files out."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """``medha generate --journal`` and ``medha replay``: recorded runs of every kind come to the same decisions again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

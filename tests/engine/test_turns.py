@@ -1,7 +1,5 @@
 """A lock that threads get in turn."""
 
-from __future__ import annotations
-
 import threading
 import time
 

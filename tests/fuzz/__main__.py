@@ -4,8 +4,6 @@ python -m tests.fuzz run --runs 1000 --ranks 2-8
 python -m tests.fuzz mutations [NAME ...]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

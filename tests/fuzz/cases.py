@@ -4,8 +4,6 @@ A case prints as Python, and does the same wherever it runs, as its time is its 
 changes whenever it is edited: a failure that is to be kept is kept as its case.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

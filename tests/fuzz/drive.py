@@ -1,7 +1,5 @@
 """Runs a case, on several ranks in processes that stay up over many cases, and reads what came out."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -3,8 +3,6 @@
 A defect is a function of a :class:`pytest.MonkeyPatch`; its docstring says what is wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A failing case made smaller."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

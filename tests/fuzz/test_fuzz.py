@@ -1,7 +1,5 @@
 """The fuzzer in a test run: recorded seeds, half a minute of fresh ones, defects it must find, and its own parts."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import replace

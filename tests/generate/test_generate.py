@@ -1,7 +1,5 @@
 """The command line: what it reads, writes, refuses, and how it ends."""
 
-from __future__ import annotations
-
 import fcntl
 import gzip
 import json

@@ -1,7 +1,5 @@
 """``--resume``: what a batch that was cut short is like when it has been gone on with."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A small ``config.json`` with some fields changed, and what reading it must raise."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

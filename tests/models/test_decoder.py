@@ -1,7 +1,5 @@
 """The decoder against transformers with the same random weights, whole, packed and in stages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """config.json and generation_config.json: what is read, and what each wrong field says (cases A2 to A5, A18, A19)."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

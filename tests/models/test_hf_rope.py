@@ -1,7 +1,5 @@
 """The RoPE fields of config.json and the rope_scaling option: what is read, and what each wrong one says (A6 to A8)."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

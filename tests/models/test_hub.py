@@ -1,7 +1,5 @@
 """Resolving a model: local folders, hub ids, and everything that is neither (case A1)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The needle model: what it must answer, held to transformers, and the numbers its construction rests on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

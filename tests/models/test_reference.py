@@ -1,7 +1,5 @@
 """The plain forward against transformers, on the checkpoints that it writes itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """RoPE against transformers, and against exact arithmetic where transformers' float32 angles are wrong."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal, localcontext
 from typing import Any

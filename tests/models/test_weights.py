@@ -1,7 +1,5 @@
 """Checkpoints: what is read, and that every malformed one is a WeightsError naming the file (cases A10 to A15)."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

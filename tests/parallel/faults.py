@@ -5,8 +5,6 @@ runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, 
 a batch with rows that lie on several groups) the rank is killed, stopped, throws, or is slow.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

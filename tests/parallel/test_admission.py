@@ -3,8 +3,6 @@
 What is asserted is what bounds the time: the size of each batch and message, and that the tokens are copied once.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

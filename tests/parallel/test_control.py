@@ -1,7 +1,5 @@
 """Messages of the control stream: what is sent is what arrives, in one frame or in several; garbage is an error."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

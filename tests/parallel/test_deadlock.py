@@ -4,8 +4,6 @@ The model computes nothing real: a hidden state is a number that mixes all earli
 token that was lost, late, doubled or out of order anywhere changes every later one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -1,7 +1,5 @@
 """A rank that dies, throws or is stopped ends every rank in time, and the user reads why; nothing hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

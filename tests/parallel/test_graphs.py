@@ -3,8 +3,6 @@
 With substitutes for FlashInfer and for graphs, which run the captured function again; real ones need several GPUs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

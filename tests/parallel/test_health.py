@@ -1,8 +1,6 @@
 """The monitor by itself, four times as fast: processes that are gone or stopped, ranks that are behind, words over a
 real store."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """KV-cache parallelism in real gloo processes: tokens, the same bits on every group, and errors that are noticed."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What is refused before a job begins: variables, layout, ranks that differ, an address of no use."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

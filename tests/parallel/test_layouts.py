@@ -3,8 +3,6 @@
 ``make test`` covers families and layouts pairwise; the full product is marked slow and runs with ``make test-full``.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

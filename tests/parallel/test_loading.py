@@ -1,7 +1,5 @@
 """Each rank reads and holds only its own part of a checkpoint, and the dry run foretells it."""
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Several LLMs in one program of several ranks: one after the other with layouts that change, and two at once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

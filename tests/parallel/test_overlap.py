@@ -3,8 +3,6 @@
 Judged from what each rank recorded. No threshold in seconds: the machine may be busy with other things.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

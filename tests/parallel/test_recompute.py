@@ -1,7 +1,5 @@
 """Requests that give up their KV memory, and are computed again or swapped, say what they would have said (D8)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The server over two ranks: the tokens of one rank, and no stream is left behind when a rank dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command line under torchrun: the demo, two nodes, one speaker."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``python -m medha.verify`` on several ranks: layouts that are well, and merges that are not."""
 
-from __future__ import annotations
-
 import json
 import sys
 from math import prod

@@ -1,7 +1,5 @@
 """What crosses ranks beside batches comes back as it went: sampling state, sampled tokens, errors."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

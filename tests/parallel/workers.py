@@ -4,8 +4,6 @@ Workers are forked from a server that has torch loaded. Each is started once and
 it sees the environment that torchrun would set.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Fitting: known coefficients come back from rows made with them, noise and failures of real tables included."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

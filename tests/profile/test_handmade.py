@@ -1,7 +1,5 @@
 """Hand-made steps: every group knows what a row has cached there, and the batch that is timed is as asked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

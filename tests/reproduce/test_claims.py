@@ -1,7 +1,5 @@
 """The list of claims: its schema, and that each has a figure or a reason."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import asdict

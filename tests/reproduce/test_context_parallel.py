@@ -1,7 +1,5 @@
 """The context-parallel baseline against the published table of another system."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Disaggregated prefill and decode: what fits, and the figure drawn from it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The harness of the figures under load: what is played, what is told of it, what a variant of a system is."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

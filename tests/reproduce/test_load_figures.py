@@ -1,7 +1,5 @@
 """The figures under load on systems that take no time to play: claims answered, JSON, drawing."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

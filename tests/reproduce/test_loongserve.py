@@ -1,7 +1,5 @@
 """LoongServe's model: its costs, its decisions, what a play must keep, and the ordering of its own paper."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """``python -m examples.reproduce`` end to end: files, table, the same text twice, bad names."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Closed forms against numbers worked out by hand, and arrays against the simulator."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

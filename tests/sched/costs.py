@@ -1,7 +1,5 @@
 """Made-up coefficients, and hypothesis strategies for them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who cannot be in time: what is predicted of a request before it is taken, and where a relegated one comes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any scheduler under any load: it ends, leaves nothing, keeps its bounds, and its journal replays."""
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The classical schedulers: small scenarios whose batches are compared whole, the literature's example, any load."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The KV block pool against a model that keeps one list of blocks a slot."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

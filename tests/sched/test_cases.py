@@ -1,8 +1,6 @@
 """Hard cases on the virtual clock: streams that could starve somebody, a full pool for an hour, chunks in flight at the
 end of a request, deadlines that have passed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

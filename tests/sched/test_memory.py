@@ -1,7 +1,5 @@
 """Reservations of the KV pools of several groups: where shards lie, who may take blocks, and no endless wait."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import permutations

@@ -1,7 +1,5 @@
 """The paper's scheduler over random workloads on a virtual clock."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

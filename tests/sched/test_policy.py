@@ -1,7 +1,5 @@
 """Policies against plain Python, the order against brute force, and what becomes of a policy that is wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ only the overload does. No guard here. The server knows no predictor, pipeline o
 in integers, so that a deadline met on the dot is met.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

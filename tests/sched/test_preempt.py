@@ -1,7 +1,5 @@
 """Who gives way when KV memory is short: overcommit and priority classes, on a virtual clock."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

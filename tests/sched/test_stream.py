@@ -1,7 +1,5 @@
 """Stream pipeline parallelism against pipelined micro-batches (``stream=False``): closed forms, and any load."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise

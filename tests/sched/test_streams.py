@@ -1,7 +1,5 @@
 """Streams without end that could starve somebody: who waits, waits no longer where the stream is twice as long."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Who is swapped to host memory instead of computed again, what its batches say, and what that costs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Fair shares of tenants: in seconds of compute, within a class, and only where several want to be served."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A scheduler on a virtual clock: arrivals, cancels and batches that take a given time, played to their end."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence

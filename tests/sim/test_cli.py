@@ -1,7 +1,5 @@
 """``medha simulate``."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Models by name, alias and path."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

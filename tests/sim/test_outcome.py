@@ -1,7 +1,5 @@
 """What a report makes of an outcome: by hand where it can be, and the tables."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``medha plan``: layouts that do not fit, the best of obvious cases, and bad input."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

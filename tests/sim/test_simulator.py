@@ -1,7 +1,5 @@
 """The simulator: rules that hold for any load, closed forms, and that nothing but the arguments counts."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Tiny tokenizers built in memory, one of each family of decoders, and a chat template."""
 
-from __future__ import annotations
-
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 

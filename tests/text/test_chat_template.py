@@ -1,7 +1,5 @@
 """Chat templates, against transformers, and what a malformed message or a hostile template does."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Incremental decoding, against decoding all tokens at once."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Stop strings, against a search of the whole text."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

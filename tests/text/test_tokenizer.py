@@ -1,7 +1,5 @@
 """Loading, encoding and decoding, and the encoding of chat messages that hold special-token text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

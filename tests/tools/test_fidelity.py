@@ -1,7 +1,5 @@
 """``python -m tools.fidelity``: a small folder and run made by hand, and a toy run on this machine's engine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

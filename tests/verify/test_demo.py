@@ -1,7 +1,5 @@
 """The demo, on a short document."""
 
-from __future__ import annotations
-
 import io
 import json
 import tempfile

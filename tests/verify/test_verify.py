@@ -1,7 +1,5 @@
 """``medha verify`` in one process, and how rows are judged and put together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

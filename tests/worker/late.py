@@ -1,7 +1,5 @@
 """A substitute for the stream that swaps: copies that are made as late as they may be."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """With async scheduling a token is scheduled before the one before it is known: the tokens stay the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ The substitute repeats the captured function, so it reads what lies in the buffe
 does; attention is FlashInfer's wrappers over kernels in torch, which do as the last plan says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The KV pool: its layout, and what a write touches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

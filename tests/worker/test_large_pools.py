@@ -4,8 +4,6 @@ The pools are real and larger than the memory may be: the system commits a page 
 are.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

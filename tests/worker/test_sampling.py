@@ -1,7 +1,5 @@
 """Sampling: exact distributions, draws that depend on the request alone, penalties, log-probabilities."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Batches are drawn as a scheduler may send them: requests begin on any group, gro
 and slots are used again.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ On the CPU copies are made when they are issued; a substitute for the stream of 
 streams are for a GPU. Which blocks are copied where is shown with the rest of a step's input.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``medha trace``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

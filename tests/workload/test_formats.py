@@ -1,7 +1,5 @@
 """Trace files: round trips of every format, the traps of each, and damaged files, which are always a named error."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

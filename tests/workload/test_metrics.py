@@ -1,7 +1,5 @@
 """What was served, by hand: vLLM's fields, objectives, buckets, the one percentile."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Generated traces have the published figures, and are the same for the same seed."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The columns of a trace: what is refused, slices, windows, scales."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from typing import Any
