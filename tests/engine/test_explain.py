@@ -1,5 +1,6 @@
 """The ledger: parts that sum to the TTFT, against a reckoning of every batch for every request."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
