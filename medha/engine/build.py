@@ -27,7 +27,7 @@ from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.folder import resolve_model
-from medha.models.hf_config import load_generation_config, load_model_config
+from medha.models.hf_config import load_generation_config, model_config_of
 from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.launch import read_launch
@@ -135,8 +135,7 @@ def _build(
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
-    options: dict[str, Any] = {"rope_scaling": config.rope_scaling, "max_model_len": config.max_model_len}
-    model_config = load_model_config(folder, hf_overrides=config.hf_overrides, **options)
+    model_config = model_config_of(config, folder)
     check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = own_device(pick_device(config.device), None if job is None else job.launch)

@@ -11,7 +11,7 @@ from rich.table import Table
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ParallelConfigError
 from medha.models.folder import resolve_model
-from medha.models.hf_config import load_model_config
+from medha.models.hf_config import model_config_of
 from medha.parallel.launch import Launch
 from medha.parallel.mesh import check_layout
 from medha.worker.shard import ModelShard, pick_device, torch_dtype
@@ -40,12 +40,7 @@ def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
 
 
 def _load_model_config(config: EngineConfig) -> ModelConfig:
-    return load_model_config(
-        resolve_model(config.model, revision=config.revision, with_weights=False),
-        hf_overrides=config.hf_overrides,
-        rope_scaling=config.rope_scaling,
-        max_model_len=config.max_model_len,
-    )
+    return model_config_of(config, resolve_model(config.model, revision=config.revision, with_weights=False))
 
 
 def run_dry(config: EngineConfig, console: Console) -> int:

@@ -84,14 +84,13 @@ def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
         ConfigError: the model's folder is wrong.
     """
     from medha.models.folder import resolve_model
-    from medha.models.hf_config import load_model_config
+    from medha.models.hf_config import model_config_of
     from medha.text import load_tokenizer  # here because it loads tokenizers
 
     if not arrivals or (is_launched() and not Path(config.model).is_dir()):
         return arrivals  # a model from the hub: the other ranks wait for this one, and do not while it downloads
     folder = resolve_model(config.model, revision=config.revision)
-    overrides = {name: getattr(config, name) for name in ("hf_overrides", "rope_scaling", "max_model_len")}
-    load_model_config(folder, **overrides)  # a model that cannot be served is said before what it lacks
+    model_config_of(config, folder)  # a model that cannot be served is said before what it lacks
     tokenizer = load_tokenizer(folder if config.tokenizer is None else resolve_model(config.tokenizer))
     if tokenizer is None:
         logger.warning("%s has no tokenizer.json: prompts and answers are token ids", config.tokenizer or config.model)

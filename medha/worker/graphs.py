@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,8 +67,7 @@ class CudaGraphs:
         return out, graph.replay
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
+class _Graph(NamedTuple):
     """A captured forward: logits or hidden states of each row, what fills them, and the attention to plan before."""
 
     out: torch.Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +72,7 @@ def convert(
 
     reading = _read(source, from_format, skip_invalid)
     if from_zero:
-        reading = replace(reading, trace=reading.trace.from_zero())
+        reading = reading._replace(trace=reading.trace.from_zero())
     limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration}
     trace = retimed(reading, arrivals, qps=qps, burstiness=burstiness, seed=seed, **limits)
     write_trace(target, trace)
