@@ -183,17 +183,11 @@ class DecodeGraphs:
         assert step.own is not None, "decodes of one group"
         rows = step.own.filled_up(size, self._cache.num_blocks)
         ids = step.positions[:0] if step.token_ids is None else step.token_ids
-        arrays: list[npt.NDArray[Any]] = []
-        for ints, filler in (
-            (ids, 0),
-            (step.positions, 0),
-            (step.targets, self._cache.scratch_token),
-            (step.decode_slots, 0),
-        ):
-            whole = np.full(self._most, filler, np.int64)
-            whole[: len(ints)] = ints
-            arrays.append(whole)
-        to_device([*arrays, rows.pages], self._inputs.device, into=self._inputs)
+        whole = np.zeros((4, self._most), np.int64)
+        whole[2] = self._cache.scratch_token  # what fills the targets up
+        for row, ints in zip(whole, (ids, step.positions, step.targets, step.decode_slots), strict=True):
+            row[: len(ints)] = ints
+        to_device([*whole, rows.pages], self._inputs.device, into=self._inputs)
         attention.plan(rows)
 
     def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:

@@ -262,7 +262,7 @@ def test_a_stage_of_the_predictors_form_is_found_again() -> None:
 def test_the_slowest_stage_is_the_one_that_counts() -> None:
     steps = {0: chunk(16, 0), 1: decodes(2, 64)}
     fast = {number: stage_time(step) for number, step in steps.items()}
-    slow = {number: dataclasses.replace(time, linear_s=2 * time.linear_s) for number, time in fast.items()}
+    slow = {number: time._replace(linear_s=2 * time.linear_s) for number, time in fast.items()}
     stage, rows = slowest_stage([fast, slow, fast], steps)
     assert stage == 1
     assert [row.time for row in rows] == [slow[0], slow[1]]
