@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from medha.attention.interface import AttentionBackend, AttentionRows
+from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
 from medha.attention.merge import merge_partials
 from medha.attention.reference import dense_attention, largest_error, lse_limit, out_limit
 from medha.verify.rows import Row, exact, held
@@ -95,9 +95,8 @@ def _attention_errors(
 ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """Of each segment the error of the output and its limit, and those of the log-sum-exp."""
     N, K, H = heads
-    cache = KVCache(
-        num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, num_kv_heads=K, head_dim=H, dtype=dtype, device=device
-    )
+    shape = LayerShape(N, K, H, dtype)
+    cache = KVCache(shape, num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, device=device)
     generator = torch.Generator(device=device).manual_seed(0)
     k_PKH, v_PKH = (pool.normal_(generator=generator) for pool in (cache.k[0], cache.v[0]))
     plan = AttentionRows.over(list(_SEGMENTS.values()), _BLOCK)

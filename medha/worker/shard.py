@@ -99,12 +99,10 @@ def build_runner(
     """Load this rank's part of the model, and put pools, host memory for so many blocks, and pipe around it."""
     model = _load_model(config, shard, ranks, folder, dtype=dtype, device=device)
     cache = KVCache(
+        shard.layer_shape(dtype),
         num_layers=len(shard.layers),
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
-        num_kv_heads=shard.num_kv_heads,
-        head_dim=shard.model.head_dim,
-        dtype=dtype,
         device=device,
         has_scratch=wants_graphs(config, backend, device),
     )
