@@ -146,19 +146,19 @@ def _build(
         parts = {"configuration": config, "config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
-    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0)
-    num_blocks = num_kv_blocks(config, shard, dtype, device, limits.max_model_len)
-    num_host_blocks = num_swap_blocks(config, shard, dtype)
+    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype)
+    num_blocks = num_kv_blocks(config, shard, device, limits.max_model_len)
+    num_host_blocks = num_swap_blocks(config, shard)
     if ranks is not None:  # as many as every rank has room for
         num_blocks, num_host_blocks = (over_ranks(ranks, size, ReduceOp.MIN) for size in (num_blocks, num_host_blocks))
     _check_pools(config, num_blocks, num_host_blocks)
     block_size = config.cache.block_size
-    backend, why = choose_backend(config.attention_backend, shard.layer_shape(dtype), device, block_size=block_size)
+    backend, why = choose_backend(config.attention_backend, shard.layer_shape, device, block_size=block_size)
     if config.attention_backend not in ("auto", backend.name):
         logger.warning("attention_backend=%r: %s; torch serves", config.attention_backend, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
     pools = {"num_blocks": num_blocks, "num_swap_blocks": num_host_blocks}
-    runner = build_runner(config, shard, ranks, folder, backend, **pools, dtype=dtype, device=device)
+    runner = build_runner(config, shard, ranks, folder, backend, **pools, device=device)
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.

@@ -71,7 +71,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         pipeline = self.pipeline
-        self.requests = Requests.empty(len(self.trace))
+        self.requests = Requests(len(self.trace))
         self.outcome = Outcome(
             self.trace, self.requests, stage_busy_s=pipeline.busy_s, stage_bubble_s=pipeline.bubble_s
         )
@@ -174,8 +174,9 @@ class Simulation:
         go_round(self.scheduler, num_batches, predictions)
         self._in_flight = deque(zip(self.scheduler.in_flight, [r.passage for r in going], strict=True))
         for r in going:
-            if r.num_tokens:
-                self._note_tokens(r)
+            for live in r.lives if r.num_tokens else ():  # what its requests got while it went round
+                live.num_left -= r.num_tokens
+                live.last_token_s = r.last_token_s
 
     def _round(self, batch: Batch, passage: Passage) -> _Round:
         """A batch that goes round."""
@@ -217,12 +218,6 @@ class Simulation:
         """Waits of requests that had their last tokens at these times."""
         for gap_s, count in Counter(self.now_s - last_s for last_s in last_tokens_s).items():
             self.gaps.add(gap_s, count)
-
-    def _note_tokens(self, going: _Round) -> None:
-        """What the requests of a batch got while it went round."""
-        for live in going.lives:
-            live.num_left -= going.num_tokens
-            live.last_token_s = going.last_token_s
 
     def _complete(self) -> None:
         batch, passage = self._in_flight.popleft()
