@@ -12,9 +12,9 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
@@ -187,8 +187,7 @@ def _check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) ->
 _LOST = ("EngineDeadError", "PlanDivergenceError", "RankFailedError")  # errors of a run, not of a request
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
+class Earlier(NamedTuple):
     """What an earlier run did.
 
     Attributes:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from medha.config import DTYPES, EngineConfig, ModelConfig
 from medha.config.fields import finite, integer
@@ -24,8 +23,7 @@ from medha.params import MODEL_DEFAULTS, SamplingParams
 logger = logging.getLogger("medha")
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
+class _Family(NamedTuple):
     """What transformers assumes for a model type where ``config.json`` is silent."""
 
     architecture: str

@@ -16,7 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,8 +143,7 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class System:
+class System(NamedTuple):
     """What one run simulates."""
 
     name: str  # of the scheduler, or of the policy where that tells more

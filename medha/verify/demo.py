@@ -11,9 +11,8 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -39,8 +38,7 @@ _CODES = {"Ada": "31-plum", "Bruno": "58-fern", "Chen": "07-jade", "Divya": "92-
 _FACTS = "".join(f"The code of {name} is {code}.\n" for name, code in _CODES.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A request of the demo and its right answer."""
 
     request_id: str
