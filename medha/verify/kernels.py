@@ -60,13 +60,13 @@ def merge_rows(
     yield exact("merge", "empty shards, natural logarithm", _num_wrong_edges(backend, device, dtype))
 
 
-def random_qkv(num_keys: int, *, q_len: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensors:
+def random_qkv(num_keys: int, *, q_len: int, device: torch.device, dtype: torch.dtype) -> Tensors:
     """Queries that are the last of ``num_keys`` positions, and keys and values of all; the same numbers on every rank.
 
     Returns:
         (q_TNH, k_SKH, v_SKH) with 8 query heads and 2 KV heads of 64.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     q_TNH = 2 * torch.randn(q_len, 8, 64, generator=generator)
     k_SKH, v_SKH = (torch.randn(num_keys, 2, 64, generator=generator) for _ in range(2))
     return q_TNH.to(device, dtype), k_SKH.to(device, dtype), v_SKH.to(device, dtype)
