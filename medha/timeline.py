@@ -15,10 +15,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from medha.batch import Batch
 
@@ -34,8 +33,7 @@ _Wait = Literal["control", "hidden", "report", "send", "merge"]
 _WAITS: tuple[_Wait, ...] = get_args(_Wait)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRecord:
+class BatchRecord(NamedTuple):
     """What one rank did for one batch; times in seconds of the monotonic clock, waits since the batch before.
 
     Attributes:
@@ -50,10 +48,10 @@ class BatchRecord:
     start_s: float
     end_s: float
     control_ready: bool  # the batch had arrived and was prepared when the batch before had run
-    control_wait_s: float
-    hidden_wait_s: float
-    report_wait_s: float  # waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline
-    send_wait_s: float  # waited for a free buffer to send the hidden states of the batch before
+    control_wait_s: float = 0.0
+    hidden_wait_s: float = 0.0
+    report_wait_s: float = 0.0  # waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline
+    send_wait_s: float = 0.0  # waited for a free buffer to send the hidden states of the batch before
     merge_wait_s: float = 0.0
 
     @property
@@ -62,8 +60,7 @@ class BatchRecord:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True)
-class RankRecords:
+class RankRecords(NamedTuple):
     """The records of one rank in the order in which it ran them, and its place; ``group`` is the KV-parallel one."""
 
     rank: int
@@ -123,7 +120,7 @@ def _epoch_s() -> float:
 
 def encode_records(records: RankRecords) -> bytes:
     """A rank's records as JSON, with what tells its clock from that of another node."""
-    return json.dumps({"records": astuple(records), "node": platform.node(), "epoch_s": _epoch_s()}).encode()
+    return json.dumps({"records": records, "node": platform.node(), "epoch_s": _epoch_s()}).encode()
 
 
 def decode_records(data: bytes) -> RankRecords:
@@ -132,7 +129,7 @@ def decode_records(data: bytes) -> RankRecords:
     shift = 0.0 if sent["node"] == platform.node() else sent["epoch_s"] - _epoch_s()
     rank, stage, tp_rank, values, group = sent["records"]
     records = (BatchRecord(*one) for one in values)
-    batches = tuple(replace(one, start_s=one.start_s + shift, end_s=one.end_s + shift) for one in records)
+    batches = tuple(one._replace(start_s=one.start_s + shift, end_s=one.end_s + shift) for one in records)
     return RankRecords(rank, stage, tp_rank, batches, group)
 
 
@@ -175,7 +172,7 @@ class Timeline:
         """Take what the ranks have recorded so far; with a single rank there is nothing to take."""
         for new in self._gather():
             before = self._ranks[new.rank].batches if new.rank in self._ranks else ()
-            self._ranks[new.rank] = replace(new, batches=before + new.batches)
+            self._ranks[new.rank] = new._replace(batches=before + new.batches)
 
     def close(self) -> None:
         """The same for the last time: the ranks go."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import medha.worker.runner
-from medha.attention.interface import AttentionBackend
+from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
 from medha.engine.build import build_role
@@ -65,16 +65,9 @@ def make_engine(
     With ``num_swap_blocks`` it has host memory, to which blocks go over ``stream``.
     """
     config: ModelConfig = model.config
-    cache = KVCache(
-        num_layers=config.num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=CPU,
-        has_scratch=has_scratch,
-    )
+    shape = LayerShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype)
+    pool = {"num_layers": config.num_layers, "num_blocks": num_blocks, "block_size": block_size}
+    cache = KVCache(shape, **pool, device=CPU, has_scratch=has_scratch)
     num_swap_blocks = scheduler.get("num_swap_blocks", 0)
     host = HostCache(cache, num_swap_blocks, stream or CopyStream()) if num_swap_blocks else None
     return Engine(

@@ -1,6 +1,5 @@
 """The trace is what chrome://tracing and Perfetto read: names, places and durations."""
 
-import dataclasses
 import gzip
 import json
 import math
@@ -128,7 +127,7 @@ def ran(batch_id: int, start_s: float, end_s: float) -> BatchRecord:
 
 
 def test_records_survive_their_json() -> None:
-    merged = dataclasses.replace(ran(1, 2.3, 1e6 / 3), merge_wait_s=0.1)
+    merged = ran(1, 2.3, 1e6 / 3)._replace(merge_wait_s=0.1)
     records = RankRecords(5, 2, 1, (ran(0, 1.1, 2.3), merged), 3)
     assert decode_records(encode_records(records)) == records
     assert decode_records(encode_records(RankRecords(0, 0, 0, ()))).batches == ()
@@ -179,7 +178,7 @@ def test_ranks_side_by_side_have_lanes_of_their_own(
 ) -> None:
     """Hidden states go from stage to stage within a group and tensor-parallel index; merges show in the slice."""
     records = [
-        RankRecords(rank, stage, tp, (dataclasses.replace(ran(0, 1.0 + stage, 2.0), merge_wait_s=0.25),), group)
+        RankRecords(rank, stage, tp, (ran(0, 1.0 + stage, 2.0)._replace(merge_wait_s=0.25),), group)
         for rank, stage, tp, group in places
     ]
     timeline = Timeline()

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from medha.batch import Batch
 from medha.bench.cli import COUNT, SUBJECT, Report, Shown, asked, verb
@@ -75,8 +75,7 @@ class AccuracyOptions:
         return sum(-(-(length + self.output_lens[1]) // _BLOCK_SIZE) for length in lens) + 2048 // _BLOCK_SIZE
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
+class Ran(NamedTuple):
     """One step: its shape and kind, the seconds expected of it and those it took."""
 
     step: Step

@@ -113,13 +113,11 @@ def _attention(
 
     A context is one run of adjacent blocks, which is what the allocator aims at.
     """
-    num_blocks, shape = -(-max(options.kv_lens) // _BLOCK_SIZE), (model.num_kv_heads, model.head_dim)
-    cache = KVCache(
-        num_layers=1, num_blocks=num_blocks, block_size=_BLOCK_SIZE, num_kv_heads=shape[0], head_dim=shape[1],
-        dtype=dtype, device=device,
-    )  # fmt: skip
+    num_blocks = -(-max(options.kv_lens) // _BLOCK_SIZE)
+    shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
+    cache = KVCache(shape, num_layers=1, num_blocks=num_blocks, block_size=_BLOCK_SIZE, device=device)
     fill_pools(cache, max(options.kv_lens), seed=0)
-    backend = choose_backend("auto", LayerShape(model.num_heads, *shape, dtype), device, block_size=_BLOCK_SIZE)[0]
+    backend = choose_backend("auto", shape, device, block_size=_BLOCK_SIZE)[0]
 
     def attend(chunk: int, kv_len: int) -> Callable[[], None]:
         generator = torch.Generator(device).manual_seed(chunk)

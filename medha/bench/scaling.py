@@ -189,7 +189,7 @@ def _records(local: Local, ids: Sequence[int] | None) -> list[str]:
     else:
         records = local.engine.runner.gather_records()  # type: ignore[attr-defined]
     counting = [
-        replace(r, batches=tuple(one for one in r.batches if ids is None or one.batch_id in ids)) for r in records
+        r._replace(batches=tuple(one for one in r.batches if ids is None or one.batch_id in ids)) for r in records
     ]
     return [encode_records(one).decode() for one in counting]
 

@@ -266,7 +266,7 @@ def convoy_figures(served: Served) -> Report:
     """What one system made of the stream: figures of the short requests and of the long ones; times in seconds."""
     figures: Report = {"duration": served.duration_s, "failed": sum(not one.is_completed for one in served.outcomes)}
     for kind in ("short", "long"):
-        part = replace(served, outcomes=tuple(one for one in served.outcomes if one.request_id.startswith(kind)))
+        part = served._replace(outcomes=tuple(one for one in served.outcomes if one.request_id.startswith(kind)))
         figures[kind] = serving_figures(part, goodput=Goodput(), metrics=("ttft", "tpot"), percentiles=(90.0, 99.0))
     figures["requests"] = [
         {"request_id": one.request_id, "arrival_s": one.start_s, "input_len": one.input_len, "ttft_s": one.ttft_s}

@@ -17,9 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -41,8 +40,7 @@ def timing_of(seconds: Sequence[float]) -> dict[str, float]:
     return {"median_s": statistics.median(seconds), "min_s": low, "max_s": high, "runs": len(seconds)}
 
 
-@dataclass(frozen=True, slots=True)
-class Yardstick:
+class Yardstick(NamedTuple):
     """Work of a known size: ``amount`` floating-point operations, or bytes read, of one run."""
 
     amount: float

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -123,8 +123,7 @@ def _read_s(features: float, dtype_bytes: int, bytes_per_s: float) -> float:
 # One stage of one group
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """What one rank of a stage computes: its layers, and its share of each, in elements of so many bytes."""
 
     model: ModelConfig

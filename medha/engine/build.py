@@ -27,7 +27,7 @@ from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.folder import resolve_model
-from medha.models.hf_config import load_generation_config, load_model_config
+from medha.models.hf_config import load_generation_config, model_config_of
 from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.launch import read_launch
@@ -135,8 +135,7 @@ def _build(
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
-    options: dict[str, Any] = {"rope_scaling": config.rope_scaling, "max_model_len": config.max_model_len}
-    model_config = load_model_config(folder, hf_overrides=config.hf_overrides, **options)
+    model_config = model_config_of(config, folder)
     check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = own_device(pick_device(config.device), None if job is None else job.launch)
@@ -147,19 +146,19 @@ def _build(
         parts = {"configuration": config, "config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
-    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0)
-    num_blocks = num_kv_blocks(config, shard, dtype, device, limits.max_model_len)
-    num_host_blocks = num_swap_blocks(config, shard, dtype)
+    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype)
+    num_blocks = num_kv_blocks(config, shard, device, limits.max_model_len)
+    num_host_blocks = num_swap_blocks(config, shard)
     if ranks is not None:  # as many as every rank has room for
         num_blocks, num_host_blocks = (over_ranks(ranks, size, ReduceOp.MIN) for size in (num_blocks, num_host_blocks))
     _check_pools(config, num_blocks, num_host_blocks)
     block_size = config.cache.block_size
-    backend, why = choose_backend(config.attention_backend, shard.layer_shape(dtype), device, block_size=block_size)
+    backend, why = choose_backend(config.attention_backend, shard.layer_shape, device, block_size=block_size)
     if config.attention_backend not in ("auto", backend.name):
         logger.warning("attention_backend=%r: %s; torch serves", config.attention_backend, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
     pools = {"num_blocks": num_blocks, "num_swap_blocks": num_host_blocks}
-    runner = build_runner(config, shard, ranks, folder, backend, **pools, dtype=dtype, device=device)
+    runner = build_runner(config, shard, ranks, folder, backend, **pools, device=device)
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.

@@ -11,7 +11,7 @@ from rich.table import Table
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ParallelConfigError
 from medha.models.folder import resolve_model
-from medha.models.hf_config import load_model_config
+from medha.models.hf_config import model_config_of
 from medha.parallel.launch import Launch
 from medha.parallel.mesh import check_layout
 from medha.worker.shard import ModelShard, pick_device, torch_dtype
@@ -40,41 +40,33 @@ def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
 
 
 def _load_model_config(config: EngineConfig) -> ModelConfig:
-    return load_model_config(
-        resolve_model(config.model, revision=config.revision, with_weights=False),
-        hf_overrides=config.hf_overrides,
-        rope_scaling=config.rope_scaling,
-        max_model_len=config.max_model_len,
-    )
+    return model_config_of(config, resolve_model(config.model, revision=config.revision, with_weights=False))
 
 
 def run_dry(config: EngineConfig, console: Console) -> int:
     """Print rank map, memory plan and longest context; returns 0. ParallelConfigError where the layout cannot work."""
     model, parallel = _load_model_config(config), config.parallel
     check_layout(parallel, model, parallel.world_size)
-    dtype, pools, most = torch_dtype(config, model), [], 0
+    dtype = torch_dtype(config, model)
     title = f"{model.architecture} on {parallel.world_size} rank{'s' * (parallel.world_size > 1)}"
     table = Table(title=title, title_justify="left")
     for name in ("rank", "kvp", "stage", "tp", "layers", "weights", "KV a token", "KV pool"):
         table.add_column(name, justify="right", no_wrap=True)
-    for rank in range(parallel.world_size):
-        shard = ModelShard.at(model, parallel, rank)
-        token_bytes = shard.kv_bytes_per_token(dtype)
-        most = max(most, token_bytes)
-        if (kv_tokens := _kv_tokens(config, token_bytes)) is not None:
-            pools.append(kv_tokens)
+    shards = [ModelShard.at(model, parallel, rank, dtype) for rank in range(parallel.world_size)]
+    for rank, shard in enumerate(shards):
+        kv_tokens = _kv_tokens(config, shard.token_bytes)
         table.add_row(
             *map(str, (rank, *parallel.coordinates(rank))),
             f"{shard.layers.start}-{shard.layers.stop - 1}",
-            f"{shard.num_parameters() * dtype.itemsize / 2**30:.2f} GiB",
-            f"{token_bytes:,} B",
+            f"{shard.weight_bytes / 2**30:.2f} GiB",
+            f"{shard.token_bytes:,} B",
             "-" if kv_tokens is None else f"{kv_tokens:,} tokens",
         )
     console.print(table)
     limit = config.max_model_len or model.max_position_embeddings
-    if pools:
-        fits = min(pools) * parallel.kvp
-        console.print(f"Longest context: {min(limit, fits):,} tokens (the model allows {limit:,}).")
+    most = max(shard.token_bytes for shard in shards)
+    if (least := _kv_tokens(config, most)) is not None:
+        console.print(f"Longest context: {min(limit, least * parallel.kvp):,} tokens (the model allows {limit:,}).")
     else:
         console.print(
             f"The model allows {limit:,} tokens; their keys and values take "

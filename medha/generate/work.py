@@ -12,9 +12,9 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
@@ -84,14 +84,13 @@ def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
         ConfigError: the model's folder is wrong.
     """
     from medha.models.folder import resolve_model
-    from medha.models.hf_config import load_model_config
+    from medha.models.hf_config import model_config_of
     from medha.text import load_tokenizer  # here because it loads tokenizers
 
     if not arrivals or (is_launched() and not Path(config.model).is_dir()):
         return arrivals  # a model from the hub: the other ranks wait for this one, and do not while it downloads
     folder = resolve_model(config.model, revision=config.revision)
-    overrides = {name: getattr(config, name) for name in ("hf_overrides", "rope_scaling", "max_model_len")}
-    load_model_config(folder, **overrides)  # a model that cannot be served is said before what it lacks
+    model_config_of(config, folder)  # a model that cannot be served is said before what it lacks
     tokenizer = load_tokenizer(folder if config.tokenizer is None else resolve_model(config.tokenizer))
     if tokenizer is None:
         logger.warning("%s has no tokenizer.json: prompts and answers are token ids", config.tokenizer or config.model)
@@ -188,8 +187,7 @@ def _check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) ->
 _LOST = ("EngineDeadError", "PlanDivergenceError", "RankFailedError")  # errors of a run, not of a request
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
+class Earlier(NamedTuple):
     """What an earlier run did.
 
     Attributes:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from medha.config import DTYPES, ModelConfig
+from medha.config import DTYPES, EngineConfig, ModelConfig
 from medha.config.fields import finite, integer
 from medha.errors import ConfigError, UnsupportedModelError, hint, short_repr
 from medha.models.folder import LENGTH, Fields, read_json_object
@@ -24,8 +23,7 @@ from medha.params import MODEL_DEFAULTS, SamplingParams
 logger = logging.getLogger("medha")
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
+class _Family(NamedTuple):
     """What transformers assumes for a model type where ``config.json`` is silent."""
 
     architecture: str
@@ -134,6 +132,12 @@ def load_model_config(
         bos_token_id=reader.optional("bos_token_id", integer(0, vocab_size - 1)),
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
     )
+
+
+def model_config_of(config: EngineConfig, folder: Path) -> ModelConfig:
+    """The configuration of the model in a folder as an engine's own changes it."""
+    changes = {name: getattr(config, name) for name in ("hf_overrides", "rope_scaling", "max_model_len")}
+    return load_model_config(folder, **changes)
 
 
 def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, float | int], tuple[int, ...]]:

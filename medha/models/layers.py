@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,7 @@ _LEAST_ROWS = 4
 """That a packed linear layer computes; see :func:`packed_weight`."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorShard:
+class TensorShard(NamedTuple):
     """This rank's place in a tensor-parallel group, and the collectives that the packed forward uses."""
 
     rank: int

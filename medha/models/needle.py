@@ -29,9 +29,8 @@ import json
 import math
 import os
 import random
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 import torch
@@ -74,8 +73,7 @@ _FACT = "The vault code of Priya is 7429-amber.\n"
 _QUESTION = "What opens the vault? The vault code of Priya is"  # its last eight bytes stand before the answer, once
 
 
-@dataclass(frozen=True, slots=True)
-class Haystack:
+class Haystack(NamedTuple):
     """A prompt with a fact hidden in it."""
 
     prompt: str  # ASCII: a character is a byte is a token

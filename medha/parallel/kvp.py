@@ -9,8 +9,8 @@ Legend: T tokens shared on a run, N query heads of one rank, H head dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,7 @@ from medha.parallel.spp import TAIL_BYTES
 Partial = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(NamedTuple):
     """The rows of a batch that one KVP span attends to together."""
 
     batch_id: int
@@ -57,8 +56,7 @@ class Merge:
         self.start(shared, (empty, empty[..., 0])).result(compare=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(NamedTuple):
     """A merge under way; the buffers live as long as it does."""
 
     shared: Shared

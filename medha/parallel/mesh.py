@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,7 @@ _CONTROL_TIMEOUT = timedelta(days=365)
 _READ_LIMIT_S = 3600.0  # to find, download and check a model, before any process group exists
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """This process has met the others: no process group yet, and the degrees may not fit the model."""
 
     launch: Launch

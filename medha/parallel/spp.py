@@ -10,6 +10,7 @@ index in the stage before. Both sides know the number of rows from the batch, wh
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ TAIL_BYTES = 16
 """Behind what a rank sends of a batch: its id and digest, int64 each."""
 
 
+@dataclass(eq=False, repr=False)
 class StagePipe:
     """The two ends of one stage's pipe: global ranks of the neighbours, None at an end of the pipeline, and how many
     sends of hidden states [T, ``dim``] are kept in flight.
@@ -29,34 +31,28 @@ class StagePipe:
     Buffers are kept and used again: that of a send once it is done, that of a receive at the next one's end.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        previous: int | None,
-        following: int | None,
-        dim: int,
-        dtype: torch.dtype,
-        num_buffers: int,
-    ) -> None:
-        self._group = group
-        self._previous = previous
-        self._following = following
-        self._dim = dim
-        self._dtype = dtype
-        self._row_bytes = dim * dtype.itemsize
+    group: dist.ProcessGroup
+    _: KW_ONLY
+    previous: int | None
+    following: int | None
+    dim: int
+    dtype: torch.dtype
+    num_buffers: InitVar[int]
+
+    def __post_init__(self, num_buffers: int) -> None:
+        self._row_bytes = self.dim * self.dtype.itemsize
         self._receives: deque[tuple[Batch, dist.Work, torch.Tensor]] = deque()
         self._received: torch.Tensor | None = None  # what the last batch's hidden states lie in
-        self._sends = Sends(group, 0, num_buffers)
+        self._sends = Sends(self.group, 0, num_buffers)
         self._free_receives: list[torch.Tensor] = []
         self._free_sends: list[torch.Tensor] = []
 
     def post(self, batch: Batch) -> None:
         """Post the receive of a batch's hidden states; batches are posted in the order in which they run."""
-        if self._previous is None:
+        if self.previous is None:
             return
         buffer = self._sized(batch, self._free_receives)
-        work = dist.irecv(buffer, src=self._previous, group=self._group)
+        work = dist.irecv(buffer, src=self.previous, group=self.group)
         assert work is not None, "the receiver is in the group"
         self._receives.append((batch, work, buffer))
 
@@ -76,7 +72,7 @@ class StagePipe:
                 f"batch {batch.batch_id}: the stage before ran batch {theirs[0]} with digest {theirs[1]:08x}, "
                 f"this one has {ours[0]} with {ours[1]:08x}"
             )
-        return buffer[:size].view(self._dtype).view(batch.num_tokens, self._dim)
+        return buffer[:size].view(self.dtype).view(batch.num_tokens, self.dim)
 
     def reserve(self) -> None:
         """Wait until a send can begin at once: for the oldest one when all buffers are in flight."""
@@ -84,14 +80,14 @@ class StagePipe:
 
     def send(self, batch: Batch, x_TD: torch.Tensor) -> None:
         """Send the hidden states of a batch on; returns at once after :meth:`reserve`."""
-        assert self._following is not None, "the last stage sends no hidden states"
+        assert self.following is not None, "the last stage sends no hidden states"
         self.reserve()
         buffer = self._sized(batch, self._free_sends)
         size = batch.num_tokens * self._row_bytes
-        buffer[:size].view(self._dtype).view(x_TD.shape).copy_(x_TD)
+        buffer[:size].view(self.dtype).view(x_TD.shape).copy_(x_TD)
         tail = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
         buffer[size:].copy_(tail.view(torch.uint8))
-        self._sends.add(buffer, self._following)
+        self._sends.add(buffer, self.following)
 
     def drain(self) -> None:
         """Wait for every send."""

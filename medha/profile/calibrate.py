@@ -131,16 +131,16 @@ def fit(
     model: ModelConfig,
     parallel: ParallelConfig,
     *,
-    num_layers: int,
+    stage: int,
     dtype_bytes: int,
-    has_head: bool = True,
     merges: Sequence[tuple[int, int, float]] = (),
 ) -> Coefficients:
     """Coefficients of the stage that was measured.
 
-    ``rows`` are steps on one group; ``num_layers``, ``has_head`` (it ends in the vocabulary projection) and
-    ``dtype_bytes`` (of a weight) are the stage's; ``merges`` are (tokens, groups, seconds) of shared steps.
+    ``rows`` are steps on one group; ``dtype_bytes`` is of a weight; ``merges`` are (tokens, groups, seconds) of shared
+    steps.
     """
+    num_layers = len(parallel.layers_of(stage, model.num_layers))
     chunk_rows = [row for row in rows if not row.step[0].is_decode]
     decode_rows = [row for row in rows if row.step[0].is_decode]
     host_s = statistics.median(row.time.host_s for row in rows if len(row.step) == 1)
@@ -156,7 +156,7 @@ def fit(
         linear=_curve([(sum(part.q_len for part in row.step), row.time.linear_s) for row in rows]),
         chunks=fit_chunks(q_len, kv, attention, tile=_TILE),
         decodes=fit_decodes(batch, mean_kv, beside),
-        head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if has_head else None,
+        head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if stage == parallel.spp - 1 else None,
         host_s=host_s,
         kvp=_kvp_link(merges, model, parallel, num_layers, dtype_bytes) if merges else None,
     )
@@ -277,9 +277,8 @@ def _fitted(
         role.engine.scheduler.predictor.coefficients.key,
         model,
         parallel,
-        num_layers=len(parallel.layers_of(stage, model.num_layers)),
+        stage=stage,
         dtype_bytes=role.runner.cache.k[0].dtype.itemsize,
-        has_head=stage == parallel.spp - 1,
         merges=[
             # the group that comes last waits for nobody
             (step[0].q_len, step[0].num_groups, min(times[i].merge_s for times in groups if i in times))

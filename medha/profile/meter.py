@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ from medha.worker.step_input import StepInput
 Mark = float | torch.cuda.Event
 
 
-@dataclass(frozen=True, slots=True)
-class StageTime:
+class StageTime(NamedTuple):
     """Seconds of one batch on one rank; they add up to its busy time."""
 
     attention_s: float  # attending over the keys that lie here
@@ -38,7 +37,7 @@ class StageTime:
     @property
     def busy_s(self) -> float:
         """Their sum."""
-        return float(sum(astuple(self)))
+        return sum(self)
 
 
 @dataclass(slots=True)
@@ -127,7 +126,7 @@ def gathered(ranks: Ranks, mine: Mapping[int, StageTime]) -> list[dict[int, Stag
     """What every rank measured, by rank, on rank 0, which waits for it; the others give theirs and get nothing."""
     store = ranks.job.store
     if ranks.rank != 0:
-        store.set(f"profile/{ranks.rank}", json.dumps([[batch_id, *astuple(one)] for batch_id, one in mine.items()]))
+        store.set(f"profile/{ranks.rank}", json.dumps([[batch_id, *one] for batch_id, one in mine.items()]))
         return []
     others = [json.loads(store.get(f"profile/{rank}")) for rank in range(1, ranks.config.world_size)]
     return [dict(mine), *({int(row[0]): StageTime(*row[1:]) for row in rows} for rows in others)]

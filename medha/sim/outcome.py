@@ -16,7 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,25 +37,14 @@ _FIRST_GAP_BIN = -6 * _GAP_BINS_PER_DECADE
 _GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_FIRST_GAP_BIN, 6 * _GAP_BINS_PER_DECADE)]
 
 
-@dataclass(slots=True)
 class Requests:
     """What became of each request of a trace, by its row; seconds of the virtual clock, NaN for what did not happen."""
 
-    first_scheduled_s: NDArray[np.float64]
-    first_token_s: NDArray[np.float64]
-    finish_s: NDArray[np.float64]
-    deadline_s: NDArray[np.float64]  # from arrival to when the first token was due, given or derived; inf for none
-    num_tokens: NDArray[np.int64]  # produced
-    num_preemptions: NDArray[np.int64]  # how often it gave up its KV memory
-    is_refused: NDArray[np.bool_]  # it never fits
-
-    @classmethod
-    def empty(cls, count: int) -> Requests:
-        """None has happened."""
-        first_scheduled_s, first_token_s, finish_s, deadline_s = np.full((4, count), np.nan)
-        num_tokens, num_preemptions = np.zeros((2, count), np.int64)
-        times = first_scheduled_s, first_token_s, finish_s, deadline_s
-        return cls(*times, num_tokens, num_preemptions, np.zeros(count, np.bool_))
+    def __init__(self, count: int) -> None:
+        self.first_scheduled_s, self.first_token_s, self.finish_s = np.full((3, count), np.nan)
+        self.deadline_s = np.full(count, np.nan)  # from arrival to when the first token was due; inf for none
+        self.num_tokens, self.num_preemptions = np.zeros((2, count), np.int64)  # produced; losses of its KV memory
+        self.is_refused = np.zeros(count, np.bool_)  # it never fits
 
 
 @dataclass(slots=True)
@@ -154,8 +143,7 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class System:
+class System(NamedTuple):
     """What one run simulates."""
 
     name: str  # of the scheduler, or of the policy where that tells more

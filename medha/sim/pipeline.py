@@ -9,15 +9,15 @@ say. Blocks that are swapped move beside the compute: a stage is busy with a bat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
 from medha.sched.memory import KVMemory
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One batch on one stage of one group, seconds of the virtual clock."""
 
     batch_id: int
@@ -28,8 +28,7 @@ class Segment:
     num_tokens: int  # query tokens of the batch, over all groups
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
+class Passage(NamedTuple):
     """A batch on its way."""
 
     first_end_s: float  # when stage 0 of group 0 is done with it; its start where the batch does not concern that
@@ -37,6 +36,7 @@ class Passage:
     busy_s: float  # seconds of the slowest stage
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """The stages of one replica, of which the groups are alike; ``on_segment`` is told of every batch on every stage.
 
@@ -47,19 +47,18 @@ class Pipeline:
     another stage of the group had some.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Predictor],
-        num_groups: int = 1,
-        on_segment: Callable[[Segment], None] | None = None,
-        *,
-        control_s: float = 0.0,
-        is_async: bool = False,
-    ) -> None:
-        self.stages, self.num_groups, self.on_segment = stages, num_groups, on_segment
-        self._control_s = control_s if len(stages) > 1 else 0.0
-        self._tokens_s: dict[int, float] | None = {} if is_async else None  # when each slot has its newest token
-        self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in range(num_groups)] for _ in range(3))
+    stages: Sequence[Predictor]
+    num_groups: int = 1
+    on_segment: Callable[[Segment], None] | None = None
+    _: KW_ONLY
+    control_s: float = 0.0
+    is_async: bool = False
+
+    def __post_init__(self) -> None:
+        stages, groups = self.stages, range(self.num_groups)
+        self._control_s = self.control_s if len(stages) > 1 else 0.0
+        self._tokens_s: dict[int, float] | None = {} if self.is_async else None  # when each slot has its newest token
+        self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in groups] for _ in range(3))
         key = stages[0].coefficients.key
         costs = [replace(predictor.coefficients, key=key) for predictor in stages]
         self._kinds = [costs.index(cost) for cost in costs]  # stages that cost the same are predicted once

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS
@@ -50,6 +50,7 @@ class _Round:
     num_tokens: int = 0  # how often it was scheduled again
 
 
+@dataclass(eq=False, repr=False)
 class Simulation:
     """One run of a trace, whose :attr:`outcome` is that of all requests once :meth:`run` has ended.
 
@@ -59,29 +60,26 @@ class Simulation:
     now and then how many more requests are closed.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        pipeline: Pipeline,
-        trace: Trace,
-        *,
-        stop_s: float | None = None,
-        driver_waits: bool = False,
-        skips: bool = True,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.pipeline = pipeline
-        self.trace = trace
-        self.requests = Requests.empty(len(trace))
-        self.outcome = Outcome(trace, self.requests, stage_busy_s=pipeline.busy_s, stage_bubble_s=pipeline.bubble_s)
+    scheduler: Scheduler
+    pipeline: Pipeline
+    trace: Trace
+    _: KW_ONLY
+    stop_s: float | None = None
+    driver_waits: bool = False
+    skips: bool = True
+    on_progress: Callable[[int], None] = lambda count: None
+
+    def __post_init__(self) -> None:
+        pipeline = self.pipeline
+        self.requests = Requests(len(self.trace))
+        self.outcome = Outcome(
+            self.trace, self.requests, stage_busy_s=pipeline.busy_s, stage_bubble_s=pipeline.bubble_s
+        )
         self.series, self.gaps = self.outcome.series, self.outcome.gaps
         self.now_s = 0.0
-        self._stop_s = math.inf if stop_s is None else stop_s
-        self._driver_waits = driver_waits
-        self._skips = skips and may_go_round(scheduler)
-        self._on_progress = on_progress or (lambda count: None)
-        self._arrivals = enumerate(trace.rows())
+        self._stop_s = math.inf if self.stop_s is None else self.stop_s
+        self._skips = self.skips and may_go_round(self.scheduler)
+        self._arrivals = enumerate(self.trace.rows())
         self._next = next(self._arrivals, None)
         self._live: dict[int, _Live] = {}
         self._free_slots: list[int] = []
@@ -132,7 +130,7 @@ class Simulation:
         if head.num_kv_tokens > self.scheduler.memory.max_request_tokens:
             self.requests.is_refused[index] = True
             self._free_slots.append(slot)
-            self._on_progress(1)
+            self.on_progress(1)
             return
         self.requests.deadline_s[index] = self.scheduler.add(head).deadline_s
         self._live[slot] = _Live(index, row.output_tokens)
@@ -154,7 +152,7 @@ class Simulation:
                     if math.isnan(self.requests.first_scheduled_s[index]):
                         self.requests.first_scheduled_s[index] = self.now_s
             self._in_flight.append((batch, passage))
-            if self._driver_waits:
+            if self.driver_waits:
                 self.now_s = max(self.now_s, passage.first_end_s)
 
     def _go_round(self) -> None:
@@ -177,8 +175,9 @@ class Simulation:
         go_round(self.scheduler, num_batches, predictions)
         self._in_flight = deque(zip(self.scheduler.in_flight, [r.passage for r in going], strict=True))
         for r in going:
-            if r.num_tokens:
-                self._note_tokens(r)
+            for live in r.lives if r.num_tokens else ():  # what its requests got while it went round
+                live.num_left -= r.num_tokens
+                live.last_token_s = r.last_token_s
 
     def _round(self, batch: Batch, passage: Passage) -> _Round:
         """A batch that goes round."""
@@ -212,7 +211,7 @@ class Simulation:
             raw_s = predictor.steady_decodes(count)(mean_kv, going.max_kv)
             going.predicted_s = max(raw_s * going.factor, MIN_SECONDS)
         going.passage = self.pipeline.send_decodes(count, mean_kv, going.max_kv, now_s)
-        if self._driver_waits:
+        if self.driver_waits:
             self.now_s = max(now_s, going.passage.first_end_s)
         return num_blocks + going.new_blocks[going.num_tokens % memory.block_size]
 
@@ -220,12 +219,6 @@ class Simulation:
         """Waits of requests that had their last tokens at these times."""
         for gap_s, count in Counter(self.now_s - last_s for last_s in last_tokens_s).items():
             self.gaps.add(gap_s, count)
-
-    def _note_tokens(self, going: _Round) -> None:
-        """What the requests of a batch got while it went round."""
-        for live in going.lives:
-            live.num_left -= going.num_tokens
-            live.last_token_s = going.last_token_s
 
     def _complete(self) -> None:
         batch, passage = self._in_flight.popleft()
@@ -251,7 +244,7 @@ class Simulation:
             self._note(self._live.pop(slot))
             self._free_slots.append(slot)
         if closed:
-            self._on_progress(len(closed))
+            self.on_progress(len(closed))
         memory = self.scheduler.memory
         share = memory.num_used / (memory.num_blocks * memory.num_groups)
         self.series.add(self.now_s, share)

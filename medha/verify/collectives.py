@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from statistics import median
 
@@ -39,18 +39,13 @@ def collective_rows(
     if ranks is None:
         yield not_run("collectives", "all of them", "one process sends nothing")
         return
-    if ranks.config.tp == 1:
-        yield not_run("tp", "all-reduce, all-gather", "tp=1")
-    else:
-        yield from crew.worst("tp", list(_tp_rows(ranks, device, dtype)))
-    if ranks.config.kvp == 1:
-        yield not_run("kvp", "merge over groups", "kvp=1")
-    else:
-        yield from _kvp_rows(ranks, crew, backend, device, dtype)
-    if ranks.config.spp == 1:
-        yield not_run("spp", "stage to stage", "spp=1")
-    else:
-        yield from crew.worst("spp", list(_spp_rows(ranks, device, dtype)))
+    axes: dict[str, tuple[str, Callable[[], Iterable[Row]]]] = {
+        "tp": ("all-reduce, all-gather", lambda: crew.worst("tp", list(_tp_rows(ranks, device, dtype)))),
+        "kvp": ("merge over groups", lambda: _kvp_rows(ranks, crew, backend, device, dtype)),
+        "spp": ("stage to stage", lambda: crew.worst("spp", list(_spp_rows(ranks, device, dtype)))),
+    }
+    for axis, (what, rows) in axes.items():
+        yield from rows() if getattr(ranks.config, axis) > 1 else [not_run(axis, what, f"{axis}=1")]
 
 
 def _tp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:

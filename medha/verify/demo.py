@@ -10,10 +10,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -39,11 +38,7 @@ _CODES = {"Ada": "31-plum", "Bruno": "58-fern", "Chen": "07-jade", "Divya": "92-
 _FACTS = "".join(f"The code of {name} is {code}.\n" for name, code in _CODES.items())
 
 
-Serve = Callable[[Engine, Display], list[RequestOutput]]
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A request of the demo and its right answer."""
 
     request_id: str
@@ -80,8 +75,11 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
     expected = {question.request_id: question.answer for question in asked}
     whole = long_prompt_tokens + 256
 
-    def act(opening: str, file: Path, serve: Serve, **options: Any) -> list[RequestOutput] | None:
-        """Build an engine, have it serve, and write what ran when; None on a rank without the engine."""
+    def act(
+        opening: str, file: Path, before: Sequence[RequestOutput] = (), **options: Any
+    ) -> list[RequestOutput] | None:
+        """Build an engine, have it serve what is asked, or was ``before``, and write what ran when; None on a rank
+        without the engine."""
         timeline, launch = Timeline(), read_launch()
         options |= layout_for(1 if launch is None else launch.world_size)
         with job_folder("demo") as folder:
@@ -96,7 +94,7 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
                 console.print(f"Layout: {layout}.")
             shown = Console(stderr=True) if live else None
             with Display(role.engine.prefills, lines=console, live=shown, num_requests=len(asked)) as display:
-                outputs = serve(role.engine, display)
+                outputs = _serve(role.engine, asked, before, display)
         role.close()
         if outputs is not None:
             timeline.write(file)
@@ -107,7 +105,6 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
             f"One document of {long_prompt_tokens:,} tokens with a fact hidden in it is read,\n"
             f"while {len(_CODES)} short questions arrive. Who is served follows from deadlines (LARS).",
             Path(name) / "lars.json",
-            lambda engine, display: _serve(engine, asked, display),
             scheduler="medha",
             policy="lars",
             quantum_s=0.25,
@@ -122,7 +119,7 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
             "The same arrivals again, first come first served and every prompt whole:\n"
             "the questions wait for the document.",
             Path(name) / "fcfs.json",
-            lambda engine, display: _serve_again(engine, lars or [], display),
+            lars or (),
             scheduler="orca",
             chunk_size=whole,
             max_batch_tokens=whole,
@@ -159,16 +156,15 @@ def comparison(
     fcfs: Sequence[RequestOutput], lars: Sequence[RequestOutput], expected: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Rows of the same requests, in the same order, under two schedulers, and how many times sooner with the second."""
-    ttfts = [(slow.metrics.ttft, fast.metrics.ttft) for slow, fast in zip(fcfs, lars, strict=True)]
     return [
         {
             "request": slow.request_id,
-            "ttft_fcfs_s": slow_s,
-            "ttft_lars_s": fast_s,
+            "ttft_fcfs_s": (slow_s := slow.metrics.ttft),
+            "ttft_lars_s": (fast_s := fast.metrics.ttft),
             "ratio": slow_s / fast_s if slow_s and fast_s else None,
             "answers": _verdict(expected, slow, fast),
         }
-        for slow, fast, (slow_s, fast_s) in zip(fcfs, lars, ttfts, strict=True)
+        for slow, fast in zip(fcfs, lars, strict=True)
     ]
 
 
@@ -189,10 +185,17 @@ def layout_for(world_size: int) -> dict[str, int]:
     return layouts[world_size]
 
 
-def _serve(engine: Engine, asked: list[Question], display: Display) -> list[RequestOutput]:
-    """Ask the first question at once and the others as the first one's prompt is read; outputs in order of arrival."""
+def _serve(
+    engine: Engine, asked: Sequence[Question], before: Sequence[RequestOutput], display: Display
+) -> list[RequestOutput]:
+    """Ask the first question at once and the others as the first one's prompt is read, or what was asked ``before`` at
+    the same times; shows pieces as they come, returns whole outputs in order of arrival."""
     first, *rest = asked
-    waiting = deque(rest)
+    waiting = deque(() if before else rest)
+    arrivals = [
+        Arrival(one.request_id, one.prompt or "", _PARAMS, arrival_s=one.metrics.arrival - before[0].metrics.arrival)
+        for one in before
+    ]
 
     def ask_what_is_due() -> None:
         display.refresh()
@@ -201,24 +204,10 @@ def _serve(engine: Engine, asked: list[Question], display: Display) -> list[Requ
             question = waiting.popleft()
             engine.add_request(question.request_id, question.prompt, _PARAMS)
 
-    return _collect(drive(engine, [Arrival(first.request_id, first.prompt, _PARAMS)], on_step=ask_what_is_due), display)
-
-
-def _serve_again(engine: Engine, served: Sequence[RequestOutput], display: Display) -> list[RequestOutput]:
-    """Ask what was asked before at the same times; outputs in order of arrival."""
-    start = served[0].metrics.arrival
-    arrivals = [
-        Arrival(output.request_id, output.prompt or "", _PARAMS, arrival_s=output.metrics.arrival - start)
-        for output in served
-    ]
-    return _collect(drive(engine, arrivals, on_step=display.refresh), display)
-
-
-def _collect(pieces: Iterable[RequestOutput], display: Display) -> list[RequestOutput]:
-    """Show pieces as they come; returns whole outputs in order of arrival."""
     joiner = Joiner()
     finished = []
-    for piece in pieces:
+    arrivals = arrivals or [Arrival(first.request_id, first.prompt, _PARAMS)]
+    for piece in drive(engine, arrivals, on_step=ask_what_is_due):
         display.update(piece)
         whole = joiner.add(piece)
         if whole is not None:

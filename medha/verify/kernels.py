@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from medha.attention.interface import AttentionBackend, AttentionRows
+from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
 from medha.attention.merge import merge_partials
 from medha.attention.reference import dense_attention, largest_error, lse_limit, out_limit
 from medha.verify.rows import Row, exact, held
@@ -60,13 +60,13 @@ def merge_rows(
     yield exact("merge", "empty shards, natural logarithm", _num_wrong_edges(backend, device, dtype))
 
 
-def random_qkv(num_keys: int, *, q_len: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensors:
+def random_qkv(num_keys: int, *, q_len: int, device: torch.device, dtype: torch.dtype) -> Tensors:
     """Queries that are the last of ``num_keys`` positions, and keys and values of all; the same numbers on every rank.
 
     Returns:
         (q_TNH, k_SKH, v_SKH) with 8 query heads and 2 KV heads of 64.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     q_TNH = 2 * torch.randn(q_len, 8, 64, generator=generator)
     k_SKH, v_SKH = (torch.randn(num_keys, 2, 64, generator=generator) for _ in range(2))
     return q_TNH.to(device, dtype), k_SKH.to(device, dtype), v_SKH.to(device, dtype)
@@ -95,9 +95,8 @@ def _attention_errors(
 ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """Of each segment the error of the output and its limit, and those of the log-sum-exp."""
     N, K, H = heads
-    cache = KVCache(
-        num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, num_kv_heads=K, head_dim=H, dtype=dtype, device=device
-    )
+    shape = LayerShape(N, K, H, dtype)
+    cache = KVCache(shape, num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, device=device)
     generator = torch.Generator(device=device).manual_seed(0)
     k_PKH, v_PKH = (pool.normal_(generator=generator) for pool in (cache.k[0], cache.v[0]))
     plan = AttentionRows.over(list(_SEGMENTS.values()), _BLOCK)

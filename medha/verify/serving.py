@@ -59,13 +59,6 @@ def random_llama(parallel: ParallelConfig, dtype: str) -> dict[str, Any]:
     )
 
 
-def prompt_lengths(kvp: int) -> tuple[int, ...]:
-    """Prompts in tokens: one that needs every group, two that grow in decode where there are groups, short ones."""
-    long = (kvp - 1) * _GROUP_TOKENS + 200 if kvp > 1 else 712
-    growing = (_GROUP_TOKENS - 8,) * 2 if kvp > 1 else ()
-    return (long, *growing, 130, 17, 1)
-
-
 def parity_rows(setting: Setting, folder: Path) -> Iterator[Row]:
     """Greedy tokens and log-probabilities of a random model, against the plain forward of the same weights.
 
@@ -75,30 +68,31 @@ def parity_rows(setting: Setting, folder: Path) -> Iterator[Row]:
         setting: with its dtype resolved.
         folder: checkpoint of :func:`random_llama`.
     """
-    lengths = prompt_lengths(setting.parallel.kvp)
-    prompts = [_random_prompt(length, seed) for seed, length in enumerate(lengths)]
-    config = _config(
-        setting,
-        folder,
-        max_model_len=max(lengths) + _NEW_TOKENS,
-        num_kv_blocks=6 * len(lengths),
-        chunk_size=128,
-        max_batch_tokens=192,
-        max_kv_per_group=_GROUP_TOKENS if setting.parallel.kvp > 1 else None,
-    )
+    kvp = setting.parallel.kvp
+    # one that needs every group, two that grow in decode where there are groups, short ones
+    grouped = ((kvp - 1) * _GROUP_TOKENS + 200, _GROUP_TOKENS - 8, _GROUP_TOKENS - 8)
+    lengths = (*(grouped if kvp > 1 else (712,)), 130, 17, 1)
+    ids = (torch.randint(0, 512, (n,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(lengths))
+    options = {
+        "max_model_len": max(lengths) + _NEW_TOKENS,
+        "num_kv_blocks": 6 * len(lengths),
+        "chunk_size": 128,
+        "max_batch_tokens": 192,
+        "max_kv_per_group": _GROUP_TOKENS if kvp > 1 else None,
+    }
     params = SamplingParams(
         temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True, logprobs=_NUM_LOGPROBS, output_kind="final_only"
     )
     what = f"{len(lengths)} requests of 1 to {max(lengths):,} tokens"
-    with joined(config) as role:
+    with joined(setting, folder, **options) as role:
         if role.engine is None:
             return
         growth = _watched_growth(role.engine)
-        outputs = answers(role.engine, [{"prompt_token_ids": prompt} for prompt in prompts], params)
+        outputs = answers(role.engine, [{"prompt_token_ids": prompt.tolist()} for prompt in ids], params)
         limit = LOGPROB_LIMIT[setting.dtype]
         shape = random_llama(setting.parallel, setting.dtype)
         yield from compared(outputs, shape, random_weights(shape, seed=0), what=what, limit=limit)
-        if setting.parallel.kvp > 1:
+        if kvp > 1:
             figure = ", ".join(f"{count} in {where}" for where, count in growth.items())
             verdict = PASS if all(growth.values()) else FAIL
             yield Row("parity", "growth to the next group", figure, "some in both", verdict)
@@ -171,18 +165,16 @@ def find_needle(
         return not_run("needle", what, str(error)), None
     max_model_len = num_tokens + _ANSWER_TOKENS
     chunk_size = _NEEDLE_CHUNK if num_tokens > _LONG_NEEDLE else 512
-    config = _config(
-        setting,
-        folder,
-        max_model_len=max_model_len,
-        num_kv_blocks=-(-max_model_len // (parallel.kvp * _BLOCK)),
-        scheduler="sarathi",  # chunks of one size, whatever they take
-        chunk_size=chunk_size,
-        max_batch_tokens=chunk_size,
-    )
+    options = {
+        "max_model_len": max_model_len,
+        "num_kv_blocks": -(-max_model_len // (parallel.kvp * _BLOCK)),
+        "scheduler": "sarathi",  # chunks of one size, whatever they take
+        "chunk_size": chunk_size,
+        "max_batch_tokens": chunk_size,
+    }
     haystack = make_haystack(num_tokens, depth=depth)
     row = Row("needle", what, "")  # of the other ranks
-    with joined(config) as role:
+    with joined(setting, folder, **options) as role:
         if role.engine is not None:
             params = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS, output_kind="final_only")
             output = answers(role.engine, [haystack.prompt], params, show)[0]
@@ -214,9 +206,11 @@ def memory_row(parallel: ParallelConfig, num_tokens: int, kv_bytes: Sequence[int
 
 
 @contextmanager
-def joined(config: EngineConfig) -> Iterator[RankHandle]:
-    """This rank's role; on the others than rank 0 it is followed to its end, and closed on all."""
-    role = build_role(config)
+def joined(setting: Setting, folder: Path, **options: Any) -> Iterator[RankHandle]:
+    """This rank's role in serving a model; on the others than rank 0 it is followed to its end, and closed on all."""
+    parallel = setting.parallel
+    options |= {"tp": parallel.tp, "spp": parallel.spp, "kvp": parallel.kvp, "device": setting.device}
+    role = build_role(EngineConfig.from_flat(str(folder), attention_backend=setting.attention_backend, **options))
     try:
         yield role
     except BaseException as error:
@@ -253,16 +247,3 @@ def _watched_growth(engine: Engine) -> dict[str, int]:
 
     engine.runner.submit = watching  # type: ignore[method-assign]
     return growth
-
-
-def _config(setting: Setting, folder: Path, **options: Any) -> EngineConfig:
-    parallel = setting.parallel
-    options |= {"tp": parallel.tp, "spp": parallel.spp, "kvp": parallel.kvp}
-    return EngineConfig.from_flat(
-        str(folder), device=setting.device, attention_backend=setting.attention_backend, **options
-    )
-
-
-def _random_prompt(length: int, seed: int) -> list[int]:
-    ids: list[int] = torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return ids

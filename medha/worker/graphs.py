@@ -14,15 +14,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from medha.attention.flashinfer_backend import FixedDecodes, FlashInferBackend
-from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.interface import AttentionRows
 from medha.attention.staging import packed_bytes, to_device
 from medha.batch import Batch
 from medha.errors import ConfigError
@@ -68,8 +67,7 @@ class CudaGraphs:
         return out, graph.replay
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
+class _Graph(NamedTuple):
     """A captured forward: logits or hidden states of each row, what fills them, and the attention to plan before."""
 
     out: torch.Tensor
@@ -89,9 +87,6 @@ class DecodeGraphs:
         self._model = model
         self._cache = cache
         self._backend = backend
-        config, num_kv_heads = model.config, cache.k[0].shape[1]
-        num_heads = config.num_heads * num_kv_heads // config.num_kv_heads
-        self._shape = LayerShape(num_heads, num_kv_heads, config.head_dim, cache.k[0].dtype)
         self._inv_freq = inv_freq
         self._most = most_decodes
         self._graphs: dict[int, _Graph] = {}
@@ -104,7 +99,7 @@ class DecodeGraphs:
         self._ids, self._positions, self._targets, self._slots, self._pages = sent
         hidden = (0 if self._model.has_embedding else self._most, self._model.config.hidden_size)
         self._greedy = torch.zeros_like(self._slots), torch.zeros_like(self._slots, dtype=torch.bool)
-        self._hidden = torch.zeros(hidden, dtype=self._shape.dtype, device=device)
+        self._hidden = torch.zeros(hidden, dtype=cache.shape.dtype, device=device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -144,7 +139,7 @@ class DecodeGraphs:
         logger.info("CUDA graphs of %s decodes, captured in %.1f s", listed, time.perf_counter() - begin_s)
 
     def _captured(self, maker: CudaGraphs, size: int) -> _Graph:
-        attention = FixedDecodes(self._backend, self._shape, size, self._pages, most_decodes=self._most)
+        attention = FixedDecodes(self._backend, self._cache.shape, size, self._pages, most_decodes=self._most)
         none = np.empty(0, np.int64)
         rows = AttentionRows.of(none, none, none.astype(bool), [], self._cache.block_size)
         self._fill(StepInput(Batch(0, ()), own=rows), size, attention)
@@ -185,17 +180,11 @@ class DecodeGraphs:
         assert step.own is not None, "decodes of one group"
         rows = step.own.filled_up(size, self._cache.num_blocks)
         ids = step.positions[:0] if step.token_ids is None else step.token_ids
-        arrays: list[npt.NDArray[Any]] = []
-        for ints, filler in (
-            (ids, 0),
-            (step.positions, 0),
-            (step.targets, self._cache.scratch_token),
-            (step.decode_slots, 0),
-        ):
-            whole = np.full(self._most, filler, np.int64)
-            whole[: len(ints)] = ints
-            arrays.append(whole)
-        to_device([*arrays, rows.pages], self._inputs.device, into=self._inputs)
+        whole = np.zeros((4, self._most), np.int64)
+        whole[2] = self._cache.scratch_token  # what fills the targets up
+        for row, ints in zip(whole, (ids, step.positions, step.targets, step.decode_slots), strict=True):
+            row[: len(ints)] = ints
+        to_device([*whole, rows.pages], self._inputs.device, into=self._inputs)
         attention.plan(rows)
 
     def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from medha.attention.interface import LayerShape
 from medha.errors import ConfigError
 
 
@@ -26,7 +27,8 @@ def new_pool(
 
 
 class KVCache:
-    """Pools of keys and values, ``k`` and ``v``: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
+    """Pools of keys and values, ``k`` and ``v``: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer,
+    of the heads of one rank (``shape``).
 
     On the CPU the system commits pages as they are first written. With ``has_scratch`` one more block lies behind the
     pool, which no table names: what rows that only fill a batch up read and write. ConfigError where the memory cannot
@@ -35,25 +37,23 @@ class KVCache:
 
     def __init__(
         self,
+        shape: LayerShape,
         *,
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device,
         has_scratch: bool = False,
     ) -> None:
+        self.shape = shape
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.has_scratch = has_scratch
-        shape = (num_blocks + has_scratch) * block_size, num_kv_heads, head_dim
+        whole = (num_blocks + has_scratch) * block_size, shape.num_kv_heads, shape.head_dim
         try:
-            self.k = [new_pool(shape, dtype, device) for _ in range(num_layers)]
-            self.v = [new_pool(shape, dtype, device) for _ in range(num_layers)]
+            self.k, self.v = ([new_pool(whole, shape.dtype, device) for _ in range(num_layers)] for _ in range(2))
         except RuntimeError as error:
-            token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+            token_bytes = 2 * num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
             raise ConfigError(
                 f"a KV pool of {num_blocks} blocks takes {num_blocks * block_size * token_bytes} bytes, and the system "
                 f"does not give them ({error}); accepted: fewer, with num_kv_blocks or kv_memory"

@@ -21,6 +21,7 @@ dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -49,43 +50,34 @@ _Ran = tuple[torch.Tensor, torch.Tensor, Greedy | None]
 of those rows, int64 [S] on the device; the likeliest tokens, where they are known."""
 
 
+@dataclass(eq=False, repr=False)
 class Runner:
     """Runs batches on one rank: all layers of the model, or one stage of a pipeline."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        cache: KVCache,
-        backend: AttentionBackend,
-        device: torch.device,
-        *,
-        pipe: StagePipe | None = None,
-        samples: bool = True,
-        group: int = 0,
-        merges: Mapping[tuple[int, int], Merge] | None = None,
-        host: HostCache | None = None,
-    ) -> None:
-        self.model = model  # the layers held here, loaded
-        self.cache = cache  # pools for them
-        self.backend = backend
-        self.device = device
-        self.pipe = pipe  # where hidden states come from and go to; None when the whole model is here
-        self.samples = samples  # whether this rank draws tokens; it must hold the head
-        self.group = group  # the KV-parallel one
-        self.merges = merges or {}  # by (first, last) group, for the KVP spans that this rank's belongs to
-        self.host = host  # where blocks are swapped to; None if they never are
+    model: Decoder  # the layers held here, loaded
+    cache: KVCache  # pools for them
+    backend: AttentionBackend
+    device: torch.device
+    _: KW_ONLY
+    pipe: StagePipe | None = None  # where hidden states come from and go to; None when the whole model is here
+    samples: bool = True  # whether this rank draws tokens; it must hold the head
+    group: int = 0  # the KV-parallel one
+    # by (first, last) group, for the KVP spans that this rank's belongs to
+    merges: Mapping[tuple[int, int], Merge] = field(default_factory=dict)
+    host: HostCache | None = None  # where blocks are swapped to; None if they never are
+
+    def __post_init__(self) -> None:
         self.recorder = Recorder()  # what ran when; where the device runs behind the host, when it was launched
-        self.slots = Slots(cache.block_size, group)
+        self.slots = Slots(self.cache.block_size, self.group)
         # of each slot, int64 on the device, where tokens are embedded
-        self.last_tokens = torch.zeros(64, dtype=torch.int64, device=device)
-        rope = model.config.rope
-        self._attention_factor = rope.attention_factor
-        self._inv_freq = inverse_frequencies(rope, model.config.head_dim).to(device)
+        self.last_tokens = torch.zeros(64, dtype=torch.int64, device=self.device)
+        self._rope = self.model.config.rope
+        self._inv_freq = inverse_frequencies(self._rope, self.model.config.head_dim).to(self.device)
         self._prompts: dict[int, npt.NDArray[np.int32]] = {}
         self._sampling: dict[int, SlotSampling] = {}
         self._drawn: dict[int, list[int]] = {}
         self.graphs: DecodeGraphs | None = None
-        self._submitted = InOrder(self._run_whole, at_once=device.type == "cuda")
+        self._submitted = InOrder(self._run_whole, at_once=self.device.type == "cuda")
         self._began: torch.cuda.Event | None = None  # when the device could begin with the present batch
 
     def capture(
@@ -273,7 +265,7 @@ class Runner:
         """Run the layers held here, one kernel after the other, each behind its own copies, if there are any."""
         sent = DeviceStep.of(step, self.device, with_pages=self.backend.reads_pages)
         attend = self._attention(step, sent, copies)
-        cos, sin = cos_sin(sent.positions, self._inv_freq, self._attention_factor)
+        cos, sin = cos_sin(sent.positions, self._inv_freq, self._rope.attention_factor)
         if self.model.has_embedding:
             ids_T = sent.token_ids.to(torch.int64)
             ids_T[sent.decode_tokens] = self.last_tokens[sent.decode_slots]

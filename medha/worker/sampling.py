@@ -77,19 +77,18 @@ class Sampled(NamedTuple):
     logprobs: tuple[tuple[int, float, int], ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
+class Drawing(NamedTuple):
     """Tokens drawn where the logits lie, on their way to the host."""
 
     tokens: torch.Tensor  # int64 [S], on the device of the logits
-    _ids_and_finite: torch.Tensor  # [2, S] on the host, once the device is done
-    _logprobs: _Logprobs | None
+    ids_and_finite: torch.Tensor  # [2, S] on the host, once the device is done
+    logprobs: _Logprobs | None
 
     def read(self) -> list[Sampled]:
         """The tokens; to be called when the device has done what it had to do by the time of :func:`draw`."""
-        tokens, finite = self._ids_and_finite.tolist()
+        tokens, finite = self.ids_and_finite.tolist()
         drawn = [Sampled(token, ok == 1) for token, ok in zip(tokens, finite, strict=True)]
-        for row, logprobs in () if self._logprobs is None else self._logprobs.read().items():
+        for row, logprobs in () if self.logprobs is None else self.logprobs.read().items():
             drawn[row] = drawn[row]._replace(logprobs=logprobs if drawn[row].finite else None)
         return drawn
 
@@ -310,8 +309,7 @@ def _note_(tokens_S: torch.Tensor, finite_S: torch.Tensor, slots: Sequence[SlotS
         torch._foreach_copy_(list(histories.values()), list(noted))
 
 
-@dataclass(frozen=True, slots=True)
-class _Logprobs:
+class _Logprobs(NamedTuple):
     """Log-probabilities on their way to the host, of the rows that want them."""
 
     rows: list[tuple[int, int]]  # their index, and how many of the likeliest each wants

@@ -46,25 +46,28 @@ class ModelShard:
     model: ModelConfig  # that is built: KV heads repeated where there are fewer than tensor-parallel ranks
     layers: range  # held here
     num_kv_heads: int  # held here
-    tp: int = 1
-    tp_rank: int = 0
+    tp: int
+    tp_rank: int
+    dtype: torch.dtype  # of weights and KV
 
     @classmethod
-    def at(cls, model: ModelConfig, parallel: ParallelConfig, rank: int) -> ModelShard:
+    def at(cls, model: ModelConfig, parallel: ParallelConfig, rank: int, dtype: torch.dtype) -> ModelShard:
         """What a global rank holds."""
         _, stage, tp_rank = parallel.coordinates(rank)
         tp = parallel.tp
         repeated = dataclasses.replace(model, num_kv_heads=max(tp, model.num_kv_heads)) if tp > 1 else model
         layers = parallel.layers_of(stage, model.num_layers)
-        return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, tp_rank)
+        return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, tp_rank, dtype)
 
-    def layer_shape(self, dtype: torch.dtype) -> LayerShape:
+    @property
+    def layer_shape(self) -> LayerShape:
         """The heads that this rank has of each layer."""
-        return LayerShape(self.model.num_heads // self.tp, self.num_kv_heads, self.model.head_dim, dtype)
+        return LayerShape(self.model.num_heads // self.tp, self.num_kv_heads, self.model.head_dim, self.dtype)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+    @property
+    def token_bytes(self) -> int:
         """Bytes of keys and values that a token leaves on this rank."""
-        return 2 * len(self.layers) * self.num_kv_heads * self.model.head_dim * dtype.itemsize
+        return 2 * len(self.layers) * self.num_kv_heads * self.model.head_dim * self.dtype.itemsize
 
     def index(self, name: str, parameter: torch.Tensor) -> tuple[slice, ...] | None:
         """Which slice of a checkpoint tensor this rank's parameter is; None for the whole."""
@@ -73,15 +76,16 @@ class ModelShard:
             return (slice(head * H, (head + 1) * H), *(slice(0, n) for n in parameter.shape[1:]))
         return local_slices(parameter)
 
-    def num_parameters(self) -> int:
-        """Parameters that this rank holds: those of its layers, its share of each that is split."""
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters that this rank holds: those of its layers, its share of each that is split."""
         total = 0
         for name, shape in expected_tensors(self.model, self.layers).items():
             module, _, kind = name.rpartition(".")
             split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
             is_split = split is not None and not (split == "row" and kind == "bias")
             total += torch.Size(shape).numel() // (self.tp if is_split else 1)
-        return total
+        return total * self.dtype.itemsize
 
 
 def build_runner(
@@ -93,18 +97,15 @@ def build_runner(
     *,
     num_blocks: int,
     num_swap_blocks: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> Runner:
     """Load this rank's part of the model, and put pools, host memory for so many blocks, and pipe around it."""
-    model = _load_model(config, shard, ranks, folder, dtype=dtype, device=device)
+    model = _load_model(config, shard, ranks, folder, device)
     cache = KVCache(
+        shard.layer_shape,
         num_layers=len(shard.layers),
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
-        num_kv_heads=shard.num_kv_heads,
-        head_dim=shard.model.head_dim,
-        dtype=dtype,
         device=device,
         has_scratch=wants_graphs(config, backend, device),
     )
@@ -118,7 +119,7 @@ def build_runner(
             previous=ranks.neighbour(-1),
             following=ranks.neighbour(1),
             dim=shard.model.hidden_size,
-            dtype=dtype,
+            dtype=shard.dtype,
             num_buffers=ranks.config.spp + 1,
         )
         merges = {run: Merge(group, 1 + run[1] - run[0]) for run, group in ranks.run_groups.items()}
@@ -127,17 +128,12 @@ def build_runner(
 
 
 def _load_model(
-    config: EngineConfig,
-    shard: ModelShard,
-    ranks: Ranks | None,
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: EngineConfig, shard: ModelShard, ranks: Ranks | None, folder: Path, device: torch.device
 ) -> Decoder:
     tp_ranks = ranks if ranks is not None and ranks.config.tp > 1 else None
-    shard_ = partial(parallelize_, mesh=tp_ranks.tp_mesh, plan=TP_PLAN) if tp_ranks else None
-    build = partial(build_decoder, shard.model, dtype=dtype, device=device, layers=shard.layers, parallelize_=shard_)
+    split = partial(parallelize_, mesh=tp_ranks.tp_mesh, plan=TP_PLAN) if tp_ranks else None
+    place: dict[str, Any] = {"dtype": shard.dtype, "device": device, "layers": shard.layers}
+    build = partial(build_decoder, shard.model, **place, parallelize_=split)
     if config.load_format == "dummy":
         model = build()
         fill_random_(model, seed=config.seed)
@@ -160,20 +156,17 @@ def _load_model(
     return model
 
 
-def num_kv_blocks(
-    config: EngineConfig, shard: ModelShard, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> int:
+def num_kv_blocks(config: EngineConfig, shard: ModelShard, device: torch.device, max_model_len: int) -> int:
     """KV blocks in the pool, from whichever size the configuration gives; sizes in bytes are a rank's own."""
     cache = config.cache
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = shard.kv_bytes_per_token(dtype) * cache.block_size
+    block_bytes = shard.token_bytes * cache.block_size
     if cache.memory_bytes is not None:
         memory, source = cache.memory_bytes, "kv_memory"
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        weights = shard.num_parameters() * dtype.itemsize
-        memory = int(free - total * (1 - cache.gpu_memory_utilization)) - weights
+        memory = int(free - total * (1 - cache.gpu_memory_utilization)) - shard.weight_bytes
         source = "gpu_memory_utilization"
     else:
         launch = read_launch()
@@ -188,10 +181,10 @@ def num_kv_blocks(
     return fitting if cache.memory_bytes is not None else min(fitting, useful)
 
 
-def num_swap_blocks(config: EngineConfig, shard: ModelShard, dtype: torch.dtype) -> int:
+def num_swap_blocks(config: EngineConfig, shard: ModelShard) -> int:
     """KV blocks that a rank's own part of host memory holds."""
     cache = config.cache
-    block_bytes = shard.kv_bytes_per_token(dtype) * cache.block_size
+    block_bytes = shard.token_bytes * cache.block_size
     if 0 < cache.swap_bytes < block_bytes:
         raise ConfigError(
             f"swap_space={cache.swap_bytes} bytes; accepted: 0, or at least a block of {cache.block_size} tokens, "

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,7 @@ T = TypeVar("T")
 _NO_PHASE = nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a batch produced."""
 
     rows: tuple[Row, ...]  # that sampled, in batch order
@@ -30,8 +28,7 @@ class StepResult:
     busy_s: float  # seconds of compute, waits excluded
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """A batch that was submitted; ``result`` waits for what it produced."""
 
     result: Callable[[], StepResult]

@@ -200,15 +200,9 @@ class DeviceStep:
         targets, kept = step.targets, step.kept
         if device.type == "cpu":
             pieces, targets, kept = _in_pieces(targets, kept)
-        arrays: list[npt.NDArray[Any]] = [
-            targets,
-            step.positions,
-            _NONE if step.token_ids is None else step.token_ids,
-            step.decode_tokens,
-            step.decode_slots,
-            step.drawn_tokens,
-            step.drawn_slots,
-        ]
+        ids = _NONE if step.token_ids is None else step.token_ids
+        rows = (step.decode_tokens, step.decode_slots, step.drawn_tokens, step.drawn_slots)
+        arrays: list[npt.NDArray[Any]] = [targets, step.positions, ids, *rows]
         parts = [part for part in (step.own, step.shared) if part is not None and with_pages]
         kept_parts = [] if kept is None else [kept]
         sent = iter(to_device([*kept_parts, *(part.pages for part in parts), *arrays], device))

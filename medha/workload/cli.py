@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from medha.cli.command import complain, make_app, start_logging
-from medha.cli.options import OutputJson
+from medha.cli.options import Group, OutputJson, but, takes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,24 +47,24 @@ Objective = Annotated[float | None, _load(help="Objective of requests without th
 _In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")]
 
+_DRAWN: Group = {
+    **{"qps": (Rate, None), "arrivals": (Arrivals, "poisson"), "burstiness": (Burstiness, 1.0)},
+    **{"num_requests": (Number, None), "duration": (Duration, None), "seed": (Seed, 0)},
+}
 _From = Annotated[str | None, typer.Option("--from", help=f"{FORMATS}; by default seen from the content.")]
 _SHOWN = 20  # faults that are printed
 _Skip = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
 
 
 @app.command()
+@takes(_DRAWN)
 def convert(
     source: _In,
     target: _Out,
-    qps: Rate = None,
-    arrivals: Arrivals = "poisson",
-    burstiness: Burstiness = 1.0,
-    num_requests: Number = None,
-    duration: Duration = None,
     from_zero: Annotated[bool, typer.Option("--from-zero", help="Shift the first arrival to 0.")] = False,
-    seed: Seed = 0,
     from_format: _From = None,
     skip_invalid: _Skip = False,
+    **given: Any,
 ) -> int:
     """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
     from medha.workload.io import write_trace
@@ -73,9 +72,8 @@ def convert(
 
     reading = _read(source, from_format, skip_invalid)
     if from_zero:
-        reading = replace(reading, trace=reading.trace.from_zero())
-    limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration}
-    trace = retimed(reading, arrivals, qps=qps, burstiness=burstiness, seed=seed, **limits)
+        reading = reading._replace(trace=reading.trace.from_zero())
+    trace = retimed(reading, given.pop("arrivals"), duration_s=given.pop("duration"), **given)
     write_trace(target, trace)
     _say_written(target, trace)
     return 0
@@ -100,30 +98,20 @@ def stats(source: _In, output_json: OutputJson = None, from_format: _From = None
 
 
 @app.command()
+@takes(but(_DRAWN, "arrivals"))
 def synth(
     target: _Out,
     lengths: Annotated[str, typer.Option(help=f"{LENGTHS}.")] = "medha-mix",
     arrivals: Annotated[str, typer.Option(help=f"{PROCESSES}, or trace:FILE.")] = "poisson",
-    qps: Rate = None,
-    burstiness: Burstiness = 1.0,
-    num_requests: Number = None,
-    duration: Duration = None,
-    seed: Seed = 0,
+    **given: Any,
 ) -> int:
     """Generate a trace."""
     from medha.workload.io import write_trace
     from medha.workload.synth import synthesize
 
     kind, _, name = arrivals.partition(":")
-    trace = synthesize(
-        lengths,
-        _read(Path(name)).trace if kind == "trace" and name else arrivals,
-        qps=qps,
-        burstiness=burstiness,
-        num_requests=num_requests,
-        duration_s=duration,
-        seed=seed,
-    )
+    process = _read(Path(name)).trace if kind == "trace" and name else arrivals
+    trace = synthesize(lengths, process, duration_s=given.pop("duration"), **given)
     write_trace(target, trace)
     _say_written(target, trace)
     return 0

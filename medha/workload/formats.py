@@ -28,9 +28,8 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from medha.errors import ValidationError
 from medha.params import PRIORITIES, SLO, check_priority
@@ -51,8 +50,7 @@ class RowError(ValueError):
     """What is wrong with one request; the reader adds file and line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """One format."""
 
     name: str  # as ``--from`` spells it

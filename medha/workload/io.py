@@ -12,10 +12,9 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -31,8 +30,7 @@ _HEAD_BYTES = 1 << 16
 OnFault = Callable[[TraceFormatError], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """What a file held."""
 
     trace: Trace  # sorted by arrival

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -174,8 +174,7 @@ class Outcome:
         return self.start_s + self.e2el_s
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(NamedTuple):
     """A load that is done."""
 
     outcomes: tuple[Outcome, ...]  # of the load, in the order of its arrivals

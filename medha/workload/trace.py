@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +26,6 @@ _DTYPES: tuple[Any, ...] = (
     *(np.float64, np.int64, np.int64, np.dtypes.StringDType(), np.object_),
     *(np.float64, np.float64, np.int8, np.dtypes.StringDType()),
 )
-COLUMNS = (
-    *("arrival_s", "prompt_tokens", "output_tokens", "request_ids"),
-    *("prefix_hashes", "ttft_slo_s", "tpot_slo_s", "priority", "tenant"),
-)
-"""Of a trace, in the order of the fields of a :class:`Row`."""
 
 
 class TraceFormatError(ConfigError):
@@ -147,6 +142,10 @@ class Trace:
     def with_arrivals(self, arrival_s: NDArray[np.float64]) -> Trace:
         """The same requests at other times (seconds, non-decreasing)."""
         return replace(self, arrival_s=arrival_s)
+
+
+COLUMNS = tuple(field.name for field in fields(Trace))
+"""Of a trace, in the order of the fields of a :class:`Row`."""
 
 
 def _given(value: float | None) -> float | None:

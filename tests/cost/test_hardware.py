@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -223,8 +224,8 @@ TIED = replace(LLAMA_8B, tie_word_embeddings=True, qk_norm=True, o_bias=True, qk
 def test_weights_are_those_that_the_engine_loads(model: ModelConfig, degrees: tuple[int, int]) -> None:
     parallel = ParallelConfig(*degrees)
     for stage in range(parallel.spp):
-        part = ModelShard.at(model, parallel, parallel.rank_of(stage=stage, tp_rank=0))
-        assert weights_bytes(model, parallel, stage) == 2 * part.num_parameters()
+        part = ModelShard.at(model, parallel, parallel.rank_of(stage=stage, tp_rank=0), torch.bfloat16)
+        assert weights_bytes(model, parallel, stage) == part.weight_bytes
         assert kv_bytes_per_token(model, parallel, stage) == 4 * len(part.layers) * part.num_kv_heads * model.head_dim
 
 

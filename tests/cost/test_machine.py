@@ -236,7 +236,7 @@ def stage_time(step: Step) -> StageTime:
 
 def test_a_stage_of_the_predictors_form_is_found_again() -> None:
     steps = [step for family in families(Effort(), max_kv=65536, num_groups=1, block_size=64) for step in family]
-    found = fit([Measured(step, stage_time(step)) for step in steps], KEY, MODEL, ParallelConfig(), num_layers=4,
+    found = fit([Measured(step, stage_time(step)) for step in steps], KEY, MODEL, ParallelConfig(), stage=0,
                 dtype_bytes=4)  # fmt: skip
     predictor = Predictor(found)
     for step in (*steps, chunk(448, 30000), chunk(1024, 900000), decodes(24, 10000), decodes(3, 500000)):
@@ -251,7 +251,7 @@ def test_a_stage_of_the_predictors_form_is_found_again() -> None:
 def test_the_slowest_stage_is_the_one_that_counts() -> None:
     steps = {0: chunk(16, 0), 1: decodes(2, 64)}
     fast = {number: stage_time(step) for number, step in steps.items()}
-    slow = {number: dataclasses.replace(time, linear_s=2 * time.linear_s) for number, time in fast.items()}
+    slow = {number: time._replace(linear_s=2 * time.linear_s) for number, time in fast.items()}
     stage, rows = slowest_stage([fast, slow, fast], steps)
     assert stage == 1
     assert [row.time for row in rows] == [slow[0], slow[1]]

@@ -24,7 +24,7 @@ import medha.engine.distributed
 import medha.parallel.control
 import medha.parallel.kvp
 import medha.worker.runner
-from medha.attention.interface import AttentionRows
+from medha.attention.interface import AttentionRows, LayerShape
 from medha.batch import Batch
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.engine.distributed import Caller, DrivingRunner, Follower, ReportLine
@@ -232,15 +232,8 @@ def num_blocks_of(workload: Workload, num_groups: int) -> int:
 
 def toy_runner(layers: range, *, num_blocks: int, tp: int, tp_rank: int, all_reduce: Any, **place: Any) -> Runner:
     """Some layers; ``place`` is what :class:`Runner` takes by name."""
-    cache = KVCache(
-        num_layers=len(layers),
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=1,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    shape, size = LayerShape(1, 1, DIM, torch.float32), {"num_layers": len(layers), "num_blocks": num_blocks}
+    cache = KVCache(shape, **size, block_size=BLOCK_SIZE, device=torch.device("cpu"))
     model: Any = ToyModel(layers, tp, tp_rank, all_reduce)
     return Runner(model, cache, ToyAttention(), torch.device("cpu"), **place)
 

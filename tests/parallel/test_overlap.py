@@ -4,7 +4,6 @@ Judged from what each rank recorded. No threshold in seconds: the machine may be
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[R
                 role.engine.step()
             timeline.collect()
             known = sum(len(stages[0].batches) for stages in taken)
-            taken.append([replace(one, batches=one.batches[known:]) for _, one in sorted(timeline._ranks.items())])
+            taken.append([one._replace(batches=one.batches[known:]) for _, one in sorted(timeline._ranks.items())])
         timeline.write(Path(trace))
     role.close()
     return taken

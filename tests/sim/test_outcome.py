@@ -30,7 +30,8 @@ def outcome() -> Outcome:
         np.array([3, 1, 5, 4, 10]),
         tpot_slo_s=np.array([0.5, NAN, 0.5, NAN, NAN]),
     )
-    requests = Requests(
+    requests = Requests(5)
+    vars(requests).update(
         first_scheduled_s=np.array([10.0, 11.5, 12.0, 19.0, NAN]),
         first_token_s=np.array([10.5, 12.0, 12.5, 20.0, NAN]),
         finish_s=np.array([11.5, 12.0, 18.5, NAN, NAN]),

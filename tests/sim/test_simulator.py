@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def run(replica: Replica, trace: Trace, *, skips: bool = True, stop_s: float | N
 
 def columns(requests: Requests) -> dict[str, list[float]]:
     """All columns of an outcome, as they compare bit by bit; NaN is None."""
-    found = {field.name: getattr(requests, field.name).tolist() for field in fields(requests)}
+    found = {name: column.tolist() for name, column in vars(requests).items()}
     return {name: [None if value != value else value for value in values] for name, values in found.items()}
 
 

@@ -3,7 +3,6 @@
 import io
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -70,7 +69,7 @@ def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(
 def test_a_wrong_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     right = demo.questions(1024)
-    monkeypatch.setattr(demo, "questions", lambda _: [replace(right[0], answer=" 1234-amber."), *right[1:]])
+    monkeypatch.setattr(demo, "questions", lambda _: [right[0]._replace(answer=" 1234-amber."), *right[1:]])
     assert demo.run_demo(long_prompt_tokens=1024, console=Console(file=out), live=False) == 3
     assert "wrong" in out.getvalue()
     assert out.getvalue().endswith("5 of 6 answers right.\n")

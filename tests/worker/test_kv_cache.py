@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from medha.attention.interface import LayerShape
 from medha.worker.kv_cache import KVCache
 
 
@@ -10,7 +11,7 @@ def make_cache(
     num_blocks: int = 12, block_size: int = 4, *, num_layers: int = 2, dtype: torch.dtype = torch.float32
 ) -> KVCache:
     shape = {"num_layers": num_layers, "num_blocks": num_blocks, "block_size": block_size}
-    return KVCache(**shape, num_kv_heads=2, head_dim=8, dtype=dtype, device=torch.device("cpu"))
+    return KVCache(LayerShape(2, 2, 8, dtype), **shape, device=torch.device("cpu"))
 
 
 def test_pools_have_the_logical_shape_and_heads_outermost_on_the_cpu() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from medha.attention.flashinfer_backend import paged
+from medha.attention.interface import LayerShape
 from medha.batch import Batch, Extent, Row
 from medha.worker.kv_cache import KVCache
 from medha.worker.step_input import DeviceStep, Slots
@@ -25,10 +26,8 @@ FAR = 2**32 // BLOCK_ELEMENTS + 77
 def make_cache(*, head_major: bool) -> KVCache:
     """A pool of 4.3 billion elements each for keys and values, laid out as on the CPU or as on CUDA."""
     try:
-        cache = KVCache(
-            num_layers=1, num_blocks=FAR + 2, block_size=BLOCK, num_kv_heads=HEADS, head_dim=DIM,
-            dtype=torch.float16, device=CPU,
-        )  # fmt: skip
+        shape = LayerShape(HEADS, HEADS, DIM, torch.float16)
+        cache = KVCache(shape, num_layers=1, num_blocks=FAR + 2, block_size=BLOCK, device=CPU)
     except Exception as error:  # the system may promise no more memory than it has
         pytest.skip(f"no address space for the pools: {error}")
     if not head_major:

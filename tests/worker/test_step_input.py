@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 import torch
 
-from medha.attention.interface import AttentionRows
+from medha.attention.interface import AttentionRows, LayerShape
 from medha.batch import Batch, Extent, Row, append_extent
 from medha.worker.kv_cache import KVCache
 from medha.worker.step_input import DeviceStep, Slots, StepInput
@@ -155,8 +155,8 @@ def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: di
 def test_what_is_written_at_a_position_is_read_back_at_it(seed: int, stream: Callable[[], CopyStream]) -> None:
     plans = Plans(random.Random(seed))
     slots = [Slots(BLOCK, group) for group in range(GROUPS)]
-    shape = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": BLOCK, "num_kv_heads": 1, "head_dim": 1}
-    caches = [KVCache(**shape, dtype=torch.float32, device=CPU) for _ in range(GROUPS)]
+    shape = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": BLOCK}
+    caches = [KVCache(LayerShape(1, 1, 1, torch.float32), **shape, device=CPU) for _ in range(GROUPS)]
     hosts = [HostCache(cache, NUM_BLOCKS, stream()) for cache in caches]
     for batch_id in range(30):
         batch = plans.batch(batch_id)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from medha.attention.interface import LayerShape
 from medha.batch import Batch
 from medha.config import EngineConfig
 from medha.engine.engine import Engine
@@ -217,9 +218,8 @@ def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
     from medha.worker.swap import CudaCopyStream
 
     device = torch.device("cuda")
-    cache = KVCache(
-        num_layers=4, num_blocks=64, block_size=256, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=device
-    )
+    shape = LayerShape(8, 8, 128, torch.bfloat16)
+    cache = KVCache(shape, num_layers=4, num_blocks=64, block_size=256, device=device)
     host = HostCache(cache, 32, CudaCopyStream(device))
     assert all(pool.is_pinned() for pool in (*host.k, *host.v))
     pools = (*cache.k, *cache.v)
