@@ -10,7 +10,7 @@ import medha
 from medha.cli.command import make_app, run_app
 from medha.cli.report import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
-from tests.commands import Command, without_torch
+from tests.commands import Command, run_python, without_torch
 
 
 @pytest.mark.parametrize("arguments", [[], ["-v"], ["generate", "-h"], ["env", "--help"]])
@@ -23,7 +23,7 @@ def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
 def test_help_breaks_its_lines_at_the_width_alone(command: Command) -> None:
     text = " ".join(command("bench", "serve", "--help").out.split("╭")[0].split())
     assert "ITL: gap between successive tokens. E2EL: arrival to last token." in text
-    done = without_torch("bench", "serve", "--help")
+    done = run_python("-m", "medha", "bench", "serve", "--help", COLUMNS="80")
     paragraph = done.stdout.split("TTFT: arrival")[1].split("\n \n")[0].split("╭")[0].rstrip().splitlines()
     assert all(len(line.rstrip()) > 60 for line in paragraph[1:-1])
 
