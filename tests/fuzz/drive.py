@@ -4,7 +4,6 @@ import logging
 import random
 import re
 import traceback
-from dataclasses import replace
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ class _Timed:
         def result() -> StepResult:
             done: StepResult = pending.result()
             self.now_s += busy_s
-            return replace(done, busy_s=busy_s)
+            return done._replace(busy_s=busy_s)
 
         return PendingStep(result)
 

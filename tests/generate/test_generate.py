@@ -456,8 +456,8 @@ def test_a_dead_engine_leaves_each_a_line(run: Command, tmp_path: Path, monkeypa
     assert done.err.endswith("error: EngineDeadError: a step failed: RuntimeError: the device fell off\n")
     assert done.err.count("Traceback") == 1
     ends = {row["id"]: (row["finish_reason"], row["text"], row["error"] and row["error"]["type"]) for row in done.rows}
-    reason, text, error = ends.pop("a")  # it may have come a batch later
-    assert (reason, error) == ("error", "EngineDeadError") and text in (" 3", " 31")
+    reason, text, error = ends.pop("a")  # it may have come some batches later
+    assert (reason, error) == ("error", "EngineDeadError") and " 31".startswith(text)
     assert ends == {"short": ("length", " 3", None), "late": ("error", None, "EngineDeadError")}
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     counters = {event["name"] for event in events if event["ph"] == "C"}
