@@ -118,6 +118,7 @@ def serve(
         until_s = time.monotonic() + shutdown_timeout
         service.run(lambda: not front.num_open.total() or time.monotonic() > until_s)
         service.cut()
+        service.run(lambda: not service.engine.has_unfinished)  # what is in flight, on every rank
     role.close()
     return 0
 

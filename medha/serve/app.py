@@ -7,19 +7,14 @@ server-sent events. Whoever leaves aborts what was asked for.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
-import itertools
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,6 +32,7 @@ from medha.outputs import RequestOutput
 from medha.serve.body import LARGE_BODY
 from medha.serve.keys import Key, Keys
 from medha.serve.metrics import Metrics
+from medha.serve.page import EVENTS_S, Snapshots, page
 from medha.serve.protocol import ApiError, Asked, Chunks, Json, api_error, read_asked, stopped, whole_answer
 from medha.serve.service import Answer, Service
 
@@ -48,12 +44,9 @@ _READER_S = 300.0  # for which a reader may take nothing
 _SLOWEST_BYTES_S = 1e6  # of a body
 _BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
-_EVENTS_S = 0.25
-_MOST_SHOWN = 256  # requests of the page
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}'; connect-src 'self'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +70,7 @@ class Front:
         self._limits = limits
         self._metrics = metrics
         self._num_bytes = 0  # of bodies that are being read
-        self._numbers: dict[str, int] = {}  # of requests that the page shows
-        self._count = itertools.count(1)
-        self._shown = (-math.inf, b"")  # when the page's data was made
+        self._snapshots = Snapshots(service.engine, models[0])
         service.on_end = metrics.ended
         get, post = partial(self._route, "GET"), partial(self._route, "POST")
         self.app = Starlette(
@@ -94,7 +85,7 @@ class Front:
                 get("/metrics", lambda request, key: Response(metrics.text(), media_type="text/plain; version=0.0.4")),
                 get("/health", self._health),
                 get("/ready", self._ready),
-                get("/events", self._events),
+                get("/events", lambda request, key: Events(self._events())),
                 get("/", _page),
             ],
             exception_handlers={404: _not_found, 405: _not_allowed},
@@ -310,51 +301,11 @@ class Front:
             return _json({"status": "draining" if self.service.dead is None else "dead"}, 503)
         return _json({"status": "ready"})
 
-    async def _events(self, request: HttpRequest, key: Key) -> Response:
-        return Events(self._snapshots())
-
-    async def _snapshots(self) -> AsyncIterator[bytes]:
-        """What the page draws, some times a second: lengths and times, nobody's text or name."""
+    async def _events(self) -> AsyncIterator[bytes]:
+        """What the page draws, some times a second."""
         while not self.service.is_draining and self.service.dead is None:
-            now_s = self.service.engine.now()
-            if now_s - self._shown[0] >= _EVENTS_S:  # the same for all who look
-                self._shown = now_s, _event(self.snapshot())
-            yield self._shown[1]
-            await asyncio.sleep(_EVENTS_S)
-
-    def snapshot(self) -> Json:
-        """The unfinished requests and the memory as they are now."""
-        engine = self.service.engine
-        memory, now_s, rows = engine.scheduler.memory, engine.now(), []
-        requests = engine.requests()
-        names = {request.request_id for request in requests}
-        self._numbers = {name: number for name, number in self._numbers.items() if name in names}
-        for request in requests[:_MOST_SHOWN]:
-            if not request.completions:
-                continue
-            one = request.first
-            if request.request_id not in self._numbers:
-                self._numbers[request.request_id] = next(self._count)
-            deadline_s = one.metrics.deadline_s
-            left_s = engine.scheduler.prefill_left_s(one.num_computed_tokens, len(request.prompt_ids))
-            state = "answering" if one.token_ids else "waiting" if one.metrics.first_scheduled is None else "reading"
-            slack_s = None if deadline_s is None or one.token_ids else one.metrics.arrival + deadline_s - now_s - left_s
-            rows.append(
-                {
-                    "number": self._numbers[request.request_id],
-                    "state": state,
-                    "priority": request.priority,
-                    "prompt_tokens": len(request.prompt_ids),
-                    "computed_tokens": one.num_computed_tokens,
-                    "output_tokens": sum(len(each.token_ids) for each in request.completions),
-                    "arrival_s": one.metrics.arrival,
-                    "first_scheduled_s": one.metrics.first_scheduled,
-                    "first_token_s": one.metrics.first_token,
-                    "slack_s": slack_s,
-                }
-            )
-        kv = [pool.num_used / memory.num_blocks for pool in memory.pools]
-        return {"model": self.models[0], "now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": kv}
+            yield b"data: " + self._snapshots.event() + b"\n\n"
+            await asyncio.sleep(EVENTS_S)
 
 
 class Events(StreamingResponse):
@@ -408,12 +359,8 @@ def _json(value: Json, status: int = 200, headers: dict[str, str] | None = None)
 
 
 def _page(request: HttpRequest, key: Key) -> Response:
-    """The status page; its policy lets its own script run and no other."""
-    page = Path(__file__).with_name("page.html").read_bytes()
-    script = page.partition(b"<script>")[2].partition(b"</script>")[0]
-    policy = _PAGE_POLICY.format(base64.b64encode(hashlib.sha256(script).digest()).decode())
-    headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
-    return Response(page, headers=headers, media_type="text/html")
+    content, headers = page()
+    return Response(content, headers=headers, media_type="text/html")
 
 
 async def _not_found(request: HttpRequest, error: Exception) -> Response:

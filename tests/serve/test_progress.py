@@ -87,6 +87,6 @@ def test_the_page_is_fed_without_names_and_text(start: Start, bytes_model: Model
     connection.close()
     now = json.loads(line.removeprefix(b"data: "))
     (row,) = now["requests"]
-    assert (row["number"], row["state"], row["prompt_tokens"], row["computed_tokens"]) == (1, "answering", 300, 300)
+    assert (row["number"], row["state"], row["prompt_tokens"], row["computed_tokens"]) == (0, "answering", 300, 300)
     assert 0 < now["kv"][0] <= 1 and "cmpl" not in line.decode()
     events.close()  # type: ignore[attr-defined]

@@ -1,0 +1,65 @@
+"""The status page and what it draws: lengths and times of the unfinished requests, nobody's text or name."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from medha.engine.engine import Engine
+from medha.engine.request import Request
+
+EVENTS_S = 0.25
+"""Between two events."""
+
+_MOST_SHOWN = 256  # requests
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}'; connect-src 'self'"
+
+
+def page() -> tuple[bytes, dict[str, str]]:
+    """The page and its headers, by which its own script runs and no other."""
+    found = Path(__file__).with_name("page.html").read_bytes()
+    script = found.partition(b"<script>")[2].partition(b"</script>")[0]
+    policy = _POLICY.format(base64.b64encode(hashlib.sha256(script).digest()).decode())
+    return found, {"content-security-policy": policy, "x-content-type-options": "nosniff"}
+
+
+class Snapshots:
+    """What the page draws of an engine, made once for all who look."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+        self._made_s, self._last = -math.inf, b""
+
+    def event(self) -> bytes:
+        """The unfinished requests and the memory as they are now, as JSON."""
+        engine, now_s = self._engine, self._engine.now()
+        if now_s - self._made_s >= EVENTS_S:
+            requests, memory = engine.requests(), engine.scheduler.memory
+            rows = [self._row(one, now_s) for one in requests[:_MOST_SHOWN] if one.completions]
+            kv = [pool.num_used / memory.num_blocks for pool in memory.pools]
+            now = {"model": self._model, "now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": kv}
+            self._made_s, self._last = now_s, msgspec.json.encode(now)
+        return self._last
+
+    def _row(self, request: Request, now_s: float) -> dict[str, Any]:
+        one, metrics = request.first, request.first.metrics
+        left_s = self._engine.scheduler.prefill_left_s(one.num_computed_tokens, len(request.prompt_ids))
+        slack_s = None if metrics.deadline_s is None else metrics.arrival + metrics.deadline_s - now_s - left_s
+        return {
+            "number": one.slot,
+            "state": "answering" if one.token_ids else "waiting" if metrics.first_scheduled is None else "reading",
+            "priority": request.priority,
+            "prompt_tokens": len(request.prompt_ids),
+            "computed_tokens": one.num_computed_tokens,
+            "output_tokens": sum(len(each.token_ids) for each in request.completions),
+            "arrival_s": metrics.arrival,
+            "first_scheduled_s": metrics.first_scheduled,
+            "first_token_s": metrics.first_token,
+            "slack_s": None if one.token_ids else slack_s,
+        }
