@@ -21,6 +21,7 @@ from functools import cache
 
 import numpy as np
 
+from medha.config import SchedulerConfig
 from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor
 
@@ -32,6 +33,7 @@ _EXACT_CHUNKS, _EXACT_POINTS = 128, 640
 _RISE, _BEND, _PROBES = 0.01, 0.0025, (0.5, 0.23, 0.79)
 _NUM_POINTS, _MAX_POINTS, _REFINEMENTS = 320, 800, 8
 _NEARLY = 0.85  # of full speed
+_SHORT_PROMPT = 256  # tokens
 _JUMP = 0.05  # of the logarithm of a token's seconds between two points, above which a point is put between them
 
 
@@ -94,6 +96,21 @@ def efficient_chunk(predictor: Predictor, max_tokens: int, least: int) -> ChunkR
         return chunk_at(kv_before >> low_bits << low_bits)
 
     return chunk
+
+
+def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, ChunkRule]:
+    """Seconds of a batch that no TPOT objective bounds, and the least tokens of a chunk for which it may take longer.
+
+    Where no quantum is set it follows from the machine: the time of a short prompt alone, or of the least chunk that is
+    read at nearly full speed if that takes longer; behind a long context too no chunk is read more slowly.
+    """
+    most, least = config.max_batch_tokens, min(config.min_chunk, config.max_batch_tokens, predictor.max_tokens)
+    budget_s = config.t_target_s or config.quantum_s
+    if budget_s is not None:
+        return budget_s, lambda kv_before: least
+    efficient = efficient_chunk(predictor, most, least)
+    size = efficient_chunk(predictor, most, min(_SHORT_PROMPT, most))(0)
+    return predictor.uncorrected().tick().with_chunk(size, 0), efficient
 
 
 @dataclass(frozen=True)

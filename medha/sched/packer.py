@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor, Tick
-from medha.cost.prefill_time import ChunkRule, efficient_chunk
+from medha.cost.prefill_time import chunk_rules
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
@@ -52,7 +52,6 @@ from medha.sched.queue import Queue, State
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
-_SHORT_PROMPT = 256  # tokens
 _MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it: fewer and larger chunks
 
 
@@ -393,18 +392,3 @@ class MedhaPacker(Packer):
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
-
-
-def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, ChunkRule]:
-    """Seconds of a batch that no TPOT objective bounds, and the least tokens of a chunk for which it may take longer.
-
-    Where no quantum is set it follows from the machine: the time of a short prompt alone, or of the least chunk that is
-    read at nearly full speed if that takes longer; behind a long context too no chunk is read more slowly.
-    """
-    most, least = config.max_batch_tokens, min(config.min_chunk, config.max_batch_tokens, predictor.max_tokens)
-    budget_s = config.t_target_s or config.quantum_s
-    if budget_s is not None:
-        return budget_s, lambda kv_before: least
-    efficient = efficient_chunk(predictor, most, least)
-    size = efficient_chunk(predictor, most, min(_SHORT_PROMPT, most))(0)
-    return predictor.uncorrected().tick().with_chunk(size, 0), efficient

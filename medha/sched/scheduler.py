@@ -16,13 +16,13 @@ from dataclasses import replace
 from medha.batch import Batch
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run, Work
-from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
+from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
 from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
 from medha.sched.batch_builder import BatchBuilder
 from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.packer import MedhaPacker, chunk_rules
+from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue
 

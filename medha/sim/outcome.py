@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.cost.predictor import slowest_of
-from medha.cost.prefill_time import budgeted_chunk
-from medha.sched.packer import chunk_rules
+from medha.cost.prefill_time import budgeted_chunk, chunk_rules
 from medha.sim.replica import Replica
 from medha.workload.metrics import Floats, Times, by_length, counted, percentile, serving_fields
 from medha.workload.trace import Trace

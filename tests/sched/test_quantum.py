@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from medha.config import SchedulerConfig
+from medha.cost.prefill_time import chunk_rules
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
-from medha.sched.packer import chunk_rules
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import make_predictor
 
