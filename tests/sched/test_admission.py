@@ -80,6 +80,12 @@ def test_the_wait_so_far_and_what_is_in_flight_count() -> None:
     in_flight_s = prediction.seconds
     assert in_flight_s > 0.1
     assert late_s(scheduler, late, 2.9) == pytest.approx(0.9 + in_flight_s + needed_s)
+    with pytest.raises(DeadlineError) as caught:
+        scheduler.add(late, 2.9)
+    assert caught.value.wait_s == pytest.approx(in_flight_s - 0.1)  # then the like of it would be in time
+    with pytest.raises(DeadlineError) as caught:
+        scheduler.add(request(ttft_s=0.9 * needed_s), 2.9)
+    assert caught.value.wait_s is None  # the like of it never would
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -7,15 +7,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from medha.config import EngineConfig
 from medha.serve.app import Limits
 from medha.serve.head import TimedProtocol
 from medha.serve.keys import Key
+from tests.engines import build_engine
 from tests.serve.conftest import Start
 from tests.serving import Model, assert_empty, fail_in_run, random_ids
 
@@ -221,3 +225,37 @@ def test_a_large_body_is_read_beside_the_loop(start: Start, bytes_model: Model) 
     plain = server.post(PATH, asked(7000, 2) | {"prompt": ids[:7000]})[1]
     assert server.post(PATH, spaced)[1]["choices"] == plain["choices"]
     assert server.post(PATH, b"[" * 600_000)[0] == 400
+
+
+def test_who_cannot_be_in_time_is_told_at_once(start: Start, bytes_model: Model) -> None:
+    """And not to come back, where no wait helps; OpenAI's clients obey that."""
+    config = EngineConfig.from_flat(str(bytes_model.folder), num_kv_blocks=64, num_threads=1, admission="refuse")
+    server = start(build_engine(config))
+    for stream in (False, True):
+        status, told, headers = server.post(PATH, asked(50, 4, slo={"ttft_s": 1e-9}, stream=stream))
+        assert (status, told["error"]["param"], headers["x-should-retry"]) == (429, "slo.ttft_s", "false")
+    client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=5)
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model="model", prompt="hello", extra_body={"slo": {"tpot_s": 1e-9}})
+    assert server.post(PATH, asked(50, 4, slo={"ttft_s": 100}))[0] == 200
+
+
+def test_a_request_keeps_its_name(start: Start, bytes_model: Model) -> None:
+    """Twice at once, too; what is no name is left out."""
+    server = start(bytes_model.engine(num_blocks=512))
+    events = server.events(PATH, asked(10, 4000, stream=True))
+    next(events)
+    for _ in range(2):
+        _, told, headers = server.post(PATH, asked(5, 1), x_request_id="mine")
+        assert (headers["x-request-id"], told["id"]) == ("mine", "cmpl-mine")
+    _, told, headers = server.post(PATH, asked(5, 1), x_request_id="a b" * 100)
+    assert "x-request-id" not in headers and "a b" not in told["id"]
+    events.close()  # type: ignore[attr-defined]
+
+
+def test_a_flood_of_headers_is_refused(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client, suppress(OSError):
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-a: " + b"y" * 500_000)
+        assert not client.recv(4096).startswith(b"HTTP/1.1 2")
+    assert server.get("/health")[0] == 200
