@@ -68,7 +68,6 @@ class Front:
         self.num_open: Counter[str] = Counter()  # requests, by tenant
         self._keys = keys
         self._limits = limits
-        self._metrics = metrics
         self._num_bytes = 0  # of bodies that are being read
         self._snapshots = Snapshots(service.engine, models[0])
         service.on_end = metrics.ended
