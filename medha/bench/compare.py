@@ -7,7 +7,6 @@ of the machine hits both alike and nobody's idle threads cost the other. The fig
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -25,19 +24,13 @@ from medha.bench.peers import PAGE, Prompts
 from medha.bench.timing import Worker, in_turn, timing_of
 from medha.cli.options import parse_lengths
 from medha.config.fields import POSITIVE, choice, integer
-from medha.errors import ConfigError
+from medha.errors import ConfigError, short_repr
+from medha.models.folder import parse_json_object
 from medha.worker.shard import TORCH_DTYPES
 from medha.workload.metrics import percentile
 
 _DECODE_PROMPT, _CONVOY_OUTPUT = 128, 8
 _WARM_MIXED = 8
-
-
-def _json_object(text: str) -> Mapping[str, Any]:
-    found = json.loads(text) if text.startswith("{") else None
-    if not isinstance(found, dict):
-        raise ConfigError(f"engine_options={text!r}; accepted: a JSON object of options by engine")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +54,10 @@ class CompareOptions:
         None, "They arrive so many a second beside a prompt of each length, and all are timed.", POSITIVE, kind=float
     )
     engine_options: Mapping[str, Any] | None = asked(
-        None, 'Options of an engine: \'{"vllm": {"max_num_batched_tokens": 512}}\'.', kind=str, read=_json_object
+        None,
+        'Options of an engine: \'{"vllm": {"max_num_batched_tokens": 512}}\'.',
+        kind=str,
+        read=lambda text: parse_json_object(text.encode(errors="replace"), f"engine_options {short_repr(text)}"),
     )
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     num_threads: int = asked(2, "CPU threads, the same for both.", COUNT)
@@ -75,6 +71,9 @@ class CompareOptions:
     def __post_init__(self) -> None:
         if not self.input_lens and not self.batch_size and not self.num_prompts:
             raise ConfigError("input_len, batch_size and num_prompts are all left out; accepted: at least one of them")
+        if self.request_rate is not None and (self.peer == "transformers" or not self.num_prompts):
+            what = f"request_rate={self.request_rate:g} with peer={self.peer} and num_prompts={self.num_prompts}"
+            raise ConfigError(f"{what}; accepted: with peer=vllm, and requests that arrive")
 
 
 class _Case(NamedTuple):

@@ -41,6 +41,19 @@ class LLM:
     def generate(self, prompts, params, use_tqdm):
         return [Made(outputs=[Made(token_ids=range(given["prompt_token_ids"][-1] + 1, given["prompt_token_ids"][-1] + 1
             + one.max_tokens))]) for given, one in zip(prompts, params)]
+    @property
+    def llm_engine(self):
+        self.running = getattr(self, "running", {})
+        return self
+    def add_request(self, name, prompt, params):
+        self.running[name] = [0, params.max_tokens]
+    def step(self):
+        for state in self.running.values(): state[0] += 1
+        made = [Made(request_id=name, finished=done == most, outputs=[Made(token_ids=range(done))])
+            for name, (done, most) in self.running.items()]
+        for one in made:
+            if one.finished: del self.running[one.request_id]
+        return made
 """
 
 
@@ -116,6 +129,47 @@ def test_medha_against_the_made_up_vllm(tmp_path: Path) -> None:
         ("3 mixed", "vllm", False),
     ]
     assert report["engines"]["vllm"]["options"]["enable_prefix_caching"] is False
+
+
+def test_short_requests_that_arrive_beside_a_long_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each engine's own options reach it, and its figures are of all its runs."""
+    own = json.dumps({"medha": {"policy": "lars"}})
+    given = ["--peer", "vllm", "--peer-python", fake_python(tmp_path), "--input-len", "300", "--batch-size", "0"]
+    given += ["--num-prompts", "3", "--lengths", "fixed:20,4", "--request-rate", "50", "--engine-options", own]
+    report = report_of(tmp_path / "compare.json", *given)
+    assert report["engines"]["medha"]["options"]["policy"] == "lars"
+    assert [(one["name"], one["engine"]) for one in report["convoys"]] == [
+        ("prefill 300", "medha"),
+        ("prefill 300", "vllm"),
+    ]
+    for one in report["convoys"]:
+        runs = one["runs"]  # of each the long prompt and the short ones, first and last token of each
+        assert [[len(times) for times in run] for run in runs] == [[2] * 4] * 2
+        assert all(0 < first <= last for run in runs for first, last in run)
+        ttft_s = sorted(first for run in runs for first, _ in run[1:])
+        assert ttft_s[0] <= one["ttft_p50_s"] <= one["ttft_p99_s"] <= ttft_s[-1]
+        assert one["tpot_p50_s"] > 0 and one["slowdown_p50"] > 0 and one["total_s"] >= one["long_s"] > 0
+    assert "slowdown p50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--request-rate", "2"],
+            "request_rate=2 with peer=transformers and num_prompts=200; accepted: with peer=vllm",
+        ),
+        (
+            ["--request-rate", "2", "--peer", "vllm", "--num-prompts", "0"],
+            "request_rate=2 with peer=vllm and num_prompts=0",
+        ),
+        (["--engine-options", "{x"], "engine_options '{x': not JSON"),
+        (["--engine-options", "[]"], "engine_options '[]': holds a list"),
+    ],
+)
+def test_arrivals_that_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "bench", ["compare", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_overrides_a_model_reaches_both_engines() -> None:
