@@ -134,15 +134,14 @@ def main() -> None:
         process = context.Process(target=client, args=(listener.getsockname()[1], given, answers))
         process.start()
 
+        box: list[Any] = []
+
         def wait() -> None:
+            box.append(answers.get())
             process.join()
             stopping.set()
 
-        waiter = threading.Thread(target=wait)
-        box: list[Any] = []
-        taker = threading.Thread(target=lambda: box.append(answers.get()))
-        taker.start()
-        waiter.start()
+        threading.Thread(target=wait).start()
         service.run(stopping.is_set)
         web.stop()
         service.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -89,7 +89,7 @@ def drive(
                 if upcoming[0].arrival_s > engine.now() - start:
                     break
                 arrival = upcoming.popleft()
-                preparing.begin(arrival, partial(_prepare, engine, arrival), is_long=is_long(arrival.prompt))
+                preparing.begin(arrival, partial(prepare_arrival, engine, arrival), is_long=is_long(arrival.prompt))
             wait_s = _MAX_SLEEP_S if preparing.pending else 0.0
             if upcoming:
                 wait_s = min(_MAX_SLEEP_S, upcoming[0].arrival_s - (engine.now() - start))
@@ -154,7 +154,8 @@ class _Preparing:
         return dropped
 
 
-def _prepare(engine: Engine, arrival: Arrival) -> Request:
+def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:
+    """Tokenise and check an arrival, in any thread; raises its own error, or as :meth:`Engine.prepare`."""
     if arrival.error is not None:
         raise arrival.error
     objectives = {"slo": arrival.slo, "priority": arrival.priority, "tenant": arrival.tenant}
@@ -174,21 +175,23 @@ class Joiner:
     """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, dict[int, list[CompletionOutput]]] = {}
+        self._pieces: dict[str, list[CompletionOutput]] = {}
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
         """Take an output; returns the whole one if it was its request's last."""
-        by_index = self._pieces.setdefault(output.request_id, {})
-        for piece in output.outputs:
-            by_index.setdefault(piece.index, []).append(piece)
-        if not output.finished:
-            return None
-        del self._pieces[output.request_id]
-        return replace(output, outputs=[joined(pieces) for _, pieces in sorted(by_index.items())])
+        self._pieces.setdefault(output.request_id, []).extend(output.outputs)
+        return replace(output, outputs=joined(self._pieces.pop(output.request_id))) if output.finished else None
 
 
-def joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
-    """One piece of several, in order, of one completion."""
+def joined(pieces: Iterable[CompletionOutput]) -> list[CompletionOutput]:
+    """Of each completion, by index, one piece of those in order."""
+    by_index: dict[int, list[CompletionOutput]] = {}
+    for piece in pieces:
+        by_index.setdefault(piece.index, []).append(piece)
+    return [_whole(parts) for _, parts in sorted(by_index.items())]
+
+
+def _whole(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
     last = pieces[-1]
     return replace(
         last,

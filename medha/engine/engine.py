@@ -413,8 +413,8 @@ class Engine:
         self._in_flight.popleft()
         now, busy_s = self.now(), result.busy_s
         for row in [row for row in batch.rows if not row.is_decode]:
-            self._by_slot[row.slot].num_computed_tokens = row.kv_len
-            self._by_slot[row.slot].computed_s = now
+            chunked = self._by_slot[row.slot]
+            chunked.num_computed_tokens, chunked.computed_s = row.kv_len, now
         if self.timeline is not None:
             names = [self._by_slot[row.slot].name for row in batch.rows]
             self.timeline.record(batch, max(oldest.start_s, self._completed_s), now, names, oldest.decision.slack_s)

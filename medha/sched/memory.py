@@ -102,6 +102,11 @@ class KVMemory:
         return sum(pool.num_used for pool in self.pools)
 
     @property
+    def usage(self) -> list[float]:
+        """The share of its blocks that each group holds, 0 to 1."""
+        return [pool.num_used / self.num_blocks for pool in self.pools]
+
+    @property
     def max_request_tokens(self) -> int:
         """Tokens of the longest request that fits."""
         return self.num_groups * self.max_kv_per_group

@@ -123,9 +123,15 @@ class MedhaPacker(Packer):
     def _may_leave_out(self, queue: Queue, decodes_s: float) -> bool:
         """Whether this batch leaves out the prefills that would not end in it: there are some, and time is spared for
         the others and the decodes."""
-        left_s = queue.column("work_left_s")
-        ending_s = left_s[left_s <= self._quantum_s]
-        return len(ending_s) < len(left_s) and 0 < decodes_s + float(ending_s.sum()) <= self._spare_s
+        if not self._spare_s or decodes_s > self._spare_s:
+            return False
+        ends = self._ending(queue)
+        return not ends.all() and 0 < decodes_s + float(queue.column("work_left_s")[ends].sum()) <= self._spare_s
+
+    def _ending(self, queue: Queue) -> NDArray[np.bool_]:
+        """Which prefills would end in a batch."""
+        ends: NDArray[np.bool_] = queue.column("work_left_s") <= self._quantum_s
+        return ends
 
     def _serve(self, queue: Queue, builder: BatchBuilder, favoured: list[State]) -> None:
         """Prefills: those that others gave way to, the guarded for their share, the rest in order."""
@@ -237,8 +243,7 @@ class MedhaPacker(Packer):
             is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
         if self._ending_only:
-            ends = queue.column("work_left_s") <= self._quantum_s
-            may_enter = ends if may_enter is None else may_enter & ends
+            may_enter = self._ending(queue) if may_enter is None else may_enter & self._ending(queue)
         if tried:
             may_enter = np.ones(queue.num_prefills, np.bool_) if may_enter is None else may_enter.copy()
             may_enter[queue.rows_of(tried)] = False

@@ -12,28 +12,29 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from medha.cli.command import end_process, first_interrupt, make_app, run_app, start_logging, state_on_signal
 from medha.cli.options import MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, takes
-from medha.errors import ConfigError, RankFailedError
+from medha.errors import ConfigError, RankFailedError, exit_code
 from medha.generate.__main__ import asked_config
 from medha.parallel.launch import exit_at_once, is_first_rank, own_ranks
+
+if TYPE_CHECKING:
+    from medha.serve.app import Front
 
 logger = logging.getLogger("medha")
 app = make_app()
 _FLUSH_S = 1.0  # for streams to end with what has become of them
 _PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
-_STUCK = 4
 _option = partial(typer.Option, rich_help_panel="Server")
 
 
@@ -100,7 +101,7 @@ def serve(
 
             def end_streams(message: str) -> None:
                 service.fail(message, RankFailedError)
-                _wait(lambda: not front.num_open.total())
+                _wait_for_streams(front)
 
             role.caller.ranks.monitor.before_end = end_streams
         web = Web(front.app, listener, max_connections, ssl_keyfile, ssl_certfile)
@@ -109,7 +110,7 @@ def serve(
         stack.callback(service.close)
         stack.callback(web.stop)
         service.loop = web.start()
-        threading.Thread(target=_watch, args=(service, stall_timeout), name="medha-stall", daemon=True).start()
+        threading.Thread(target=_watch, args=(front, stall_timeout), name="medha-stall", daemon=True).start()
         scheme = "http" if ssl_certfile is None else "https"
         logger.info("serving %s at %s://%s:%d", names[0], scheme, host, listener.getsockname()[1])
         service.run(lambda: bool(interrupted))
@@ -196,21 +197,24 @@ class Web:
             self._failure = error
 
 
-def _watch(service: Any, limit_s: float) -> None:
+def _watch(front: Front, limit_s: float) -> None:
     """End the process where requests wait and no batch completes."""
+    service = front.service
     while service.stuck_s < limit_s:
         time.sleep(min(1.0, limit_s / 4))
     if service.dead is None:
         message = f"no batch has completed for {limit_s:g} s"
         service.fail(message)
         logger.error("%s:\n%s", message, service.engine.describe())
-        time.sleep(_FLUSH_S)
-        exit_at_once(_STUCK)
+        _wait_for_streams(front)
+        assert service.dead is not None, "it has failed"
+        exit_at_once(exit_code(service.dead))
 
 
-def _wait(is_over: Callable[[], bool]) -> None:
+def _wait_for_streams(front: Front) -> None:
+    """Let streams end with the error that they have got."""
     until_s = time.monotonic() + _FLUSH_S
-    while not is_over() and time.monotonic() < until_s:
+    while front.num_open.total() and time.monotonic() < until_s:
         time.sleep(0.01)
 
 

@@ -104,8 +104,8 @@ class Front:
                 if told.status == 500:
                     logger.exception("%s failed", path)
                 response = _json(told.body, told.status, told.headers)
-            if name := _NAME.fullmatch(request.headers.get("x-request-id", "")):
-                response.headers["x-request-id"] = name[0]
+            if (name := _name_of(request)) is not None:
+                response.headers["x-request-id"] = name
             return response
 
         return Route(path, answer, methods=[method])
@@ -182,10 +182,8 @@ class Front:
         arrival_s = self.service.engine.now()
         with self._opened(key) as leave:
             body = await self._body(request)
-            found = _NAME.fullmatch(request.headers.get("x-request-id", ""))
-            given: Json = {"request_id": None if found is None else found[0], "models": self.models}
-            objectives = key.objectives(body, request.headers)
-            asked = read_asked(body, is_chat=is_chat, objectives=objectives, **given)
+            objectives, name = key.objectives(body, request.headers), _name_of(request)
+            asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
             del body
             answer = await _unless_gone(request, self._submitted(asked, key, arrival_s))
             leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
@@ -249,16 +247,16 @@ class Front:
         with self._opened(key):
             body, tokenizer = await self._body(request), self._tokenizer()
             form = "messages" if "messages" in body else "prompt"
-            work = partial(
-                tokenizer.encode_array, body.get(form), add_special_tokens=body.get("add_special_tokens") is not False
-            )
-            if form == "messages":
-                options = {
-                    name: body[name] for name in ("add_generation_prompt", "chat_template_kwargs") if name in body
-                }
-                work = partial(lambda: tokenizer.encode_chat(body[form], **options)[1])
+            value, special = body.get(form), body.get("add_special_tokens") is not False
+            options = {name: body[name] for name in ("add_generation_prompt", "chat_template_kwargs") if name in body}
+
+            def encoded() -> Any:
+                if form == "messages":
+                    return tokenizer.encode_chat(value, **options)[1]
+                return tokenizer.encode_array(value, add_special_tokens=special)
+
             try:
-                ids = await self.service.in_thread(work, is_long=is_long({form: body.get(form)}))
+                ids = await self.service.in_thread(encoded, is_long=is_long({form: value}))
             except (ChatTemplateError, TokenizerError) as error:
                 raise ValidationError(form, param=form) from error
             length = self.service.engine.limits.max_model_len
@@ -347,6 +345,12 @@ async def _unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
     finally:
         working.cancel()
         gone.cancel()
+
+
+def _name_of(request: HttpRequest) -> str | None:
+    """How the client calls its request; None where it does not, or by no name."""
+    found = _NAME.fullmatch(request.headers.get("x-request-id", ""))
+    return None if found is None else found[0]
 
 
 def _event(value: Json) -> bytes:

@@ -30,9 +30,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._engine = engine
         self._model = model
-        self._label = {"model_name": model}
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             found = Histogram(name, text, ["model_name"], buckets=tuple(buckets), registry=self._registry)
@@ -61,7 +59,7 @@ class Metrics:
             "medha:step_prediction_ratio", "Real over predicted seconds.", (0.5, 0.8, 0.9, 1, 1.1, 1.25, 2)
         )
         self._slack = histogram("medha:first_chunk_slack_seconds", "Slack at a request's first chunk.", _SLACK)
-        self._registry.register(_Gauges(engine, self._label))
+        self._registry.register(_Gauges(engine, model))
         engine.on_step = self.stepped
 
     def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
@@ -113,23 +111,24 @@ def _first_slack_s(output: RequestOutput) -> float | None:
 class _Gauges(Collector):
     """What is now."""
 
-    def __init__(self, engine: Engine, label: dict[str, str]) -> None:
+    def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
-        self._label = label
+        self._model = model
 
     def collect(self) -> Iterable[Any]:
         scheduler = self._engine.scheduler
-        memory = scheduler.memory
-        used = [pool.num_used / memory.num_blocks for pool in memory.pools]
-
-        def gauge(name: str, text: str, values: dict[str, float], *more: str) -> GaugeMetricFamily:
-            family = GaugeMetricFamily(name, text, labels=[*self._label, *more])
-            for key, value in values.items():
-                family.add_metric([*self._label.values(), *([key] if more else [])], value)
-            return family
-
-        yield gauge("vllm:num_requests_running", "Requests being served.", {"": scheduler.num_running})
-        yield gauge("vllm:num_requests_waiting", "Requests that have not started.", {"": scheduler.num_waiting})
-        yield gauge("vllm:kv_cache_usage_perc", "Share of KV memory in use, 0 to 1.", {"": sum(used) / len(used)})
-        groups = {str(group): share for group, share in enumerate(used)}
-        yield gauge("medha:kv_group_usage", "The same by KV-parallel group.", groups, "group")
+        used = scheduler.memory.usage
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests being served.", scheduler.num_running),
+            ("vllm:num_requests_waiting", "Requests that have not started.", scheduler.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV memory in use, 0 to 1.", sum(used) / len(used)),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        by_group = GaugeMetricFamily(
+            "medha:kv_group_usage", "The same by KV-parallel group.", labels=["model_name", "group"]
+        )
+        for group, share in enumerate(used):
+            by_group.add_metric([self._model, str(group)], share)
+        yield by_group

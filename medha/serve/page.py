@@ -40,9 +40,8 @@ class Snapshots:
         """The unfinished requests and the memory as they are now, as JSON."""
         engine, now_s = self._engine, self._engine.now()
         if now_s - self._made_s >= EVENTS_S:
-            requests, memory = engine.requests(), engine.scheduler.memory
+            requests, kv = engine.requests(), engine.scheduler.memory.usage
             rows = [self._row(one, now_s) for one in requests[:_MOST_SHOWN] if one.completions]
-            kv = [pool.num_used / memory.num_blocks for pool in memory.pools]
             now = {"model": self._model, "now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": kv}
             self._made_s, self._last = now_s, msgspec.json.encode(now)
         return self._last

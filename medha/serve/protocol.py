@@ -28,7 +28,7 @@ from medha.errors import (
     not_accepted,
 )
 from medha.outputs import CompletionOutput, Logprob, RequestOutput
-from medha.params import CHAT_OPTIONS
+from medha.params import CHAT_OPTIONS, SamplingParams
 
 Json = dict[str, Any]
 
@@ -110,19 +110,18 @@ class Asked:
     created: int
 
     @property
-    def num_choices(self) -> int:
-        """Completions of each prompt."""
+    def params(self) -> SamplingParams:
+        """Those of every prompt."""
         params = self.arrivals[0].params
-        return 1 if params is None else params.n
+        assert params is not None, "they were read"
+        return params
 
 
-def read_asked(body: Any, *, is_chat: bool, models: Sequence[str], request_id: str | None, objectives: Json) -> Asked:
+def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None, objectives: Json) -> Asked:
     """What a body asks for; raises ApiError, ValidationError or UnsupportedFeatureError.
 
     ``objectives`` are fields that it need not have: ``slo``, ``priority``, ``tenant``.
     """
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body is not a JSON object")
     model = body.get("model")
     if model not in (None, *models):
         known = ", ".join(models)
@@ -147,15 +146,16 @@ def read_asked(body: Any, *, is_chat: bool, models: Sequence[str], request_id: s
     request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id or uuid.uuid4().hex}"
     rest = {name: value for name, value in fields.items() if name not in _PROMPT_FIELDS}
     first = read_fields(request_id, rest | prompts[0], defaults)
-    if len(prompts) * (1 if first.params is None else first.params.n) > MAX_CHOICES:
-        raise not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
     unique = uuid.uuid4().hex[:12]  # a client may send its own id twice
     arrivals = [replace(first, request_id=f"{request_id}-{unique}-{i}", prompt=one) for i, one in enumerate(prompts)]
     usage = flags["stream"] and _flag(options or {}, "include_usage")
     seconds = int(time.time())
-    return Asked(
+    asked = Asked(
         request_id, model or models[0], is_chat, tuple(arrivals), includes_usage=usage, created=seconds, **flags
     )
+    if len(arrivals) * asked.params.n > MAX_CHOICES:
+        raise not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
+    return asked
 
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages", *CHAT_OPTIONS)
@@ -187,7 +187,7 @@ def _prompts(fields: Json) -> list[Json]:
 def whole_answer(asked: Asked, outputs: Sequence[RequestOutput]) -> Json:
     """The answer to a request that does not stream, from the last output of each prompt."""
     choices = [
-        _choice(asked, index * asked.num_choices + one.index, one, one.text or "", is_delta=False)
+        _choice(asked, index * asked.params.n + one.index, one, one.text or "", is_delta=False)
         for index, output in enumerate(outputs)
         for one in output.outputs
     ]
@@ -210,7 +210,7 @@ class Chunks:
         for one in output.outputs:
             if not one.token_ids and one.finish_reason is None:
                 continue
-            at, text = index * self._asked.num_choices + one.index, one.text or ""
+            at, text = index * self._asked.params.n + one.index, one.text or ""
             if self._asked.is_chat and at not in self._begun:
                 self._begun.add(at)
                 first = {"index": at, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -262,7 +262,7 @@ def _head(asked: Asked, *, is_delta: bool) -> Json:
 def _choice(asked: Asked, index: int, one: CompletionOutput, text: str, *, is_delta: bool, offset: int = 0) -> Json:
     reason = one.finish_reason
     choice: Json = {"index": index, "finish_reason": reason, "stop_reason": one.stop_reason}
-    chosen = _chosen(one, None if asked.arrivals[0].params is None else asked.arrivals[0].params.logprobs)
+    chosen = _chosen(one, asked.params.logprobs)
     if not asked.is_chat:
         choice |= {"text": text, "logprobs": None if chosen is None else _completion_logprobs(chosen, offset)}
     else:

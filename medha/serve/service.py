@@ -21,11 +21,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from medha.engine.arrivals import Arrival, is_long, joined
+from medha.engine.arrivals import Arrival, is_long, joined, prepare_arrival
 from medha.engine.engine import Engine
 from medha.engine.request import Completion, Request
 from medha.errors import EngineDeadError, MedhaError
-from medha.outputs import CompletionOutput, RequestOutput
+from medha.outputs import RequestOutput
 from medha.serve.body import BodyReader
 from medha.serve.protocol import stopped
 
@@ -67,11 +67,7 @@ class Answer:
 def _together(pieces: Sequence[RequestOutput]) -> RequestOutput:
     if len(pieces) == 1:
         return pieces[0]
-    by_index: dict[int, list[CompletionOutput]] = {}
-    for piece in pieces:
-        for one in piece.outputs:
-            by_index.setdefault(one.index, []).append(one)
-    return replace(pieces[-1], outputs=[joined(parts) for _, parts in sorted(by_index.items())])
+    return replace(pieces[-1], outputs=joined(one for piece in pieces for one in piece.outputs))
 
 
 class Service:
@@ -108,9 +104,8 @@ class Service:
 
     async def prepare(self, arrival: Arrival) -> Request:
         """Tokenise and check a request in another thread; raises as :meth:`Engine.prepare`."""
-        kinds: dict[str, Any] = {"slo": arrival.slo, "priority": arrival.priority, "tenant": arrival.tenant}
         self._check_open()
-        work = partial(self.engine.prepare, arrival.request_id, arrival.prompt, arrival.params, **kinds)
+        work = partial(prepare_arrival, self.engine, arrival)
         request: Request = await self.in_thread(work, is_long=is_long(arrival.prompt))
         return request
 

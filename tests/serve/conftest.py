@@ -19,6 +19,7 @@ from medha.serve.app import Front, Limits
 from medha.serve.keys import Key, Keys
 from medha.serve.metrics import Metrics
 from medha.serve.service import Service
+from tests.serving import random_ids
 
 Answered = tuple[int, Any, dict[str, str]]
 
@@ -65,11 +66,11 @@ class Server:
         finally:
             connection.close()
 
-    def events(self, path: str, body: Any) -> Iterator[Any]:
+    def events(self, path: str, body: Any, **headers: str) -> Iterator[Any]:
         """The events of a stream as they come; comments as text. Whoever stops reading has left."""
         connection = self.connect()
         try:
-            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"} | headers)
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
             for line in answer:
@@ -82,6 +83,11 @@ class Server:
 
 
 Start = Callable[..., Server]
+
+
+def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
+    """The body of a greedy completion of exactly so many tokens."""
+    return {"prompt": random_ids(length, seed=0), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from medha.serve.app import Limits
 from medha.serve.head import TimedProtocol
 from medha.serve.keys import Key
 from tests.engines import build_engine
-from tests.serve.conftest import Start
+from tests.serve.conftest import Start, asked
 from tests.serving import Model, assert_empty, fail_in_run, random_ids
 
 PATH = "/v1/completions"
@@ -31,10 +31,6 @@ def wait_until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < end_s
         time.sleep(0.005)
-
-
-def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"prompt": random_ids(length, seed=0), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -184,15 +180,18 @@ def test_who_may_come_in(start: Start, bytes_model: Model) -> None:
     assert server.get("/nowhere")[0] == 404 and server.get(PATH)[0] == 405
 
 
-def test_a_key_has_so_many_requests_open(start: Start, bytes_model: Model) -> None:
-    server = start(bytes_model.engine(num_blocks=512), Key("", "", max_concurrent=1), limits=Limits(max_concurrent=1))
-    server.front._keys._keys.clear()
-    events = server.events(PATH, asked(10, 4000, stream=True))
+@pytest.mark.parametrize("limited", ["key", "server"])
+def test_so_many_requests_are_open_and_no_more(start: Start, bytes_model: Model, limited: str) -> None:
+    of_key, of_server = (1, 99) if limited == "key" else (None, 1)
+    key, limits = Key("alice", "right", max_concurrent=of_key), Limits(max_concurrent=of_server)
+    server = start(bytes_model.engine(num_blocks=512), key, limits=limits)
+    right = {"authorization": "Bearer right"}
+    events = server.events(PATH, asked(10, 4000, stream=True), **right)
     next(events)
-    status, told, headers = server.post(PATH, asked(5, 1))
+    status, told, headers = server.post(PATH, asked(5, 1), **right)
     assert (status, told["error"]["type"], headers["retry-after"]) == (429, "RateLimitError", "1")
     events.close()  # type: ignore[attr-defined]
-    wait_until(lambda: server.post(PATH, asked(5, 1))[0] == 200)
+    wait_until(lambda: server.post(PATH, asked(5, 1), **right)[0] == 200)
 
 
 def test_a_step_that_fails_ends_the_streams_with_an_error(

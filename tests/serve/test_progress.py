@@ -9,14 +9,10 @@ from typing import Any
 from medha.config import EngineConfig
 from medha.serve import app
 from tests.engines import build_engine
-from tests.serve.conftest import Start
-from tests.serving import Model, random_ids
+from tests.serve.conftest import Start, asked
+from tests.serving import Model
 
 PATH = "/v1/completions"
-
-
-def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"prompt": random_ids(length, seed=0), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
 
 
 def test_progress_comes_before_the_first_token_alone(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
