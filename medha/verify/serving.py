@@ -79,6 +79,7 @@ def parity_rows(setting: Setting, folder: Path) -> Iterator[Row]:
         "chunk_size": 128,
         "max_batch_tokens": 192,
         "max_kv_per_group": _GROUP_TOKENS if kvp > 1 else None,
+        "quantum_s": 0.25,  # so that a request grows where its group is full, whatever steps take on this machine
     }
     params = SamplingParams(
         temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True, logprobs=_NUM_LOGPROBS, output_kind="final_only"
