@@ -8,6 +8,8 @@ what the runner drew; a prompt's tokens are on rank 0, and those of a chunk trav
 Where KV can be swapped to host memory, a batch says which host blocks take the keys and values of a preempted
 request, and which ones fill the blocks of one that comes back (:mod:`medha.worker.swap`).
 
+A request may begin behind tokens whose keys and values others have computed: its table begins with their blocks.
+
 With KV parallelism a batch spans groups: a row names the run of neighbouring groups on which its tokens are present,
 and each group takes the part that concerns it (:meth:`Batch.part_of`).
 
@@ -20,12 +22,13 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 _HEADER = 4
 _ROW = 6
 _EXTENT = 4
-_SWAPS = 2
+_KINDS = 4  # of what not every batch has: swaps out and in, shared, copies; each of four integers, as an extent
 _DECODE = 1
 _SAMPLES = 2
 
@@ -103,13 +106,42 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """What a group holds already of a request that begins: blocks that others have computed, its first ones here."""
+
+    slot: int
+    group: int
+    start: int  # position of the first token that lies there
+    num_tokens: int
+
+    def __str__(self) -> str:
+        where = f" on group {self.group}" if self.group else ""
+        return f"slot {self.slot} shares [{self.start}:{self.start + self.num_tokens}]{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The first tokens of a block that go into another one of the same pool."""
+
+    group: int
+    source: int
+    target: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        where = f" of group {self.group}" if self.group else ""
+        return f"{self.num_tokens} tokens of block {self.source} to block {self.target}{where}"
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The plan of one step, decodes before prefills.
 
-    A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then ``extents``, then ``swaps_in``
-    into the first blocks of the slot's new table, then runs ``rows``: a slot or block freed by this batch may be handed
-    out again by the same batch, and a slot that it swaps out may come back with it. Extents are in position order for
-    each slot; a slot that comes back has a row that begins at the first position behind what it had.
+    A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then ``extents`` and ``shared``, then
+    ``swaps_in`` into the first blocks of the slot's new table, then ``copies``, then runs ``rows``: a slot or block
+    freed by this batch may be handed out again by the same batch, and a slot that it swaps out may come back with it.
+    Extents are in position order for each slot; a slot that comes back, or shares, has a row that begins at the first
+    position behind what it has.
     """
 
     batch_id: int  # from 0, without gaps
@@ -118,6 +150,8 @@ class Batch:
     frees: tuple[int, ...] = ()  # slots whose block tables are dropped
     swaps_out: tuple[Extent, ...] = ()  # host blocks that take the first blocks of a slot's present table
     swaps_in: tuple[Extent, ...] = ()  # host blocks that fill the first blocks of a slot's new table
+    shared: tuple[Shared, ...] = ()  # of slots that begin behind what is there of their tokens
+    copies: tuple[Copy, ...] = ()  # in this order
 
     @property
     def moves(self) -> bool:
@@ -149,9 +183,9 @@ class Batch:
         rows = tuple(row for row in self.rows if row.concerns(group))
         if any(row.is_shared for row in rows):
             rows = tuple(sorted(rows, key=lambda row: (row.is_shared, row.span if row.is_shared else ())))
-        kinds = (self.extents, self.swaps_out, self.swaps_in)
-        extents, out, back = (tuple(extent for extent in kind if extent.group == group) for kind in kinds)
-        return Batch(self.batch_id, rows, extents, self.frees, out, back)
+        kinds: tuple[tuple[Any, ...], ...] = (self.extents, self.swaps_out, self.swaps_in, self.shared, self.copies)
+        extents, *others = (tuple(one for one in kind if one.group == group) for kind in kinds)
+        return Batch(self.batch_id, rows, extents, self.frees, *others)
 
     def __str__(self) -> str:
         lines = [f"batch {self.batch_id}: {len(self.rows)} rows, {self.num_tokens} tokens"]
@@ -160,12 +194,14 @@ class Batch:
         lines += [f"  slot {slot} freed" for slot in self.frees]
         lines += [f"  slot {extent.slot} out to host blocks {extent.blocks}" for extent in self.swaps_out]
         lines += [f"  slot {extent.slot} in from host blocks {extent.blocks}" for extent in self.swaps_in]
+        lines += [f"  {one}" for one in (*self.shared, *self.copies)]
         return "\n".join(lines)
 
     def to_ints(self) -> array[int]:
         """The batch as flat int32: header (id, rows, extents, frees), then each in turn.
 
-        Behind them, only where blocks are swapped: the numbers of ``swaps_out`` and of ``swaps_in``, then each in turn.
+        Behind them, only where there are some: the numbers of ``swaps_out``, ``swaps_in``, ``shared`` and ``copies``,
+        then each in turn.
 
         Raises:
             OverflowError: a number does not fit 32 bits.
@@ -177,10 +213,15 @@ class Batch:
         for extent in self.extents:
             out.extend((extent.slot, extent.first, extent.count, extent.group))
         out.extend(self.frees)
-        if self.moves:
-            out.extend((len(self.swaps_out), len(self.swaps_in)))
+        kinds = self.swaps_out, self.swaps_in, self.shared, self.copies
+        if any(kinds):
+            out.extend(map(len, kinds))
             for extent in (*self.swaps_out, *self.swaps_in):
                 out.extend((extent.slot, extent.first, extent.count, extent.group))
+            for shared in self.shared:
+                out.extend((shared.slot, shared.group, shared.start, shared.num_tokens))
+            for copy in self.copies:
+                out.extend((copy.group, copy.source, copy.target, copy.num_tokens))
         return out
 
     @classmethod
@@ -188,7 +229,7 @@ class Batch:
         """The inverse of :meth:`to_ints`.
 
         Raises:
-            ValueError: the length does not fit the numbers of rows, extents, frees and swaps.
+            ValueError: the length does not fit the numbers of what it has.
         """
         if len(ints) < _HEADER:
             raise ValueError(f"a batch has at least {_HEADER} integers, got {len(ints)}")
@@ -196,19 +237,21 @@ class Batch:
         extents_at = _HEADER + _ROW * num_rows
         frees_at = extents_at + _EXTENT * num_extents
         end = length = frees_at + num_frees
-        num_out = num_in = 0
-        if len(ints) >= end + _SWAPS and min(num_rows, num_extents, num_frees) >= 0:
-            num_out, num_in = ints[end : end + _SWAPS]
-            length += _SWAPS + _EXTENT * (num_out + num_in) if num_out or num_in else 0
-        if min(num_rows, num_extents, num_frees, num_out, num_in) < 0 or len(ints) != length:
+        more = [0] * _KINDS
+        if len(ints) >= end + _KINDS and min(num_rows, num_extents, num_frees) >= 0:
+            more = list(ints[end : end + _KINDS])
+            length += _KINDS + _EXTENT * sum(more) if any(more) else 0
+        if min(num_rows, num_extents, num_frees, *more) < 0 or len(ints) != length:
             raise ValueError(f"a batch with header {tuple(ints[:_HEADER])} cannot have {len(ints)} integers")
         rows = tuple(
             Row(slot, position, q_len, bool(flags & _DECODE), bool(flags & _SAMPLES), group, num_groups)
             for slot, position, q_len, flags, group, num_groups in _parts(ints[_HEADER:extents_at], _ROW)
         )
         extents = tuple(Extent(*part) for part in _parts(ints[extents_at:frees_at], _EXTENT))
-        swaps = tuple(Extent(*part) for part in _parts(ints[end + _SWAPS :], _EXTENT))
-        return cls(batch_id, rows, extents, tuple(ints[frees_at:end]), swaps[:num_out], swaps[num_out:])
+        parts = _parts(ints[end + _KINDS :], _EXTENT)
+        kinds = zip((Extent, Extent, Shared, Copy), more, strict=True)
+        others: list[Any] = [tuple(kind(*part) for part in islice(parts, count)) for kind, count in kinds]
+        return cls(batch_id, rows, extents, tuple(ints[frees_at:end]), *others)
 
     def digest(self) -> int:
         """CRC-32 of its integers."""

@@ -200,6 +200,11 @@ class LLM:
         request.params = request.params.reported("delta")
         return self._stream(request)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what is kept of requests that have ended; on other ranks than 0 nothing is to be done."""
+        if self.is_driver:
+            self.engine.reset_prefix_cache()
+
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None where the folder has none."""
         return self._open_role.tokenizer

@@ -71,6 +71,7 @@ class RequestMetrics:
     finished: float | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, which others had computed
     num_chunks: int = 0
     num_preemptions: int = 0  # how often it gave up its KV memory
     num_swaps: int = 0  # how many of these moved what was computed to host memory
@@ -142,7 +143,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: Exception | None = None  # what went wrong when finish_reason is error; the tokens before it are kept
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, which others had computed
 
 
 def unserved(

@@ -262,7 +262,7 @@ def prompt_form(prompt: Any) -> tuple[str, Any, dict[str, Any]]:
     """Which of :data:`PROMPT_FORMS` a prompt has, the text, ids or messages, and the chat options beside messages."""
     if not isinstance(prompt, Mapping):
         return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt, {}
-    given = {name: value for name, value in prompt.items() if value is not None}
+    given = {name: value for name, value in prompt.items() if value is not None and name != "cache_salt"}
     options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
     form, value = next(iter(given.items()), ("", None))
     if len(given) != 1 or form not in PROMPT_FORMS:

@@ -165,6 +165,17 @@ class SchedulerConfig:
         BOOLEAN,
         flags=("--overcommit",),
     )
+    enable_prefix_caching: bool = _serving(
+        True,
+        "Keep computed blocks when their request ends, for those that begin with the same tokens.",
+        BOOLEAN,
+        flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
+    )
+    prefix_eviction: str = _serving(
+        "value",
+        "Which kept blocks go first: value (least predicted seconds saved, by depth and use), lru.",
+        choice("value", "lru"),
+    )
     # Predicted prefill times, and with them deadlines and slack, are those of a stream in either case.
     stream: bool = _parallel(
         True,

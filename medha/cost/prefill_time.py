@@ -57,6 +57,10 @@ class PrefillTimes:
         """Seconds to prefill a prompt of so many tokens."""
         return _at(num_prompt, self._of_total)
 
+    def span_s(self, start: int, end: int) -> float:
+        """Seconds in which a long prompt's prefill comes from one position to another."""
+        return _at(end, self._of_done) - _at(start, self._of_done)
+
     def remaining_s(self, num_computed: int, num_prompt: int) -> float:
         """Seconds to prefill what is left of a prompt of which ``num_computed`` tokens are done or in flight.
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from medha.engine.prefix import PrefixIds
 from medha.engine.request import PIECE_TOKENS, ModelLimits, Request, pieces
 from medha.errors import (
     ChatTemplateError,
@@ -30,7 +31,8 @@ logger = logging.getLogger("medha")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
-``prompt_token_ids`` and ``messages``, the last with :data:`medha.params.CHAT_OPTIONS` where they are wanted."""
+``prompt_token_ids`` and ``messages``, each with ``cache_salt`` where what is computed of it is to be shared with
+requests of the same salt alone, the last with :data:`medha.params.CHAT_OPTIONS` where they are wanted."""
 
 
 def prepare_request(
@@ -44,8 +46,10 @@ def prepare_request(
     limits: ModelLimits,
     tokenizer: Tokenizer | None,
     kv: KVMemory,
+    prefix: PrefixIds | None = None,
 ) -> Request:
-    """Tokenise and check a request, which must be able to fit ``kv``, however long it waits.
+    """Tokenise and check a request, which must be able to fit ``kv``, however long it waits; ``prefix`` makes the ids
+    by which it shares what is computed of the same tokens, tenant and ``cache_salt``.
 
     Raises:
         ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
@@ -73,6 +77,11 @@ def prepare_request(
     params = _capped(params, len(ids), limits.max_model_len, kv)
     request = Request(request_id, text, ids, params, slo=slo, priority=priority, tenant=tenant)
     _check_pool(len(ids), request.max_tokens, kv)
+    if prefix is not None:
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if salt is not None:
+            check_type("cache_salt", salt, str)
+        request.prefix = prefix.of(ids, tenant, salt or "")
     if len(ids) > PIECE_TOKENS:
         assert len(request.prompt_token_ids) == len(ids), "it is made now, not when the first output is"
     return request

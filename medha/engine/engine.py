@@ -24,6 +24,7 @@ from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
 from medha.engine.explain import Explainer
 from medha.engine.journal import Journal
+from medha.engine.prefix import PrefixIds
 from medha.engine.request import Completion, ModelLimits, Request
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
@@ -35,6 +36,7 @@ from medha.timeline import Timeline
 from medha.worker.step import BatchRunner, PendingStep, phase
 
 logger = logging.getLogger("medha")
+_EXTEND_EVERY = 64  # tokens of an output after which others may share it too
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -145,6 +147,8 @@ class Engine:
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
         self.turns = Turns()
+        shares = scheduler.config.enable_prefix_caching
+        self._prefix = PrefixIds(scheduler.memory.prefix.unit) if shares else None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -259,8 +263,9 @@ class Engine:
             raise self._dead
         kv = self.scheduler.memory
         return prepare_request(
-            request_id, prompt, params, slo, priority, tenant, limits=self.limits, tokenizer=self.tokenizer, kv=kv
-        )
+            request_id, prompt, params, slo, priority, tenant,
+            limits=self.limits, tokenizer=self.tokenizer, kv=kv, prefix=self._prefix,
+        )  # fmt: skip
 
     @_in_turn
     def add_prepared(
@@ -279,8 +284,9 @@ class Engine:
         slots, now_s = self._unused_slots(request.params.n), self.now()
         length, priority = len(request.prompt_ids), PRIORITIES.index(request.priority)
         asked = SchedulerRequest(
-            slots[0], length, request.max_tokens, arrival_s, request.slo, priority, tenant=request.tenant
-        )
+            slots[0], length, request.max_tokens, arrival_s, request.slo, priority, tenant=request.tenant,
+            prefix=request.prefix,
+        )  # fmt: skip
         admitted = [self.scheduler.add(replace(asked, slot=slot), now_s) for slot in slots]
         sink = sink or self._unreturned.append
         request.begin(slots, arrival_s, limits=self.limits, tokenizer=self.tokenizer, sink=sink)
@@ -315,6 +321,13 @@ class Engine:
         return [*free, *range(first, first + count - len(free))]
 
     @_in_turn
+    def reset_prefix_cache(self) -> None:
+        """Forget what is kept of requests that have ended; what runs goes on."""
+        self.scheduler.reset_prefix_cache()
+        for observer in self.observers:
+            observer.forgot()
+
+    @_in_turn
     def abort(self, request_id: str) -> None:
         """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown."""
         if (live := self._find(request_id)) is None:
@@ -322,6 +335,7 @@ class Engine:
         running = [one for one in live.completions if one.finish_reason is None]
         self._abort(live)
         for one in running:
+            self._extend(one)
             closed = self.scheduler.cancel(one.slot)
             for observer in self.observers:
                 observer.cancelled(one.slot, closed)
@@ -390,6 +404,10 @@ class Engine:
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
                 metrics.num_chunks += 1
+            for shared in batch.shared:
+                one = self._by_slot[shared.slot]
+                if one.metrics.num_chunks == 1:  # not what it finds again after it was preempted
+                    one.metrics.num_cached_tokens += shared.num_tokens
             self._in_flight.append(_InFlight(start, decision, batch, self.runner.submit(batch)))
 
     def _schedule(self, now: float) -> Decision:
@@ -428,13 +446,23 @@ class Engine:
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             one = self._by_slot[row.slot]
             if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
-                results.append((row.slot, 1, one.take(sampled, now)))
+                ends = one.take(sampled, now)
+                results.append((row.slot, 1, ends))
                 changed.append(one)
+                if self._prefix is not None and (ends or not len(one.token_ids) % _EXTEND_EVERY):
+                    self._extend(one)
         closed = self.scheduler.complete(batch, now, results, busy_s)
         for observer in self.observers:
             observer.completed(batch, now, results, busy_s, closed)
         self._hand_out(changed)
         self._release(closed)
+
+    def _extend(self, one: Completion) -> None:
+        """Tell the scheduler the ids of what a completion has put out, so that others may share it."""
+        if self._prefix is not None and one.request.prefix and (ids := one.further_ids(self._prefix)):
+            self.scheduler.extend(one.slot, ids)
+            for observer in self.observers:
+                observer.extended(one.slot, ids)
 
     def _hand_out(self, changed: Sequence[Completion]) -> None:
         """Emit what a batch has changed: first the requests that have ended, then those that report as they go."""

@@ -26,7 +26,7 @@ import numpy as np
 from medha.batch import Batch, Row
 from medha.cost.predictor import Predictor, Work
 from medha.outputs import Explanation
-from medha.sched.decision import Admitted, Decision, SchedulerRequest
+from medha.sched.decision import Admitted, Decision, Observer, SchedulerRequest
 from medha.sched.policy import Floats
 
 _CHUNKS_KEPT = 2048
@@ -77,7 +77,7 @@ class _Chunk(NamedTuple):
     refused: frozenset[_Account]  # in that tick
 
 
-class Explainer:
+class Explainer(Observer):
     """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.sched.decision.Observer`).
 
     The predictor says in what proportion rows take a batch's seconds; None goes by their tokens.

@@ -18,13 +18,13 @@ from typing import Any, TextIO
 from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.errors import ConfigError, EngineDeadError
-from medha.sched.decision import Admitted, Decision, SchedulerRequest
+from medha.sched.decision import Admitted, Decision, Observer, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
-FORMAT, VERSION = "medha-journal", 1
+FORMAT, VERSION = "medha-journal", 2
 
 
-class Journal:
+class Journal(Observer):
     """Writes down what a scheduler, which has served no request, is asked and decides, a line a call.
 
     It is a :class:`medha.sched.decision.Observer`. The file, which is text, is left open.
@@ -42,7 +42,16 @@ class Journal:
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
         """A request was queued."""
-        self._write({"call": "add", "head": asdict(request), "now_s": now_s, "deadline_s": admitted.deadline_s})
+        head = asdict(request) | {"prefix": request.prefix.hex()}
+        self._write({"call": "add", "head": head, "now_s": now_s, "deadline_s": admitted.deadline_s})
+
+    def extended(self, slot: int, ids: bytes) -> None:
+        """The output of a request has filled further units."""
+        self._write({"call": "extend", "slot": slot, "ids": ids.hex()})
+
+    def forgot(self) -> None:
+        """What is kept of ended requests was forgotten."""
+        self._write({"call": "forget"})
 
     def cancelled(self, slot: int, closed: Sequence[int]) -> None:
         """A request was cancelled."""

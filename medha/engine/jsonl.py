@@ -43,7 +43,7 @@ logger = logging.getLogger("medha")
 
 
 _ID_FIELDS = ("id", "request_id", "custom_id")
-_OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority", "tenant"}
+_OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority", "tenant", "cache_salt"}
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
 _KNOWN_FIELDS = {*_OTHER_FIELDS, *_SAMPLING_FIELDS, *UNSUPPORTED_FIELDS}
@@ -226,6 +226,8 @@ def read_fields(request_id: str, fields: Mapping[str, Any], defaults: Mapping[st
     params, slo = SamplingParams.from_dict({**defaults, **asked}), _slo(fields.get("slo"))
     priority = check_priority("normal" if fields.get("priority") is None else fields["priority"])
     tenant = "" if fields.get("tenant") is None else fields["tenant"]
+    if fields.get("cache_salt") is not None:
+        options["cache_salt"] = fields["cache_salt"]
     return Arrival(request_id, {form: prompt} | options, params, slo, priority=priority, tenant=tenant)
 
 

@@ -110,8 +110,13 @@ class _Replayer:
             return partial(self._start_afresh, entry["learned"]), None
         if name == "add":
             slo = entry["head"]["slo"]
-            request = SchedulerRequest(**entry["head"] | {"slo": None if slo is None else SLO(**slo)})
+            slo, prefix = None if slo is None else SLO(**slo), bytes.fromhex(entry["head"]["prefix"])
+            request = SchedulerRequest(**entry["head"] | {"slo": slo, "prefix": prefix})
             return lambda: self._scheduler.add(request, now_s).deadline_s, entry["deadline_s"]
+        if name == "extend":
+            return partial(self._scheduler.extend, entry["slot"], bytes.fromhex(entry["ids"])), None
+        if name == "forget":
+            return self._scheduler.reset_prefix_cache, None
         if name == "cancel":
             return partial(self._scheduler.cancel, entry["slot"]), tuple(entry["closed"])
         if name == "schedule":
@@ -122,7 +127,7 @@ class _Replayer:
             results = [(slot, count, finished) for slot, count, finished in entry["results"]]
             args = entry["now_s"], results, busy_s
             return lambda: self._scheduler.complete(self._in_flight.pop(batch_id), *args), tuple(entry["closed"])
-        raise ValueError(f"call {name!r}; accepted: add, cancel, schedule, complete, fresh")
+        raise ValueError(f"call {name!r}; accepted: add, extend, forget, cancel, schedule, complete, fresh")
 
     def _start_afresh(self, learned: dict[str, tuple[float, int]] | None) -> None:
         if self._scheduler.predictor is not None and learned is not None:

@@ -11,9 +11,11 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
+from medha.engine.prefix import PrefixIds
 from medha.errors import NonFiniteLogitsError
 from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, unserved
 from medha.params import SLO, SamplingParams
+from medha.sched.prefix import ID_BYTES
 from medha.text import Detokenizer, StopChecker, Tokenizer
 from medha.worker.sampling import Sampled
 
@@ -66,6 +68,7 @@ class Request:
         self.slo = slo
         self.priority = priority
         self.tenant = tenant
+        self.prefix = b""  # ids of its prompt's units, where what is computed of it is shared
         self.completions: tuple[Completion, ...] = ()  # by index; none until it begins
         self.num_running = params.n  # completions that have not ended
 
@@ -129,7 +132,8 @@ class Request:
         outputs = [completion.output(is_delta=is_delta) for completion in chosen]
         errors = [completion.error for completion in self.completions if completion.error is not None]
         ids, ended, error = self.prompt_token_ids, self.num_running == 0, errors[0] if errors else None
-        self._sink(RequestOutput(self.request_id, self.prompt, ids, outputs, ended, self._metrics(), error))
+        cached, metrics = self.first.metrics.num_cached_tokens, self._metrics()
+        self._sink(RequestOutput(self.request_id, self.prompt, ids, outputs, ended, metrics, error, cached))
 
     def _metrics(self) -> RequestMetrics:
         """Of all completions together, a copy."""
@@ -189,6 +193,7 @@ class Completion:
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative_logprob = 0.0
         self._reported: tuple[int, int, bool] = (0, 0, False)  # tokens, pieces, the end
+        self._num_units, self._last_id = 0, b""  # whose ids were made, and the last of these; empty before the first
 
     @property
     def name(self) -> str:
@@ -261,6 +266,21 @@ class Completion:
             self._pieces.append(self._stops.finish())
         if self._stops.matched is not None and reason in ("stop", "length"):
             self._stop_reason, self.finish_reason = self._stops.matched, "stop"
+
+    def further_ids(self, prefix: PrefixIds) -> bytes:
+        """Ids of the units that its tokens have filled since the last call."""
+        ids, size = self.request.prompt_ids, len(self.request.prompt_ids)
+        if not self._last_id:
+            self._num_units, self._last_id = size // prefix.unit, self.request.prefix[-ID_BYTES:]
+        start = self._num_units * prefix.unit
+        tokens = np.array(self.token_ids[max(start - size, 0) :], np.int32)
+        if start < size:
+            tokens = np.concatenate([ids[start:], tokens])
+        if len(tokens) < prefix.unit:
+            return b""
+        more = prefix.further(self._last_id, self._num_units, tokens)
+        self._num_units, self._last_id = self._num_units + len(more) // ID_BYTES, more[-ID_BYTES:]
+        return more
 
     def output(self, *, is_delta: bool) -> CompletionOutput:
         """It as it is now, or what the last call did not return."""

@@ -13,11 +13,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from medha.batch import Batch, Extent, Row
+from medha.batch import Batch, Copy, Extent, Row, Shared
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, split
 from medha.sched.decision import Prediction
 from medha.sched.preempt import Preemption, fewest, oldest
+from medha.sched.prefix import Hit
 from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
@@ -47,7 +48,7 @@ class BatchBuilder:
     """A batch that is being filled.
 
     Attributes:
-        rows, extents, swaps_in: so far.
+        rows, extents, swaps_in, shared, copies: so far.
     """
 
     def __init__(
@@ -69,10 +70,13 @@ class BatchBuilder:
         self.rows: list[Row] = []
         self.extents: list[Extent] = []
         self.swaps_in: list[Extent] = []
+        self.shared: list[Shared] = []
+        self.copies: list[Copy] = []
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
         self.refused: list[int] = []  # slots of prefills that were refused for want of memory
+        self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue
         self._batch_id = batch_id
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
@@ -140,6 +144,24 @@ class BatchBuilder:
         """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
         return not self.config.stream and state.num_in_flight > (state.slot in self.chunked)
 
+    def leader(self, state: State) -> State | None:
+        """Who computes now what a request that has not started would have to compute as well, if that is worth to wait
+        for: it takes longer than a batch of next to nothing."""
+        if state.has_started or state.chain is None or self.memory.swapped_on(state.slot) is not None:
+            return None
+        if self._leaders is None:
+            self._leaders = [other for other in self._queue.prefills() if other.chain is not None]
+        unit, done, best = self.memory.prefix.unit, state.num_scheduled_tokens, None
+        for other in {s.slot: s for s in (*self._leaders, *map(self._queue.running.get, self.chunked)) if s}.values():
+            if other.chain is None or not other.has_started or other.ended or other.chain[1] != state.chain[1]:
+                continue
+            common = min(unit * state.chain.num_common(other.chain), state.num_prefill_tokens - 1)
+            is_ahead = other.num_scheduled_tokens < common or other.slot in self.chunked
+            if is_ahead and common > done and self.memory.notes(other.slot):
+                best, done = other, common
+        worth_s = self._queue.left_s(state.num_scheduled_tokens, done) if best is not None else 0.0
+        return best if worth_s > self._queue.left_s(0, unit) else None
+
     def has_place(self, state: State) -> bool:
         """Whether a prefill has started, or may."""
         if state.has_started:
@@ -164,7 +186,7 @@ class BatchBuilder:
             row = self._chunk_row(state, min(most, self.memory.room(state.slot, position)), *place)
             victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
         else:
-            most = min(most, self.memory.max_kv_per_group - state.num_scheduled_tokens)
+            most = max(min(most, self.memory.max_kv_per_group - state.num_scheduled_tokens), 1)
             num_running = len(self._queue.running)
 
             def fits(first: int, gone: Collection[int]) -> bool:
@@ -231,12 +253,16 @@ class BatchBuilder:
         if not self.has_place(state):
             return 0
         num_tokens = state.request.num_kv_tokens
+        if state.chain is not None and self.memory.swapped_on(state.slot) is None:
+            if (q_len := self._share(state, size, is_whole)) is not None:
+                return q_len
+            self._queue.found(state, 0)
         room = self.memory.max_kv_per_group - state.num_scheduled_tokens
         sizes = {first: self._tokens(state, first, 1, size, is_whole, room) for first in self._firsts(state)}
         open_firsts = [first for first, tokens in sizes.items() if tokens]
         if len(open_firsts) > 1:
             work, width = self._pending_work(), len(self.memory.reservation(num_tokens))
-            used = [pool.num_used for pool in self.memory.pools]
+            used = [self.memory.used(group) for group in range(self.memory.num_groups)]
             spans = {first: slice(first, first + width) for first in open_firsts}
             # what the span would have to do, the busiest of its groups and all, and what its decodes read
             open_firsts.sort(key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
@@ -250,14 +276,77 @@ class BatchBuilder:
                 self.refused.append(state.slot)
             return 0
         self._queue.start(state)
+        self.memory.prefix.forget(state.slot)
         if state.num_scheduled_tokens:
-            extents, host = self.memory.swap_in(state.slot, num_tokens)
+            extents, host = self.memory.swap_in(state.slot, num_tokens, state.chain)
             self.extents += extents
             self.swaps_in += host
         else:
-            self.memory.start(state.slot, chosen, num_tokens)
+            self.memory.start(state.slot, chosen, num_tokens, state.chain)
         self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, 1))
         return sizes[chosen]
+
+    def _share(self, state: State, size: SizeFn, is_whole: bool) -> int | None:
+        """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
+        num_tokens, chain, memory = state.request.num_kv_tokens, state.chain, self.memory
+        assert chain is not None
+        found = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
+        for hit in (found, Hit(found.blocks)) if found.tail is not None else (found,):  # a copy's source takes memory
+            if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
+                return None
+            self._queue.found(state, num_cached)
+            first = (*hit.blocks, hit.tail)[0]
+            assert first is not None
+            memory.start(state.slot, first.group, num_tokens, chain, hit)
+            first_group, count = memory.place(state.slot, num_cached)
+            room = memory.room(state.slot, num_cached)
+            q_len = self._tokens(state, first_group, count, size, is_whole, room)
+            is_asked = q_len > 0
+            if q_len:
+                q_len = self._fitting(state, q_len, first_group, count)
+            if q_len:
+                break
+            memory.undo_start(state.slot, hit)
+            if not is_asked:
+                return 0
+        else:
+            if memory.num_groups > 1:
+                return None
+            self.refused.append(state.slot)
+            return 0
+        extents, shared = memory.hit_extents(state.slot, hit)
+        self.extents += extents
+        self.shared += shared
+        self._queue.start(state)
+        memory.prefix.forget(state.slot)
+        memory.prefix.used(hit.blocks)
+        row, num_before = self._chunk_row(state, q_len, first_group, count), len(self.extents)
+        self._append_row(state, row)
+        if hit.tail is not None:
+            target = self.extents[num_before]
+            self.copies.append(Copy(hit.tail.group, hit.tail.number, target.first, hit.tail_tokens))
+        return q_len
+
+    def _pays(self, state: State, hit: Hit) -> bool:
+        """Whether a request is predicted to end its prefill sooner where it shares than where least is pending."""
+        if self.memory.num_groups == 1:
+            return True
+        work = self._pending_work()
+        groups = {block.group for block in (*hit.blocks, hit.tail) if block is not None}
+        cached = hit.num_tokens(self.memory.block_size)
+        there_s = max(work[g] for g in groups) + self._queue.left_s(cached, state.num_prefill_tokens)
+        elsewhere = [work[first] for first in self.memory.first_groups(state.request.num_kv_tokens)]
+        return there_s <= min(elsewhere) + self._queue.left_s(0, state.num_prefill_tokens)
+
+    def _fitting(self, state: State, q_len: int, first: int, count: int) -> int:
+        """The tokens of a bound request's chunk that find memory."""
+
+        def fits(most: int) -> bool:
+            row = self._chunk_row(state, most, first, count)
+            free = self.memory.num_free(row.writer) * self.memory.block_size
+            return self.memory.can_take(row) and self._least_kv(state) - state.num_cached <= free
+
+        return q_len if fits(q_len) else self._shortened(q_len, fits)
 
     def _shortened(self, num_tokens: int, fits: Callable[[int], bool]) -> int:
         """The most tokens of a chunk, fewer than these, that find memory; 0 where that is no efficient chunk."""

@@ -10,6 +10,7 @@ may take in all is :mod:`medha.sched.memory`'s affair.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from medha.batch import Extent, append_extent
@@ -36,7 +37,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks not held by any slot; promised ones count as free."""
+        """Blocks not in use; promised ones count as free."""
         return self.num_blocks - self.num_used
 
     def allocate(self, slot: int, count: int, *, reserved: int) -> list[Extent]:
@@ -60,13 +61,24 @@ class BlockPool:
             reserved -= take
         return new
 
-    def release(self, slot: int) -> None:
-        """Take back every block of ``slot``; does nothing when it holds none."""
+    def release(self, slot: int, *, kept: Set[int] = frozenset()) -> None:
+        """Take back every block of ``slot`` but those ``kept``, which :meth:`free` takes."""
         holding = self._holdings.pop(slot, _Holding())
         for first, count in holding.extents:
-            self.num_used -= count
-            self._put_back(first, first + count)
+            start = first
+            for block in sorted(kept & set(range(first, first + count))):
+                self._take_back(start, block)
+                start = block + 1
+            self._take_back(start, first + count)
         self._put_back(holding.next, holding.end)
+
+    def free(self, block: int) -> None:
+        """Take back a block that was kept."""
+        self._take_back(block, block + 1)
+
+    def _take_back(self, first: int, end: int) -> None:
+        self.num_used -= end - first
+        self._put_back(first, end)
 
     def _find_run(self, holding: _Holding, want: int) -> None:
         """Set the promise of ``holding`` to a new run of up to ``want`` blocks."""

@@ -26,6 +26,7 @@ class SchedulerRequest:
     priority: int = 2  # class, 0 (realtime) to 3 (low)
     is_relegated: bool = False  # no deadline, whatever its objectives, and after all others of its class
     tenant: str = ""  # who shares the machine fairly with the others
+    prefix: bytes = b""  # ids of its prompt's units (medha.sched.prefix); none shares nothing
 
     @property
     def num_kv_tokens(self) -> int:
@@ -84,6 +85,14 @@ class Observer(Protocol):
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
         """A request was queued."""
+
+    def extended(self, slot: int, ids: bytes) -> None:
+        """The output of a request has filled units of these ids."""
+        return
+
+    def forgot(self) -> None:
+        """What is kept of ended requests was forgotten."""
+        return
 
     def cancelled(self, slot: int, closed: Sequence[int]) -> None:
         """A request was cancelled; these slots were closed by that."""

@@ -10,18 +10,25 @@ A request that decodes never waits for memory: with the last chunk of its prompt
 aside. With ``overcommit`` reservations are not looked at: whatever is free may be taken. Then a decode can find
 nothing free, and somebody is preempted (:mod:`medha.sched.preempt`).
 
+Blocks whose tokens are known by ids are kept after their request ends (:mod:`medha.sched.prefix`), and a request may
+begin with some that others have computed. Those that nobody holds count as free. Of those that it shares a request is
+not counted on to give any back, so the test errs on the safe side.
+
 The host may have a pool for each group as well: a preempted request that lies on one group can be *swapped out* to it,
 and comes back to the same group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from functools import partial
+from itertools import compress, pairwise
 
-from medha.batch import Extent, Row
+from medha.batch import Extent, Row, Shared, append_extent
 from medha.sched.blocks import BlockPool
+from medha.sched.prefix import Block, Chain, Hit, PrefixCache
 
 _Blocks = list[tuple[int, int]]  # (group, blocks)
 
@@ -36,13 +43,26 @@ class _Account:
     starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
     end: int | None = None  # position at which the last of them was told to end, before it is full
     is_set_aside: bool = False  # nobody else may take the rest of its reservation
+    # what follows is of requests with ids alone
+    chain: Chain | None = None
+    numbers: list[list[int]] = field(default_factory=list)  # of its blocks, by shard, in position order
+    blocks: list[Block] = field(default_factory=list)  # those known by ids, its own and those that it shares
+    shared: list[int] = field(default_factory=list)  # how many of each group do not come back with its end
+    num_units: int = 0  # whose ids are known
+    parent: Block | None = None  # the last of the whole blocks of these
+    open: Block | None = None  # the one behind it, if it is this request's
 
     def rest(self) -> _Blocks:
         """Reserved and not yet held."""
         return [(self.first + i, blocks - self.held[i]) for i, blocks in enumerate(self.reserved)]
 
     def holds(self) -> _Blocks:
-        return list(enumerate(self.held, self.first))
+        """What comes back when it ends."""
+        if not self.blocks:
+            return list(enumerate(self.held, self.first))
+        return [
+            (self.first + i, held - shared) for i, (held, shared) in enumerate(zip(self.held, self.shared, strict=True))
+        ]
 
 
 class KVMemory:
@@ -53,6 +73,7 @@ class KVMemory:
         num_groups: KV-parallel groups.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
         overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
+        prefix_eviction, prefix_cost_s: as of :class:`medha.sched.prefix.PrefixCache`.
 
     Attributes:
         host_pools: by group; empty without host memory.
@@ -68,6 +89,8 @@ class KVMemory:
         overcommit: bool = False,
         num_swap_blocks: int = 0,
         swap_block_s: float = 0.0,
+        prefix_eviction: str = "value",
+        prefix_cost_s: Callable[[int], float] = lambda depth: 1.0,
     ) -> None:
         whole = num_blocks * block_size
         max_kv_per_group = whole if max_kv_per_group is None else max_kv_per_group
@@ -83,6 +106,8 @@ class KVMemory:
         self.swap_block_s = swap_block_s
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
+        self.prefix = PrefixCache(self.pools, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction)
+        self._copied: list[Block] = []  # parts of which the next batch copies
         self._swapped: dict[int, tuple[int, list[Extent]]] = {}  # group and host blocks of those swapped out
         self._swapped_in: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
         self.frees: list[int] = []  # slots whose blocks the next batch frees
@@ -98,13 +123,21 @@ class KVMemory:
 
     @property
     def num_used(self) -> int:
-        """Blocks held, over all groups."""
-        return sum(pool.num_used for pool in self.pools)
+        """Blocks that requests hold, over all groups."""
+        return sum(self.used(group) for group in range(self.num_groups))
 
     @property
     def usage(self) -> list[float]:
         """The share of its blocks that each group holds, 0 to 1."""
-        return [pool.num_used / self.num_blocks for pool in self.pools]
+        return [self.used(group) / self.num_blocks for group in range(self.num_groups)]
+
+    def num_free(self, group: int) -> int:
+        """Blocks of a group that may be taken."""
+        return self.pools[group].num_free + self.prefix.num_idle[group]
+
+    def used(self, group: int) -> int:
+        """Blocks of a group that requests hold."""
+        return self.pools[group].num_used - self.prefix.num_idle[group]
 
     @property
     def max_request_tokens(self) -> int:
@@ -124,6 +157,31 @@ class KVMemory:
         reserved = self.reservation(num_tokens)
         return _Account(first, reserved, [0] * len(reserved))
 
+    def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
+        """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
+        for the rest on the groups behind."""
+        hit = self.prefix.lookup(chain, most_tokens)
+        blocks, tail = list(hit.blocks), hit.tail
+        while blocks and blocks[-1].group + len(self._reserved(blocks, num_tokens)[1]) > self.num_groups:
+            blocks.pop()
+            tail = None
+        if tail is not None and blocks:  # it goes on where they end, if there is room
+            in_shard = (len(blocks) - self._starts(blocks)[-1]) * self.block_size
+            tail = tail if tail.group == blocks[-1].group and in_shard < self.max_kv_per_group else None
+        elif tail is not None and tail.group not in self.first_groups(num_tokens):
+            tail = None
+        return Hit(tuple(blocks), tail, hit.tail_tokens if tail is not None else 0)
+
+    def _starts(self, blocks: Sequence[Block]) -> list[int]:
+        """At which of a chain's blocks each of its shards begins."""
+        return [i for i, block in enumerate(blocks) if not i or block.group != blocks[i - 1].group]
+
+    def _reserved(self, blocks: Sequence[Block], num_tokens: int) -> tuple[list[int], list[int]]:
+        """Blocks of the shards of a chain that are closed, and what a request reserves from the last one on."""
+        starts = self._starts(blocks)
+        closed = [end - start for start, end in pairwise(starts)]
+        return closed, self.reservation(num_tokens - (starts[-1] if starts else 0) * self.block_size)
+
     # -- one request -------------------------------------------------------------------------------------------------
 
     def can_start(
@@ -136,10 +194,100 @@ class KVMemory:
         account, needed = self._account(first, num_tokens), -(-kv_len // self.block_size)
         return self._is_safe(account, first, needed, set_aside=set_aside, is_new=True, gone=gone)
 
-    def start(self, slot: int, first: int, num_tokens: int) -> None:
-        """Bind a request to the span that begins at ``first``; it holds nothing yet."""
-        self._accounts[slot] = account = self._account(first, num_tokens)
+    def start(self, slot: int, first: int, num_tokens: int, chain: Chain | None = None, hit: Hit | None = None) -> None:
+        """Bind a request to the span that begins at ``first``; it holds nothing yet, or what is there of its tokens."""
+        account = self._account(first, num_tokens)
+        account.chain = chain
+        if hit is not None and (hit.blocks or hit.tail):
+            starts = self._starts(hit.blocks)
+            closed, rest = self._reserved(hit.blocks, num_tokens)
+            account.reserved, account.held = [*closed, *rest], [0] * (len(closed) + len(rest))
+            account.starts = [start * self.block_size for start in starts] or [0]
+            account.blocks, account.parent = list(hit.blocks), hit.blocks[-1] if hit.blocks else None
+            account.num_units = hit.num_tokens(self.block_size) // self.prefix.unit
+        account.shared = [0] * len(account.reserved)
+        account.numbers = [[] for _ in account.reserved]
+        for block in account.blocks:
+            shard = block.group - account.first
+            account.numbers[shard].append(block.number)
+            account.held[shard] += 1
+            account.shared[shard] += 1
+            self._lose(self.prefix.hold(block), block)
+        if hit is not None and hit.tail is not None:  # it must not be written to before it is copied
+            self._lose(self.prefix.hold(hit.tail), hit.tail)
+            self._copied.append(hit.tail)
+        self._accounts[slot] = account
         self._count(account, +1)
+
+    def undo_start(self, slot: int, hit: Hit) -> None:
+        """As if a request had not started, which has taken nothing beyond its hit."""
+        if hit.tail is not None:
+            self._end_copy(self._copied.pop())
+        account = self._accounts.pop(slot)
+        self._count(account, -1)
+        self._let_go(account, slot)
+
+    def notes(self, slot: int) -> bool:
+        """Whether what a bound request computes becomes known to others."""
+        return self._accounts[slot].chain is not None
+
+    def is_bound(self, slot: int) -> bool:
+        """Whether a request has a span."""
+        return slot in self._accounts
+
+    def hit_extents(self, slot: int, hit: Hit) -> tuple[list[Extent], list[Shared]]:
+        """The blocks of a request's hit as extents of its own table, and what lies on each group of its span."""
+        account, extents = self._accounts[slot], list[Extent]()
+        for shard, numbers in enumerate(account.numbers[: len(account.starts)]):
+            runs: list[tuple[int, int]] = []
+            for number in numbers:
+                append_extent(runs, number, 1)
+            extents += [Extent(slot, first, count, account.first + shard) for first, count in runs]
+        ends = [*account.starts[1:], hit.num_tokens(self.block_size)]
+        spans = zip(account.starts, ends, strict=True)
+        return extents, [Shared(slot, account.first + i, start, end - start) for i, (start, end) in enumerate(spans)]
+
+    def note(self, slot: int, num_tokens: int) -> None:
+        """The first ``num_tokens`` of a request have been sent: others may share them from the next batch on."""
+        account = self._accounts[slot]
+        if (chain := account.chain) is None:
+            return
+        size, prefix = self.prefix.units_per_block, self.prefix
+        num_units = min(len(chain), num_tokens // prefix.unit)
+        while account.num_units < num_units:
+            if account.parent is not None and not account.parent.is_known:
+                break
+            depth = account.num_units // size
+            end = min(num_units, (depth + 1) * size)
+            shard = bisect_right(account.starts, depth * self.block_size) - 1
+            number = account.numbers[shard][depth - account.starts[shard] // self.block_size]
+            new = partial(Block, account.first + shard, number, account.parent, depth, slot)
+            before = account.open
+            account.open = prefix.note(before, (chain[n] for n in range(account.num_units + 1, end + 1)), new)
+            if account.open is not before and account.open is not None:
+                account.blocks.append(account.open)
+            account.num_units = end
+            if end == (depth + 1) * size:
+                account.parent, account.open = prefix.known(chain[end]), None
+                assert account.parent is not None
+                if account.parent.group != account.first + shard:  # what follows would lie beside what precedes
+                    break
+        else:
+            return
+        account.chain = None
+
+    def _lose(self, slot: int | None, block: Block, count: int = 1) -> None:
+        """A block does not come back any more when the request ends that had it for itself; or with -1 does again."""
+        if slot is not None:
+            account = self._accounts[slot]
+            account.shared[block.group - account.first] += count
+
+    def _end_copy(self, block: Block) -> None:
+        self._lose(self.prefix.let_go(block, -1), block, -1)
+
+    def _let_go(self, account: _Account, slot: int) -> None:
+        for block in account.blocks:
+            self._lose(self.prefix.let_go(block, slot), block, -1)
 
     def place(self, slot: int, position: int) -> tuple[int, int]:
         """(first group, number of groups) of a row that begins at ``position``; one more where a shard is full."""
@@ -211,7 +359,7 @@ class KVMemory:
         if needed > 0:
             index, group = row.num_groups - 1, row.writer
             rest = account.reserved[index] - account.held[index]
-            extents = self.pools[group].allocate(row.slot, needed, reserved=rest)
+            extents = self._allocate(account, row, needed, rest)
             account.held[index] += needed
             self._open[group] -= needed
             self._set_aside[group] -= needed * account.is_set_aside
@@ -221,12 +369,28 @@ class KVMemory:
                 self._set_aside[group] += blocks
         return extents
 
+    def _allocate(self, account: _Account, row: Row, needed: int, rest: int) -> list[Extent]:
+        """``needed`` blocks for a row, of the ``rest`` of what is reserved on its group."""
+        group, pool, idle = row.writer, self.pools[row.writer], self.prefix.num_idle
+        if idle[group] and pool.num_free < rest:  # room for what its prompt will fill too, so that this lies together
+            ahead = 0 if account.chain is None else len(account.chain) * self.prefix.unit - row.position
+            wanted = max(needed, min(rest, -(-ahead // self.block_size)))
+            self.prefix.make_free(group, min(wanted, pool.num_free + idle[group]))
+        extents = pool.allocate(row.slot, needed, reserved=rest)
+        if account.chain is not None:
+            for extent in extents:
+                account.numbers[row.num_groups - 1] += range(extent.first, extent.first + extent.count)
+        return extents
+
     def release(self, slot: int) -> None:
-        """Take everything back from a bound request."""
+        """Take everything back from a bound request; what is known of it by ids stays until its memory is wanted."""
         account = self._accounts.pop(slot)
         self._count(account, -1)
-        for group, _ in account.holds():
-            self.pools[group].release(slot)
+        own = [block for block in account.blocks if block.owner == slot]
+        for group in range(account.first, account.first + len(account.held)):
+            kept = {block.number for block in own if block.group == group}
+            self.pools[group].release(slot, kept=kept)
+        self._let_go(account, slot)
         if any(account.held):
             self.frees.append(slot)
 
@@ -252,15 +416,16 @@ class KVMemory:
         """The group whose host pool holds a request; None for one that is not swapped out."""
         return self._swapped[slot][0] if slot in self._swapped else None
 
-    def swap_in(self, slot: int, num_tokens: int) -> tuple[list[Extent], list[Extent]]:
+    def swap_in(self, slot: int, num_tokens: int, chain: Chain | None) -> tuple[list[Extent], list[Extent]]:
         """Bind a request that is swapped out to its group again; returns blocks for what it has, and the host blocks
         that fill them, its own until :meth:`batch_sent`, both in position order."""
         group, host = self._swapped.pop(slot)
         blocks = sum(extent.count for extent in host)
-        self.start(slot, group, num_tokens)
+        self.start(slot, group, num_tokens, chain)
         account = self._accounts[slot]
         account.starts.append(0)
-        extents = self.pools[group].allocate(slot, blocks, reserved=account.reserved[0])
+        row = Row(slot, 0, blocks * self.block_size, False, False, group)
+        extents = self._allocate(account, row, blocks, account.reserved[0])
         account.held[0] = blocks
         self._open[group] -= blocks
         self._swapped_in.append((group, slot))
@@ -279,6 +444,9 @@ class KVMemory:
         for group, slot in self._swapped_in:
             self.host_pools[group].release(slot)
         self._swapped_in.clear()
+        for block in self._copied:
+            self._end_copy(block)
+        self._copied.clear()
         self.frees.clear()
         self.swaps_out.clear()
 
@@ -309,7 +477,7 @@ class KVMemory:
         What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after
         the other in some order, must each find free what they may still take. With overcommit: whether they are free.
         """
-        free = [pool.num_free for pool in self.pools]
+        free = [self.num_free(g) for g in range(self.num_groups)]
         wanted, promised = list(self._open), list(self._set_aside)
         for account in (self._accounts[slot] for slot in gone):
             for g, blocks in account.holds():
@@ -336,7 +504,7 @@ class KVMemory:
         if not set_aside:
             left = [(g, blocks - num_blocks * (g == group)) for g, blocks in rest]
             prefills.append((left, [(g, blocks + num_blocks * (g == group)) for g, blocks in taker.holds()]))
-        available = [self.num_blocks] * self.num_groups
+        available = [self.num_blocks - pinned for pinned in self.prefix.num_pinned]
         for _, held in prefills:
             for g, blocks in held:
                 available[g] -= blocks

@@ -256,6 +256,12 @@ class MedhaPacker(Packer):
         is_long = self._is_long(state)
         if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
+        if (leader := builder.leader(state)) is not None:  # which gets on in its turn, and shares what it computes
+            return (
+                leader.slot not in builder.chunked
+                and leader.prefilling
+                and self._give(leader, queue, builder, may_exceed=may_exceed)
+            )
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
         position, has_chunk = state.num_scheduled_tokens, state.slot in builder.chunked
         prefers_least = may_exceed and not share and not has_chunk
@@ -285,6 +291,7 @@ class MedhaPacker(Packer):
         if not q_len:
             return False
         row = builder.rows[builder.chunked[state.slot]]
+        position = position if has_chunk else row.position  # more may be there than was thought
         for index in row.groups:
             group = self._groups[index]
             kv = builder.memory.kv_before(state.slot, position, index)
@@ -326,7 +333,7 @@ class MedhaPacker(Packer):
         return min(self.config.yielded_share, max(0.0, slack_s / max(total_s, SHORTEST_S)))
 
     def _is_long(self, state: State) -> bool:
-        return state.num_prefill_tokens >= self.config.long_threshold
+        return state.num_own_prefill >= self.config.long_threshold
 
     def _fitting(
         self, state: State, builder: BatchBuilder, first: int, count: int, most: int, share: float | None = None
@@ -337,8 +344,8 @@ class MedhaPacker(Packer):
         run = (first, first + count - 1) if count > 1 else None
         for index in range(first, first + count):
             group = self._groups[index]
-            kv = state.num_scheduled_tokens  # of one that has not started: it was swapped out
-            if state.has_started:
+            kv = state.num_scheduled_tokens  # of one that is nowhere yet: it was swapped out
+            if builder.memory.is_bound(state.slot):
                 kv = builder.memory.kv_before(state.slot, kv, index)
             if index < first + count - 1:
                 kv += builder.chunk_tokens(state.slot)

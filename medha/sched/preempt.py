@@ -78,6 +78,8 @@ class Preemption:
                 self.memory.swap_out(state.slot)
             self.memory.release(state.slot)
             self._queue.preempt(state, now_s, num_kept=num_kept)
+            if state.chain is not None and not is_swap:
+                self.memory.prefix.stale[state.slot] = None  # of what it had, some is there still
 
     def _idle(self) -> Iterable[State]:
         """Started requests of which nothing is in flight."""

@@ -20,6 +20,7 @@ from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
+from medha.sched.prefix import Chain
 from medha.sched.tenants import Tenants
 
 
@@ -39,15 +40,24 @@ class State:
     ended: bool = False  # it finished or was cancelled; it is closed once nothing of it is in flight
     num_preempted: int = 0
     tenant: int = 0  # its number
+    num_cached: int = 0  # of its prefill, tokens that it need not compute as others have
+    chain: Chain | None = None  # ids of its tokens
     slot: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.slot = self.request.slot
+        if self.request.prefix:
+            self.chain = Chain(self.request.prefix)
 
     @property
     def prefilling(self) -> bool:
         """Whether tokens of its prefill are left to schedule."""
         return self.num_scheduled_tokens < self.num_prefill_tokens
+
+    @property
+    def num_own_prefill(self) -> int:
+        """Tokens of its prefill that it computes itself."""
+        return self.num_prefill_tokens - self.num_cached
 
     @property
     def num_left(self) -> int:
@@ -168,15 +178,28 @@ class Queue:
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
-    def add(self, request: SchedulerRequest, factor: float) -> State:
-        """A request arrives; ``factor`` corrects the predicted seconds of its derived deadline."""
+    def add(self, request: SchedulerRequest, factor: float, num_cached: int = 0) -> State:
+        """A request arrives, of which some tokens are there; ``factor`` corrects the predicted seconds of its derived
+        deadline."""
         length = request.num_prompt_tokens
-        total_s = self.prefill_s(length)
+        total_s = self.left_s(num_cached, length) if num_cached else self.prefill_s(length)
         state = State(request, length, length, self._deadline_s(request, total_s * factor))
         state.tenant = self.tenants.enter(request.tenant)
         self.waiting[request.slot] = state
         self._append(state, total_s, request.arrival_s)
+        self.found(state, num_cached)
         return state
+
+    def found(self, state: State, num_tokens: int) -> None:
+        """So many tokens of a request that has not started are there already."""
+        if num_tokens == state.num_cached == state.num_computed_tokens:
+            return
+        state.num_cached = state.num_scheduled_tokens = state.num_computed_tokens = num_tokens
+        row = self._row_of[state.slot]
+        self._table["num_prompt_tokens"][row] = state.num_own_prefill
+        self._table["work_left_s"][row] = self.left_s(num_tokens, state.num_prefill_tokens)
+        self._table["work_total_s"][row] = self._table["work_left_s"][row]
+        self._columns = None
 
     def preempt(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
         """A started request loses what was computed, all but ``num_kept`` tokens, and waits again, first in line."""
@@ -186,6 +209,7 @@ class Queue:
             self._remove(state.slot)
         state.num_prefill_tokens = state.num_known_tokens
         state.num_scheduled_tokens = state.num_computed_tokens = num_kept
+        state.num_cached = 0
         state.has_started = False
         state.num_preempted += 1
         self.waiting[state.slot] = state
@@ -224,7 +248,7 @@ class Queue:
             state.num_in_flight -= 1
             state.num_computed_tokens += row.q_len
             if not row.is_decode and (index := self._row_of.get(row.slot)) is not None:
-                self._table["num_computed_tokens"][index] = state.num_computed_tokens
+                self._table["num_computed_tokens"][index] = state.num_computed_tokens - state.num_cached
 
     def end(self, state: State) -> None:
         """Nothing more of a request is to be scheduled."""
@@ -252,6 +276,10 @@ class Queue:
         """Seconds that the rest of a prefill takes alone; as :meth:`prefill_s`."""
         times = self._times
         return prefill_work(num_done, num_tokens) if times is None else times.remaining_s(num_done, num_tokens)
+
+    def span_s(self, start: int, end: int) -> float:
+        """Seconds in which a prefill comes from one position to another; as :meth:`prefill_s`."""
+        return prefill_work(start, end) if self._times is None else self._times.span_s(start, end)
 
     def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
         if request.slo is not None and request.slo.ttft_s is not None and not request.is_relegated:

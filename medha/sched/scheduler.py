@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 
 from medha.batch import Batch
 from medha.config import ParallelConfig, SchedulerConfig
@@ -24,7 +25,10 @@ from medha.sched.decision import Admitted, Decision, Prediction, SchedulerReques
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption
+from medha.sched.prefix import Chain
 from medha.sched.queue import Queue
+
+_MOST_STALE = 64
 
 
 class Scheduler:
@@ -59,6 +63,8 @@ class Scheduler:
             overcommit=config.overcommit,
             num_swap_blocks=config.num_swap_blocks,
             swap_block_s=config.swap_block_s,
+            prefix_eviction=config.prefix_eviction,
+            prefix_cost_s=self._block_s,
         )
         if config.scheduler != "medha":
             self.packer = classical_packer(config)
@@ -123,26 +129,32 @@ class Scheduler:
         if request.num_kv_tokens > self.memory.max_request_tokens:
             most = self.memory.max_request_tokens
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
-        predicted_s = None if now_s is None else self._late_ttft_s(request, now_s)
+        num_cached = (
+            self._watch(request.slot, Chain(request.prefix), request.num_prompt_tokens) if request.prefix else 0
+        )
+        predicted_s = None if now_s is None else self._late_ttft_s(request, now_s, num_cached)
         alone_tpot_s = self._late_tpot_s(request)
         if predicted_s is not None:
             if self.config.admission == "refuse":
                 what = "its first token is predicted {:.3f} s after its arrival even if it runs next"
                 refusal = _refusal("ttft_s", request, predicted_s, what)
                 late_s = predicted_s - refusal.value
-                refusal.wait_s = late_s if self.prefill_left_s(0, request.num_prompt_tokens) <= refusal.value else None
+                left_s = self.prefill_left_s(num_cached, request.num_prompt_tokens)
+                refusal.wait_s = late_s if left_s <= refusal.value else None
+                self.memory.prefix.forget(request.slot)
                 raise refusal
             request = replace(request, is_relegated=True)
         if alone_tpot_s is not None and request.slo is not None:
             if self.config.admission == "refuse":
+                self.memory.prefix.forget(request.slot)
                 raise _refusal("tpot_s", request, alone_tpot_s, "a token is predicted to take {:.4f} s even alone")
             request = replace(request, slo=replace(request.slo, tpot_s=None))
         factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
-        deadline_s = self._queue.add(request, factor).deadline_s
+        deadline_s = self._queue.add(request, factor, num_cached).deadline_s
         slack_s = self._slack_s(request.slot, request.arrival_s)
         return Admitted(deadline_s, slack_s, request.is_relegated, alone_tpot_s)
 
-    def _late_ttft_s(self, request: SchedulerRequest, now_s: float) -> float | None:
+    def _late_ttft_s(self, request: SchedulerRequest, now_s: float, num_cached: int) -> float | None:
         """Predicted TTFT of a request that ``config.admission`` turns away; None where it may be in time.
 
         That is if it ran next: the wait so far, the batches in flight, its prefill alone.
@@ -151,7 +163,7 @@ class Scheduler:
         if objective_s is None or self.config.admission == "all" or self.predictor is None:
             return None
         in_flight_s = sum(prediction.seconds for _, prediction in self._in_flight if prediction is not None)
-        alone_s = self.prefill_left_s(0, request.num_prompt_tokens)
+        alone_s = self.prefill_left_s(num_cached, request.num_prompt_tokens)
         predicted_s = max(now_s - request.arrival_s, 0.0) + in_flight_s + alone_s
         return predicted_s if predicted_s > objective_s else None
 
@@ -193,13 +205,44 @@ class Scheduler:
         if not state.has_started:
             self._queue.drop(slot)
             self.memory.forget_swapped(slot)
+            self.memory.prefix.forget(slot)
             return (slot,)
         return self._close_ended((slot,))
+
+    def extend(self, slot: int, ids: bytes) -> None:
+        """The output of a request has filled further units, which have these ids."""
+        state = self._queue.running.get(slot)
+        if state is not None and state.chain is not None:
+            state.chain.extend(ids)
+            self.memory.note(slot, state.num_scheduled_tokens)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is kept of requests that have ended, and let nobody share what is computed by now."""
+        self.memory.prefix.clear()
+
+    def _block_s(self, depth: int) -> float:
+        """Predicted seconds to compute a block with so many before it."""
+        size = self.memory.block_size
+        return self._queue.span_s(depth * size, (depth + 1) * size)
+
+    def _watch(self, slot: int, chain: Chain, num_tokens: int) -> int:
+        """Tokens that are there of one that waits."""
+        return self.memory.prefix.watch(slot, chain, num_tokens - 1)
+
+    def _look_again(self) -> None:
+        """Find out what is there of the requests that wait for which that has changed, some at a time."""
+        stale = self.memory.prefix.stale
+        for slot in list(islice(stale, _MOST_STALE)):
+            stale.pop(slot, None)
+            state = self._queue.waiting.get(slot)
+            if state is not None and state.chain is not None and self.memory.swapped_on(slot) is None:
+                self._queue.found(state, self._watch(slot, state.chain, state.num_prefill_tokens))
 
     def schedule(self, now_s: float) -> Decision:
         """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight."""
         if len(self._in_flight) >= self.depth:
             return Decision()
+        self._look_again()
         builder = BatchBuilder(
             self.config,
             self._queue,
@@ -220,7 +263,11 @@ class Scheduler:
             tuple(self.memory.frees),
             tuple(self.memory.swaps_out),
             tuple(builder.swaps_in),
+            tuple(builder.shared),
+            tuple(builder.copies),
         )
+        for slot in builder.chunked:
+            self.memory.note(slot, self._queue.running[slot].num_scheduled_tokens)
         self.memory.batch_sent()
         self._next_batch_id += 1
         prediction = self.packer.prediction

@@ -40,6 +40,8 @@ class Metrics:
             return Counter(name, text, ["model_name", *labels], registry=self._registry)
 
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.").labels(model)
+        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.").labels(model)
+        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens that others had computed.").labels(model)
         self._tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(model)
         self._ended = counter("vllm:request_success", "Requests that have ended.", "finished_reason")
         self._preemptions = counter("vllm:num_preemptions", "Requests that gave up their KV memory.").labels(model)
@@ -91,6 +93,9 @@ class Metrics:
         ):
             if value is not None:
                 times.observe(value)
+        if metrics.first_scheduled is not None:
+            self._queries.inc(metrics.num_prompt_tokens)
+            self._hits.inc(output.num_cached_tokens)
         self._prompt.observe(metrics.num_prompt_tokens)
         self._output.observe(metrics.num_output_tokens)
 

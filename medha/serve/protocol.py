@@ -141,6 +141,8 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
             raise UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
         fields = count_logprobs(fields)
         prompts = [{name: fields[name] for name in ("messages", *CHAT_OPTIONS) if name in fields}]
+    if "cache_salt" in fields:
+        prompts = [one | {"cache_salt": fields["cache_salt"]} for one in prompts]
     kind = "delta" if flags["stream"] else "final_only"
     defaults: Json = {"output_kind": kind} | ({"max_tokens": None} if is_chat else {})
     request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id or uuid.uuid4().hex}"
@@ -242,7 +244,9 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Json:
     """Tokens of some requests that have ended."""
     read = sum(output.metrics.num_prompt_tokens for output in outputs)
     made = sum(output.metrics.num_output_tokens for output in outputs)
-    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+    details = {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
+    total = read + made
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": total, "prompt_tokens_details": details}
 
 
 def explained(output: RequestOutput) -> Json:

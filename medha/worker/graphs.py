@@ -106,6 +106,12 @@ class DecodeGraphs:
         """Batch sizes captured, ascending."""
         return tuple(sorted(self._graphs))
 
+    def holds(self, step: StepInput) -> bool:
+        """Whether a captured size holds a batch: where blocks are shared, its pages may be more than the pool's."""
+        if not step.is_of_decodes or self.size_for(len(step.batch.rows)) is None:
+            return False
+        return step.own is None or len(step.own.pages) <= self._cache.num_blocks
+
     def size_for(self, num_rows: int) -> int | None:
         """The smallest captured size that holds so many rows."""
         return min((size for size in self._graphs if size >= num_rows), default=None)

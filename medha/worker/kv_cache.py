@@ -69,6 +69,12 @@ class KVCache:
         """Bytes of a block's keys and values over all layers held here."""
         return sum(2 * pool[: self.block_size].nbytes for pool in self.k)
 
+    def copy(self, layer: int, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Copy tokens within a layer's pool, in order: (first, first of where they go, count)."""
+        for pool in (self.k[layer], self.v[layer]):
+            for source, target, count in runs:
+                pool[target : target + count] = pool[source : source + count]
+
     def write(
         self,
         layer: int,

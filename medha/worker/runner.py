@@ -249,9 +249,7 @@ class Runner:
 
     def _graphs_for(self, step: StepInput) -> DecodeGraphs | None:
         """The graphs, if one of them holds a step."""
-        if self.graphs is None or not step.is_of_decodes or self.graphs.size_for(len(step.batch.rows)) is None:
-            return None
-        return self.graphs
+        return self.graphs if self.graphs is not None and self.graphs.holds(step) else None
 
     def _replay(self, graphs: DecodeGraphs, step: StepInput, copies: list[Wait]) -> _Ran:
         """As :meth:`_eager`, from a graph, which waits for all copies."""
@@ -296,6 +294,7 @@ class Runner:
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             if copies:
                 copies[layer]()
+            self.cache.copy(layer, step.copies)
             self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept, pieces=sent.pieces)
             pools = self.cache.k[layer], self.cache.v[layer]
             pending = []

@@ -46,6 +46,7 @@ class StepInput:
     drawn_slots: Ints = field(default_factory=_NO_INTS.copy)
     swaps_out: Sequence[Run] = ()  # tokens that move to host memory, and back
     swaps_in: Sequence[Run] = ()
+    copies: Sequence[Run] = ()  # tokens that move within the pool, in this order
     token_ids: npt.NDArray[np.int32] | None = None  # int32 [T], on a rank that embeds them
 
     @property
@@ -95,6 +96,12 @@ class Slots:
         for extent in batch.extents:
             if extent.group == self.group:
                 self._append(extent)
+        for shared in batch.shared:
+            if shared.group == self.group:
+                self._make_room(shared.slot + 1)
+                self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
+        size = self.block_size
+        step.copies = [(c.source * size, c.target * size, c.num_tokens) for c in batch.copies if c.group == self.group]
         step.swaps_in = self._runs(batch.swaps_in)
         if batch.rows:
             self._gather(step)

@@ -155,7 +155,7 @@ def test_other_decisions_are_compared_too(recorded: list[str], call: str, change
         ([], "journal line 1 cannot be read"),
         (["{"], "journal line 1 cannot be read: JSONDecodeError"),
         (["[]"], "journal line 1 cannot be read"),
-        (['{"format": "other", "version": 1}'], "accepted: medha-journal, version 1"),
+        (['{"format": "other", "version": 1}'], "accepted: medha-journal, version 2"),
         ([None, '{"call": "other", "now_s": 1}'], "journal line 2 cannot be read: ValueError: call 'other'"),
         ([None, '{"call": "schedule", "now_s": 1}'], "journal line 2 cannot be read"),
         ([None, '"x"'], "journal line 2 cannot be read"),
