@@ -71,7 +71,6 @@ class RequestMetrics:
     finished: float | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompt, which others had computed
     num_chunks: int = 0
     num_preemptions: int = 0  # how often it gave up its KV memory
     num_swaps: int = 0  # how many of these moved what was computed to host memory
@@ -83,6 +82,7 @@ class RequestMetrics:
     is_relegated: bool = False  # served without a deadline, as its objective could not be met, which counts as missed
     explanation: Explanation | None = None  # once it has a first token or has ended, unless refused or lost
     num_completions: int = 1
+    num_cached_tokens: int = 0  # of the prompt, which others had computed
 
     @property
     def queue_time(self) -> float | None:

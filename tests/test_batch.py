@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Extent, Row
+from medha.batch import Batch, Copy, Extent, Row, Shared
 
 BATCH = Batch(
     batch_id=7,
@@ -47,6 +47,8 @@ BATCHES = st.builds(
     st.lists(INT32, max_size=4).map(tuple),
     NONE | EXTENTS,
     NONE | EXTENTS,
+    NONE | st.lists(st.builds(Shared, INT32, INT32, INT32, INT32), max_size=2).map(tuple),
+    NONE | st.lists(st.builds(Copy, INT32, INT32, INT32, INT32), max_size=2).map(tuple),
 )
 
 PRINTED = """\
@@ -126,10 +128,12 @@ def test_layout_of_the_integers() -> None:
         ],
     )
     assert SHARED.to_ints()[4:16] == array("i", [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1)])
-    # Where something is swapped, behind all that: numbers of swaps out and in, then each.
-    swaps = [2, 1, *(4, 0, 2, 0), *(5, 7, 1, 1), *(6, 2, 3, 0)]
+    # Where there are some, behind all that: numbers of swaps out and in, shared and copies, then each.
+    more = [2, 1, 1, 1, *(4, 0, 2, 0), *(5, 7, 1, 1), *(6, 2, 3, 0), *(7, 1, 64, 32), *(1, 3, 4, 16)]
     plain = dataclasses.replace(SWAPPED, swaps_out=(), swaps_in=())
-    assert SWAPPED.to_ints() == plain.to_ints() + array("i", swaps)
+    found = dataclasses.replace(SWAPPED, shared=(Shared(7, 1, 64, 32),), copies=(Copy(1, 3, 4, 16),))
+    assert found.to_ints() == plain.to_ints() + array("i", more)
+    assert str(found).endswith("slot 7 shares [64:96] on group 1\n  16 tokens of block 3 to block 4 of group 1")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -137,8 +141,9 @@ def test_layout_of_the_integers() -> None:
 def test_round_trip(batch: Batch) -> None:
     ints = batch.to_ints()
     assert ints.itemsize == 4
-    swaps = 2 + 4 * (len(batch.swaps_out) + len(batch.swaps_in)) if batch.moves else 0
-    assert len(ints) == 4 + 6 * len(batch.rows) + 4 * len(batch.extents) + len(batch.frees) + swaps
+    num_more = sum(map(len, (batch.swaps_out, batch.swaps_in, batch.shared, batch.copies)))
+    more = 4 + 4 * num_more if num_more else 0
+    assert len(ints) == 4 + 6 * len(batch.rows) + 4 * len(batch.extents) + len(batch.frees) + more
     for form in (ints, list(ints), tuple(ints)):
         back = Batch.from_ints(form)
         assert back == batch
@@ -156,7 +161,7 @@ def test_every_wrong_length_is_refused() -> None:
             Batch.from_ints(ints[:length])
     with pytest.raises(ValueError, match=f"cannot have {len(ints) + 1} integers"):
         Batch.from_ints([*ints, 0])
-    for tail in ([0, 0], [1, 0], [1, -1], [-1, 2, *range(4)], [2**31 - 1, 0], [0, 1, *range(5)]):
+    for tail in ([0, 0], [1, 0, 0, 0], [1, -1, 0, 0], [-1, 2, 0, 0, *range(4)], [2**31 - 1, 0, 0, 0], [0, 1, 0, 0, 5]):
         with pytest.raises(ValueError, match=f"cannot have {len(ints) + len(tail)} integers"):
             Batch.from_ints([*ints, *tail])
 

@@ -48,7 +48,7 @@ def test_a_policy_of_the_papers_is_as_published(policy: str, yielded: float, gua
 ALIASES = """
     max_num_batched_tokens:max_batch_tokens num_gpu_blocks_override:num_kv_blocks max_running_requests:max_num_seqs
     context_length:max_model_len chunked_prefill_size:chunk_size page_size:block_size tensor_parallel_size:tp
-    pipeline_parallel_size:spp kv_parallel_size:kvp scheduling_policy:policy schedule_policy:policy
+    pipeline_parallel_size:spp kv_parallel_size:kvp scheduling_policy:policy schedule_policy:policy enable_prefix_caching:prefix_caching
     kv_cache_memory_bytes:kv_memory mem_fraction_static:gpu_memory_utilization tokenizer_path:tokenizer tp_size:tp
     pp_size:spp
 """
@@ -57,7 +57,7 @@ ALIASES = """
 def test_aliases() -> None:
     assert dict(pair.split(":") for pair in ALIASES.split()) == OPTION_ALIASES
     for alias, name in OPTION_ALIASES.items():
-        value: Any = {"gpu_memory_utilization": 0.5, "tokenizer": "folder"}.get(name, 77)
+        value: Any = {"gpu_memory_utilization": 0.5, "tokenizer": "folder", "prefix_caching": True}.get(name, 77)
         assert EngineConfig.from_flat("m", **{alias: value}) == EngineConfig.from_flat("m", **{name: value})
         assert EngineConfig.from_flat("m", **{alias: value}) != EngineConfig.from_flat("m")
         for twice in ({name: 77, alias: 77}, {alias: 77, name: 78}):
@@ -80,12 +80,12 @@ def test_what_asks_for_nothing_is_noted(name: str, value: Any, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("enable_prefix_caching", True, "there is no prefix cache"),
+        ("disable_radix_cache", True, "prefix_caching=False keeps nothing"),
         ("enable_chunked_prefill", False, "prompts are read in chunks; scheduler='orca' reads them whole"),
         ("quantization", "awq", "quantised weights are not implemented; load a float16 or bfloat16 checkpoint"),
         ("data_parallel_size", 2, "start a job for each replica"),
         ("data_parallel_size", True, "start a job for each replica"),
-        ("port", 8000, "there is no server; medha generate --requests FILE serves a file"),
+        ("port", 8000, "they are options of medha serve"),
     ],
 )
 def test_what_others_do_is_refused_by_its_name(name: str, value: Any, reason: str) -> None:
@@ -157,6 +157,7 @@ OPTIONAL_LENGTHS = {"chunk_size": 2**24, "max_kv_per_group": 2**31 - 1, "max_mod
 WORDS: dict[str, str] = {
     "scheduler": "medha static orca sarathi vllm token-budget",
     "admission": "all refuse relegate",
+    "prefix_eviction": "value lru",
     "tp_forward": "local dtensor",
     "dtype": "auto float32 bfloat16 float16",
     "attention_backend": "auto torch flashinfer",
@@ -184,7 +185,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "dist_timeout": (0, 0.5, -1, 86401, NAN, INF, "120", None),
     "seed": (None, 1.0, 2**63, *NO_NUMBER),
     "device": (None, "", "gpu", "cuda:", "cuda:-1", "cuda:0 ", "mps", 0, "cpu\n"),
-    "async_scheduling": (0, 1, "on"),
+    **dict.fromkeys(("async_scheduling", "prefix_caching"), (0, 1, "on")),
     "rope_scaling": (3, True, ["yarn"], NAN),
     "hf_overrides": (3, True, "{}", [("a", 1)]),
     "tenant_weights": (3, True, "{}", {"a": 0}, {"a": -1.0}, {"a": NAN}, {"a": INF}, {"a": "1"}, {1: 1.0}),
@@ -207,7 +208,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "dist_timeout": (1, 120.0, 86400),
     "seed": (0, -1, 2**63 - 1),
     "device": ("auto", "cpu", "cuda", "cuda:0", "cuda:15"),
-    "async_scheduling": (True, False, None),
+    **dict.fromkeys(("async_scheduling", "prefix_caching"), (True, False, None)),
     "rope_scaling": (None, "yarn", {"rope_type": "linear", "factor": 2.0}),
     "hf_overrides": (None, {}, {"rope_theta": 1e6}),
     "tenant_weights": (None, {}, {"a": 1, "": 0.5}),

@@ -18,6 +18,7 @@ SIGNATURES = {
     ),
     "LLM.stream": "prompt, sampling_params=None, *, slo=None",
     "LLM.get_tokenizer": "",
+    "LLM.reset_prefix_cache": "",
     "LLM.get_default_sampling_params": "",
     "LLM.close": "",
     "Engine.describe": "",
@@ -28,6 +29,7 @@ SIGNATURES = {
     "Engine.add_request": "request_id, prompt, params=None, *, slo=None, priority='normal', tenant='', arrival_s=None",
     "Engine.abort": "request_id",
     "Engine.abort_all": "",
+    "Engine.reset_prefix_cache": "",
     "Engine.step": "",
     "SamplingParams.resolve": "defaults",
     "SamplingParams.capped": "max_tokens",
@@ -42,7 +44,7 @@ FIELDS = {
     "RequestMetrics": (
         "arrival first_scheduled first_token finished num_prompt_tokens num_output_tokens num_chunks "
         "num_preemptions num_swaps work_lost_s ttft_slo_s tpot_slo_s deadline_s deadline_is_derived "
-        "is_relegated explanation num_completions"
+        "is_relegated explanation num_completions num_cached_tokens"
     ),
     "RequestOutput": "request_id prompt prompt_token_ids outputs finished metrics error num_cached_tokens",
     "SamplingParams": (

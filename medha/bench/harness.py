@@ -59,7 +59,7 @@ class Subject:
     Attributes:
         hf_overrides: merged over its ``config.json``.
         engine: flat names of :class:`EngineConfig`; what is None or missing has its default, and ``load_format`` is
-            ``dummy`` for a random Llama.
+            ``dummy`` for a random Llama and prefixes are not cached.
     """
 
     model: str | None = None  # folder or hub id; None is a random Llama
@@ -84,6 +84,7 @@ class Subject:
     def config(self, *, longest: int, **engine: Any) -> EngineConfig:
         """The engine's, for requests of so many tokens; raises ConfigError."""
         options = {name: value for name, value in self.engine.items() if value is not None}
+        options.setdefault("prefix_caching", False)  # the same prompts come again
         load = {} if self.model is not None else {"load_format": "dummy"}
         shape = {"max_model_len": longest, "hf_overrides": self.overrides(longest) or None}
         return EngineConfig.from_flat(self.folder, **{**options, **load, **shape, **engine})

@@ -30,7 +30,8 @@ def medha(given: dict[str, Any]) -> Engine:
     from medha.llm import LLM
     from medha.params import SamplingParams
 
-    more = {"num_threads": given["num_threads"], "block_size": PAGE}
+    caching = given["enable_prefix_caching"]
+    more = {"num_threads": given["num_threads"], "block_size": PAGE, "enable_prefix_caching": caching}
     return _offline("medha", LLM, SamplingParams, given, more)
 
 

@@ -43,7 +43,12 @@ _SPEAK_S = 2.0  # how long other ranks wait for rank 0 to say what all of them f
 _ECHO_S = 2.0  # a signal that follows another within so long comes from the launcher
 
 # Other names of options; those of the engine's are known to medha.config.
-_ALIASES = {**OPTION_ALIASES, "model_path": "model", "max_new_tokens": "max_tokens"}
+_ALIASES = {
+    **OPTION_ALIASES,
+    "model_path": "model",
+    "max_new_tokens": "max_tokens",
+    "no_enable_prefix_caching": "no_prefix_caching",
+}
 
 # Short forms of options that medha does not have.
 _SHORT_FOREIGN = {

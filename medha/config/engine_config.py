@@ -183,14 +183,13 @@ OPTION_ALIASES = {
     "kv_parallel_size": "kvp",
     "scheduling_policy": "policy",
     "schedule_policy": "policy",
+    "enable_prefix_caching": "prefix_caching",
 }
 
 _FLAG, _ANY = (True, False), None
 
 FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    **dict.fromkeys(
-        ("api_key", "host", "port"), ((), "there is no server; medha generate --requests FILE serves a file")
-    ),
+    **dict.fromkeys(("api_key", "host", "port"), ((), "they are options of medha serve")),
     **dict.fromkeys(("num_speculative_tokens", "speculative_config"), ((), "speculative decoding is not implemented")),
     "compilation_config": (("0",), "nothing is compiled; cuda_graphs=True captures decodes"),
     "cpu_offload_gb": ((0, "0"), "weights stay on their device; spread the model with tp or spp"),
@@ -200,13 +199,12 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "disable_custom_all_reduce": (_FLAG, "collectives are those of torch.distributed"),
     "disable_log_requests": (_FLAG, "requests are not logged"),
     "disable_log_stats": (_FLAG, "statistics are in the outputs alone"),
-    "disable_radix_cache": ((True,), "there is no prefix cache"),
+    "disable_radix_cache": ((False,), "prefix_caching=False keeps nothing"),
     "distributed_executor_backend": (("mp", "uni", "external_launcher"), "ranks are torchrun's, or the command's own"),
     "download_dir": ((), "set HF_HOME"),
     "enable_chunked_prefill": ((True,), "prompts are read in chunks; scheduler='orca' reads them whole"),
     "enable_expert_parallel": ((False,), "mixtures of experts are not implemented"),
     "enable_lora": ((False,), "adapters are not implemented; merge them into the checkpoint"),
-    "enable_prefix_caching": ((False,), "there is no prefix cache"),
     "generation_config": (("auto",), "generation_config.json gives defaults; a request's own fields go before them"),
     "hf_token": ((), "set HF_TOKEN"),
     "kv_cache_dtype": (("auto",), "keys and values are kept in the model's dtype"),
@@ -225,7 +223,7 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "long_prefill_token_threshold": ((0, "0"), "long_threshold and rho_max say what long prompts yield"),
     "quantization": ((None,), "quantised weights are not implemented; load a float16 or bfloat16 checkpoint"),
     "rope_theta": ((), "hf_overrides={'rope_theta': ...} changes config.json"),
-    "served_model_name": (_ANY, "there is no server that would need it"),
+    "served_model_name": (_ANY, "it is an option of medha serve"),
     "skip_tokenizer_init": ((False,), "a folder without tokenizer.json serves token ids"),
     "task": (("auto", "generate"), "models generate"),
     "tokenizer_mode": (("auto", "hf"), "tokenizer.json is what is read"),

@@ -165,11 +165,12 @@ class SchedulerConfig:
         BOOLEAN,
         flags=("--overcommit",),
     )
-    enable_prefix_caching: bool = _serving(
-        True,
+    prefix_caching: bool | None = _serving(
+        None,
         "Keep computed blocks when their request ends, for those that begin with the same tokens.",
         BOOLEAN,
-        flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
+        flags=("--prefix-caching/--no-prefix-caching",),
+        shown="on; off in benchmarks",
     )
     prefix_eviction: str = _serving(
         "value",

@@ -147,8 +147,8 @@ class Engine:
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
         self.turns = Turns()
-        shares = scheduler.config.enable_prefix_caching
-        self._prefix = PrefixIds(scheduler.memory.prefix.unit) if shares else None
+        keeps = scheduler.config.prefix_caching is not False
+        self._prefix = PrefixIds(scheduler.memory.prefix.unit) if keeps else None
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -278,7 +278,9 @@ def test_options_of_vllm(configured: Callable[..., EngineConfig], capsys: pytest
     assert config.cache.swap_bytes == 4 << 30
     config = configured('--rope_scaling={"rope_type": "linear", "factor": 2}', "--hf-overrides", '{"a": 1}')
     assert (config.rope_scaling, config.hf_overrides) == ({"rope_type": "linear", "factor": 2}, {"a": 1})
-    idle = ["--trust-remote-code", "--no-enable-prefix-caching", "--served-model-name", "x", "--kv_cache_dtype=auto"]
+    assert configured("--no-enable-prefix-caching").scheduler.prefix_caching is False
+    assert configured("--enable-prefix-caching").scheduler.prefix_caching is True
+    idle = ["--trust-remote-code", "--served-model-name", "x", "--kv_cache_dtype=auto"]
     assert configured(*idle) == configured()
 
 
@@ -287,7 +289,7 @@ def test_options_of_vllm_that_change_nothing_are_noted(run: Command) -> None:
     assert (done.code, done.out) == (0, " 31-plum.\n")
     assert done.err.splitlines() == [
         "medha: --trust-remote-code changes nothing: no code of a checkpoint runs",
-        "medha: --served_model_name x changes nothing: there is no server that would need it",
+        "medha: --served_model_name x changes nothing: it is an option of medha serve",
     ]
 
 

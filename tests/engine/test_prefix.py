@@ -1,0 +1,142 @@
+"""The prefix cache from the front door: the same tokens with and without it, and what is not computed again."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from medha import LLM, SamplingParams
+from medha.engine.prefix import PrefixIds
+from medha.engine.replay import replay
+from medha.errors import ValidationError
+from tests.serving import ANSWER, GREEDY, Model, finish, greedy_of, question, random_ids
+
+OPTIONS: dict[str, Any] = {"quantum_s": 0.25, "num_kv_blocks": 48, "block_size": 64, "chunk_size": 128}
+
+
+def make(model: Model, **options: Any) -> LLM:
+    return LLM(str(model.folder), **OPTIONS | options)
+
+
+def test_a_document_is_read_once(needle: Model) -> None:
+    text = question(1000)
+    with make(needle) as llm:
+        first, again = (llm.generate(text, GREEDY)[0] for _ in range(2))
+        assert [one.outputs[0].text for one in (first, again)] == [ANSWER, ANSWER]
+        length = first.metrics.num_prompt_tokens
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, (length - 1) // 16 * 16)
+        llm.reset_prefix_cache()
+        assert llm.generate(text, GREEDY)[0].num_cached_tokens == 0
+    with make(needle, enable_prefix_caching=False) as llm:
+        assert [llm.generate(text, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+SEED = 1
+
+
+def test_tokens_are_those_of_transformers_whatever_is_shared(bytes_model: Model) -> None:
+    document = random_ids(300, seed=SEED)
+    prompts = [document[:n] + random_ids(40, seed=n + SEED) for n in (300, 290, 130, 64, 20, 300, 299)] + [document]
+    expected = greedy_of(bytes_model.reference, prompts, 12)
+    for options in ({}, {"num_kv_blocks": 8, "overcommit": True}, {"block_size": 16, "num_kv_blocks": 64}):
+        with make(bytes_model, **options) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            for together in ([0, 1, 2], [3], [4, 5, 6, 7], list(range(8))):
+                outputs = llm.generate([{"prompt_token_ids": prompts[i]} for i in together], params)
+                assert [one.outputs[0].token_ids for one in outputs] == [expected[i] for i in together]
+            if not options:
+                assert [one.num_cached_tokens for one in outputs][:3] == [336, 320, 160]
+            assert llm.engine.scheduler.memory.num_used == 0
+
+
+def test_completions_of_one_prompt_are_drawn_as_without_it(bytes_model: Model) -> None:
+    prompt = {"prompt_token_ids": random_ids(1200, seed=3)}
+    with make(bytes_model) as llm:
+        (output,) = llm.generate(prompt, SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=4, ignore_eos=True))
+    with make(bytes_model, enable_prefix_caching=False) as llm:
+        (alone,) = llm.generate(prompt, SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=4, ignore_eos=True))
+    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in alone.outputs]
+
+
+def test_a_chat_computes_what_is_new(bytes_model: Model) -> None:
+    """Issue: at most 16 tokens a turn above the new ones, over 20 turns with their answers."""
+    history: list[int] = []
+    with make(bytes_model, num_kv_blocks=64) as llm:
+        for turn in range(20):
+            history += random_ids(40, seed=turn)
+            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            (output,) = llm.generate({"prompt_token_ids": history}, params)
+            new = 40 + (turn > 0)  # the last token of an answer was drawn and never read
+            assert len(history) - output.num_cached_tokens <= new + 15
+            history += output.outputs[0].token_ids
+
+
+def test_penalties_count_what_is_cached(bytes_model: Model) -> None:
+    prompt = {"prompt_token_ids": random_ids(200, seed=4)}
+    params = SamplingParams(temperature=0.0, max_tokens=10, repetition_penalty=5.0, ignore_eos=True)
+    with make(bytes_model) as llm:
+        first, again = (llm.generate(prompt, params)[0] for _ in range(2))
+    assert again.num_cached_tokens == 192
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def test_salts_and_tenants_keep_apart(bytes_model: Model) -> None:
+    ids = random_ids(200, seed=6)
+    with make(bytes_model) as llm:
+
+        def cached(salt: str | None = None, tenant: str = "") -> int:
+            prompt = {"prompt_token_ids": ids, "cache_salt": salt}
+            return llm.generate(prompt, GREEDY, tenant=tenant)[0].num_cached_tokens
+
+        assert [cached(), cached(), cached("a"), cached("a"), cached("b")] == [0, 192, 0, 192, 0]
+        assert [cached(tenant="t"), cached(tenant="t"), cached("a", "t")] == [0, 192, 0]
+        with pytest.raises(ValidationError, match="cache_salt=5"):
+            cached(5)  # type: ignore[arg-type]
+
+
+def test_an_aborted_request_goes_on_where_it_was(bytes_model: Model) -> None:
+    """Issue: a client that left at 60 % of a prompt computes 40 % and a block."""
+    ids = random_ids(2000, seed=7)
+    with make(bytes_model) as llm:
+        engine = llm.engine
+        engine.add_request("left", {"prompt_token_ids": ids}, GREEDY)
+        while not (found := engine.prefills()) or found[0][1] < 1200:
+            engine.step()
+        engine.abort("left")
+        engine.add_request("back", {"prompt_token_ids": ids}, GREEDY)
+        output = finish(engine)["back"]
+        assert 2000 - output.num_cached_tokens <= 800 + 64
+
+
+def test_a_journal_replays_every_hit(bytes_model: Model, tmp_path: Path) -> None:
+    document, journal = random_ids(400, seed=8), tmp_path / "journal"
+    with LLM(str(bytes_model.folder), **OPTIONS, journal=journal) as llm:
+        for n in (400, 390, 380):
+            outputs = llm.generate([{"prompt_token_ids": document[:n] + [seed]} for seed in range(3)], GREEDY)
+        llm.reset_prefix_cache()
+        llm.generate({"prompt_token_ids": document}, GREEDY)
+        assert min(one.num_cached_tokens for one in outputs) >= 368
+    found = replay(io.StringIO(journal.read_text()))
+    assert found.mismatch is None and found.num_batches > 10
+
+
+def test_ids_name_all_tokens_up_to_there() -> None:
+    ids, rng = PrefixIds(16), np.random.default_rng(0)
+    tokens = rng.integers(0, 50, 70_000).astype(np.int32)
+    chain = ids.of(tokens, "salt")
+    assert len(chain) == 16 * (70_000 // 16)
+    known = {chain[i : i + 16] for i in range(0, len(chain), 16)}
+    assert len(known) == len(chain) // 16
+    for at in (0, 15, 16, 40_000, 65_535, 65_536):
+        other = tokens.copy()
+        other[at] += 1
+        changed = ids.of(other, "salt")
+        same = at // 16 * 16
+        assert changed[:same] == chain[:same]
+        assert not known & {changed[i : i + 16] for i in range(same, len(changed), 16)}
+    assert chain == ids.of(tokens[:100], "salt") + ids.further(ids.of(tokens[:100], "salt")[-16:], 6, tokens[96:])
+    for salts in ((), ("Salt",), ("salt", ""), ("", "salt")):
+        assert not known & {ids.of(tokens, *salts)[:16]}
+    assert PrefixIds(16).of(tokens)[:16] != ids.of(tokens)[:16]
