@@ -48,7 +48,8 @@ def test_a_policy_of_the_papers_is_as_published(policy: str, yielded: float, gua
 ALIASES = """
     max_num_batched_tokens:max_batch_tokens num_gpu_blocks_override:num_kv_blocks max_running_requests:max_num_seqs
     context_length:max_model_len chunked_prefill_size:chunk_size page_size:block_size tensor_parallel_size:tp
-    pipeline_parallel_size:spp kv_parallel_size:kvp scheduling_policy:policy schedule_policy:policy enable_prefix_caching:prefix_caching
+    pipeline_parallel_size:spp kv_parallel_size:kvp scheduling_policy:policy schedule_policy:policy
+    enable_prefix_caching:prefix_caching
     kv_cache_memory_bytes:kv_memory mem_fraction_static:gpu_memory_utilization tokenizer_path:tokenizer tp_size:tp
     pp_size:spp
 """

@@ -33,6 +33,12 @@ def test_serve_and_ask() -> None:
     assert progress and all(re.fullmatch(r"[\d,]+ of 8,000 tokens read, [\d.]+ s to go", line) for line in progress)
 
 
+def test_ask_again() -> None:
+    first, second = run(sys.executable, "-m", "examples.ask_again", "--num-tokens", "1000").splitlines()
+    assert first.startswith("0 tokens cached, ")
+    assert re.fullmatch(r"(992|1008) tokens cached, TTFT [\d.]+ s, answer ' 7429-amber.'", second)
+
+
 def test_drive_the_engine() -> None:
     lines = run(sys.executable, EXAMPLES / "drive_the_engine.py").splitlines()
     ends = [
@@ -75,7 +81,8 @@ FILES = sorted(path for path in EXAMPLES.iterdir() if path.is_file())
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path: Path) -> None:
     names = {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh", "simulate_policy.py"} | {
-        "serve_and_ask.py"
+        "serve_and_ask.py",
+        "ask_again.py",
     }
     assert path.name in names
     assert len(path.read_text().splitlines()) < 100

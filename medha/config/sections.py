@@ -173,9 +173,9 @@ class SchedulerConfig:
         shown="on; off in benchmarks",
     )
     prefix_eviction: str = _serving(
-        "value",
-        "Which kept blocks go first: value (least predicted seconds saved, by depth and use), lru.",
-        choice("value", "lru"),
+        "lru",
+        "Which kept blocks go first: lru, value (least predicted seconds saved, by depth and use).",
+        choice("lru", "value"),
     )
     # Predicted prefill times, and with them deadlines and slack, are those of a stream in either case.
     stream: bool = _parallel(

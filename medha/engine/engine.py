@@ -36,7 +36,7 @@ from medha.timeline import Timeline
 from medha.worker.step import BatchRunner, PendingStep, phase
 
 logger = logging.getLogger("medha")
-_EXTEND_EVERY = 64  # tokens of an output after which others may share it too
+_EXTEND_EVERY = 256  # tokens of an output after which others may share them too
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -89,7 +89,7 @@ class KVMemory:
         overcommit: bool = False,
         num_swap_blocks: int = 0,
         swap_block_s: float = 0.0,
-        prefix_eviction: str = "value",
+        prefix_eviction: str = "lru",
         prefix_cost_s: Callable[[int], float] = lambda depth: 1.0,
     ) -> None:
         whole = num_blocks * block_size

@@ -98,7 +98,7 @@ class PrefixCache:
     Args:
         pools: by group; blocks that go are given back to them.
         cost_s: predicted seconds to compute a block with so many blocks before it.
-        eviction: ``value`` or ``lru``.
+        eviction: ``lru`` or ``value``.
 
     Attributes:
         num_idle: by group, blocks that nobody holds; they count as free.
@@ -107,7 +107,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pools: list[BlockPool], block_size: int, *, cost_s: Callable[[int], float], eviction: str = "value"
+        self, pools: list[BlockPool], block_size: int, *, cost_s: Callable[[int], float], eviction: str = "lru"
     ) -> None:
         self.unit = unit_tokens(block_size)
         self.block_size = block_size

@@ -115,6 +115,7 @@ class Outcome:
     num_skipped: int = 0  # of them, stepped over in one go
     work_lost_s: float = 0.0  # predicted, of what was computed again, or moved to host memory and back
     is_stopped: bool = False  # it did not run to the end
+    num_cached_tokens: int = 0  # of prompts, which requests before them had computed
     num_swaps: int = 0  # preemptions that moved what was computed to host memory
 
     @property
@@ -164,6 +165,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
     slowdown = (times.ttft_s / alone_s[: len(times)])[~times.is_refused]
     columns = times.arrival_s, times.first_scheduled_s, times.finish_s
     policy = config.policy if isinstance(config.policy, str) else system.name
+    started = np.flatnonzero(~np.isnan(outcome.requests.first_scheduled_s))
     samples = [np.array(column) for column in zip(*outcome.series.rows, strict=True)] or [np.zeros(0)] * 2
     return {
         "label": system.label,
@@ -186,6 +188,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
             for stage, (busy_s, idle_s) in enumerate(zip(busy, np.maximum(bubbles, 0.0).tolist(), strict=True))
         ],
         "num_preemptions": int(outcome.requests.num_preemptions.sum()),
+        "prefix_hit_rate": outcome.num_cached_tokens / max(int(outcome.trace.prompt_tokens[started].sum()), 1),
         "work_lost_s": outcome.work_lost_s,
         "num_swaps": outcome.num_swaps,
         "saturation": saturation_of(times, end_s),

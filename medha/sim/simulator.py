@@ -21,7 +21,7 @@ from medha.sched.scheduler import Scheduler
 from medha.sim.outcome import Outcome, Requests
 from medha.sim.pipeline import Passage, Pipeline
 from medha.sim.steady import go_round, is_steady, may_go_round
-from medha.workload.trace import NORMAL, Row, Trace
+from medha.workload.trace import NORMAL, Row, Trace, prefix_ids
 
 
 @dataclass(slots=True)
@@ -126,7 +126,9 @@ class Simulation:
         slo = SLO(row.ttft_slo_s, row.tpot_slo_s) if row.ttft_slo_s or row.tpot_slo_s else None
         priority = NORMAL if row.priority is None else row.priority
         lengths, arrival_s = (row.prompt_tokens, row.output_tokens), row.arrival_s or 0.0
-        head = SchedulerRequest(slot, *lengths, arrival_s, slo, priority, tenant=row.tenant or "")
+        head = SchedulerRequest(
+            slot, *lengths, arrival_s, slo, priority, tenant=row.tenant or "", prefix=self._prefix(row)
+        )
         if head.num_kv_tokens > self.scheduler.memory.max_request_tokens:
             self.requests.is_refused[index] = True
             self._free_slots.append(slot)
@@ -134,6 +136,10 @@ class Simulation:
             return
         self.requests.deadline_s[index] = self.scheduler.add(head).deadline_s
         self._live[slot] = _Live(index, row.output_tokens)
+
+    def _prefix(self, row: Row) -> bytes:
+        keeps = self.scheduler.config.prefix_caching is not False
+        return prefix_ids(row, self.scheduler.memory.prefix.unit) if keeps else b""
 
     def _fill(self) -> None:
         while True:
@@ -146,6 +152,9 @@ class Simulation:
                 return
             passage = self.pipeline.send(batch, self.scheduler.memory, self.now_s)
             self.outcome.num_batches += 1
+            for shared in batch.shared:
+                if math.isnan(self.requests.first_scheduled_s[self._live[shared.slot].row]):
+                    self.outcome.num_cached_tokens += shared.num_tokens
             for row in batch.rows:
                 if not row.is_decode:
                     index = self._live[row.slot].row

@@ -49,6 +49,21 @@ class Row(NamedTuple):
     tenant: str | None = None
 
 
+HASHED_TOKENS = 512  # that one id of ``prefix_hashes`` stands for
+
+
+def prefix_ids(row: Row, unit: int) -> bytes:
+    """The ids of a request's whole blocks as :mod:`medha.sched.prefix` has them, one each ``unit`` tokens; none where
+    it brings no hashes, or units do not divide blocks."""
+    count = row.prompt_tokens // HASHED_TOKENS
+    if row.prefix_hashes is None or HASHED_TOKENS % unit or len(row.prefix_hashes) < count:
+        return b""
+    ids = np.empty((count, HASHED_TOKENS // unit, 2), np.int64)
+    ids[:, :, 0] = np.array(row.prefix_hashes[:count], np.int64)[:, None]
+    ids[:, :, 1] = np.arange(HASHED_TOKENS // unit)
+    return ids.tobytes()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """Columns of one length, read-only; types, lengths and arrivals are checked, the values of others are the

@@ -114,7 +114,7 @@ def test_a_journal_replays_every_hit(bytes_model: Model, tmp_path: Path) -> None
     document, journal = random_ids(400, seed=8), tmp_path / "journal"
     with LLM(str(bytes_model.folder), **OPTIONS, journal=journal) as llm:
         for n in (400, 390, 380):
-            outputs = llm.generate([{"prompt_token_ids": document[:n] + [seed]} for seed in range(3)], GREEDY)
+            outputs = llm.generate([{"prompt_token_ids": [*document[:n], seed]} for seed in range(3)], GREEDY)
         llm.reset_prefix_cache()
         llm.generate({"prompt_token_ids": document}, GREEDY)
         assert min(one.num_cached_tokens for one in outputs) >= 368

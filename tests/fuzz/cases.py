@@ -6,7 +6,7 @@ changes whenever it is edited: a failure that is to be kept is kept as its case.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -64,6 +64,7 @@ class Ask:
         at: the step before which it is added.
         abort: so many steps later it is aborted.
         slo: TTFT and TPOT.
+        num_shared: so many of its first tokens are those of a document that others share.
     """
 
     length: int = 8
@@ -73,6 +74,7 @@ class Ask:
     abort: int | None = None
     priority: str = "normal"
     slo: tuple[float | None, float | None] | None = None
+    num_shared: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -175,6 +177,9 @@ def draw(seed: int, ranks: int = 1) -> Case:
         options["tp_forward"] = "dtensor"
     step_s, token_s = rng.choice([1e-5, 1e-3, 0.1]), rng.choice([1e-7, 1e-5, 1e-3])
     abandon = rng.randint(1, 40) if ranks == 1 and rng.random() < 0.05 else None
+    shares = random.Random(f"{seed} shares")  # apart, so that all else of a seed stays as it was
+    asks = [replace(ask, num_shared=shares.choice([0, ask.length // 2, ask.length - 1, ask.length])) for ask in asks]
+    options |= {"prefix_caching": shares.random() < 0.9, "prefix_eviction": shares.choice(["value", "lru"])}
     asks.sort(key=lambda ask: ask.at)
     return Case(model, tuple(asks), layout, options, step_s, token_s, rng.choice([1.0, 1.0, 100.0]), abandon)
 

@@ -17,10 +17,9 @@ from medha.engine.replay import replay
 from medha.errors import ValidationError
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.swap import HostCache
-from tests.checkpoints import random_prompt
 from tests.fuzz.cases import Ask, Case
 from tests.fuzz.mutations import MUTATIONS
-from tests.fuzz.reference import Answer, Failure, check, write_checkpoint
+from tests.fuzz.reference import Answer, Failure, check, prompt_of, write_checkpoint
 from tests.parallel.workers import WorkerPool, launch_environment
 
 _HANG_S = 300.0  # a case takes seconds
@@ -178,7 +177,7 @@ class _Drive:
             self._engine.abandon()
 
     def _add(self, number: int, ask: Ask) -> None:
-        prompt = {"prompt_token_ids": random_prompt(ask.length, seed=ask.seed, vocab=self._case.model.vocab)}
+        prompt = {"prompt_token_ids": prompt_of(ask, self._case.model.vocab)}
         slo = None if ask.slo is None else SLO(*ask.slo)
         try:
             self._engine.add_request(str(number), prompt, SamplingParams(**ask.params), slo=slo, priority=ask.priority)

@@ -55,6 +55,12 @@ class Answer:
     logprobs: tuple[dict[int, float], ...] | None = None
 
 
+def prompt_of(ask: Ask, vocab: int) -> list[int]:
+    """The tokens of a request."""
+    shared = random_prompt(2000, seed=99, vocab=vocab)[: ask.num_shared]
+    return shared + random_prompt(ask.length - len(shared), seed=ask.seed, vocab=vocab)
+
+
 def write_checkpoint(model: Model, folder: Path) -> transformers.PreTrainedModel:
     """Write the checkpoint and its tokenizer; returns transformers' model of it in float32."""
     dtype, options = getattr(torch, model.stored), {"tied": model.tied, "seed": model.seed} | model.shape
@@ -138,7 +144,7 @@ class _Rules:
 
     def __init__(self, case: Case, ask: Ask, max_tokens: int) -> None:
         self.params = params = ask.params
-        self.prompt = random_prompt(ask.length, seed=ask.seed, vocab=case.model.vocab)
+        self.prompt = prompt_of(ask, case.model.vocab)
         self.max_tokens = max_tokens
         self.min_tokens = min(params.get("min_tokens", 0), max_tokens)
         self.eos = () if params.get("ignore_eos") else case.model.eos

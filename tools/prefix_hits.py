@@ -1,0 +1,113 @@
+"""How much of a trace's prompts a prefix cache saves, by memory and by what goes first; beside Belady's optimum.
+
+python -m tools.prefix_hits conversation_trace.jsonl --shares 0.1,0.3,1 --plot docs/prefix-cache.png
+
+The trace brings hashes of its prompts' blocks (Mooncake's). Llama-3 8B on 8 A100s (tp 8), default policy; the KV pool
+holds these shares of the trace's distinct tokens. Prints a table in Markdown. Belady's optimum keeps whole blocks of
+512 tokens, serves one request after the other, takes no memory for those that run, and knows the future.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from heapq import heappop, heappush
+from pathlib import Path
+
+import numpy as np
+
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
+from medha.sim.replica import KNOWN_MODELS, Replica
+from medha.sim.simulator import Simulation
+from medha.workload.io import read_trace
+from medha.workload.metrics import percentile
+from medha.workload.trace import HASHED_TOKENS, Trace
+
+NEVER = 1 << 60
+
+
+def belady(trace: Trace, capacity: int) -> float:
+    """Share of the prompts' tokens that the best eviction of so many blocks saves."""
+    chains = [
+        [int(one) for one in row.prefix_hashes or ()][: row.prompt_tokens // HASHED_TOKENS] for row in trace.rows()
+    ]
+    following: dict[int, int] = {}
+    next_use: list[list[int]] = [[] for _ in chains]
+    for index in range(len(chains) - 1, -1, -1):
+        next_use[index] = [following.get(one, NEVER) for one in chains[index]]
+        following.update(dict.fromkeys(chains[index], index))
+    kept: dict[int, int] = {}  # block: its next use
+    heap: list[tuple[int, int]] = []
+    hits = 0
+    for chain, uses in zip(chains, next_use, strict=True):
+        found = next((at for at, one in enumerate(chain) if one not in kept), len(chain))
+        hits += found
+        for one, use in zip(chain, uses, strict=True):
+            kept[one] = use
+            heappush(heap, (-use, one))
+        while len(kept) > capacity:
+            use, one = heappop(heap)
+            if kept.get(one) == -use:
+                del kept[one]
+    return hits * HASHED_TOKENS / int(trace.prompt_tokens.sum())
+
+
+def play(trace: Trace, num_blocks: int, **options: object) -> tuple[float, float, float]:
+    """Hit rate, and TTFT at P50 and P99 in seconds."""
+    replica = Replica(
+        load_spec("a100-80g"),
+        KNOWN_MODELS["llama-3-8b"],
+        ParallelConfig(tp=8),
+        replace(SchedulerConfig(), **options),  # type: ignore[arg-type]
+        num_blocks=num_blocks,
+    )
+    outcome = Simulation(*replica.build(), trace).run()
+    ttft_s = outcome.times.ttft_s
+    cached = outcome.num_cached_tokens / int(trace.prompt_tokens.sum())
+    p50, p99 = (percentile(ttft_s, percent) or float("nan") for percent in (50, 99))
+    return cached, p50, p99
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--shares", default="0.1,0.3,1")
+    parser.add_argument("--num-prompts", type=int)
+    parser.add_argument("--plot", type=Path)
+    given = parser.parse_args()
+    trace = read_trace(given.trace).trace.first(given.num_prompts)
+    rows = trace.rows()
+    distinct = len({one for row in rows for one in (row.prefix_hashes or ())[: row.prompt_tokens // HASHED_TOKENS]})
+    print(f"{len(trace):,} requests, {distinct * HASHED_TOKENS:,} distinct tokens in whole blocks")
+    print("| memory | eviction | hit rate | TTFT P50 / P99 |\n| --- | --- | --- | --- |")
+    lines: dict[str, list[float]] = {}
+    shares = [float(share) for share in given.shares.split(",")]
+    for share in shares:
+        capacity = max(int(distinct * share), 1)
+        blocks = capacity * HASHED_TOKENS // 256
+        for name, options in (
+            ("none kept", {"prefix_caching": False}),
+            ("lru", {"prefix_eviction": "lru"}),
+            ("value", {"prefix_eviction": "value"}),
+        ):
+            rate, p50, p99 = play(trace, blocks, **options)
+            lines.setdefault(name, []).append(rate)
+            print(f"| {share:.0%} | {name} | {rate:.1%} | {p50:.2f} / {p99:.1f} s |", flush=True)
+        lines.setdefault("Belady", []).append(belady(trace, capacity))
+        print(f"| {share:.0%} | Belady | {lines['Belady'][-1]:.1%} | |", flush=True)
+    if given.plot is not None:
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+        for name in ("Belady", "value", "lru"):
+            axes.plot(100 * np.array(shares), 100 * np.array(lines[name]), marker="o", label=name)
+        axes.set(
+            xlabel="KV memory, % of the trace's distinct tokens", ylabel="prompt tokens not computed, %", ylim=(0, 45)
+        )
+        axes.legend()
+        figure.savefig(given.plot, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
