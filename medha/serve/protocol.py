@@ -224,9 +224,11 @@ class Chunks:
 
     def progress(self, requests: Sequence[Request], eta_s: float | None) -> Json:
         """How much of the prompts has been read, in llama.cpp's words, and in how many seconds a token is due."""
-        computed = sum(one.first.num_computed_tokens for one in requests if one.completions)
+        begun = [one.first for one in requests if one.completions]
+        computed = sum(one.num_computed_tokens for one in begun)
+        cached = sum(one.metrics.num_cached_tokens for one in begun)
         total = sum(len(one.prompt_ids) for one in requests)
-        progress = {"total": total, "cache": 0, "processed": min(computed, total), "eta_s": eta_s}
+        progress = {"total": total, "cache": cached, "processed": min(computed, total), "eta_s": eta_s}
         return self._chunk([]) | {"prompt_progress": progress}
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[Json]:

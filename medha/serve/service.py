@@ -157,7 +157,8 @@ class Service:
         begun_s = one.metrics.first_scheduled
         if begun_s is None or not one.num_computed_tokens:
             return self._ahead_s(left_s) + left_s
-        total_s = self.engine.scheduler.prefill_left_s(0, len(request.prompt_ids))
+        num_cached = one.metrics.num_cached_tokens
+        total_s = self.engine.scheduler.prefill_left_s(num_cached, len(request.prompt_ids))
         stretch = (one.computed_s - begun_s) / max(total_s - left_s, 1e-9)
         return max(left_s * stretch - (now_s - one.computed_s), 0.0)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,3 +147,19 @@ def test_the_needle_is_found_over_http(needle: Model) -> None:
         answer = client.completions.create(model="model", prompt=question(), max_tokens=20, temperature=0)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (ANSWER, "stop")
         assert [model.id for model in client.models.list()] == ["model"]
+
+
+def test_usage_says_what_was_cached(client: openai.OpenAI, server: Server) -> None:
+    prompt = random_ids(100, seed=77)
+
+    def cached(**more: Any) -> int | None:
+        extra = {"cache_salt": more["salt"]} if more else None
+        answer = client.completions.create(model="model", prompt=prompt, max_tokens=2, temperature=0, extra_body=extra)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(), cached(), cached(salt="a"), cached(salt="a")] == [0, 96, 0, 96]
+    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/metrics") as page:
+        text = page.read().decode()
+    hits = re.search(r"vllm:prefix_cache_hits_total\{.*\} (\d+)", text)
+    assert hits is not None and int(hits[1]) >= 192
