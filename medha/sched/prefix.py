@@ -137,10 +137,6 @@ class PrefixCache:
         tokens = (num_units - len(blocks) * self.units_per_block) * self.unit
         return Hit(tuple(reversed(blocks)), tail, tokens if tail is not None else 0)
 
-    def num_tokens(self, chain: Chain, most_tokens: int) -> int:
-        """Tokens of :meth:`lookup`."""
-        return self._end_of(chain, most_tokens)[2] * self.unit
-
     def _end_of(self, chain: Chain, most_tokens: int) -> tuple[Block | None, Block | None, int]:
         """The last whole block, the block behind it of which some units are the same, and the units of both."""
         known, size = self._known, self.units_per_block

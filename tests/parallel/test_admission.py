@@ -25,6 +25,7 @@ OPTIONS = {
     "num_kv_blocks": NUM_TOKENS // 256 + 8,
     "seed": 1,
     "kvp": 2,
+    "prefix_caching": False,  # the long prompt begins as the short one
 }
 NUM_STEPS = 12
 ROW_INTS = 64  # a generous bound on the integers of a message beside token ids, for the two rows of these batches

@@ -37,7 +37,7 @@ def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[R
 
     prompt = [i % 256 for i in range(NUM_CHUNKS * CHUNK_SIZE)]
     options: dict[str, Any] = {"scheduler": "sarathi", "chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE}
-    options["num_kv_blocks"] = 24
+    options |= {"num_kv_blocks": 24, "prefix_caching": False}  # the same prompt comes twice
     timeline = Timeline()
     config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **options, **layout)
     role = build_role(config, timeline=timeline)
