@@ -19,12 +19,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from medha.sched.blocks import BlockPool
 
 ID_BYTES = 16
 _UNIT = 16
+_SLACK = 64
 
 
 def unit_tokens(block_size: int) -> int:
@@ -79,6 +80,9 @@ class Block:
     entry: int = -1  # its latest among those that may go
 
 
+_Entry = tuple[float, int, Block]
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """What is there of a request's tokens."""
@@ -119,7 +123,7 @@ class PrefixCache:
         self._cost_s = cost_s
         self._is_lru = eviction == "lru"
         self._known: dict[bytes, Block] = {}
-        self._heaps: list[list[tuple[float, int, Block]]] = [[] for _ in pools]  # ends of chains that may go
+        self._heaps: list[list[_Entry]] = [[] for _ in pools]  # ends of chains that may go
         self._num_entries = 0
         self._clock = 0.0  # the key of what went last
         self._waits_for: dict[bytes, set[int]] = {}  # slots whose hit grows with an id
@@ -237,12 +241,12 @@ class PrefixCache:
 
     def make_free(self, group: int, num_blocks: int) -> None:
         """Let blocks that nobody holds go until so many are free; there are as many."""
-        pool, heap, spared = self._pools[group], self._heaps[group], list[tuple[float, int, Block]]()
+        pool, heap, spared = self._pools[group], self._heaps[group], list[_Entry]()
         while pool.num_free < num_blocks:
             if heap:
                 entry = heappop(heap)
                 block = entry[2]
-                if entry[1] != block.entry or block.num_holders or block.children or not block.is_known:
+                if not self._is_valid(entry):
                     continue
                 if block.counted_on:
                     spared.append(entry)
@@ -271,7 +275,16 @@ class PrefixCache:
         self._num_entries += 1
         block.entry = self._num_entries
         block.key = float(block.entry) if self._is_lru else self._clock + block.num_uses * self._cost_s(block.depth)
-        heappush(self._heaps[block.group], (block.key, block.entry, block))
+        heap = self._heaps[block.group]
+        if len(heap) > 2 * self.num_idle[block.group] + _SLACK:  # most entries are of blocks that were used again
+            heap[:] = [entry for entry in heap if self._is_valid(entry)]
+            heapify(heap)
+        heappush(heap, (block.key, block.entry, block))
+
+    def _is_valid(self, entry: _Entry) -> bool:
+        """Whether what lies in a heap is of now."""
+        _, number, block = entry
+        return number == block.entry and block.is_known and not block.num_holders and not block.children
 
     def _drop(self, block: Block) -> None:
         """A block, and all behind it, is known no more; what nobody holds is free."""

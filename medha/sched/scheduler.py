@@ -211,10 +211,11 @@ class Scheduler:
 
     def extend(self, slot: int, ids: bytes) -> None:
         """The output of a request has filled further units, which have these ids."""
-        state = self._queue.running.get(slot)
+        state = self._queue.running.get(slot) or self._queue.waiting.get(slot)
         if state is not None and state.chain is not None:
             state.chain.extend(ids)
-            self.memory.note(slot, state.num_scheduled_tokens)
+            if state.has_started:
+                self.memory.note(slot, state.num_scheduled_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget what is kept of requests that have ended, and let nobody share what is computed by now."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch
+from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.engine.prefix import PrefixIds
 from medha.sched.decision import SchedulerRequest
@@ -284,3 +284,22 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 check, note = Sharing._check_batch, KVMemory.note
+
+
+def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
+    memory = KVMemory(num_blocks=8, block_size=16)
+    ids = IDS.of(np.arange(64, dtype=np.int32))
+    for turn in range(1000):
+        memory.start(turn, 0, 65, Chain(ids), memory.hit_of(Chain(ids), 64, 65))
+        if not turn:
+            memory.take(Row(turn, 0, 64, False, False))
+            memory.note(turn, 64)
+        assert memory.num_used == 4
+        memory.release(turn)
+        assert memory.prefix.num_idle == [4] and memory.num_used == 0
+    assert len(memory.prefix._heaps[0]) < 100
+    waiting = [memory.prefix.watch(slot, Chain(ids), 63) for slot in range(5)]
+    assert waiting == [48] * 5
+    for slot in range(5):
+        memory.prefix.forget(slot)
+    assert not memory.prefix._watched and not memory.prefix._waits_for
