@@ -46,8 +46,8 @@ class Columns:
             no deadline.
         work_total_s: predicted seconds of its whole prefill, at least 0.
         work_left_s: predicted seconds of the part not yet scheduled; tokens in flight count as done.
-        num_prompt_tokens: length of its prompt.
-        num_computed_tokens: prompt tokens that are done in every stage.
+        num_prompt_tokens: of its prompt, those that it computes itself: others may have computed its beginning.
+        num_computed_tokens: of these, what is done in every stage.
         priority: class; 0 realtime, 1 high, 2 normal, 3 low.
     """
 
