@@ -21,6 +21,7 @@ and comes back to the same group.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -479,12 +480,16 @@ class KVMemory:
         """
         free = [self.num_free(g) for g in range(self.num_groups)]
         wanted, promised = list(self._open), list(self._set_aside)
-        for account in (self._accounts[slot] for slot in gone):
+        accounts = [self._accounts[slot] for slot in gone]
+        for account in accounts:
             for g, blocks in account.holds():
                 free[g] += blocks
             for g, blocks in account.rest():
                 wanted[g] -= blocks
                 promised[g] -= blocks * account.is_set_aside
+        shared = Counter(b for account in accounts if any(account.shared) for b in account.blocks if b.is_pinned)
+        for block, num_gone in shared.items():  # what only these share comes back with them
+            free[block.group] += num_gone == block.num_holders
         if num_blocks > free[group]:
             return False
         if self.overcommit:

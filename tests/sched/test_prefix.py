@@ -286,6 +286,16 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
 check, note = Sharing._check_batch, KVMemory.note
 
 
+def test_one_that_is_preempted_gives_back_what_nobody_else_shares() -> None:
+    config = SchedulerConfig(
+        scheduler="static", max_num_seqs=3, max_batch_tokens=16, max_kv_per_group=128, overcommit=True, min_chunk=8
+    )
+    long, short = Asking(1.0, 241, 17, 17), Asking(0.0, 1, 1, 1)
+    load = [long, Asking(1.0, 22, 12, 12, num_shared=40), short, Asking(0.0, 60, 1), Asking(0.0, 333, 7, 7)]
+    load += [long, Asking(0.5, 16, 1, num_shared=40), short]
+    play({"config": config, "num_groups": 3, "num_blocks": 8, "load": load, "block_size": 16})
+
+
 def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
     memory = KVMemory(num_blocks=8, block_size=16)
     ids = IDS.of(np.arange(64, dtype=np.int32))
