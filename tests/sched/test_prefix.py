@@ -296,6 +296,17 @@ def test_one_that_is_preempted_gives_back_what_nobody_else_shares() -> None:
     play({"config": config, "num_groups": 3, "num_blocks": 8, "load": load, "block_size": 16})
 
 
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_what_a_waiting_request_counts_on_survives_pressure(is_waited_for: bool) -> None:
+    config = SchedulerConfig(scheduler="sarathi", max_num_seqs=1, max_batch_tokens=64, max_kv_per_group=640)
+    document, other, first = Asking(0.0, 160, 4, num_shared=160), Asking(20.0, 160, 4), Asking(40.0, 16, 4, 4)
+    # of 40 blocks 10 are the document's, used longest ago, and 10 the other's; the large one takes all but 10
+    large, again = Asking(40.001, 460, 4), replace(document, arrival_s=40.002 if is_waited_for else 80.0)
+    load = [document, other, first, large, again]
+    drive = play({"config": config, "num_groups": 1, "num_blocks": 10, "load": load, "block_size": 16})
+    assert drive.num_shared == 144 * is_waited_for
+
+
 def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
     memory = KVMemory(num_blocks=8, block_size=16)
     ids = IDS.of(np.arange(64, dtype=np.int32))
