@@ -76,7 +76,7 @@ class Block:
     children: set[Block] = field(default_factory=set)
     counted_on: set[int] = field(default_factory=set)  # slots of waiting requests
     num_uses: int = 1
-    last_use: int = 0  # when it was let go of last
+    last_use: float = 0.0  # when it was let go of last, as the key counts time
     key: float = 0.0  # the lower, the sooner it goes
     entry: int = -1  # its latest among those that may go
 
@@ -224,7 +224,7 @@ class PrefixCache:
     def let_go(self, block: Block, slot: int) -> int | None:
         """A request holds a block no more; returns the slot that has it for itself from now on."""
         block.num_holders -= 1
-        block.last_use = self._num_entries
+        block.last_use = float(self._num_entries) if self._is_lru else self._clock
         if block.owner == slot:
             block.owner = None
         has_it = None
@@ -276,7 +276,7 @@ class PrefixCache:
             return
         self._num_entries += 1
         block.entry = self._num_entries
-        block.key = float(block.last_use) if self._is_lru else self._clock + block.num_uses * self._cost_s(block.depth)
+        block.key = block.last_use + (0.0 if self._is_lru else block.num_uses * self._cost_s(block.depth))
         heap = self._heaps[block.group]
         if len(heap) > 2 * self.num_idle[block.group] + _SLACK:  # most entries are of blocks that were used again
             heap[:] = [entry for entry in heap if self._is_valid(entry)]
