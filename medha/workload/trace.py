@@ -174,7 +174,8 @@ def trace_stats(trace: Trace) -> dict[str, Any]:
     """The figures of a trace with at least one request; ``qps`` is None where all arrive at once.
 
     ``gap_cv`` is the coefficient of variation of the gaps between arrivals, 1 for Poisson, and ``burstiness``
-    1 / gap_cv**2, with which gamma arrivals have such gaps; both are None for fewer than 2 gaps.
+    1 / gap_cv**2, with which gamma arrivals have such gaps; both are None for fewer than 2 gaps. ``prefix_reuse`` is
+    the share of prompt tokens, in whole hashed blocks, that an earlier prompt began with; None without hashes.
     """
     gaps = np.diff(trace.arrival_s)
     mean = float(gaps.mean()) if len(gaps) else 0.0
@@ -191,7 +192,18 @@ def trace_stats(trace: Trace) -> dict[str, Any]:
         "long_prompts": {
             f"from {length >> 10}K share": float((trace.prompt_tokens >= length).mean()) for length in LONG_PROMPTS
         },
+        "prefix_reuse": None if trace.prefix_hashes is None else _prefix_reuse(trace),
     }
+
+
+def _prefix_reuse(trace: Trace) -> float:
+    seen: set[int] = set()
+    num_reused = 0
+    for row in trace.rows():
+        ids = (row.prefix_hashes or array("q"))[: row.prompt_tokens // HASHED_TOKENS]
+        num_reused += sum(one in seen for one in ids)
+        seen.update(ids)
+    return num_reused * HASHED_TOKENS / int(trace.prompt_tokens.sum())
 
 
 def _length_stats(tokens: NDArray[np.int64]) -> dict[str, float]:

@@ -82,5 +82,9 @@ def test_rows() -> None:
 def test_stats() -> None:
     stats = trace_stats(make_trace([0.0, 1.0, 4.0]))
     assert (stats["qps"], stats["gap_cv"], stats["burstiness"]) == (0.5, 0.5, 4.0)
+    assert stats["prefix_reuse"] is None
+    hashes = np.fromiter([array("q", [7, 8, 9]), None, array("q", [7, 8, 5])], dtype=object)
+    same = Trace(np.arange(3.0), np.array([1200, 100, 1030]), np.ones(3, np.int64), prefix_hashes=hashes)
+    assert trace_stats(same)["prefix_reuse"] == 1024 / 2330  # of whole blocks of 512, two came before
     single = trace_stats(make_trace([3.0]))
     assert [single[name] for name in ("first_arrival_s", "qps", "gap_cv", "burstiness")] == [3.0, None, None, None]
