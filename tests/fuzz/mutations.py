@@ -6,19 +6,24 @@ A defect is a function of a :class:`pytest.MonkeyPatch`; its docstring says what
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
 from medha.engine.engine import Engine
+from medha.engine.prefix import PrefixIds
 from medha.models.layers import LinearFn, TensorShard
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
+from medha.sched.prefix import Block, PrefixCache
 from medha.sched.queue import Queue
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
+from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from medha.worker.swap import HostCache, Run, Wait
@@ -133,6 +138,40 @@ def stop_string_lost(patch: Patch) -> None:
     patch.setattr(Engine, "_schedule", forgetting)
 
 
+def tail_not_copied(patch: Patch) -> None:
+    """A request that shares part of a block finds nothing in its own."""
+    patch.setattr(KVCache, "copy", lambda self, *args: None)
+
+
+def reference_forgotten(patch: Patch) -> None:
+    """What two requests hold goes with the first that ends."""
+    hold = PrefixCache.hold
+
+    def forgetting(self: PrefixCache, block: Block) -> int | None:
+        found = hold(self, block)
+        block.num_holders -= block.num_holders > 1
+        return found
+
+    patch.setattr(PrefixCache, "hold", forgetting)
+
+
+def ids_of_the_last_tokens(patch: Patch) -> None:
+    """An id names its own 16 tokens, not all that come before."""
+    further = PrefixIds.further
+
+    def unchained(self: PrefixIds, last: bytes, num_units: int, token_ids: npt.NDArray[np.int32]) -> bytes:
+        units = range(0, len(token_ids) // self.unit * self.unit, self.unit)
+        return b"".join(further(self, bytes(16), 0, token_ids[at : at + self.unit]) for at in units)
+
+    patch.setattr(PrefixIds, "further", unchained)
+
+
+def known_before_computed(patch: Patch) -> None:
+    """What a request has not computed yet is shared."""
+    note = KVMemory.note
+    patch.setattr(KVMemory, "note", lambda self, slot, num_tokens: note(self, slot, num_tokens + 16))
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "block-not-freed": (block_not_freed, 1),
     "merge-without-lse": (merge_without_lse, 2),
@@ -143,5 +182,9 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "padding-drawn": (padding_drawn, 2),
     "min-tokens-counted-anew": (min_tokens_counted_anew, 1),
     "stop-string-lost": (stop_string_lost, 1),
+    "tail-not-copied": (tail_not_copied, 1),
+    "reference-forgotten": (reference_forgotten, 1),
+    "ids-of-the-last-tokens": (ids_of_the_last_tokens, 1),
+    "known-before-computed": (known_before_computed, 1),
 }
 """Each defect, and on how many ranks it is looked for; one with several cannot show on one."""
