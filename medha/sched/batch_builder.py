@@ -155,9 +155,9 @@ class BatchBuilder:
         for other in {s.slot: s for s in (*self._leaders, *map(self._queue.running.get, self.chunked)) if s}.values():
             if other.chain is None or not other.has_started or other.ended or other.chain[1] != state.chain[1]:
                 continue
-            common = min(unit * state.chain.num_common(other.chain), state.num_prefill_tokens - 1)
-            is_ahead = other.num_scheduled_tokens < common or other.slot in self.chunked
-            if is_ahead and common > done and self.memory.notes(other.slot):
+            common = unit * min(state.chain.num_common(other.chain), (state.num_prefill_tokens - 1) // unit)
+            computes = other.num_scheduled_tokens - self.chunk_tokens(other.slot) < common
+            if computes and common > done and self.memory.notes(other.slot):
                 best, done = other, common
         worth_s = self._queue.left_s(state.num_scheduled_tokens, done) if best is not None else 0.0
         return best if worth_s > self._queue.left_s(0, unit) else None

@@ -162,12 +162,15 @@ class KVMemory:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
         for the rest on the groups behind."""
         hit = self.prefix.lookup(chain, most_tokens)
-        blocks, tail = list(hit.blocks), hit.tail
-        while blocks and blocks[-1].group + len(self._reserved(blocks, num_tokens)[1]) > self.num_groups:
-            blocks.pop()
+        blocks, tail, starts = list(hit.blocks), hit.tail, self._starts(hit.blocks)
+        while starts:
+            rest = self.reservation(num_tokens - starts[-1] * self.block_size)
+            if blocks[-1].group + len(rest) <= self.num_groups:
+                break
+            del blocks[starts.pop() :]
             tail = None
         if tail is not None and blocks:  # it goes on where they end, if there is room
-            in_shard = (len(blocks) - self._starts(blocks)[-1]) * self.block_size
+            in_shard = (len(blocks) - starts[-1]) * self.block_size
             tail = tail if tail.group == blocks[-1].group and in_shard < self.max_kv_per_group else None
         elif tail is not None and tail.group not in self.first_groups(num_tokens):
             tail = None
@@ -256,7 +259,7 @@ class KVMemory:
         size, prefix = self.prefix.units_per_block, self.prefix
         num_units = min(len(chain), num_tokens // prefix.unit)
         while account.num_units < num_units:
-            if account.parent is not None and not account.parent.is_known:
+            if any(block is not None and not block.is_known for block in (account.parent, account.open)):
                 break
             depth = account.num_units // size
             end = min(num_units, (depth + 1) * size)

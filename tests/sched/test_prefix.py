@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Row
+from medha.batch import Batch, Row, Shared
 from medha.config import SchedulerConfig
 from medha.engine.prefix import PrefixIds
+from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.prefix import Block, Chain, PrefixCache
+from medha.sched.prefix import Block, Chain, Hit, PrefixCache
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, worlds
 
@@ -47,6 +48,7 @@ class Sharing(Drive):
         self.host: dict[int, list[list[int | None]]] = {}
         self.num_units: dict[int, int] = {}
         self.num_shared = self.num_computed = 0
+        self.reset_every = 0  # so many batches; 0 is never
         self.size = scheduler.memory.block_size
         self.ids = PrefixIds(scheduler.memory.prefix.unit, key=b"of tests")
 
@@ -86,6 +88,8 @@ class Sharing(Drive):
                 observer.extended(slot, ids)
 
     def _check_batch(self, batch: Batch) -> None:
+        if self.reset_every and not batch.batch_id % self.reset_every:
+            self.scheduler.reset_prefix_cache()
         assert batch == Batch.from_ints(batch.to_ints())
         for slot in {extent.slot for extent in batch.swaps_out}:
             ((_, blocks),) = self.tables[slot].values()
@@ -193,6 +197,7 @@ def sharing(draw: st.DrawFn) -> dict[str, Any]:
         "load": [*shared, *again],
         "config": replace(world["config"], prefix_eviction=eviction),
         "block_size": draw(st.sampled_from([BLOCK, 64, 8])),
+        "reset_every": draw(st.sampled_from([0, 0, 3, 20])),
     }
 
 
@@ -209,6 +214,7 @@ def play(world: dict[str, Any]) -> Sharing:
         max_prompt_tokens=3000,
     )
     drive = Sharing(scheduler, world["load"], lambda batch: 0.01 + 0.001 * batch.num_tokens)
+    drive.reset_every = world.get("reset_every", 0)
     drive.run()
     return drive
 
@@ -284,6 +290,36 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 check, note = Sharing._check_batch, KVMemory.note
+
+
+def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:
+    config = SchedulerConfig(max_batch_tokens=2048)
+    predictor = make_predictor(max_tokens=2048)
+    scheduler = Scheduler(config, num_blocks=4000, block_size=64, predictor=predictor, max_prompt_tokens=200_000)
+    tokens = np.arange(200_000, dtype=np.int32)
+    scheduler.add(SchedulerRequest(0, 200_000, 1, 0.0, SLO(ttft_s=1.0), prefix=IDS.of(tokens)))
+    for _ in range(65):
+        leads = scheduler.schedule(9.0).batch
+        assert leads is not None
+        scheduler.complete(leads, 9.0, [], 0.01)
+    assert leads.rows[0].kv_len > 100_000
+    scheduler.add(SchedulerRequest(1, 100_000, 1, 0.0, prefix=IDS.of(tokens[:100_000])))
+    batch = scheduler.schedule(9.0).batch
+    assert batch is not None
+    assert batch.shared == (Shared(1, 0, 0, 99_984),)
+
+
+def test_a_block_that_is_forgotten_while_it_fills_is_not_found_again() -> None:
+    memory = KVMemory(num_blocks=8, block_size=64)
+    chain = Chain(IDS.of(np.arange(256, dtype=np.int32)))
+    memory.start(0, 0, 257, chain)
+    memory.take(Row(0, 0, 48, False, False))
+    memory.note(0, 48)
+    memory.prefix.clear()
+    memory.take(Row(0, 48, 208, False, False))
+    memory.note(0, 256)
+    memory.release(0)
+    assert memory.prefix.lookup(chain, 256) == Hit() and memory.pools[0].num_free == 8
 
 
 def test_one_that_is_preempted_gives_back_what_nobody_else_shares() -> None:
