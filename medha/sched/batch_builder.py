@@ -151,9 +151,17 @@ class BatchBuilder:
             return None
         if self._leaders is None:
             self._leaders = [other for other in self._queue.prefills() if other.chain is not None]
-        unit, done, best = self.memory.prefix.unit, state.num_scheduled_tokens, None
+        prefix = self.memory.prefix
+        if state.slot in prefix.stale:
+            self._queue.found(state, prefix.watch(state.slot, state.chain, state.num_prefill_tokens - 1))
+        unit, done, best = prefix.unit, state.num_scheduled_tokens, None
+        wanted = done // unit + 1
+        if wanted > len(state.chain):
+            return None
         for other in {s.slot: s for s in (*self._leaders, *map(self._queue.running.get, self.chunked)) if s}.values():
-            if other.chain is None or not other.has_started or other.ended or other.chain[1] != state.chain[1]:
+            if other.chain is None or not other.has_started or other.ended or len(other.chain) < wanted:
+                continue
+            if other.chain[wanted] != state.chain[wanted]:
                 continue
             common = unit * min(state.chain.num_common(other.chain), (state.num_prefill_tokens - 1) // unit)
             computes = other.num_scheduled_tokens - self.chunk_tokens(other.slot) < common

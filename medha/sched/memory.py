@@ -251,6 +251,12 @@ class KVMemory:
         spans = zip(account.starts, ends, strict=True)
         return extents, [Shared(slot, account.first + i, start, end - start) for i, (start, end) in enumerate(spans)]
 
+    def forget_prefixes(self) -> None:
+        """Nobody shares what has been computed by now."""
+        self.prefix.clear()
+        for account in self._accounts.values():
+            account.chain = None
+
     def note(self, slot: int, num_tokens: int) -> None:
         """The first ``num_tokens`` of a request have been sent: others may share them from the next batch on."""
         account = self._accounts[slot]

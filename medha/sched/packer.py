@@ -257,11 +257,10 @@ class MedhaPacker(Packer):
         if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
         if (leader := builder.leader(state)) is not None:  # which gets on in its turn, and shares what it computes
-            return (
-                leader.slot not in builder.chunked
-                and leader.prefilling
-                and self._give(leader, queue, builder, may_exceed=may_exceed)
-            )
+            if leader.slot in builder.chunked or not leader.prefilling or builder.is_held(leader):
+                return False
+            if self._give(leader, queue, builder, may_exceed=may_exceed):
+                return True  # otherwise it does not get on, and is not waited for
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
         position, has_chunk = state.num_scheduled_tokens, state.slot in builder.chunked
         prefers_least = may_exceed and not share and not has_chunk

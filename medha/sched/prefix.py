@@ -244,6 +244,7 @@ class PrefixCache:
     def make_free(self, group: int, num_blocks: int) -> None:
         """Let blocks that nobody holds go until so many are free; there are as many."""
         pool, heap, spared = self._pools[group], self._heaps[group], list[_Entry]()
+        behind: list[Block] = []
         while pool.num_free < num_blocks:
             if heap:
                 entry = heappop(heap)
@@ -258,7 +259,12 @@ class PrefixCache:
                 if not block.is_known or block.children:
                     continue
             else:  # behind what is left lies only what others compute for themselves
-                block = next(b for b in self._known.values() if b.group == group and not b.num_holders)
+                if not behind:
+                    idle = {b for b in self._known.values() if b.group == group and not b.num_holders}
+                    behind = sorted(idle, key=lambda b: b.depth)
+                block = behind.pop()
+                if not block.is_known:
+                    continue
             self._clock = max(self._clock, block.key)
             self._drop(block)
         for entry in spared:

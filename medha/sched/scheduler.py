@@ -219,7 +219,10 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget what is kept of requests that have ended, and let nobody share what is computed by now."""
-        self.memory.prefix.clear()
+        self.memory.forget_prefixes()
+        for state in self._queue.waiting.values():
+            if self.memory.swapped_on(state.slot) is not None:  # what comes back is of before
+                state.chain = None
 
     def _block_s(self, depth: int) -> float:
         """Predicted seconds to compute a block with so many before it."""

@@ -360,3 +360,42 @@ def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
     for slot in range(5):
         memory.prefix.forget(slot)
     assert not memory.prefix._watched and not memory.prefix._waits_for
+
+
+def test_nobody_waits_for_a_leader_that_does_not_get_on() -> None:
+    def waits_s(num_shared: int) -> float:
+        second = Asking(0.05, 2900, 1, 1, document=1, num_shared=2900)
+        load = [Asking(0.0, 2900, 1, 1, num_shared=2900), second, Asking(0.3, 430, 1, 1, num_shared=num_shared)]
+        config = SchedulerConfig(max_kv_per_group=3200, max_batch_tokens=128, long_threshold=500, policy="lars")
+        world = {"config": config, "num_groups": 1, "num_blocks": 1000, "load": load, "block_size": 16}
+        return play(world).first_token_s[2]
+
+    assert waits_s(400) <= waits_s(0)
+
+
+def test_a_reset_is_of_what_is_on_the_host_as_well() -> None:
+    config = SchedulerConfig(
+        policy="priority", max_batch_tokens=256, max_kv_per_group=2560, num_swap_blocks=80, swap_block_s=1e-6
+    )
+    scheduler = Scheduler(config, num_blocks=40, block_size=64, predictor=make_predictor(max_tokens=256))
+    ids = IDS.of(np.arange(1600, dtype=np.int32))
+    scheduler.add(SchedulerRequest(0, 1600, 50, 0.0, priority=3, prefix=ids))
+
+    def run_until(slot: int, is_over: bool = False) -> list[Batch]:
+        batches = []
+        while (slot in scheduler._queue) if is_over else (slot not in scheduler._queue.decoding):
+            batch = scheduler.schedule(0.0).batch
+            assert batch is not None
+            ends = [(row.slot, 1, row.slot != 0) for row in batch.rows if row.samples]
+            scheduler.complete(batch, 0.0, ends, 0.01)
+            batches.append(batch)
+        return batches
+
+    run_until(0)
+    scheduler.add(SchedulerRequest(1, 2300, 1, 0.0, priority=0))
+    run_until(1, is_over=True)
+    scheduler.reset_prefix_cache()
+    back = run_until(0)
+    assert any(batch.swaps_in for batch in back) or scheduler.memory.swapped_on(0) is None
+    scheduler.add(SchedulerRequest(2, 1600, 1, 0.0, priority=2, prefix=ids))
+    assert not any(batch.shared for batch in run_until(2, is_over=True))
