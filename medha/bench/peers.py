@@ -21,6 +21,7 @@ Prompts = list[list[int]]
 Complete = Callable[[Prompts, list[int]], Prompts]
 Engine = tuple[dict[str, Any], dict[str, Callable[..., Any]], tuple[str, ...]]
 PAGE = 256
+OTHERS = ("arriving", "anew")  # ways that are asked for by name alone
 PADDED_BATCH = 8
 ROWS, TOKENS = 8, 512  # of continuous batching; on a CPU more rows cost more, as each is scored against the keys of all
 
@@ -52,10 +53,13 @@ def _offline(name: str, llm_class: Any, params_class: Any, given: dict[str, Any]
     llm = llm_class(given["model"], **options)
     greedy = partial(params_class, temperature=0.0, ignore_eos=True, detokenize=False)
 
-    def complete(prompts: Prompts, num_outputs: list[int]) -> Prompts:
+    def complete(prompts: Prompts, num_outputs: list[int], is_anew: bool = False) -> Prompts:
+        """``is_anew``: with an empty prefix cache, and before the tokens of each how many of its prompt were there."""
+        if is_anew:
+            llm.reset_prefix_cache()
         params = [greedy(max_tokens=number) for number in num_outputs]
-        tokens = [{"prompt_token_ids": ids} for ids in prompts]
-        return [list(one.outputs[0].token_ids) for one in llm.generate(tokens, params, use_tqdm=False)]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [[*[one.num_cached_tokens] * is_anew, *one.outputs[0].token_ids] for one in outputs]
 
     def arriving(prompts: Prompts, num_outputs: list[int], arrivals: Sequence[float]) -> list[tuple[float, float]]:
         """Serve prompts that arrive at these seconds, in order; from then to the first and last token of each."""
@@ -78,7 +82,7 @@ def _offline(name: str, llm_class: Any, params_class: Any, given: dict[str, Any]
                 last[at] = now - arrivals[at] if output.finished else 0.0
         return list(zip(first, last, strict=True))
 
-    return options, {name: complete, "arriving": arriving}, (name, "torch")
+    return options, {name: complete, "arriving": arriving, "anew": partial(complete, is_anew=True)}, (name, "torch")
 
 
 def transformers(given: dict[str, Any]) -> Engine:
@@ -148,7 +152,7 @@ def main() -> None:
                 os.environ["OMP_NUM_THREADS"] = str(given["num_threads"])
                 options, ways, packages = make(given)
                 versions = {name: str(__import__(name).__version__) for name in packages}
-                answer = {"options": options, "ways": list(ways), "versions": versions}
+                answer = {"options": options, "ways": [way for way in ways if way not in OTHERS], "versions": versions}
         except Exception as error:  # whatever it is, the other side is to know
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

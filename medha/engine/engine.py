@@ -449,7 +449,9 @@ class Engine:
                 ends = one.take(sampled, now)
                 results.append((row.slot, 1, ends))
                 changed.append(one)
-                if self._prefix is not None and (ends or not len(one.token_ids) % _EXTEND_EVERY):
+                if one.error is not None:  # what it computed, or shared, may be as bad as its logits
+                    self.reset_prefix_cache()
+                elif self._prefix is not None and (ends or not len(one.token_ids) % _EXTEND_EVERY):
                     self._extend(one)
         closed = self.scheduler.complete(batch, now, results, busy_s)
         for observer in self.observers:

@@ -18,7 +18,7 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, split
 from medha.sched.decision import Prediction
 from medha.sched.preempt import Preemption, fewest, oldest
-from medha.sched.prefix import Hit
+from medha.sched.prefix import Block, Hit
 from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
@@ -76,6 +76,7 @@ class BatchBuilder:
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
         self.refused: list[int] = []  # slots of prefills that were refused for want of memory
+        self._no_room: dict[Block | None, tuple[int, int]] = {}  # the least tokens refused behind a block, after frees
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue
         self._batch_id = batch_id
@@ -298,6 +299,11 @@ class BatchBuilder:
         """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
         num_tokens, chain, memory = state.request.num_kv_tokens, state.chain, self.memory
         assert chain is not None
+        end, tail, _ = memory.prefix.end_of(chain, state.num_prefill_tokens - 1)
+        num_freed, least = self._no_room.get(tail or end, (-1, 0))
+        if num_freed == len(memory.frees) and num_tokens >= least:  # one like it has just been refused
+            self.refused.append(state.slot)
+            return 0
         found = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
         for hit in (found, Hit(found.blocks)) if found.tail is not None else (found,):  # a copy's source takes memory
             if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
@@ -320,6 +326,7 @@ class BatchBuilder:
         else:
             if memory.num_groups > 1:
                 return None
+            self._no_room[tail or end] = len(memory.frees), num_tokens
             self.refused.append(state.slot)
             return 0
         extents, shared = memory.hit_extents(state.slot, hit)

@@ -125,6 +125,7 @@ class PrefixCache:
         self._is_lru = eviction == "lru"
         self._known: dict[bytes, Block] = {}
         self._heaps: list[list[_Entry]] = [[] for _ in pools]  # ends of chains that may go
+        self._spared: list[list[_Entry]] = [[] for _ in pools]  # those counted on when their turn came
         self._num_entries = 0
         self._clock = 0.0  # the key of what went last
         self._waits_for: dict[bytes, set[int]] = {}  # slots whose hit grows with an id
@@ -134,7 +135,7 @@ class PrefixCache:
 
     def lookup(self, chain: Chain, most_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a chain."""
-        end, tail, num_units = self._end_of(chain, most_tokens)
+        end, tail, num_units = self.end_of(chain, most_tokens)
         blocks: list[Block] = []
         while end is not None:
             blocks.append(end)
@@ -142,7 +143,7 @@ class PrefixCache:
         tokens = (num_units - len(blocks) * self.units_per_block) * self.unit
         return Hit(tuple(reversed(blocks)), tail, tokens if tail is not None else 0)
 
-    def _end_of(self, chain: Chain, most_tokens: int) -> tuple[Block | None, Block | None, int]:
+    def end_of(self, chain: Chain, most_tokens: int) -> tuple[Block | None, Block | None, int]:
         """The last whole block, the block behind it of which some units are the same, and the units of both."""
         known, size = self._known, self.units_per_block
         most = min(len(chain), most_tokens // self.unit)
@@ -158,7 +159,7 @@ class PrefixCache:
     def watch(self, slot: int, chain: Chain, most_tokens: int) -> int:
         """Tokens that are there for a waiting request, which is ``stale`` as soon as that changes."""
         self.forget(slot)
-        end, tail, num_units = self._end_of(chain, most_tokens)
+        end, tail, num_units = self.end_of(chain, most_tokens)
         last = tail or end
         if last is not None:
             last.counted_on.add(slot)
@@ -176,6 +177,8 @@ class PrefixCache:
         self.stale.pop(slot, None)
         if last is not None:
             last.counted_on.discard(slot)
+            if not last.counted_on and last.is_known and not last.num_holders:
+                self._may_go(last)
         if wanted is not None and (slots := self._waits_for.get(wanted)) is not None:
             slots.discard(slot)
             if not slots:
@@ -243,20 +246,17 @@ class PrefixCache:
 
     def make_free(self, group: int, num_blocks: int) -> None:
         """Let blocks that nobody holds go until so many are free; there are as many."""
-        pool, heap, spared = self._pools[group], self._heaps[group], list[_Entry]()
+        pool, heap, spared = self._pools[group], self._heaps[group], self._spared[group]
         behind: list[Block] = []
         while pool.num_free < num_blocks:
-            if heap:
-                entry = heappop(heap)
+            if heap or spared:
+                is_spared = not heap
+                entry = heappop(heap or spared)
                 block = entry[2]
                 if not self._is_valid(entry):
                     continue
-                if block.counted_on:
-                    spared.append(entry)
-                    continue
-            elif spared:
-                block = spared.pop(0)[2]
-                if not block.is_known or block.children:
+                if block.counted_on and not is_spared:
+                    self._push(spared, entry)
                     continue
             else:  # behind what is left lies only what others compute for themselves
                 if not behind:
@@ -267,8 +267,6 @@ class PrefixCache:
                     continue
             self._clock = max(self._clock, block.key)
             self._drop(block)
-        for entry in spared:
-            heappush(heap, entry)
 
     def clear(self) -> None:
         """Forget everything; what requests hold stays theirs."""
@@ -283,11 +281,13 @@ class PrefixCache:
         self._num_entries += 1
         block.entry = self._num_entries
         block.key = block.last_use + (0.0 if self._is_lru else block.num_uses * self._cost_s(block.depth))
-        heap = self._heaps[block.group]
-        if len(heap) > 2 * self.num_idle[block.group] + _SLACK:  # most entries are of blocks that were used again
+        self._push(self._heaps[block.group], (block.key, block.entry, block))
+
+    def _push(self, heap: list[_Entry], entry: _Entry) -> None:
+        if len(heap) > 2 * self.num_idle[entry[2].group] + _SLACK:  # most entries are of blocks that were used again
             heap[:] = [entry for entry in heap if self._is_valid(entry)]
             heapify(heap)
-        heappush(heap, (block.key, block.entry, block))
+        heappush(heap, entry)
 
     def _is_valid(self, entry: _Entry) -> bool:
         """Whether what lies in a heap is of now."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,7 @@ def prefix_ids(row: Row, unit: int) -> bytes:
         return b""
     ids = np.empty((count, HASHED_TOKENS // unit, 2), np.int64)
     ids[:, :, 0] = np.array(row.prefix_hashes[:count], np.int64)[:, None]
-    ids[:, :, 1] = np.arange(HASHED_TOKENS // unit)
+    ids[:, :, 1] = np.arange(HASHED_TOKENS // unit) + (crc32((row.tenant or "").encode()) << 16)
     return ids.tobytes()
 
 

@@ -10,7 +10,8 @@ import pytest
 from medha import LLM, SamplingParams
 from medha.engine.prefix import PrefixIds
 from medha.engine.replay import replay
-from medha.errors import ValidationError
+from medha.errors import NonFiniteLogitsError, ValidationError
+from tests.engine.test_engine import poison
 from tests.serving import ANSWER, GREEDY, Model, finish, greedy_of, question, random_ids
 
 OPTIONS: dict[str, Any] = {"quantum_s": 0.25, "num_kv_blocks": 48, "block_size": 64, "chunk_size": 128}
@@ -108,6 +109,15 @@ def test_an_aborted_request_goes_on_where_it_was(bytes_model: Model) -> None:
         engine.add_request("back", {"prompt_token_ids": ids}, GREEDY)
         output = finish(engine)["back"]
         assert 2000 - output.num_cached_tokens <= 800 + 64
+
+
+def test_what_led_to_bad_logits_is_not_shared(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = random_ids(200, seed=9)
+    with make(bytes_model) as llm, monkeypatch.context() as patch:
+        poison(patch, seed=3, index=2, value=float("nan"))
+        params = SamplingParams(temperature=1.0, seed=3, max_tokens=8)
+        assert isinstance(llm.generate({"prompt_token_ids": ids}, params)[0].error, NonFiniteLogitsError)
+        assert [llm.generate({"prompt_token_ids": ids}, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 192]
 
 
 def test_a_journal_replays_every_hit(bytes_model: Model, tmp_path: Path) -> None:

@@ -373,6 +373,28 @@ def test_nobody_waits_for_a_leader_that_does_not_get_on() -> None:
     assert waits_s(400) <= waits_s(0)
 
 
+def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SchedulerConfig(scheduler="sarathi", max_num_seqs=64, max_batch_tokens=256, max_kv_per_group=640)
+    scheduler = Scheduler(config, num_blocks=20, block_size=32)
+    ids = IDS.of(np.arange(320, dtype=np.int32))
+    for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
+        scheduler.add(SchedulerRequest(slot, 320, 280, 0.0, prefix=ids))
+    held: list[Block] = []
+    hold = PrefixCache.hold
+
+    def holds(cache: PrefixCache, block: Block) -> int | None:
+        held.append(block)
+        return hold(cache, block)
+
+    monkeypatch.setattr(PrefixCache, "hold", holds)
+    for turn in range(20):
+        batch = scheduler.schedule(float(turn)).batch
+        assert batch is not None
+        scheduler.complete(batch, turn + 0.5, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.5)
+    assert len(scheduler._queue.waiting) == 31
+    assert len(held) <= 20 * 20
+
+
 def test_a_reset_is_of_what_is_on_the_host_as_well() -> None:
     config = SchedulerConfig(
         policy="priority", max_batch_tokens=256, max_kv_per_group=2560, num_swap_blocks=80, swap_block_s=1e-6

@@ -2,13 +2,14 @@
 
 import math
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from medha.errors import ConfigError
-from medha.workload.trace import Row, Trace, trace_stats
+from medha.workload.trace import Row, Trace, prefix_ids, trace_stats
 
 
 def make_trace(times: list[float], **columns: Any) -> Trace:
@@ -85,6 +86,10 @@ def test_stats() -> None:
     assert stats["prefix_reuse"] is None
     hashes = np.fromiter([array("q", [7, 8, 9]), None, array("q", [7, 8, 5])], dtype=object)
     same = Trace(np.arange(3.0), np.array([1200, 100, 1030]), np.ones(3, np.int64), prefix_hashes=hashes)
+    named = replace(same, tenant=np.array(["a", "b", "a"], dtype=np.dtypes.StringDType()))
+    rows = list(named.rows())
+    first, others, third = (prefix_ids(row, 16) for row in (rows[0], rows[0]._replace(tenant="b"), rows[2]))
+    assert first[:512] == third[:512] != others[:512]
     assert trace_stats(same)["prefix_reuse"] == 1024 / 2330  # of whole blocks of 512, two came before
     single = trace_stats(make_trace([3.0]))
     assert [single[name] for name in ("first_arrival_s", "qps", "gap_cv", "burstiness")] == [3.0, None, None, None]

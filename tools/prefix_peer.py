@@ -1,0 +1,84 @@
+"""Medha and vLLM on one file of shared prefixes: how many prompt tokens each finds, and how long it takes.
+
+python -m tools.prefix_peer trace.jsonl --peer-python PYTHON --num-requests 100 --divide-by 8
+
+The file is in Mooncake's format; tokens are drawn by its hashes, the rest of a prompt by its line. Lengths are divided
+so that a small machine gets through. All requests are there at once, in the file's order. Engines take turns on the
+same weights, threads and memory, the idle one stopped; each run begins with an empty cache. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medha.bench.compare import start_peer
+from medha.bench.harness import Subject
+from medha.bench.peers import PAGE
+from medha.bench.timing import in_turn
+from medha.workload.io import read_trace
+from medha.workload.trace import HASHED_TOKENS, Trace
+
+
+def prompts_of(trace: Trace, divide_by: int, vocab_size: int) -> list[list[int]]:
+    """Tokens of each prompt: those of a block depend on its hash alone."""
+    size, prompts = HASHED_TOKENS // divide_by, []
+    for number, row in enumerate(trace.rows()):
+        length = max(row.prompt_tokens // divide_by, 1)
+        blocks = [np.random.default_rng([1, one]).integers(0, vocab_size, size) for one in row.prefix_hashes or ()]
+        ids = np.concatenate(blocks)[: length - length % size] if blocks else np.empty(0, np.int64)
+        rest = np.random.default_rng([2, number]).integers(0, vocab_size, length - len(ids))
+        prompts.append([*ids.tolist(), *rest.tolist()])
+    return prompts
+
+
+def main() -> None:
+    """Run the tool."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--peer-python", required=True)
+    parser.add_argument("--hf-overrides", type=json.loads, default={})
+    parser.add_argument("--num-requests", type=int, default=100)
+    parser.add_argument("--divide-by", type=int, default=8)
+    parser.add_argument("--num-kv-tokens", type=int, default=1 << 20)
+    parser.add_argument("--engine-options", type=json.loads, default={})
+    parser.add_argument("--runs", type=int, default=3)
+    asked = parser.parse_args()
+    trace = read_trace(asked.trace, "mooncake").trace.first(asked.num_requests)
+    subject = Subject(hf_overrides=asked.hf_overrides)
+    model = subject.model_config(longest=1)
+    prompts = prompts_of(trace, asked.divide_by, model.vocab_size)
+    outputs = [max(row.output_tokens // asked.divide_by, 1) for row in trace.rows()]
+    longest = max(len(ids) + number for ids, number in zip(prompts, outputs, strict=True))
+    settings: dict[str, Any] = {"dtype": "float32", "num_threads": 2, "enable_prefix_caching": True, "seed": 0}
+    settings |= {"kv_cache_memory_bytes": asked.num_kv_tokens * model.kv_bytes_per_token(4), "max_model_len": longest}
+    settings["engine_options"] = asked.engine_options
+    work = {"prompts": prompts, "num_outputs": outputs, "way": "anew"}
+    with subject.checkpoint(longest, dtype="float32", seed=0) as folder, ExitStack() as stack:
+        settings["model"] = folder
+        pythons = {"medha": sys.executable, "vllm": asked.peer_python}
+        workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
+        contestants = {name: partial(one.ask, **work) for name, one in workers.items()}
+        found = in_turn(contestants, warmup=1, runs=asked.runs)
+        total = sum(map(len, prompts))
+        report: dict[str, Any] = {"prompt_tokens": total, "output_tokens": sum(outputs), "page": PAGE}
+        for name, answers in found.items():
+            hits = [sum(tokens[0] for tokens in one["tokens"]) for one in answers]
+            seconds = [one["seconds"] for one in answers]
+            report[name] = {"hit_tokens": hits, "seconds": seconds, "median_s": statistics.median(seconds)}
+            report[name] |= {"versions": workers[name].ready["versions"], "options": workers[name].ready["options"]}
+        pairs = zip(found["medha"][-1]["tokens"], found["vllm"][-1]["tokens"], strict=True)
+        report["num_equal"] = sum(ours[1:] == theirs[1:] for ours, theirs in pairs)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
