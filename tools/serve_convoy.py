@@ -85,7 +85,8 @@ async def ask_one(port: int, ask: Ask, start: float) -> Told:
     data = json.dumps(body | {"ignore_eos": True, "stream": True}).encode()
     sent, first_s, last_s, got = time.perf_counter(), 0.0, 0.0, b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    fields = {"host": "x", "content-type": "application/json", "content-length": len(data), "connection": "close"}
+    fields = {"host": f"127.0.0.1:{port}", "content-type": "application/json", "connection": "close"}
+    fields["content-length"] = str(len(data))
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
     while part := await reader.read(65_536):

@@ -59,7 +59,7 @@ def _offline(name: str, llm_class: Any, params_class: Any, given: dict[str, Any]
             llm.reset_prefix_cache()
         params = [greedy(max_tokens=number) for number in num_outputs]
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return [[*[one.num_cached_tokens] * is_anew, *one.outputs[0].token_ids] for one in outputs]
+        return [[*([one.num_cached_tokens] if is_anew else []), *one.outputs[0].token_ids] for one in outputs]
 
     def arriving(prompts: Prompts, num_outputs: list[int], arrivals: Sequence[float]) -> list[tuple[float, float]]:
         """Serve prompts that arrive at these seconds, in order; from then to the first and last token of each."""
