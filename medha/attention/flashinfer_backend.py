@@ -90,6 +90,7 @@ class FlashInferBackend(AttentionBackend):
     """Partial attention through FlashInfer."""
 
     name = "flashinfer"
+    device_type = "cuda"
     reads_pages = True
 
     def __init__(self, api: Any, *, block_size: int, num_sms: int, has_fa3: bool) -> None:

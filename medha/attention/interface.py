@@ -127,6 +127,7 @@ class AttentionBackend(Protocol):
     """What runs attention; stateless between steps apart from its workspace."""
 
     name: str  # of the option attention_backend
+    device_type: str | None = None  # the only one that it serves
     reads_pages: bool  # whether it reads device_pages of the rows
 
     @classmethod

@@ -38,6 +38,7 @@ logger = logging.getLogger("medha")
 
 ATTENTION_BACKENDS = {
     "flashinfer": "medha.attention.flashinfer_backend:FlashInferBackend",
+    "cpu": "medha.attention.cpu_backend:CpuBackend",
     "torch": "medha.attention.torch_backend:TorchBackend",
 }
 """The class of each :class:`medha.attention.interface.AttentionBackend`; ``auto`` takes the first that can serve."""
@@ -65,7 +66,7 @@ class EngineConfig:
     attention_backend: str = _model(
         "auto",
         f"{', '.join(ATTENTION_BACKENDS)}, or auto: FlashInfer on CUDA where it is installed and has kernels for the "
-        "model's heads.",
+        "model's heads, medha's own kernel on a CPU where there is a C++ compiler, else torch.",
         choice("auto", *ATTENTION_BACKENDS),
     )
     cuda_graphs: bool = _model(

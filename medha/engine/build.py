@@ -154,8 +154,9 @@ def _build(
     _check_pools(config, num_blocks, num_host_blocks)
     block_size = config.cache.block_size
     backend, why = choose_backend(config.attention_backend, shard.layer_shape, device, block_size=block_size)
-    if config.attention_backend not in ("auto", backend.name):
-        logger.warning("attention_backend=%r: %s; torch serves", config.attention_backend, why)
+    if config.attention_backend != "torch" and backend.name == "torch":
+        level = logging.INFO if config.attention_backend == "auto" else logging.WARNING
+        logger.log(level, "attention_backend=%r: %s; torch serves", config.attention_backend, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
     pools = {"num_blocks": num_blocks, "num_swap_blocks": num_host_blocks}
     runner = build_runner(config, shard, ranks, folder, backend, **pools, device=device)

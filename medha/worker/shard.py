@@ -265,6 +265,8 @@ def choose_backend(
     why = "what it needs is here" if name == "auto" else "as asked for"
     for candidate in ATTENTION_BACKENDS if name == "auto" else (name, "torch"):
         backend: type[AttentionBackend] = resolve_name(ATTENTION_BACKENDS[candidate])
+        if name == "auto" and backend.device_type not in (None, device.type):
+            continue
         if missing := backend.needs(device):
             why = f"{candidate} needs {missing}"
             if candidate == name:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.attention import torch_backend
+from medha.attention.cpu_backend import CpuBackend
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend, AttentionRows
 from medha.attention.torch_backend import TorchBackend
@@ -119,7 +120,12 @@ def run(
 
 # -- all backends ----------------------------------------------------------------------------------------------
 
-BACKENDS = {"torch": TorchBackend, "fa2": make_flashinfer, "fa3": lambda: make_flashinfer(has_fa3=True)}
+BACKENDS = {
+    "torch": TorchBackend,
+    "cpu": CpuBackend,
+    "fa2": make_flashinfer,
+    "fa3": lambda: make_flashinfer(has_fa3=True),
+}
 
 
 @pytest.mark.parametrize("name", BACKENDS)

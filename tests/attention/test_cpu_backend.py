@@ -1,0 +1,111 @@
+"""The CPU's own kernel: what a query's result depends on, every width of vector, and machines that cannot build it.
+
+tests/attention/test_torch_backend.py holds it to dense attention over any batch.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from medha.attention import cpu_backend
+from medha.attention.cpu_backend import CpuBackend
+from medha.attention.interface import LayerShape
+from medha.errors import ConfigError
+from medha.worker.shard import choose_backend
+from tests.attention.reference import assert_rows_close
+from tests.attention.test_torch_backend import DTYPES, Model, Shape, build, run
+
+CPU = torch.device("cpu")
+SHAPE = LayerShape(8, 2, 64, torch.float32)
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The library is looked for again, and again after the test."""
+    cpu_backend._library.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    cpu_backend._library.cache_clear()
+
+
+@pytest.mark.parametrize("width", [4, 8, 16])
+def test_every_width_of_vector(width: int, anew: pytest.MonkeyPatch) -> None:
+    anew.setattr(cpu_backend, "_FLAGS", (*cpu_backend._FLAGS, f"-DMEDHA_WIDTH={width}"))
+    batch = [Shape(1, (3000, 7), True), Shape(150, (64, 200), True), Shape(13, (70,), False), Shape(2, (), False)]
+    for model in (Model(6, 1, 80), Model(8, 2, 64, sharpness=4.0), Model(16, 1, 16), Model(4, 4, 48, head_major=False)):
+        qkv, rows = build(model, batch, page_size=16, seed=width)
+        assert_rows_close(run(qkv, rows, CpuBackend()), qkv, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neither_company_nor_threads_nor_chunks_change_a_bit(dtype: torch.dtype) -> None:
+    """A prompt of 700 tokens in chunks, beside decodes, over scattered pages, is the prompt read whole."""
+    model = Model(8, 2, 64, dtype=dtype)
+    company = [Shape(1, (5000,), True), Shape(40, (90,), True)]
+    qkv, rows = build(model, [Shape(700, (256, 444), True), *company], page_size=16)
+    whole = run(qkv, rows, CpuBackend())
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for x, y in zip(run(qkv, rows, CpuBackend()), whole, strict=True):
+                assert torch.equal(x, y)
+    finally:
+        torch.set_num_threads(before)
+    table = rows.pages[rows.page_indptr[0] : rows.page_indptr[1]]
+    for first, end in ((0, 100), (100, 164), (164, 700)):
+        chunk = type(rows).of(*_row(end - first, end), [table], 16)
+        for x, y in zip(run((qkv[0][first:end], *qkv[1:]), chunk, CpuBackend()), whole, strict=True):
+            assert torch.equal(x, y[first:end])
+    alone = type(rows).of(*_row(1, 5000), [rows.pages[rows.page_indptr[1] : rows.page_indptr[2]]], 16)
+    assert torch.equal(run((qkv[0][700:701], *qkv[1:]), alone, CpuBackend())[0], whole[0][700:701])
+
+
+def _row(q_len: int, kv_len: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    return np.array([q_len]), np.array([kv_len]), np.array([True])
+
+
+# -- where it cannot be built ------------------------------------------------------------------------------------------
+
+
+def compiler(folder: Path, script: str) -> None:
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (None, r"needs a C\+\+ compiler \(c\+\+, g\+\+, clang\+\+ or \$CXX\)"),
+        ('[ "$1" = --version ] || { echo "x.cpp:1: error: no shuffles here" >&2; exit 1; }', "error: no shuffles here"),
+        ("sleep 100", "timed out"),
+    ],
+)
+def test_torch_serves_where_it_cannot_be_built(
+    script: str | None, why: str, anew: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    anew.setattr(cpu_backend, "_BUILD_S", 0.5)
+    anew.delenv("CXX", raising=False)
+    anew.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    anew.setenv("PATH", str(tmp_path) if script is None else f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    if script is not None:
+        compiler(tmp_path, script)
+    backend, said = choose_backend("auto", SHAPE, CPU)
+    assert backend.name == "torch"
+    with pytest.raises(ConfigError, match=f"attention_backend='cpu'.*{why}.*accepted here: auto, torch"):
+        choose_backend("cpu", SHAPE, CPU)
+    assert said.startswith("cpu needs")
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_heads_and_devices_that_it_does_not_serve() -> None:
+    assert choose_backend("cpu", LayerShape(8, 2, 72, torch.float32), CPU)[0].name == "torch"
+    with pytest.raises(ConfigError, match="needs a CPU, not cuda"):
+        choose_backend("cpu", SHAPE, torch.device("cuda"))
