@@ -34,7 +34,7 @@ def report_of(verb: str, path: Path, *arguments: str) -> dict[str, Any]:
 def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--chunk-size", "32,1,8", "--kv-lens", "300,16", "--dtype", "bfloat16"]
     report = report_of("attention", tmp_path / "attention.json", *given)
-    assert report["model"]["num_kv_heads"] == 1 and report["backend"] == choose_backend("auto", LayerShape(8, 2, 64, torch.float32), torch.device("cpu"))[0].name
+    assert report["model"]["num_kv_heads"] == 1 and report["backend"] in ("cpu", "torch")
     cells = report["results"]
     expected = [(16, 1), (16, 8), (300, 1), (300, 8), (300, 32)]  # chunks longer than the cache are left out
     assert [(c["kv_len"], c["chunk"]) for c in cells] == expected

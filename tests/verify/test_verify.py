@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import medha.verify.kernels as kernels
+from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.merge import merge_partials
 from medha.attention.torch_backend import TorchBackend
 from medha.config import ParallelConfig
@@ -34,6 +35,7 @@ from medha.verify.rows import (
 )
 from medha.verify.serving import compared, find_needle, memory_row, random_llama
 from medha.worker.runner import Runner
+from medha.worker.shard import choose_backend
 from tests.commands import Command, Done
 
 LOG2_E = 1.4426950408889634
@@ -86,13 +88,14 @@ def test_a_wrong_merge_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wrong_backend_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part in a thousand, which leaves the needle as it is."""
-    run = TorchBackend.run
+    chosen = type(choose_backend("auto", LayerShape(8, 2, 64, torch.float32), torch.device("cpu"))[0])
+    run = chosen.run
 
-    def off(self: TorchBackend, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def off(self: AttentionBackend, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = run(self, *args)
         return out * 1.001, lse
 
-    monkeypatch.setattr(TorchBackend, "run", off)
+    monkeypatch.setattr(chosen, "run", off)
     done, verdicts = verify()
     assert done.code == 3 and all(FAIL in verdicts[check] for check in ("attention", "merge", "parity"))
     assert verdicts["needle"] == {PASS}
@@ -122,7 +125,7 @@ def test_an_engine_that_fails_leaves_the_table_so_far(monkeypatch: pytest.Monkey
     [
         (["--needle-tokens", "10"], "needle_tokens=10; accepted: 256 or more"),
         (["--dtype", "float16"], "dtype='float16'; accepted: auto, float32, bfloat16"),
-        (["--attention-backend", "x"], "attention_backend='x'; accepted: auto, flashinfer, torch"),
+        (["--attention-backend", "x"], "attention_backend='x'; accepted: auto, flashinfer, cpu, torch"),
         (["--device", "tpu"], "device='tpu'; accepted: auto, cpu, cuda, cuda:N"),
         (["--kvp", "2"], "kvp=2 is 2 ranks, and 1 were started"),
         (["--output-json", "no/such/folder"], "report file no/such/folder cannot be written"),
