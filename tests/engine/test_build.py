@@ -233,8 +233,8 @@ def test_end_of_sequence(
 def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "eos_token_id": [10, 3]}))
     with caplog.at_level(logging.INFO, logger="medha"):
-        build(folder, num_kv_blocks=5, block_size=64, max_model_len=100, device="cpu")
-        build(folder, num_kv_blocks=1, block_size=64, max_model_len=100, device="cpu", attention_backend="torch")
+        build(folder, num_kv_blocks=5, block_size=64, max_model_len=100, device="cpu", attention_backend="torch")
+        build(folder, num_kv_blocks=1, block_size=64, max_model_len=100, device="cpu")
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert lines[:4] == [
         "LlamaForCausalLM, 3 layers, float32 on cpu, attention torch",
