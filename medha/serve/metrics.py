@@ -6,15 +6,13 @@ asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from medha.batch import Batch
 from medha.engine.engine import Engine
+from medha.engine.request import Request
 from medha.outputs import RequestOutput
 from medha.sched.decision import Prediction
 
@@ -29,6 +27,8 @@ class Metrics:
     """What a server tells Prometheus of an engine."""
 
     def __init__(self, engine: Engine, model: str) -> None:
+        self._now = engine.now
+        self._token_s: dict[int, float] = {}  # when the last token of a slot was
         self._registry = CollectorRegistry()
         self._model = model
 
@@ -39,6 +39,9 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ["model_name", *labels], registry=self._registry)
 
+        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
+            Gauge(name, text, ["model_name"], registry=self._registry).labels(model).set_function(value)
+
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.").labels(model)
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.").labels(model)
         self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens that others had computed.").labels(model)
@@ -46,6 +49,7 @@ class Metrics:
         self._ended = counter("vllm:request_success", "Requests that have ended.", "finished_reason")
         self._preemptions = counter("vllm:num_preemptions", "Requests that gave up their KV memory.").labels(model)
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self._gap = histogram("vllm:inter_token_latency_seconds", "Time between two tokens.", _TOKEN_SECONDS)
         self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_SECONDS
         )
@@ -61,7 +65,13 @@ class Metrics:
             "medha:step_prediction_ratio", "Real over predicted seconds.", (0.5, 0.8, 0.9, 1, 1.1, 1.25, 2)
         )
         self._slack = histogram("medha:first_chunk_slack_seconds", "Slack at a request's first chunk.", _SLACK)
-        self._registry.register(_Gauges(engine, model))
+        scheduler, kv, share = engine.scheduler, engine.scheduler.memory, "Share of KV memory in use, 0 to 1."
+        gauge("vllm:num_requests_running", "Requests being served.", lambda: scheduler.num_running)
+        gauge("vllm:num_requests_waiting", "Requests that have not started.", lambda: scheduler.num_waiting)
+        gauge("vllm:kv_cache_usage_perc", share, lambda: sum(kv.usage) / kv.num_groups)
+        by_group = Gauge("medha:kv_group_usage", share, ["model_name", "group"], registry=self._registry)
+        for group in range(kv.num_groups):
+            by_group.labels(model, str(group)).set_function(lambda group=group: kv.usage[group])
         engine.on_step = self.stepped
 
     def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
@@ -69,14 +79,20 @@ class Metrics:
         self._step.observe(busy_s)
         self._prompt_tokens.inc(batch.num_tokens - batch.num_decodes)
         self._tokens.inc(sum(row.samples for row in batch.rows))
+        now_s = self._now()
+        for row in batch.rows:
+            if row.samples:
+                if row.is_decode:
+                    self._gap.observe(now_s - self._token_s[row.slot])
+                self._token_s[row.slot] = now_s
         if prediction is not None and prediction.seconds > 0:
             self._error.observe(busy_s / prediction.seconds)
 
-    def ended(self, output: RequestOutput) -> None:
-        """Note a request that has ended."""
+    def ended(self, request: Request, output: RequestOutput) -> None:
+        """Note a request that has ended, with its last output, which as a delta need not have all completions."""
         metrics, model = output.metrics, self._model
         self._preemptions.inc(metrics.num_preemptions)
-        for one in output.outputs:
+        for one in request.completions:
             self._ended.labels(model, one.finish_reason or "abort").inc()
         if metrics.met_slo is False:
             length = metrics.num_prompt_tokens
@@ -111,29 +127,3 @@ def _first_slack_s(output: RequestOutput) -> float | None:
         return None
     later = [slack_s for at_s, slack_s in explanation.slack_s if at_s >= metrics.queue_time]
     return later[0] if later else None
-
-
-class _Gauges(Collector):
-    """What is now."""
-
-    def __init__(self, engine: Engine, model: str) -> None:
-        self._engine = engine
-        self._model = model
-
-    def collect(self) -> Iterable[Any]:
-        scheduler = self._engine.scheduler
-        used = scheduler.memory.usage
-        for name, text, value in (
-            ("vllm:num_requests_running", "Requests being served.", scheduler.num_running),
-            ("vllm:num_requests_waiting", "Requests that have not started.", scheduler.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of KV memory in use, 0 to 1.", sum(used) / len(used)),
-        ):
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        by_group = GaugeMetricFamily(
-            "medha:kv_group_usage", "The same by KV-parallel group.", labels=["model_name", "group"]
-        )
-        for group, share in enumerate(used):
-            by_group.add_metric([self._model, str(group)], share)
-        yield by_group

@@ -79,14 +79,14 @@ class Service:
     Attributes:
         is_draining: no new request is taken.
         dead: why the engine cannot serve any more.
-        on_end: called in the event loop with each output that ends a request.
+        on_end: called in the event loop with each request that has ended and its last output.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_draining = False
         self.dead: EngineDeadError | None = None
-        self.on_end: Callable[[RequestOutput], None] = lambda output: None
+        self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._is_cut = False
         self._lefts: tuple[float, list[float], list[float]] = (-math.inf, [], [])  # when, seconds left, their sums
@@ -269,7 +269,7 @@ class Service:
         for answer, index, output in box:
             answer.put(index, output)
             if output.finished:
-                self.on_end(output)
+                self.on_end(answer.requests[index], output)
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from medha.config import EngineConfig
@@ -54,6 +55,24 @@ def test_metrics_have_the_names_of_vllm(start: Start, bytes_model: Model) -> Non
     assert float(values["vllm:num_requests_running"]) == float(values["vllm:kv_cache_usage_perc"]) == 0
     assert 'medha:slo_miss_total{bucket="1-256",model_name="model"} 1.0' in text
     assert 'vllm:request_success_total{finished_reason="length",model_name="model"} 1.0' in text
+
+
+def test_metrics_count_every_completion_and_every_gap(start: Start, bytes_model: Model) -> None:
+    """Of a stream too, whose completions end at different tokens."""
+    server = start(bytes_model.engine())
+    body = asked(20, 6, n=3, temperature=1.0, seed=3, ignore_eos=False) | {"stop_token_ids": list(range(0, 256, 2))}
+    ends: dict[int, str] = {}
+    num_tokens = 0
+    for event in server.events(PATH, body | {"stream": True, "stream_options": {"include_usage": True}}):
+        if isinstance(event, dict):
+            ends |= {one["index"]: one["finish_reason"] for one in event["choices"] if one["finish_reason"]}
+            num_tokens = (event["usage"] or {"completion_tokens": 0})["completion_tokens"]
+    assert len(ends) == 3 and num_tokens > 3
+    text = server.get("/metrics")[1]
+    counted = re.findall(r'request_success_total\{finished_reason="(\w+)",.*\} (\S+)', text)
+    assert {name: float(count) for name, count in counted} == Counter(ends.values())
+    gaps = re.search(r"inter_token_latency_seconds_count\{.*\} (\S+)", text)
+    assert gaps is not None and float(gaps[1]) == num_tokens - 3
 
 
 def test_tokens_and_text(start: Start, bytes_model: Model) -> None:
