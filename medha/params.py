@@ -67,7 +67,7 @@ CHAT_OPTIONS = ("add_generation_prompt", "tools", "chat_template_kwargs")
 FIELD_ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 
 
-def _names_checked(cls: type[T]) -> type[T]:
+def names_checked(cls: type[T]) -> type[T]:
     """A dataclass that says what is wrong with a keyword that it does not have."""
     init, names = cls.__init__, [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
@@ -117,7 +117,7 @@ _SOME_IDS = Check(f"at least one token id, each {_IS_ID.accepted}", lambda ids: 
 _BIASES = Check(f"an object of token ids and biases, each {_IS_BIAS.accepted}", _are_biases)
 
 
-@_names_checked
+@names_checked
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends. Checked when built.
@@ -242,6 +242,13 @@ class SLO:
 
     def __post_init__(self) -> None:
         check_options(self, not_accepted)
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> SLO:
+        """Build from a JSON object; raises ValidationError."""
+        if not isinstance(fields, dict) or fields.keys() - {"ttft_s", "tpot_s"}:
+            raise not_accepted("slo", fields, "an object with ttft_s and tpot_s")
+        return cls(**fields)
 
 
 def check_seconds(name: str, value: Any) -> float:

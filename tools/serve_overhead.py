@@ -27,11 +27,11 @@ from medha.cost.roofline import stage_coefficients
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.sched.scheduler import Scheduler
-from medha.serve.__main__ import Web, bound
 from medha.serve.app import Front, Limits
 from medha.serve.keys import Keys
 from medha.serve.metrics import Metrics
 from medha.serve.service import Service
+from medha.serve.web import bound, listening
 from medha.sim.replica import KNOWN_MODELS
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
@@ -126,9 +126,7 @@ def main() -> None:
     service, stopping = Service(engine), threading.Event()
     front = Front(service, ["timetable"], Keys([]), Limits(), Metrics(engine, "timetable"))
     front.app.add_route("/empty", _empty, methods=["POST"])
-    with bound("127.0.0.1", 0) as listener:
-        web = Web(front.app, listener, max_connections=4096)
-        service.loop = web.start()
+    with bound("127.0.0.1", 0) as listener, listening(front.app, listener, max_connections=4096):
         context = multiprocessing.get_context("spawn")
         answers: Any = context.Queue()
         process = context.Process(target=client, args=(listener.getsockname()[1], given, answers))
@@ -143,8 +141,7 @@ def main() -> None:
 
         threading.Thread(target=wait).start()
         service.run(stopping.is_set)
-        web.stop()
-        service.close()
+    service.close()
     for name, seconds in box[0].items():
         p50, p99 = (1e3 * np.percentile(seconds, percent) for percent in (50, 99))
         print(f"{name}: {len(seconds)} requests, P50 {p50:.2f} ms, P99 {p99:.2f} ms")

@@ -17,7 +17,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 _END_S = 5.0
 _WATCH_S = 1.0
@@ -41,7 +44,7 @@ class Child:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, message: bytes) -> bytes:
+    def ask(self, message: Buffer) -> bytes:
         """The answer to a message; ChildError where it is an error, or the child died. Other threads run meanwhile."""
         with self._lock:
             try:

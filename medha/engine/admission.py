@@ -63,7 +63,10 @@ def prepare_request(
         check_type("slo", slo, SLO)
     check_priority(priority)
     check_type("tenant", tenant, str)
-    text, ids = _tokenise(prompt, tokenizer, limits.vocab_size)
+    text, ids = tokenise(prompt, tokenizer, limits.vocab_size)
+    if len(ids) == 0:
+        form, value, _ = prompt_form(prompt)
+        raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)
     params = params.resolve(limits.sampling_defaults)
     if params.stop_strings and tokenizer is None:
         raise _no_tokenizer("stop", params.stop, "use stop_token_ids")
@@ -87,8 +90,14 @@ def prepare_request(
     return request
 
 
-def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, npt.NDArray[np.int32]]:
-    """(text, ids) of a prompt in any of its forms; no text where ids were given."""
+def tokenise(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, add_special_tokens: bool = True
+) -> tuple[str | None, npt.NDArray[np.int32]]:
+    """(text, ids) of a prompt in any of its forms; no text where ids were given.
+
+    Raises:
+        ValidationError: it is no prompt.
+    """
     form, value, options = prompt_form(prompt)
     text = None
     if form == "prompt_token_ids":
@@ -100,11 +109,9 @@ def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> t
             if form == "messages":
                 text, ids = tokenizer.encode_chat(value, **options)
             else:
-                text, ids = value, tokenizer.encode_array(value)
+                text, ids = value, tokenizer.encode_array(value, add_special_tokens=add_special_tokens)
         except (ChatTemplateError, TokenizerError) as error:
             raise ValidationError(str(error), param=form, value=value) from error
-    if len(ids) == 0:
-        raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)
     return text, ids
 
 

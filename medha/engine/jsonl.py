@@ -223,7 +223,8 @@ def read_fields(request_id: str, fields: Mapping[str, Any], defaults: Mapping[st
     names = sorted(_SAMPLING_FIELDS, key=FIELD_ALIASES.__contains__)  # an alias, which is the newer name, goes before
     asked |= {name: fields[name] for name in names if fields.get(name) is not None}
     form, prompt, options = prompt_form({name: fields.get(name) for name in (*PROMPT_FORMS, *CHAT_OPTIONS)})
-    params, slo = SamplingParams.from_dict({**defaults, **asked}), _slo(fields.get("slo"))
+    params = SamplingParams.from_dict({**defaults, **asked})
+    slo = None if fields.get("slo") is None else SLO.from_dict(fields["slo"])
     priority = check_priority("normal" if fields.get("priority") is None else fields["priority"])
     tenant = "" if fields.get("tenant") is None else fields["tenant"]
     if fields.get("cache_salt") is not None:
@@ -251,9 +252,3 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
         raise not_accepted("body", body, "a JSON object")
     left_out = ("model", "stream", "stream_options", "top_logprobs")
     return {**{name: value for name, value in count_logprobs(body).items() if name not in left_out}, **line}
-
-
-def _slo(value: Any) -> SLO | None:
-    if value is not None and (not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}):
-        raise not_accepted("slo", value, "an object with ttft_s and tpot_s")
-    return None if value is None else SLO(**value)

@@ -6,10 +6,8 @@ end, a second one ends them. Exit codes: :mod:`medha.cli.command`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -23,7 +21,7 @@ import typer
 
 from medha.cli.command import end_process, first_interrupt, make_app, run_app, start_logging, state_on_signal
 from medha.cli.options import MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, takes
-from medha.errors import ConfigError, RankFailedError, exit_code
+from medha.errors import ConfigError, EngineDeadError, RankFailedError, exit_code
 from medha.generate.__main__ import asked_config
 from medha.parallel.launch import exit_at_once, is_first_rank, own_ranks
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("medha")
 app = make_app()
-_FLUSH_S = 1.0  # for streams to end with what has become of them
 _PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _option = partial(typer.Option, rich_help_panel="Server")
@@ -81,6 +78,7 @@ def serve(
     from medha.serve.keys import load_keys
     from medha.serve.metrics import Metrics
     from medha.serve.service import Service
+    from medha.serve.web import bound, listening
 
     keys = load_keys(api_key or [], key_file)
     if (ssl_keyfile is None) is not (ssl_certfile is None):
@@ -98,18 +96,13 @@ def serve(
         names = served_model_name or [config.model]
         front = Front(service, names, keys, limits, Metrics(role.engine, names[0]))
         if role.caller is not None:
-
-            def end_streams(message: str) -> None:
-                service.fail(message, RankFailedError)
-                _wait_for_streams(front)
-
-            role.caller.ranks.monitor.before_end = end_streams
-        web = Web(front.app, listener, max_connections, ssl_keyfile, ssl_certfile)
+            role.caller.ranks.monitor.before_end = partial(_end_streams, front, RankFailedError)
+        stack.callback(service.close)
+        stack.callback(front.bodies.interrupt)
         interrupted = stack.enter_context(first_interrupt(also_terminate=True))
         stack.enter_context(state_on_signal(role.describe))
-        stack.callback(service.close)
-        stack.callback(web.stop)
-        service.loop = web.start()
+        tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile}
+        stack.enter_context(listening(front.app, listener, max_connections=max_connections, **tls))
         threading.Thread(target=_watch, args=(front, stall_timeout), name="medha-stall", daemon=True).start()
         scheme = "http" if ssl_certfile is None else "https"
         logger.info("serving %s at %s://%s:%d", names[0], scheme, host, listener.getsockname()[1])
@@ -124,79 +117,6 @@ def serve(
     return 0
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket of an address, at which nobody is listened to yet; ConfigError where it is taken, or none of ours."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(f"{host}:{port} cannot be listened at: {error.strerror or error}") from error
-    return listener
-
-
-class Web:
-    """uvicorn in a thread of its own."""
-
-    def __init__(
-        self,
-        front: Any,
-        listener: socket.socket,
-        max_connections: int,
-        key: Path | None = None,
-        certificate: Path | None = None,
-    ) -> None:
-        import uvicorn  # here because it takes a while
-
-        from medha.serve.head import TimedProtocol
-
-        self._config = uvicorn.Config(
-            front,
-            http=TimedProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=max_connections,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=1,
-            ssl_keyfile=key,
-            ssl_certfile=certificate,
-        )
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self._server = uvicorn.Server(self._config)
-        self._listener = listener
-        self._thread = threading.Thread(target=self._run, name="medha-http", daemon=True)
-        self._failure: BaseException | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self) -> asyncio.AbstractEventLoop:
-        """Listen; returns the event loop."""
-        self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            time.sleep(0.005)
-        if not self._server.started or self.loop is None:
-            raise ConfigError(f"the server does not start: {self._failure}")
-        return self.loop
-
-    def stop(self) -> None:
-        """Let connections end what they are sending, and close them."""
-        self._server.should_exit = True
-        self._thread.join(2 * _FLUSH_S)
-
-    def _run(self) -> None:
-        async def run() -> None:
-            self.loop = asyncio.get_running_loop()
-            await self._server.serve([self._listener])
-
-        try:
-            asyncio.run(run())
-        except (Exception, SystemExit) as error:
-            self._failure = error
-
-
 def _watch(front: Front, limit_s: float) -> None:
     """End the process where requests wait and no batch completes."""
     service = front.service
@@ -204,16 +124,17 @@ def _watch(front: Front, limit_s: float) -> None:
         time.sleep(min(1.0, limit_s / 4))
     if service.dead is None:
         message = f"no batch has completed for {limit_s:g} s"
-        service.fail(message)
         logger.error("%s:\n%s", message, service.engine.describe())
-        _wait_for_streams(front)
-        assert service.dead is not None, "it has failed"
-        exit_at_once(exit_code(service.dead))
+        _end_streams(front, EngineDeadError, message)
+        exit_at_once(exit_code(EngineDeadError("")))
 
 
-def _wait_for_streams(front: Front) -> None:
-    """Let streams end with the error that they have got."""
-    until_s = time.monotonic() + _FLUSH_S
+def _end_streams(front: Front, kind: type[EngineDeadError], message: str) -> None:
+    """End every request with an error, and let streams tell it; in another thread than the engine's, which is stuck."""
+    from medha.serve.web import END_S
+
+    front.service.fail(kind(message))
+    until_s = time.monotonic() + END_S
     while front.num_open.total() and time.monotonic() < until_s:
         time.sleep(0.01)
 

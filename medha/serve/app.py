@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -19,20 +19,22 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from medha.engine.admission import checked_ids
+from medha.engine.admission import checked_ids, tokenise
 from medha.engine.arrivals import is_long
-from medha.errors import ChatTemplateError, TokenizerError, ValidationError, not_accepted
+from medha.errors import not_accepted
 from medha.outputs import RequestOutput
-from medha.serve.body import LARGE_BODY
+from medha.params import CHAT_OPTIONS
+from medha.serve.body import BodyReader
 from medha.serve.keys import Key, Keys
 from medha.serve.metrics import Metrics
-from medha.serve.page import EVENTS_S, Snapshots, page
+from medha.serve.page import EVENTS_S, PAGE, Snapshots
 from medha.serve.protocol import ApiError, Asked, Chunks, Json, api_error, read_asked, stopped, whole_answer
 from medha.serve.service import Answer, Service
 
@@ -68,6 +70,7 @@ class Front:
         self.num_open: Counter[str] = Counter()  # requests, by tenant
         self._keys = keys
         self._limits = limits
+        self.bodies = BodyReader()
         self._num_bytes = 0  # of bodies that are being read
         self._snapshots = Snapshots(service.engine, models[0])
         service.on_end = metrics.ended
@@ -82,12 +85,12 @@ class Front:
                 get("/v1/models/{name:path}", self._list_models),
                 get("/version", lambda request, key: _json({"version": version("medha")})),
                 get("/metrics", lambda request, key: Response(metrics.text(), media_type="text/plain; version=0.0.4")),
-                get("/health", self._health),
-                get("/ready", self._ready),
+                get("/health", partial(self._state, also_draining=False)),
+                get("/ready", partial(self._state, also_draining=True)),
                 get("/events", lambda request, key: Events(self._events())),
-                get("/", _page),
+                get("/", lambda request, key: FileResponse(PAGE, headers={"x-content-type-options": "nosniff"})),
             ],
-            exception_handlers={404: _not_found, 405: _not_allowed},
+            exception_handlers={HTTPException: _no_route},
         )
 
     def _route(self, method: str, path: str, handler: Callable[..., Any]) -> Route:
@@ -101,9 +104,9 @@ class Front:
                 response = Response(status_code=499)
             except Exception as error:
                 told = api_error(error)
-                if told.status == 500:
+                if told.status_code == 500:
                     logger.exception("%s failed", path)
-                response = _json(told.body, told.status, told.headers)
+                response = _json(told.body, told.status_code, told.headers)
             if (name := _name_of(request)) is not None:
                 response.headers["x-request-id"] = name
             return response
@@ -147,13 +150,10 @@ class Front:
                         raise large
                     if self._num_bytes > _BODIES * most:
                         raise ApiError(503, "too many bodies are being read", retry_after="1")
-            if len(body) > LARGE_BODY:
-                found = await self.service.in_thread(partial(self.service.bodies.read, bytes(body)), is_long=True)
-            else:
-                found = msgspec.json.decode(body)
+            found = await self.bodies.read(body)
         except TimeoutError as error:
             raise ApiError(408, "the body did not come in time", connection="close") from error
-        except (ValueError, RecursionError, msgspec.MsgspecError):
+        except ValueError:
             raise ApiError(400, "the body is not JSON that can be read") from None
         finally:
             self._num_bytes -= len(body)
@@ -185,21 +185,13 @@ class Front:
             objectives, name = key.objectives(body, request.headers), _name_of(request)
             asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
             del body
-            answer = await _unless_gone(request, self._submitted(asked, key, arrival_s))
+            key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
+            submitted = self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
+            answer = await _unless_gone(request, submitted)
             leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
-            if not asked.stream:
+            if not asked.flags.stream:
                 return await _unless_gone(request, self._whole(asked, answer))
             return Events(self._stream(asked, answer), leave.pop_all())
-
-    async def _submitted(self, asked: Asked, key: Key, arrival_s: float) -> Answer:
-        """Have the engine take the prompts."""
-        requests, left = [], key.max_prompt_tokens
-        for arrival in asked.arrivals:
-            requests.append(await self.service.prepare(arrival))
-            left = None if left is None else left - len(requests[-1].prompt_ids)
-            if left is not None and left < 0:
-                raise not_accepted("prompt", "", f"at most {key.max_prompt_tokens} tokens, with this API key")
-        return await self.service.submit(requests, arrival_s)
 
     async def _whole(self, asked: Asked, answer: Answer) -> Response:
         """The answer when all of it is there."""
@@ -207,34 +199,29 @@ class Front:
         while len(outputs) < len(asked.arrivals):
             outputs |= await answer.read()
         ordered = [outputs[index] for index in range(len(asked.arrivals))]
-        if (error := _error_of(answer, ordered)) is not None:
+        if (error := _error_of(ordered)) is not None:
             raise error
         return _json(whole_answer(asked, ordered))
 
     async def _stream(self, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, comments while there is nothing to say, an error in place of the rest."""
         chunks, ended = Chunks(asked), dict[int, RequestOutput]()
-        has_begun, silent_s, wait_s = False, 0.0, _PROGRESS_S if asked.return_progress else _PING_S
+        has_begun = False
         while len(ended) < len(asked.arrivals):
-            news = await answer.read(_PING_S if has_begun else wait_s)
+            reports = bool(asked.flags.return_progress) and not has_begun
+            news = await answer.read(_PROGRESS_S if reports else _PING_S)
             for index, output in news:
                 if output.finished:
                     ended[index] = output
                 for chunk in chunks.of(index, output):
-                    has_begun, silent_s = True, 0.0
+                    has_begun = True
                     yield _event(chunk)
-            if news:
-                continue
-            silent_s += _PING_S if has_begun else wait_s
-            if asked.return_progress and not has_begun:
-                etas = [self.service.eta_s(one) for one in answer.requests]
-                known = [eta_s for eta_s in etas if eta_s is not None]
-                yield _event(chunks.progress(answer.requests, min(known, default=None)))
-            elif silent_s >= _PING_S:
-                silent_s = 0.0
+            if not news and reports:
+                yield _event(chunks.progress(answer.requests, self.service.eta_s(answer.requests)))
+            elif not news:
                 yield b": ping\n\n"
         ordered = [ended[index] for index in range(len(asked.arrivals))]
-        if (error := _error_of(answer, ordered)) is not None:
+        if (error := _error_of(ordered)) is not None:
             yield _event(error.body)
         else:
             for chunk in chunks.last(ordered):
@@ -245,22 +232,12 @@ class Front:
 
     async def _tokenize(self, request: HttpRequest, key: Key) -> Response:
         with self._opened(key):
-            body, tokenizer = await self._body(request), self._tokenizer()
-            form = "messages" if "messages" in body else "prompt"
-            value, special = body.get(form), body.get("add_special_tokens") is not False
-            options = {name: body[name] for name in ("add_generation_prompt", "chat_template_kwargs") if name in body}
-
-            def encoded() -> Any:
-                if form == "messages":
-                    return tokenizer.encode_chat(value, **options)[1]
-                return tokenizer.encode_array(value, add_special_tokens=special)
-
-            try:
-                ids = await self.service.in_thread(encoded, is_long=is_long({form: value}))
-            except (ChatTemplateError, TokenizerError) as error:
-                raise ValidationError(form, param=form) from error
-            length = self.service.engine.limits.max_model_len
-            return _json({"count": len(ids), "max_model_len": length, "tokens": ids.tolist()})
+            body, engine = await self._body(request), self.service.engine
+            prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
+            special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
+            work = partial(tokenise, prompt, self._tokenizer(), size, add_special_tokens=special)
+            _, ids = await self.service.in_thread(work, is_long=is_long(prompt))
+            return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
 
     async def _detokenize(self, request: HttpRequest, key: Key) -> Response:
         with self._opened(key):
@@ -288,15 +265,12 @@ class Front:
             raise ApiError(404, "there is no such model", param="model", code="model_not_found")
         return _json({"object": "list", "data": found} if wanted is None else found[0])
 
-    def _health(self, request: HttpRequest, key: Key) -> Response:
+    def _state(self, request: HttpRequest, key: Key, *, also_draining: bool) -> Response:
+        """Whether the engine lives, and whether it takes requests."""
         if (dead := self.service.dead) is not None:
             return _json({"status": "dead", "reason": type(dead).__name__}, 503)
-        return _json({"status": "ok"})
-
-    def _ready(self, request: HttpRequest, key: Key) -> Response:
-        if self.service.is_draining or self.service.dead is not None:
-            return _json({"status": "draining" if self.service.dead is None else "dead"}, 503)
-        return _json({"status": "ready"})
+        is_draining = self.service.is_draining
+        return _json({"status": "draining" if is_draining else "ok"}, 503 if is_draining and also_draining else 200)
 
     async def _events(self) -> AsyncIterator[bytes]:
         """What the page draws, some times a second."""
@@ -321,12 +295,13 @@ class Events(StreamingResponse):
             await super().__call__(scope, receive, send_in_time)
 
 
-def _error_of(answer: Answer, outputs: Sequence[RequestOutput]) -> ApiError | None:
-    """What went wrong with an answer; None where nothing did."""
+def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
+    """What went wrong with an answer that somebody still reads; None where nothing did."""
     errors = [output.error for output in outputs if output.error is not None]
     if errors:
         return api_error(errors[0])
-    return stopped() if answer.was_cut else None
+    was_cut = any(one.finish_reason == "abort" for output in outputs for one in output.outputs)
+    return stopped() if was_cut else None
 
 
 async def _unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
@@ -357,18 +332,10 @@ def _event(value: Json) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _json(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-def _page(request: HttpRequest, key: Key) -> Response:
-    content, headers = page()
-    return Response(content, headers=headers, media_type="text/html")
-
-
-async def _not_found(request: HttpRequest, error: Exception) -> Response:
-    return _json(ApiError(404, "there is no such path").body, 404)
-
-
-async def _not_allowed(request: HttpRequest, error: Exception) -> Response:
-    return _json(ApiError(405, "the path has another method").body, 405)
+async def _no_route(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it handles these"
+    return _json(ApiError(error.status_code, error.detail).body, error.status_code, error.headers)

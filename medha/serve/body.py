@@ -2,86 +2,68 @@
 
 A prompt of 10M token ids is 70 MB of JSON, and no parser lets other threads of its process run while it makes 10M
 integers of them: nobody would get a token for a second. Here lists of ids become arrays; what is left of a body is
-short, or one long text.
+short, or one long text. The answer is pickled: what it is made of is the child's own.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from array import array
+import asyncio
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from medha.child.process import Child, ChildError, serve
 from medha.child.text import limit_resources
 
-LARGE_BODY = 500_000
-"""Bytes of the largest body that is read where the connections are."""
-
+_LARGE_BYTES = (500_000, 8_000_000)  # above the first a child reads a body, above the second another one does
 _ID_LISTS = ("prompt", "prompt_token_ids", "tokens")
 _MOST_VALUES = 200_000  # beside the ids
 
 
 class BodyReader:
-    """Reads request bodies in a child process; any thread may ask."""
+    """Reads the bodies of requests: small ones at once, large and huge ones each in a child process and in turn, so
+    that nobody waits for what is much larger."""
 
     def __init__(self) -> None:
-        self.child = Child("medha.serve.body")
+        self._children = [(Child("medha.serve.body"), asyncio.Lock()) for _ in _LARGE_BYTES]
 
-    def read(self, body: bytes) -> Any:
-        """The value of a body, lists of token ids as arrays; ValueError where it is no JSON, or too wide or deep."""
+    async def read(self, body: bytearray) -> Any:
+        """The value of a body; ValueError where it is no JSON, or too wide or deep."""
         try:
-            answer = self.child.ask(body)
-        except ChildError as error:
-            raise ValueError(str(error)) from error
-        (size,) = struct.unpack_from("q", answer)
-        value, places = json.loads(answer[8 : 8 + size])
-        at = 8 + size
-        for name, index, length in places:
-            ids = np.frombuffer(answer, np.int64, length, at)
-            at += ids.nbytes
-            if index is None:
-                value[name] = ids
-            else:
-                value[name][index] = ids
-        return value
+            size = sum(len(body) > least for least in _LARGE_BYTES)
+            if size == 0:
+                return msgspec.json.decode(body)
+            child, turn = self._children[size - 1]
+            async with turn:
+                return pickle.loads(await asyncio.to_thread(child.ask, body))
+        except (ChildError, RecursionError, msgspec.MsgspecError) as error:
+            raise ValueError("not JSON that can be read") from error
+
+    def interrupt(self) -> None:
+        """Give up what is being read."""
+        for child, _ in self._children:
+            child.interrupt()
 
 
 def _read(sent: bytes) -> bytes:
+    """The value of a body, lists of token ids as arrays."""
     limit_resources(len(sent))
-    arrays: list[array[int]] = []
-    places: list[tuple[str, int | None, int]] = []
+    body = msgspec.json.decode(sent)
+    for name in _ID_LISTS if isinstance(body, dict) else ():
+        if isinstance(value := body.get(name), list):
+            body[name] = _packed(value) if value and isinstance(value[0], int) else [*map(_packed, value)]
+    if _num_values(body) > _MOST_VALUES:
+        raise ChildError("too many values")
+    return pickle.dumps(body, protocol=5)
 
-    def taken(value: Any, name: str, index: int | None) -> Any:
-        if (
-            isinstance(value, list)
-            and value
-            and set(map(type, value)) == {int}
-            and -1 <= min(value) <= max(value) < 2**31
-        ):
-            arrays.append(array("q", value))
-            places.append((name, index, len(value)))
-            return None
-        return value
 
-    try:
-        body = json.loads(sent)
-        for name in _ID_LISTS if isinstance(body, dict) else ():
-            value = taken(body.get(name), name, None)
-            if isinstance(value, list):
-                value = [taken(one, name, index) for index, one in enumerate(value)]
-            if name in body:
-                body[name] = value
-        if _num_values(body) > _MOST_VALUES:
-            raise ChildError("too many values")
-        rest = json.dumps([body, places]).encode()
-    except (ValueError, RecursionError):
-        raise ChildError("not JSON") from None
-    rest += b" " * (-len(rest) % 8)  # arrays begin where integers may
-    return b"".join([struct.pack("q", len(rest)), rest, *(one.tobytes() for one in arrays)])
+def _packed(value: Any) -> Any:
+    """A list of token ids as an array; anything else as it is."""
+    is_ids = isinstance(value, list) and value and set(map(type, value)) == {int}
+    return np.array(value, np.int32) if is_ids and -1 <= min(value) <= max(value) < 2**31 else value
 
 
 def _num_values(value: Any) -> int:

@@ -14,64 +14,65 @@ from __future__ import annotations
 import hmac
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medha.config.fields import POSITIVE, Check, check_options, choice, integer, option
-from medha.errors import ConfigError, ValidationError, hint, not_accepted
-from medha.params import PRIORITIES, check_seconds
+from medha.config.fields import COUNT, POSITIVE, Check, check_options, choice, option
+from medha.errors import ConfigError, ValidationError, not_accepted
+from medha.params import PRIORITIES, SLO, names_checked
 
 _TEXT = Check("text that is not empty", lambda value: isinstance(value, str) and value.strip() != "")
-_COUNT = integer(1, 2**31 - 1)
 
 
+@names_checked
 @dataclass(frozen=True)
 class Key:
     """What the requests of one API key have and may have; without keys, everybody's."""
 
     tenant: str = ""
-    key: str = field(default="", repr=False)
+    key: str | None = option("", None, "", _TEXT, repr=False)
     priority: str | None = option("", None, "", choice(*PRIORITIES))
     ttft_s: float | None = option("", None, "", POSITIVE)
     tpot_s: float | None = option("", None, "", POSITIVE)
     least_ttft_s: float | None = option("", None, "", POSITIVE)
     least_tpot_s: float | None = option("", None, "", POSITIVE)
-    max_prompt_tokens: int | None = option("", None, "", _COUNT)
-    max_concurrent: int | None = option("", None, "", _COUNT)
+    max_prompt_tokens: int | None = option("", None, "", COUNT)
+    max_concurrent: int | None = option("", None, "", COUNT)
+
+    def __post_init__(self) -> None:
+        check_options(self, not_accepted)
 
     def objectives(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-        """``slo``, ``priority`` and ``tenant`` of a request; headers in milliseconds where the body has none.
+        """``slo``, ``priority`` and ``tenant`` of a request: what its body has, else its headers, in milliseconds, else
+        the key. :meth:`check` follows when they have been read."""
+        slo = body.get("slo")
+        if slo is None or isinstance(slo, dict):  # else it is refused where it is read
+            found = {name: None if slo is None else slo.get(name) for name in ("ttft_s", "tpot_s")}
+            for name, value in found.items():
+                text = headers.get(f"x-slo-{name[:4]}-ms")
+                if value is None:
+                    found[name] = getattr(self, name) if text is None else _seconds(name, text)
+            slo = {**(slo or {}), **found}
+        priority = self.priority if body.get("priority") is None else body["priority"]
+        return {"slo": slo, "priority": priority, "tenant": self.tenant}
 
-        Raises:
-            ValidationError: it asks for more than the key allows.
-        """
-        given = body.get("slo")
-        if given is not None and not isinstance(given, dict):
-            raise not_accepted("slo", given, "an object with ttft_s and tpot_s")
-        slo: dict[str, Any] = dict(given or {})
-        for name in ("ttft", "tpot"):
-            value = slo.get(f"{name}_s")
-            if value is None and (text := headers.get(f"x-slo-{name}-ms")) is not None:
-                value = _milliseconds(f"x-slo-{name}-ms", text)
-            if value is None:
-                value = getattr(self, f"{name}_s")
-            elif (least := getattr(self, f"least_{name}_s")) is not None and check_seconds(name, value) < least:
-                raise not_accepted(f"slo.{name}_s", value, f"at least {least:g}, with this API key")
-            if value is not None:
-                slo[f"{name}_s"] = value
+    def check(self, slo: SLO | None, priority: str) -> None:
+        """Raise ValidationError where a request asks for more than the key allows."""
+        for name in ("ttft_s", "tpot_s"):
+            value, least = getattr(slo, name, None), getattr(self, f"least_{name}")
+            if value is not None and least is not None and value < least:
+                raise not_accepted(f"slo.{name}", value, f"at least {least:g}, with this API key")
         most = self.priority or ("normal" if self.key else PRIORITIES[0])
-        priority = body.get("priority") or self.priority
-        if priority in PRIORITIES and PRIORITIES.index(priority) < PRIORITIES.index(most):
+        if PRIORITIES.index(priority) < PRIORITIES.index(most):
             raise not_accepted("priority", priority, f"{most} or less urgent, with this API key")
-        return {"slo": slo or None, "priority": priority, "tenant": self.tenant}
 
 
-def _milliseconds(name: str, text: str) -> float:
+def _seconds(name: str, text: str) -> float:
     try:
         return float(text) / 1e3
     except ValueError:
-        raise not_accepted(name, text, "milliseconds") from None
+        raise not_accepted(f"slo.{name}", text, "milliseconds in a header") from None
 
 
 ANYBODY = Key()
@@ -81,7 +82,7 @@ class Keys:
     """The API keys of a server; without any, everybody is let in."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
-        self._keys = [(key.key.strip().encode(), key) for key in keys]
+        self._keys = [(key.key.strip().encode(), key) for key in keys if key.key is not None]
 
     def of(self, authorization: str | None) -> Key | None:
         """Who a header ``Authorization`` is of; None where nobody is. All keys are compared, each in constant time."""
@@ -103,24 +104,20 @@ def load_keys(plain: Sequence[str], file: Path | None) -> Keys:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"key file {file}: {error}") from error
-        keys += [_key(file, name, table) for name, table in tables.items()]
         if not tables:
             raise ConfigError(f"key file {file} has no keys; accepted: a table for each, or no file")
+        keys += [_key(file, *item) for item in tables.items()]
     if len({key.key for key in keys}) < len(keys):
         raise ConfigError("two API keys are the same; accepted: one for each tenant")
     return Keys(keys)
 
 
 def _key(file: Path, tenant: str, table: Any) -> Key:
-    names = [one.name for one in fields(Key) if one.name != "tenant"]
-    if not isinstance(table, dict) or not _TEXT.holds(table.get("key")):
-        raise ConfigError(f'key file {file}: [{tenant}] has no key; accepted: a table with key = "..."')
-    for name in table:
-        if name not in names:
-            raise ConfigError(f"key file {file}: [{tenant}] {name}{hint(name, names)}; accepted: {', '.join(names)}")
     try:
         key = Key(tenant, **table)
-        check_options(key)
-    except (ConfigError, ValidationError) as error:
+        key.check(SLO(key.ttft_s, key.tpot_s), key.priority or "normal")
+        if key.key is None:
+            raise ConfigError('has no key; accepted: a table with key = "..."')
+    except (TypeError, ConfigError, ValidationError) as error:
         raise ConfigError(f"key file {file}: [{tenant}] {error}") from error
     return key

@@ -7,6 +7,7 @@ asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -42,6 +43,9 @@ class Metrics:
         def gauge(name: str, text: str, value: Callable[[], float]) -> None:
             Gauge(name, text, ["model_name"], registry=self._registry).labels(model).set_function(value)
 
+        def share_of(group: int) -> float:
+            return kv.usage[group]
+
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.").labels(model)
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.").labels(model)
         self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens that others had computed.").labels(model)
@@ -71,7 +75,7 @@ class Metrics:
         gauge("vllm:kv_cache_usage_perc", share, lambda: sum(kv.usage) / kv.num_groups)
         by_group = Gauge("medha:kv_group_usage", share, ["model_name", "group"], registry=self._registry)
         for group in range(kv.num_groups):
-            by_group.labels(model, str(group)).set_function(lambda group=group: kv.usage[group])
+            by_group.labels(model, str(group)).set_function(partial(share_of, group))
         engine.on_step = self.stepped
 
     def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:

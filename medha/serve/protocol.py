@@ -10,10 +10,15 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+from starlette.exceptions import HTTPException
+
+from medha.engine.admission import listed
 from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import count_logprobs, read_fields
 from medha.engine.request import Request
@@ -28,7 +33,7 @@ from medha.errors import (
     not_accepted,
 )
 from medha.outputs import CompletionOutput, Logprob, RequestOutput
-from medha.params import CHAT_OPTIONS, SamplingParams
+from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
 
 Json = dict[str, Any]
 
@@ -36,27 +41,17 @@ MAX_CHOICES = 512
 """Completions of one HTTP request."""
 
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
-_FLAGS = ("stream", "return_progress", "explain")
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """What a client is told in place of an answer, with the status and headers that go with it."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-
-    @property
-    def body(self) -> Json:
-        """As OpenAI has it."""
-        kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "ServiceUnavailableError")
-        fields = {"message": str(self), "type": kind, "param": self.param, "code": self.code or self.status}
-        return {"error": fields}
+        super().__init__(status, message, {name.replace("_", "-"): value for name, value in headers.items()})
+        kind = _TYPES.get(status, "BadRequestError" if status < 500 else "ServiceUnavailableError")
+        self.body: Json = {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
 def stopped() -> ApiError:
@@ -67,27 +62,44 @@ def stopped() -> ApiError:
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine, without the value that was wrong."""
     param = getattr(error, "param", None)
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, DeadlineError):
-        if error.wait_s is None:
+    match error:
+        case ApiError():
+            return error
+        case DeadlineError(wait_s=None):
             return ApiError(429, str(error), param=param, code="deadline", x_should_retry="false")
-        return ApiError(429, str(error), param=param, code="deadline", retry_after=str(math.ceil(error.wait_s)))
-    if isinstance(error, (ContextLengthError, KVCapacityError)):
-        return ApiError(400, str(error), param=param, code="context_length_exceeded")
-    if isinstance(error, UnsupportedFeatureError):
-        return ApiError(400, str(error), param=param, code="unsupported")
-    if isinstance(error.__cause__, ChatTemplateError):
-        return ApiError(400, "the model has no chat template that takes these messages", param=param)
-    if isinstance(error, ValidationError):
-        _, found, accepted = str(error).rpartition("; accepted: ")
-        told = f"; accepted: {accepted}" if found else ""
-        return ApiError(400, f"{param or 'the request'} has a value that cannot be served{told}", param=param)
-    if isinstance(error, EngineDeadError):
-        return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
-    if isinstance(error, RecursionError):
-        return ApiError(400, "the body is nested too deeply")
+        case DeadlineError(wait_s=wait_s):
+            return ApiError(429, str(error), param=param, code="deadline", retry_after=str(math.ceil(wait_s or 0.0)))
+        case ContextLengthError() | KVCapacityError():
+            return ApiError(400, str(error), param=param, code="context_length_exceeded")
+        case UnsupportedFeatureError():
+            return ApiError(400, str(error), param=param, code="unsupported")
+        case ValidationError(__cause__=ChatTemplateError()):
+            return ApiError(400, "the model has no chat template that takes these messages", param=param)
+        case ValidationError():
+            _, found, accepted = str(error).rpartition("; accepted: ")
+            told = f"; accepted: {accepted}" if found else ""
+            return ApiError(400, f"{param or 'the request'} has a value that cannot be served{told}", param=param)
+        case msgspec.ValidationError():  # tells types and the place
+            return ApiError(400, str(error), param=str(error).rpartition("`$.")[2].rstrip("`") or None)
+        case EngineDeadError():
+            return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply")
     return ApiError(500, f"the request failed: {type(error).__name__}")
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Flags(msgspec.Struct):
+    """Fields of a body that say how its answer is to come."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_progress: bool | None = None
+    explain: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,92 +107,62 @@ class Asked:
     """What the body of a completion or a chat asks for.
 
     Attributes:
-        arrivals: one for each prompt, their ids made of ``request_id``.
-        includes_usage: whether a stream ends with what was used.
+        flags: how the answer is to come.
+        arrivals: one for each prompt.
+        head: what the answer, or each of its chunks, begins with.
+        params: of every prompt.
     """
 
-    request_id: str
-    model: str
+    flags: Flags
     is_chat: bool
     arrivals: tuple[Arrival, ...]
-    stream: bool
-    includes_usage: bool
-    return_progress: bool
-    explain: bool
-    created: int
+    head: Json
+    params: SamplingParams
 
     @property
-    def params(self) -> SamplingParams:
-        """Those of every prompt."""
-        params = self.arrivals[0].params
-        assert params is not None, "they were read"
-        return params
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return self.flags.stream_options is not None and bool(self.flags.stream_options.include_usage)
 
 
 def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None, objectives: Json) -> Asked:
-    """What a body asks for; raises ApiError, ValidationError or UnsupportedFeatureError.
+    """What a body asks for; raises ApiError, ValidationError, its like of msgspec, or UnsupportedFeatureError.
 
-    ``objectives`` are fields that it need not have: ``slo``, ``priority``, ``tenant``.
+    ``objectives`` are its ``slo``, ``priority`` and ``tenant``; ``request_id`` is how its client calls it.
     """
-    model = body.get("model")
-    if model not in (None, *models):
+    flags = msgspec.convert({name: body[name] for name in Flags.__struct_fields__ if name in body}, Flags)
+    if flags.model not in (None, *models):
         known = ", ".join(models)
         raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
-    flags = {name: _flag(body, name) for name in _FLAGS}
-    options = body.get("stream_options")
-    if options is not None and not (flags["stream"] and isinstance(options, dict)):
-        raise ApiError(400, "stream_options has a value that cannot be served; accepted: an object, with stream true")
-    fields = {name: value for name, value in body.items() if name not in _READ and value is not None}
-    fields |= {name: value for name, value in objectives.items() if value is not None}
-    if not is_chat:
-        prompts = _prompts(fields)
-    else:
-        if "messages" not in fields:
-            raise ApiError(400, "messages are missing; accepted: a list of messages", param="messages")
+    if flags.stream_options is not None and not flags.stream:
+        raise not_accepted("stream_options", None, "an object, with stream true")
+    fields = {name: value for name, value in body.items() if name not in Flags.__struct_fields__}
+    prompts: list[Any]
+    if is_chat:
+        fields, prompts = count_logprobs(fields), [fields.get("messages")]
         if fields.get("tools"):
             raise UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
-        fields = count_logprobs(fields)
-        prompts = [{name: fields[name] for name in ("messages", *CHAT_OPTIONS) if name in fields}]
-    if "cache_salt" in fields:
-        prompts = [one | {"cache_salt": fields["cache_salt"]} for one in prompts]
-    kind = "delta" if flags["stream"] else "final_only"
-    defaults: Json = {"output_kind": kind} | ({"max_tokens": None} if is_chat else {})
-    request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id or uuid.uuid4().hex}"
-    rest = {name: value for name, value in fields.items() if name not in _PROMPT_FIELDS}
-    first = read_fields(request_id, rest | prompts[0], defaults)
-    unique = uuid.uuid4().hex[:12]  # a client may send its own id twice
-    arrivals = [replace(first, request_id=f"{request_id}-{unique}-{i}", prompt=one) for i, one in enumerate(prompts)]
-    usage = flags["stream"] and _flag(options or {}, "include_usage")
-    seconds = int(time.time())
-    asked = Asked(
-        request_id, model or models[0], is_chat, tuple(arrivals), includes_usage=usage, created=seconds, **flags
-    )
-    if len(arrivals) * asked.params.n > MAX_CHOICES:
+    else:
+        ids = fields.get("prompt_token_ids")
+        prompts = listed(fields.get("prompt")) if ids is None else [ids]
+    if not prompts or prompts[0] is None:
+        form = "messages" if is_chat else "prompt"
+        raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
+    shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
+    forms = ["messages" if is_chat else "prompt" if isinstance(one, str) else "prompt_token_ids" for one in prompts]
+    prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
+    rest = {name: value for name, value in fields.items() if name not in (*PROMPT_FORMS, *CHAT_OPTIONS)}
+    defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
+    defaults |= {"max_tokens": None} if is_chat else {}
+    first = read_fields("", rest | prompts[0] | objectives, defaults)
+    assert first.params is not None, "they were read"
+    if len(prompts) * first.params.n > MAX_CHOICES:
         raise not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
-    return asked
-
-
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages", *CHAT_OPTIONS)
-_READ = {"model", "stream_options", "tenant", *_FLAGS}
-
-
-def _flag(body: Json, name: str) -> bool:
-    value = body.get(name)
-    if value not in (None, True, False) or isinstance(value, (int, float)) is not isinstance(value, bool):
-        raise not_accepted(name, value, "true or false")
-    return bool(value)
-
-
-def _prompts(fields: Json) -> list[Json]:
-    """The prompts of a completion: one text or list of ids, or a list of them."""
-    if "prompt_token_ids" in fields:
-        return [{"prompt_token_ids": fields["prompt_token_ids"]}]
-    prompt = fields.get("prompt")
-    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    prompts = prompt if isinstance(prompt, list) and several else [prompt]
-    if any(one is None for one in prompts):
-        raise not_accepted("prompt", None, "text, token ids, or a list of them")
-    return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in prompts]
+    name, unique = request_id or uuid.uuid4().hex, uuid.uuid4().hex[:12]  # a client may send its own id twice
+    arrivals = tuple(replace(first, request_id=f"{name}-{unique}-{i}", prompt=one) for i, one in enumerate(prompts))
+    kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"
+    head = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
+    return Asked(flags, is_chat, arrivals, head | {"model": flags.model or models[0]}, first.params)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -189,12 +171,12 @@ def _prompts(fields: Json) -> list[Json]:
 def whole_answer(asked: Asked, outputs: Sequence[RequestOutput]) -> Json:
     """The answer to a request that does not stream, from the last output of each prompt."""
     choices = [
-        _choice(asked, index * asked.params.n + one.index, one, one.text or "", is_delta=False)
+        _choice(asked, index * asked.params.n + one.index, one, "message", role="assistant")
         for index, output in enumerate(outputs)
         for one in output.outputs
     ]
-    answer = _head(asked, is_delta=False) | {"choices": choices, "usage": usage_of(outputs)}
-    return answer | (explained(outputs[0]) if asked.explain else {})
+    answer = asked.head | {"choices": choices, "usage": usage_of(outputs)}
+    return answer | (explained(outputs[0]) if asked.flags.explain else {})
 
 
 class Chunks:
@@ -202,24 +184,18 @@ class Chunks:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._head = _head(asked, is_delta=True)
-        self._begun: set[int] = set()  # choices whose role was told
-        self._num_chars: dict[int, int] = {}
+        self._num_chars: Counter[int] = Counter()  # of the choices that have begun
 
     def of(self, index: int, output: RequestOutput) -> list[Json]:
         """What is new of the prompt of an index."""
         chunks = []
         for one in output.outputs:
-            if not one.token_ids and one.finish_reason is None:
-                continue
-            at, text = index * self._asked.params.n + one.index, one.text or ""
-            if self._asked.is_chat and at not in self._begun:
-                self._begun.add(at)
-                first = {"index": at, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                chunks.append(self._chunk([first | {"logprobs": None}]))
-            choice = _choice(self._asked, at, one, text, is_delta=True, offset=self._num_chars.get(at, 0))
-            self._num_chars[at] = self._num_chars.get(at, 0) + len(text)
-            chunks.append(self._chunk([choice]))
+            if one.token_ids or one.finish_reason is not None:
+                at = index * self._asked.params.n + one.index
+                role = {} if at in self._num_chars else {"role": "assistant"}
+                choice = _choice(self._asked, at, one, "delta", offset=self._num_chars[at], **role)
+                self._num_chars[at] += len(one.text or "")
+                chunks.append(self._chunk([choice]))
         return chunks
 
     def progress(self, requests: Sequence[Request], eta_s: float | None) -> Json:
@@ -233,13 +209,13 @@ class Chunks:
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[Json]:
         """What follows the last choice."""
-        chunks = [self._chunk([]) | explained(outputs[0])] if self._asked.explain else []
+        chunks = [self._chunk([]) | explained(outputs[0])] if self._asked.flags.explain else []
         if self._asked.includes_usage:
             chunks.append(self._chunk([]) | {"usage": usage_of(outputs)})
         return chunks
 
     def _chunk(self, choices: list[Json]) -> Json:
-        return {**self._head, "choices": choices} | ({"usage": None} if self._asked.includes_usage else {})
+        return {**self._asked.head, "choices": choices} | ({"usage": None} if self._asked.includes_usage else {})
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Json:
@@ -260,21 +236,15 @@ def explained(output: RequestOutput) -> Json:
     return {"explanation": {"ttft_s": found.total_s, "parts_s": found.parts_s, "held_up_by": others}}
 
 
-def _head(asked: Asked, *, is_delta: bool) -> Json:
-    kind = ("chat.completion" + ".chunk" * is_delta) if asked.is_chat else "text_completion"
-    return {"id": asked.request_id, "object": kind, "created": asked.created, "model": asked.model}
-
-
-def _choice(asked: Asked, index: int, one: CompletionOutput, text: str, *, is_delta: bool, offset: int = 0) -> Json:
-    reason = one.finish_reason
-    choice: Json = {"index": index, "finish_reason": reason, "stop_reason": one.stop_reason}
-    chosen = _chosen(one, asked.params.logprobs)
+def _choice(asked: Asked, at: int, one: CompletionOutput, part: str, *, offset: int = 0, **role: str) -> Json:
+    """The choice ``at`` an index; of a chat what is said is its ``part`` message or delta."""
+    choice: Json = {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+    chosen, text = _chosen(one, asked.params.logprobs), one.text or ""
     if not asked.is_chat:
         choice |= {"text": text, "logprobs": None if chosen is None else _completion_logprobs(chosen, offset)}
     else:
-        message = {"content": text} if is_delta else {"role": "assistant", "content": text}
         chat = None if chosen is None else {"content": [_chat_logprob(*each) for each in chosen]}
-        choice |= {"delta" if is_delta else "message": message, "logprobs": chat}
+        choice |= {part: {**role, "content": text}, "logprobs": chat}
     if one.text is None:  # there is no tokenizer
         choice["token_ids"] = one.token_ids
     return choice

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
@@ -24,10 +24,9 @@ from typing import Any
 from medha.engine.arrivals import Arrival, is_long, joined, prepare_arrival
 from medha.engine.engine import Engine
 from medha.engine.request import Completion, Request
-from medha.errors import EngineDeadError, MedhaError
+from medha.errors import EngineDeadError, MedhaError, not_accepted
 from medha.outputs import RequestOutput
-from medha.serve.body import BodyReader
-from medha.serve.protocol import stopped
+from medha.serve.protocol import ApiError, stopped
 
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
@@ -39,8 +38,6 @@ class Answer:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
-        self.num_open = len(requests)
-        self.was_cut = False  # the server ended it
         self._news = asyncio.Event()
         self._pieces: list[list[RequestOutput]] = [[] for _ in requests]
 
@@ -50,7 +47,6 @@ class Answer:
         pieces.append(output)
         if len(pieces) > _MOST_PIECES:
             pieces[:] = [_together(pieces)]
-        self.num_open -= output.finished
         self._news.set()
 
     async def read(self, wait_s: float | None = None) -> list[tuple[int, RequestOutput]]:
@@ -93,41 +89,37 @@ class Service:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._box: list[tuple[Answer, int, RequestOutput]] = []  # of the step
         self._flushing = threading.Lock()
-        self._answers: dict[str, Answer] = {}  # in the engine, by request
-        self._untaken: set[asyncio.Future[None]] = set()  # requests that the engine's thread has not seen
         self._moved_s = time.monotonic()  # when the engine had last done something, or nothing to do
-        self.bodies = BodyReader()
         # as in a file of requests: a prompt of millions of characters is overtaken by short ones
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
 
     # -- of the event loop -------------------------------------------------------------------------------------------
 
-    async def prepare(self, arrival: Arrival) -> Request:
-        """Tokenise and check a request in another thread; raises as :meth:`Engine.prepare`."""
-        self._check_open()
-        work = partial(prepare_arrival, self.engine, arrival)
-        request: Request = await self.in_thread(work, is_long=is_long(arrival.prompt))
-        return request
-
     async def in_thread(self, work: Callable[[], Any], *, is_long: bool) -> Any:
         """What some work returns that may take long, after other such work."""
         return await asyncio.get_running_loop().run_in_executor(self._threads[is_long], work)
 
-    async def submit(self, requests: Sequence[Request], arrival_s: float) -> Answer:
-        """Queue requests, all or none; raises as :meth:`Engine.add_prepared`. :meth:`abort` must follow where the
-        reader leaves."""
-        self._check_open()
-        answer = Answer(requests)
-        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._untaken.add(taken)
+    async def submit(self, arrivals: Sequence[Arrival], arrival_s: float, *, most_tokens: int | None = None) -> Answer:
+        """Tokenise, check and queue requests, all or none, with prompts of so many tokens together; raises as
+        :meth:`Engine.add_request`. :meth:`abort` must follow where the reader leaves."""
+        requests: list[Request] = []
+        for arrival in arrivals:
+            self._check_open()
+            work = partial(prepare_arrival, self.engine, arrival)
+            requests.append(await self.in_thread(work, is_long=is_long(arrival.prompt)))
+            if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
+                raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
+        answer, self.loop = Answer(requests), asyncio.get_running_loop()
+        taken: asyncio.Future[None] = self.loop.create_future()
         self._inbox.put(partial(self._add, answer, arrival_s, taken))
         try:
-            await taken
+            while not taken.done():  # nobody takes it where the engine's thread is stuck or has ended
+                self._check_open()
+                await asyncio.wait([taken], timeout=_IDLE_S)
         except asyncio.CancelledError:
             self.abort(answer)
             raise
-        finally:
-            self._untaken.discard(taken)
+        taken.result()
         return answer
 
     def _check_open(self) -> None:
@@ -136,7 +128,7 @@ class Service:
 
     def abort(self, answer: Answer) -> None:
         """End what still runs of an answer, between two steps."""
-        for one in answer.requests if answer.num_open else ():
+        for one in answer.requests:
             self._inbox.put(partial(self.engine.abort, one.request_id))
 
     @property
@@ -144,21 +136,23 @@ class Service:
         """Seconds for which requests wait and no batch has completed."""
         return time.monotonic() - self._moved_s if self.engine.num_unfinished else 0.0
 
-    def eta_s(self, request: Request) -> float | None:
-        """Predicted seconds to the first token; None once it is there.
+    def eta_s(self, requests: Sequence[Request]) -> float | None:
+        """Predicted seconds to the first token of any of some requests; None where none is predicted.
 
         Of a prompt that is being read, what is left of it takes as much longer than it would alone as what was read
         did. One that waits is behind those with less left to read, as the default policy has it.
         """
-        one = request.first if request.completions else None
-        if one is None or one.finish_reason is not None or one.token_ids or self.engine.scheduler.predictor is None:
+        if self.engine.scheduler.predictor is None:
             return None
+        return min((self._eta_s(one) for one in _unread(requests)), default=None)
+
+    def _eta_s(self, one: Completion) -> float:
         left_s, now_s = self._left_s(one), self.engine.now()
         begun_s = one.metrics.first_scheduled
         if begun_s is None or not one.num_computed_tokens:
             return self._ahead_s(left_s) + left_s
         num_cached = one.metrics.num_cached_tokens
-        total_s = self.engine.scheduler.prefill_left_s(num_cached, len(request.prompt_ids))
+        total_s = self.engine.scheduler.prefill_left_s(num_cached, len(one.request.prompt_ids))
         stretch = (one.computed_s - begun_s) / max(total_s - left_s, 1e-9)
         return max(left_s * stretch - (now_s - one.computed_s), 0.0)
 
@@ -166,8 +160,7 @@ class Service:
         """Seconds that prompts with less left to read take, and half of those with as much."""
         now_s = self.engine.now()
         if now_s - self._lefts[0] > _LEFTS_S:
-            running = [one for live in self.engine.requests() for one in live.completions if not one.token_ids]
-            lefts = sorted(map(self._left_s, running))
+            lefts = sorted(map(self._left_s, _unread(self.engine.requests())))
             self._lefts = now_s, lefts, [0.0, *accumulate(lefts)]
         _, lefts, sums = self._lefts
         return (sums[bisect_left(lefts, left_s)] + max(sums[bisect_right(lefts, left_s)] - left_s, 0.0)) / 2
@@ -199,23 +192,20 @@ class Service:
     def cut(self) -> None:
         """End every request now, as the server stops."""
         self._is_cut = True
-        for answer in [*self._answers.values(), *(answer for answer, _, _ in self._box)]:
-            answer.was_cut = True
         if self.dead is None:
             self.engine.abort_all()
         self.flush()
 
-    def fail(self, message: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
+    def fail(self, error: EngineDeadError) -> None:
         """End every request with an error; for another thread, while a step is stuck."""
-        self.dead = kind(message)  # first: what is added meanwhile sees it
-        self.engine.fail(self.dead)
+        self.dead = error  # first: what is added meanwhile sees it
+        self.engine.fail(error)
         self.flush()
 
     def close(self) -> None:
         """Give up what is being prepared."""
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
-        self.bodies.child.interrupt()
         if self.engine.tokenizer is not None:
             self.engine.tokenizer.interrupt()
 
@@ -226,13 +216,6 @@ class Service:
         if box and self.loop is not None:
             with suppress(RuntimeError):  # the loop is closed: there is nobody left
                 self.loop.call_soon_threadsafe(self._deliver, box)
-        if (self.dead is not None or self._is_cut) and self.loop is not None:
-            with suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self._refuse_untaken)
-
-    def _refuse_untaken(self) -> None:
-        for taken in list(self._untaken):
-            _settle(taken, self.dead or stopped())
 
     def _obey(self, wait_s: float) -> None:
         """Do what the event loop has asked for; waits so long for the first of it."""
@@ -242,27 +225,20 @@ class Service:
                 wait_s = 0.0
 
     def _add(self, answer: Answer, arrival_s: float, taken: asyncio.Future[None]) -> None:
-        error: MedhaError | None = None
-        added: list[str] = []
-        for index, request in enumerate(answer.requests):
-            try:
+        error: Exception | None = None
+        try:
+            for index, request in enumerate(answer.requests):
+                self._check_open()
                 self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._take, answer, index))
-                added.append(request.request_id)
-                self._answers[request.request_id] = answer  # its outputs come of later steps
-            except MedhaError as refusal:
-                error = refusal
-                break
-        error = error or self.dead
-        if error is not None:
-            for request_id in added:
-                self.engine.abort(request_id)
+        except (MedhaError, ApiError) as refusal:
+            error = refusal
+            for request in answer.requests:
+                self.engine.abort(request.request_id)
         assert self.loop is not None, "a request came from it"
         self.loop.call_soon_threadsafe(_settle, taken, error)
 
     def _take(self, answer: Answer, index: int, output: RequestOutput) -> None:
         with self._flushing:  # the thread that finds a rank dead hands out, too
-            if output.finished:
-                self._answers.pop(output.request_id, None)
             self._box.append((answer, index, output))
 
     def _deliver(self, box: Sequence[tuple[Answer, int, RequestOutput]]) -> None:
@@ -270,6 +246,11 @@ class Service:
             answer.put(index, output)
             if output.finished:
                 self.on_end(answer.requests[index], output)
+
+
+def _unread(requests: Iterable[Request]) -> list[Completion]:
+    """Completions whose prompts are not read to the end."""
+    return [one for live in requests for one in live.completions if not one.token_ids and one.finish_reason is None]
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 from medha.engine.engine import Engine
 from medha.errors import EngineDeadError
-from medha.serve.__main__ import Web, bound
 from medha.serve.app import Front, Limits
 from medha.serve.keys import Key, Keys
 from medha.serve.metrics import Metrics
 from medha.serve.service import Service
+from medha.serve.web import bound, listening
 from tests.serving import random_ids
 
 Answered = tuple[int, Any, dict[str, str]]
@@ -97,22 +97,20 @@ def served(engine: Engine, *keys: Key, limits: Limits | None = None) -> Iterator
     service = Service(engine)
     front = Front(service, ["model"], Keys(keys), limits or Limits(), Metrics(engine, "model"))
     with bound("127.0.0.1", 0) as listener:
-        web = Web(front.app, listener, max_connections=2048)
-        service.loop = web.start()
 
         def run() -> None:
             with suppress(EngineDeadError):
                 service.run(stopping.is_set)
 
         thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield Server(service, front, listener.getsockname()[1])
-        finally:
-            stopping.set()
-            thread.join(60)
-            service.cut()
-            web.stop()
+        with listening(front.app, listener, max_connections=2048):
+            thread.start()
+            try:
+                yield Server(service, front, listener.getsockname()[1])
+            finally:
+                stopping.set()
+                thread.join(60)
+                service.cut()
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ SMALL = ("--max-model-len", "4096", "--num-kv-blocks", "64", "--num-threads", "1
 
 
 def test_a_signal_lets_running_requests_end_and_takes_no_more(bytes_model: Model, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", bytes_model.folder, *SMALL, "--served-model-name", "small") as server:
+    options = ("--served-model-name", "small", "--shutdown-timeout", 300)
+    with serving(tmp_path / "log", bytes_model.folder, *SMALL, *options) as server:
         assert json.loads(server.ask("GET", "/v1/models").read())["data"][0]["id"] == "small"
         answer = server.complete("hello", 1500, stream=True)
         answer.readline()
@@ -54,8 +55,13 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[a]\nkey = 3", "[a] has no key"),
-        ('[a]\nkey = "x"\nttft = 1', "[a] ttft; did you mean ttft_s?"),
+        ("[a]\nkey = 3", "[a] key=3; accepted: text that is not empty"),
+        ("[a]", "[a] has no key"),
+        ('[a]\nkey = " "', "accepted: text that is not empty"),
+        ('[a]\nkey = "x"\nttft_s = 1\nleast_ttft_s = 2', "[a] slo.ttft_s=1; accepted: at least 2"),
+        ('[a]\nkey = "x"\ntenant = "b"', "[a] "),
+        ("a = 3", "[a] "),
+        ('[a]\nkey = "x"\nttft = 1', "[a] ttft=1; did you mean ttft_s?"),
         ('[a]\nkey = "x"\nttft_s = -1', "[a] ttft_s=-1; accepted: a finite number above 0"),
         ('[a]\nkey = "x"\n[b]\nkey = "x"', "two API keys are the same"),
         ("[a", "key file"),

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from medha.config import EngineConfig
+from medha.serve import web
 from medha.serve.app import Limits
-from medha.serve.head import TimedProtocol
 from medha.serve.keys import Key
 from tests.engines import build_engine
 from tests.serve.conftest import Start, asked
@@ -77,24 +77,32 @@ def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
 
 
 def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a first head, within one, and within a later one; one that has had an answer may stay."""
-    monkeypatch.setattr(TimedProtocol, "limit_s", 0.3)
+    """Before a first head, within one, and within a later one, also where its bytes trickle in; one that asks again
+    may stay."""
+    monkeypatch.setattr(web, "KEEP_ALIVE_S", 1)
     server = start(bytes_model.engine())
     ask = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     for sent in (b"", ask, ask + b"\r\n" + ask):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
             client.sendall(sent)
-            answer = b""
-            while part := client.recv(4096):
-                answer += part
+            answer, begun_s = b"", time.monotonic()
+            client.settimeout(0.1)
+            while True:
+                try:
+                    if not (part := client.recv(4096)):
+                        break
+                    answer += part
+                except TimeoutError:
+                    client.sendall(b"x" if sent else b"")
+                    assert time.monotonic() < begun_s + 20
             assert answer.count(b"200 OK") == sent.count(b"\r\n\r\n")
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        for _ in range(2):
+        for _ in range(4):
             client.sendall(ask + b"\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += client.recv(4096)
-            time.sleep(0.5)
+            time.sleep(0.4)
 
 
 def test_what_is_too_wide_is_refused_soon(start: Start, bytes_model: Model) -> None:

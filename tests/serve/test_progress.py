@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections import Counter
@@ -87,9 +89,13 @@ def test_tokens_and_text(start: Start, bytes_model: Model) -> None:
 def test_the_page_runs_its_own_script_alone(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine())
     status, text, headers = server.get("/")
-    assert status == 200 and headers["content-security-policy"].startswith("default-src 'none'")
-    assert "unsafe-inline" not in headers["content-security-policy"].partition("script-src")[2]
-    assert "innerHTML" not in text and "http" not in text  # nothing is shown as HTML, nothing is loaded
+    policy = text.partition('http-equiv="Content-Security-Policy" content="')[2].partition('"')[0]
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
+    assert text.index(policy) < text.index("<style>")  # it holds for what comes after it
+    assert "innerHTML" not in text and "://" not in text  # nothing is shown as HTML, nothing is loaded
 
 
 def test_the_page_is_fed_without_names_and_text(start: Start, bytes_model: Model) -> None:

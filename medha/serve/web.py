@@ -1,0 +1,86 @@
+"""uvicorn in a thread of its own, with a limit for the head of a request, so that silent clients shut nobody out."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from medha.errors import ConfigError
+
+KEEP_ALIVE_S = 75
+"""For which a connection may be silent, or send the head of a request."""
+
+END_S = 1.0
+"""For which streams may end with what has become of them."""
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket of an address, at which nobody is listened to yet; ConfigError where it is taken, or none of ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} cannot be listened at: {error.strerror or error}") from error
+    return listener
+
+
+@contextmanager
+def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls: Path | None) -> Iterator[None]:
+    """Within, serve an app; at the end connections may send what they have. ``tls`` are uvicorn's options for it."""
+    config = uvicorn.Config(
+        app,
+        http=TimedProtocol,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=max_connections,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        **tls,  # type: ignore[arg-type]
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    try:
+        config.load()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the server does not start: {error}") from error
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="medha-http", daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.005)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(2 * END_S)
+
+
+class TimedProtocol(H11Protocol):
+    """Closes a connection on which no head is whole within the keep-alive time, from its beginning or its last answer.
+
+    uvicorn's timer begins with an answer, and ends with a byte.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the timer."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _unset_keepalive_if_required(self) -> None:
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            super()._unset_keepalive_if_required()
