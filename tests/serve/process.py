@@ -5,33 +5,48 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TextIO
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT_S = 90.0
 
 
 class Process:
-    """Runs a command that serves, its log in a file."""
+    """Runs a command that serves, its log in a file, from which its port is read where it is not known; killed at the
+    end of the context."""
 
-    def __init__(self, log: Path, command: list[str]) -> None:
-        self.log = log
-        with log.open("w") as file:
+    def __init__(self, log: Path | TextIO, command: list[str], *, port: int = 0) -> None:
+        self.log = log if isinstance(log, Path) else Path(log.name)
+        with nullcontext(log) if not isinstance(log, Path) else log.open("w") as file:
             self.process = subprocess.Popen(command, stderr=file, stdout=file, env=ENVIRONMENT)
-        self.port = 0
+        self.port = port
         end_s = time.monotonic() + LIMIT_S
-        while not self.port and self.process.poll() is None:
-            assert time.monotonic() < end_s, log.read_text()
-            found = re.search(r"serving .* at http://127.0.0.1:(\d+)", log.read_text())
-            self.port = 0 if found is None else int(found[1])
+        while not self._is_up() and self.process.poll() is None:
+            assert time.monotonic() < end_s, "" if port else self.log.read_text()
             time.sleep(0.02)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _is_up(self) -> bool:
+        if self.port:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return True
+            return False
+        found = re.search(r"serving .* at http://127.0.0.1:(\d+)", self.log.read_text())
+        self.port = 0 if found is None else int(found[1])
+        return self.port > 0
 
     def ask(self, method: str, path: str, body: Any = None) -> HTTPResponse:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
@@ -50,13 +65,12 @@ class Process:
             raise AssertionError(self.log.read_text()) from None
 
 
-@contextmanager
-def serving(log: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> Iterator[Process]:
-    """A server on a port of its own choice, killed at the end."""
-    command = [sys.executable, *launcher, "-m", "medha.serve", *map(str, arguments), "--port", "0"]
-    process = Process(log, command)
-    try:
-        yield process
-    finally:
-        process.process.kill()
-        process.process.wait()
+def serving(log: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> Process:
+    """A server on a port of its own choice."""
+    return Process(log, [sys.executable, *launcher, "-m", "medha.serve", *map(str, arguments), "--port", "0"])
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Command
-from tests.serve.process import serving
+from tests.serve.process import Process, free_port, serving
 from tests.serving import Model
 
 SMALL = ("--max-model-len", "4096", "--num-kv-blocks", "64", "--num-threads", "1")
@@ -103,6 +104,42 @@ def test_a_second_signal_ends_streams_with_an_error(bytes_model: Model, tmp_path
         *_, error, done = [line for line in answer.read().splitlines() if line]
         assert json.loads(error[6:])["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
         assert server.wait() == 130
+
+
+def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path) -> None:
+    """Requests wait, and no batch completes, since a step hangs."""
+    code = (
+        "import time, medha.engine.engine as engine\n"
+        "complete = engine.Engine._complete_oldest\n"
+        "def hanging(self):\n"
+        "    if any(row.kv_len > 100 for row in self._in_flight[0].batch.rows):\n"
+        "        time.sleep(600)\n"
+        "    complete(self)\n"
+        "engine.Engine._complete_oldest = hanging\n"
+        "from medha.serve.__main__ import main\n"
+        "main()"
+    )
+    options = (bytes_model.folder, *SMALL, "--stall-timeout", 3, "--port", 0)
+    with Process(tmp_path / "log", [sys.executable, "-c", code, *map(str, options)]) as server:
+        time.sleep(4)  # an idle server is no stall
+        answer = server.complete("hello", 1000, stream=True)
+        *_, error, done = [line for line in answer.read().splitlines() if line]
+        assert json.loads(error[6:])["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
+        assert server.wait() == 4
+        assert "no batch has completed for 3 s" in server.log.read_text()
+
+
+def test_a_log_that_cannot_be_written_loses_no_request(bytes_model: Model, tmp_path: Path) -> None:
+    """The disk that holds it is full: the server says at the start what it can, and serves on."""
+    port = free_port()
+    command = [sys.executable, "-m", "medha.serve", bytes_model.folder, *SMALL, "--port", port, "--log-level", "debug"]
+    with open("/dev/full", "w") as full, Process(full, [*map(str, command)], port=port) as server:
+        for _ in range(3):
+            told = json.loads(server.complete("hello", 5).read())
+            assert told["usage"]["completion_tokens"] == 5
+        assert server.ask("POST", "/v1/completions", {"prompt": 3}).status == 400
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
 
 
 def test_a_package_that_is_missing_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
