@@ -5,6 +5,9 @@ python -m tools.serve_overhead --streams 64 --requests 2000
 Clients are in another process and send prompts of ids. A batch takes ``--step-ms`` and nothing else; the engine tells
 in ``explanation`` how long its first token took, and what the client saw beyond that is HTTP's. Beside it, in the same
 run and from the same loop, a handler that does nothing.
+
+With ``--body-ids 10_000_000`` it tells in place of that how one stream's tokens come while a body of so many ids is
+sent, parsed and refused: their longest gap over their median one, and the same without the body.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import json
 import multiprocessing
 import threading
 import time
+from collections.abc import Callable
+from http.client import HTTPConnection
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,9 +116,42 @@ async def load(port: int, num_requests: int, num_streams: int, gap_s: float) -> 
     return found
 
 
+def gaps_beside(port: int, num_ids: int) -> dict[str, list[float]]:
+    """Seconds between a stream's tokens while a body of so many ids is answered, and in as long a time after it."""
+    body = b'{"max_tokens":1,"prompt":[' + b",".join([b"123456"] * num_ids) + b"]}"
+    given = {"content-type": "application/json"}
+    stream = HTTPConnection("127.0.0.1", port)
+    stream.request("POST", "/v1/completions", json.dumps({"prompt": [5], "max_tokens": 8000, "stream": True}), given)
+    lines, times = iter(stream.getresponse()), list[float]()
+
+    def read_until(holds: Callable[[], bool]) -> list[float]:
+        times.clear()
+        while not holds():
+            if next(lines).startswith(b"data: {"):
+                times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
+
+    read_until(lambda: len(times) == 50)
+    statuses: list[int] = []
+
+    def send() -> None:
+        other = HTTPConnection("127.0.0.1", port)
+        other.request("POST", "/v1/completions", body, given)
+        statuses.append(other.getresponse().status)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    beside = read_until(lambda: bool(statuses))
+    assert statuses == [400], "so many tokens fit no context"
+    return {"beside the body": beside, "without it": read_until(lambda: len(times) > len(beside))}
+
+
 def client(port: int, given: argparse.Namespace, answer: Any) -> None:
     """The other process."""
-    answer.put(asyncio.run(load(port, given.requests, given.streams, given.gap_s)))
+    if given.body_ids:
+        answer.put(gaps_beside(port, given.body_ids))
+    else:
+        answer.put(asyncio.run(load(port, given.requests, given.streams, given.gap_s)))
 
 
 def main() -> None:
@@ -121,6 +160,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--gap-s", type=float, default=1.0)
+    parser.add_argument("--body-ids", type=int, default=0)
     given = parser.parse_args()
     engine = make_engine(given.step_ms / 1e3)
     service, stopping = Service(engine), threading.Event()
@@ -143,8 +183,9 @@ def main() -> None:
         service.run(stopping.is_set)
     service.close()
     for name, seconds in box[0].items():
-        p50, p99 = (1e3 * np.percentile(seconds, percent) for percent in (50, 99))
-        print(f"{name}: {len(seconds)} requests, P50 {p50:.2f} ms, P99 {p99:.2f} ms")
+        p50, p99, most = (1e3 * np.percentile(seconds, percent) for percent in (50, 99, 100))
+        what = f"{len(seconds)} {'gaps' if given.body_ids else 'requests'}"
+        print(f"{name}: {what}, P50 {p50:.2f} ms, P99 {p99:.2f} ms, longest {most:.2f} ms ({most / p50:.1f} times)")
 
 
 async def _empty(request: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from medha.child.process import Child
 from medha.config import EngineConfig
 from medha.serve import web
 from medha.serve.app import Limits
@@ -140,10 +142,13 @@ NAMES = (
 )
 
 
+NUM_MALFORMED = int(os.environ.get("MEDHA_MALFORMED_BODIES", 400))
+
+
 def test_malformed_bodies_are_refused_and_leave_nothing(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine())
 
-    @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=NUM_MALFORMED, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.binary(max_size=50) | st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5), st.booleans())
     def run(body: Any, is_chat: bool) -> None:
         status, told, _ = server.post("/v1/chat/completions" if is_chat else PATH, body)
@@ -232,6 +237,58 @@ def test_a_large_body_is_read_beside_the_loop(start: Start, bytes_model: Model) 
     plain = server.post(PATH, asked(7000, 2) | {"prompt": ids[:7000]})[1]
     assert server.post(PATH, spaced)[1]["choices"] == plain["choices"]
     assert server.post(PATH, b"[" * 600_000)[0] == 400
+
+
+def test_decodes_and_the_loop_go_on_while_a_body_is_read(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the engine and an answer of the loop come within the time in which the child has the body."""
+    server = start(bytes_model.engine(num_blocks=512))
+    seen: list[int] = []
+    ask = Child.ask
+
+    def counted(child: Child, message: Any) -> bytes:
+        before = len(steps)
+        answer = ask(child, message)
+        seen.append(len(steps) - before)
+        assert server.get("/health")[0] == 200
+        return answer
+
+    steps: list[float] = []
+    told = server.engine.on_step
+    assert told is not None
+    monkeypatch.setattr(server.engine, "on_step", lambda *given: (steps.append(given[2]), told(*given)))
+    monkeypatch.setattr(Child, "ask", counted)
+    events = server.events(PATH, asked(10, 8000, stream=True))
+    next(events)
+    assert server.post(PATH, {"prompt": random_ids(1_000_000, seed=1), "max_tokens": 1})[0] == 400
+    assert seen[0] >= 3
+    events.close()  # type: ignore[attr-defined]
+
+
+def test_a_huge_body_does_not_hold_up_a_large_one(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(bytes_model.engine(num_blocks=512))
+    has_begun, may_end, ask = threading.Event(), threading.Event(), Child.ask
+
+    def slow(child: Child, message: Any) -> bytes:
+        if len(message) > 8_000_000:
+            has_begun.set()
+            assert may_end.wait(60)
+        return ask(child, message)
+
+    monkeypatch.setattr(Child, "ask", slow)
+    codes: list[int] = []
+    huge = json.dumps(asked(10, 1)).encode() + b" " * 9_000_000
+    thread = threading.Thread(target=lambda: codes.append(server.post(PATH, huge)[0]))
+    thread.start()
+    assert has_begun.wait(60)
+    assert server.post(PATH, json.dumps(asked(10, 1)).encode() + b" " * 600_000)[0] == 200
+    assert not codes
+    may_end.set()
+    thread.join(60)
+    assert codes == [200]
 
 
 def test_who_cannot_be_in_time_is_told_at_once(start: Start, bytes_model: Model) -> None:
