@@ -70,7 +70,10 @@ def test_aliases() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("trust_remote_code", True), ("enable_chunked_prefill", True), ("served_model_name", "x"), ("quantization", None)],
+    [
+        *(("trust_remote_code", True), ("enable_chunked_prefill", True), ("quantization", None)),
+        *(("served_model_name", "x"), ("uvicorn_log_level", "info"), ("disable_uvicorn_access_log", True)),
+    ],
 )
 def test_what_asks_for_nothing_is_noted(name: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="medha"):

@@ -201,6 +201,7 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "disable_log_requests": (_FLAG, "requests are not logged"),
     "disable_log_stats": (_FLAG, "statistics are in the outputs alone"),
     "disable_radix_cache": ((False,), "prefix_caching=False keeps nothing"),
+    "disable_uvicorn_access_log": (_FLAG, "requests are not logged"),
     "distributed_executor_backend": (("mp", "uni", "external_launcher"), "ranks are torchrun's, or the command's own"),
     "download_dir": ((), "set HF_HOME"),
     "enable_chunked_prefill": ((True,), "prompts are read in chunks; scheduler='orca' reads them whole"),
@@ -228,6 +229,7 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "skip_tokenizer_init": ((False,), "a folder without tokenizer.json serves token ids"),
     "task": (("auto", "generate"), "models generate"),
     "tokenizer_mode": (("auto", "hf"), "tokenizer.json is what is read"),
+    "uvicorn_log_level": (_ANY, "log_level is that of medha serve as well"),
     "trust_remote_code": (_FLAG, "no code of a checkpoint runs"),
 }
 """Options of vLLM and SGLang that medha does not have: which values ask for nothing (None: any does), and why.

@@ -107,9 +107,7 @@ class Front:
                 if told.status_code == 500:
                     logger.exception("%s failed", path)
                 response = _json(told.body, told.status_code, told.headers)
-            if (name := _name_of(request)) is not None:
-                response.headers["x-request-id"] = name
-            return response
+            return _named(request, response)
 
         return Route(path, answer, methods=[method])
 
@@ -123,7 +121,8 @@ class Front:
         key = self._keys.of(headers.get("authorization"))
         if key is None:
             if path not in _OPEN_PATHS:
-                raise ApiError(401, "the API key is missing or wrong; accepted: Authorization: Bearer KEY")
+                told = "the API key is missing or wrong; accepted: Authorization: Bearer KEY"
+                raise ApiError(401, told, www_authenticate="Bearer")
             key = Key()
         if request.method == "POST":
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -328,6 +327,13 @@ def _name_of(request: HttpRequest) -> str | None:
     return None if found is None else found[0]
 
 
+def _named(request: HttpRequest, response: Response) -> Response:
+    """An answer with the name of its request."""
+    if (name := _name_of(request)) is not None:
+        response.headers["x-request-id"] = name
+    return response
+
+
 def _event(value: Json) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
@@ -338,4 +344,4 @@ def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = No
 
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it handles these"
-    return _json(ApiError(error.status_code, error.detail).body, error.status_code, error.headers)
+    return _named(request, _json(ApiError(error.status_code, error.detail).body, error.status_code, error.headers))

@@ -317,6 +317,41 @@ def test_a_request_keeps_its_name(start: Start, bytes_model: Model) -> None:
     events.close()  # type: ignore[attr-defined]
 
 
+def test_what_is_no_route_keeps_its_name_too(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(), Key("alice", "right"))
+    for path, status in (("/nowhere", 404), (PATH, 405), ("/version", 401)):
+        found, told, headers = server.get(path, x_request_id="mine")
+        assert (found, headers["x-request-id"], told["error"]["code"]) == (status, "mine", status)
+    assert server.get(PATH)[2]["allow"] == "POST" and server.get("/version")[2]["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",  # a TLS client
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # no host
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\r\n",  # no body
+    ],
+)
+def test_what_is_no_request_gets_400(start: Start, bytes_model: Model, sent: bytes) -> None:
+    server = start(bytes_model.engine())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(sent)
+        assert client.recv(4096).startswith(b"HTTP/1.1 400")
+    assert server.get("/health")[0] == 200
+
+
+def test_a_body_in_pieces_without_a_length(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(), limits=Limits(max_body_bytes=2000))
+    for size, status in ((10, 200), (1500, 413)):
+        connection, body = server.connect(), json.dumps(asked(size, 1)).encode()
+        parts = [body[at : at + 50] for at in range(0, len(body), 50)]
+        connection.request("POST", PATH, iter(parts), {"content-type": "application/json"}, encode_chunked=True)
+        assert connection.getresponse().status == status
+        connection.close()
+
+
 def test_a_flood_of_headers_is_refused(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine())
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client, suppress(OSError):
