@@ -116,7 +116,8 @@ class Service:
             while not taken.done():  # nobody takes it where the engine's thread is stuck or has ended
                 self._check_open()
                 await asyncio.wait([taken], timeout=_IDLE_S)
-        except asyncio.CancelledError:
+        except BaseException:
+            taken.cancel()
             self.abort(answer)
             raise
         taken.result()
