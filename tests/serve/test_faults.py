@@ -64,7 +64,7 @@ def test_a_slow_reader_holds_up_itself_alone(start: Start, bytes_model: Model) -
     events = server.events(PATH, asked(10, 4000, stream=True))
     next(events)
     assert server.post(PATH, asked(10, 3))[0] == 200
-    wait_until(lambda: not server.engine.has_unfinished, 120)
+    wait_until(lambda: not server.engine.has_unfinished, 400)
     text = [event for event in events if isinstance(event, dict)]
     assert text[-1]["choices"][0]["finish_reason"] == "length"
 
