@@ -29,7 +29,9 @@ class Process:
         self.port = port
         end_s = time.monotonic() + LIMIT_S
         while not self._is_up() and self.process.poll() is None:
-            assert time.monotonic() < end_s, "" if port else self.log.read_text()
+            if time.monotonic() > end_s:
+                self.__exit__()
+                raise AssertionError("it does not serve" if port else self.log.read_text())
             time.sleep(0.02)
 
     def __enter__(self) -> Self:
