@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -111,6 +112,13 @@ def served(engine: Engine, *keys: Key, limits: Limits | None = None) -> Iterator
                 stopping.set()
                 thread.join(60)
                 service.cut()
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
 
 
 @pytest.fixture

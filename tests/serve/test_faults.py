@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -22,17 +21,10 @@ from medha.serve import web
 from medha.serve.app import Limits
 from medha.serve.keys import Key
 from tests.engines import build_engine
-from tests.serve.conftest import Start, asked
+from tests.serve.conftest import Start, asked, wait_until
 from tests.serving import Model, assert_empty, fail_in_run, random_ids
 
 PATH = "/v1/completions"
-
-
-def wait_until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [True, False])

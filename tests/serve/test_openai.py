@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from medha.params import SamplingParams
-from tests.serve.conftest import Server, served
+from tests.serve.conftest import Server, served, wait_until
 from tests.serving import ANSWER, Model, assert_empty, question, random_ids, serve_one
 
 
@@ -21,7 +21,9 @@ def server(bytes_model: Model) -> Iterator[Server]:
     with served(bytes_model.engine(num_blocks=512)) as running:
         yield running
         assert_empty(running.engine)
-        assert not running.front.num_open.total()
+        wait_until(
+            lambda: not running.front.num_open.total()
+        )  # a client is told before the server is done
 
 
 @pytest.fixture(scope="module")
