@@ -21,9 +21,7 @@ def server(bytes_model: Model) -> Iterator[Server]:
     with served(bytes_model.engine(num_blocks=512)) as running:
         yield running
         assert_empty(running.engine)
-        wait_until(
-            lambda: not running.front.num_open.total()
-        )  # a client is told before the server is done
+        wait_until(lambda: not running.front.num_open.total())  # a client is told before the server is done
 
 
 @pytest.fixture(scope="module")
