@@ -67,8 +67,6 @@ class Request:
         self.prefix = b""  # ids of its prompt's units, where what is computed of it is shared
         self.completions: tuple[Completion, ...] = ()  # by index; none until it begins
         self.num_running = params.n  # completions that have not ended
-        self.reports_progress = params.output_kind != "final_only"  # it hands out more than its last output
-        self._is_delta = params.output_kind == "delta"
 
     @property
     def max_tokens(self) -> int:
@@ -95,6 +93,8 @@ class Request:
     ) -> None:
         """Enter the engine with a completion for each slot and ``sink`` to take its outputs."""
         self._sink = sink
+        self.reports_progress = self.params.output_kind != "final_only"  # it hands out more than its last output
+        self._is_delta = self.params.output_kind == "delta"
         self.completions = tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
 
     def refused(self, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
