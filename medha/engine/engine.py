@@ -445,8 +445,8 @@ class Engine:
         begun: list[Completion] = []
         told: list[Request] = []
         by_slot = self._by_slot
-        for (slot, *_), sampled in zip(result.rows, result.sampled, strict=True):
-            one = by_slot[slot]
+        for row, sampled in zip(result.rows, result.sampled, strict=True):
+            one = by_slot[slot := row[0]]
             if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
                 ends = one.take(sampled, now)
                 results.append((slot, 1, ends))

@@ -229,7 +229,11 @@ class Completion:
         self._hides_end = ends and not self.request.params.include_stop_str_in_output
         if self._streams_text and not self._hides_end:
             assert self._detokenizer is not None, "text is streamed where there is any"
-            self._add_text(self._detokenizer.push(token))
+            text = self._detokenizer.push(token)
+            if self._has_stops:
+                self._add_text(text)
+            elif text:
+                self._pieces.append(text)
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
@@ -277,17 +281,13 @@ class Completion:
     def output(self, *, is_delta: bool) -> CompletionOutput:
         """It as it is now, or what the last call did not return."""
         first, first_piece, _ = self._reported if is_delta else (0, 0, False)
-        self._reported = len(self.token_ids), len(self._pieces), self.finish_reason is not None
-        has_logprobs = self.request.params.logprobs is not None
-        return CompletionOutput(
-            self.index,
-            None if self._detokenizer is None else "".join(self._pieces[first_piece:]),
-            self.token_ids[first:],
-            self.finish_reason,
-            self._stop_reason,
-            self._logprobs[first:] if has_logprobs else None,
-            self._cumulative_logprob if has_logprobs else None,
-        )
+        ids, texts, reason = self.token_ids, self._pieces, self.finish_reason
+        self._reported = len(ids), len(texts), reason is not None
+        text = None if self._detokenizer is None else "".join(texts[first_piece:])
+        if self.request.params.logprobs is None:
+            return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason)
+        logprobs, total = self._logprobs[first:], self._cumulative_logprob
+        return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason, logprobs, total)
 
     def _add_text(self, piece: str) -> None:
         """Add text, up to a stop string; none is looked for in what came before ``min_tokens`` tokens were out."""

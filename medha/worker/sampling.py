@@ -94,7 +94,8 @@ class Drawing(NamedTuple):
     def read(self) -> list[Sampled]:
         """The tokens; to be called when the device has done what it had to do by the time of :func:`draw`."""
         tokens, finite = self.ids_and_finite.tolist()
-        drawn = list(map(Sampled._make, zip(tokens, map(bool, finite), repeat(None))))
+        new = tuple.__new__  # a third of the time of Sampled(...)
+        drawn = [new(Sampled, one) for one in zip(tokens, map(bool, finite), repeat(None))]
         for row, logprobs in () if self.logprobs is None else self.logprobs.read().items():
             drawn[row] = drawn[row]._replace(logprobs=logprobs if drawn[row].finite else None)
         return drawn
@@ -102,8 +103,10 @@ class Drawing(NamedTuple):
 
 def likeliest(logits_SV: torch.Tensor) -> Greedy:
     """Of each row the token of the largest logit, int64 [S], and whether all logits are finite, bool [S]."""
-    finite_S = (logits_SV.amax(dim=-1) < torch.inf) & (logits_SV.amin(dim=-1) > -torch.inf)  # neither holds of a NaN
-    return _argmax(logits_SV), finite_S
+    tokens_S = _argmax(logits_SV)
+    largest_S = logits_SV.gather(1, tokens_S[:, None]).squeeze(-1)
+    # The least of a row with NaN is NaN, of which neither holds.
+    return tokens_S, (largest_S < torch.inf) & (logits_SV.amin(dim=-1) > -torch.inf)
 
 
 def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:

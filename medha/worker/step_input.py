@@ -75,7 +75,7 @@ class Slots:
         self._num_blocks = np.zeros(_FIRST_SLOTS, np.int64)
         self._blocks: list[npt.NDArray[np.int32]] = [_NONE] * _FIRST_SLOTS  # with spare room behind
         # of the last step, if it was of decodes alone: the columns that its rows have in the next one, and the step
-        self._before: tuple[Ints, StepInput] | None = None
+        self._last: tuple[Ints, StepInput] | None = None
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
         """The blocks of a request that lie here, int32."""
@@ -130,14 +130,17 @@ class Slots:
         blocks[start:end] = np.arange(extent.first, extent.first + extent.count)
 
     def _gather(self, step: StepInput) -> None:
-        rows, size, batch = step.batch.rows, self.block_size, step.batch
-        columns = np.fromiter(chain.from_iterable(rows), np.int64, len(Row._fields) * len(rows))
-        columns, before = columns.reshape(len(rows), -1), self._before
-        self._before = None
-        is_next = before is not None and np.array_equal(columns, before[0]) and not (batch.swaps_in or batch.shared)
-        if before is not None and is_next and self._go_on(step, before[1]):
-            self._before = columns + _NEXT_DECODE, step
-            return
+        batch, last, self._last = step.batch, self._last, None
+        flat = np.fromiter(chain.from_iterable(batch.rows), np.int64, len(Row._fields) * len(batch.rows))
+        columns = flat.reshape(len(batch.rows), -1)
+        is_next = last is not None and np.array_equal(columns, last[0]) and not (batch.swaps_in or batch.shared)
+        if last is None or not is_next or not self._go_on(step, last[1]):
+            self._gather_anew(step, columns)
+        if step.is_of_decodes:
+            self._last = columns + _NEXT_DECODE, step
+
+    def _gather_anew(self, step: StepInput, columns: Ints) -> None:
+        rows, size = step.batch.rows, self.block_size
         slot, position, q_len, is_decode, samples, group, num_groups = columns.T
         self._make_room(1 + int(slot.max()))
         is_writer = group + num_groups - 1 == self.group
@@ -173,11 +176,10 @@ class Slots:
         drawn = np.flatnonzero((samples > 0) & (group == self.group))
         step.drawn_rows = _rows_at(rows, drawn)
         step.drawn_tokens, step.drawn_slots = ends[drawn] - 1, slot[drawn]
-        if step.is_of_decodes:
-            self._before = columns + _NEXT_DECODE, step
 
     def _go_on(self, step: StepInput, before: StepInput) -> bool:
-        """Gather a step whose rows are the next decodes of those of the step before; False where a block is missing."""
+        """Gather a step whose rows are the next decodes of those of the step before: what did not change is the same
+        arrays, which nobody changes. False where a block is missing."""
         own, size = before.own, self.block_size
         assert own is not None, "decodes of one group"
         pages, page_indptr, targets = own.pages, own.page_indptr, before.targets + 1
