@@ -21,7 +21,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -152,6 +152,10 @@ class Batch:
     swaps_in: tuple[Extent, ...] = ()  # host blocks that fill the first blocks of a slot's new table
     shared: tuple[Shared, ...] = ()  # of slots that begin behind what is there of their tokens
     copies: tuple[Copy, ...] = ()  # in this order
+    chunks: tuple[Row, ...] = field(init=False, repr=False, compare=False)  # the rows that are no decodes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunks", tuple([row for row in self.rows if not row[3]]))  # hundreds, so by its place
 
     @property
     def moves(self) -> bool:
@@ -165,12 +169,12 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Query tokens over all rows."""
-        return sum(row.q_len for row in self.rows)
+        return self.num_decodes + sum(row.q_len for row in self.chunks)
 
     @property
     def num_decodes(self) -> int:
-        """Rows that decode; they come first."""
-        return sum(row.is_decode for row in self.rows)
+        """Rows that decode, a token each; they come first."""
+        return len(self.rows) - len(self.chunks)
 
     @property
     def groups(self) -> set[int]:

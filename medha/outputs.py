@@ -141,7 +141,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]  # by index; as ``delta`` those that have something new
     finished: bool
-    metrics: RequestMetrics
+    metrics: RequestMetrics  # while it is not finished, of one completion, they go on counting
     error: Exception | None = None  # what went wrong when finish_reason is error; the tokens before it are kept
     num_cached_tokens: int = 0  # of the prompt, which others had computed
 

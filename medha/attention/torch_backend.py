@@ -61,11 +61,17 @@ class TorchBackend(AttentionBackend):
 
     def plan(self, rows: AttentionRows) -> _Plan:
         """Cut every row; no tensor is made."""
-        size = rows.page_size
+        size, starts = rows.page_size, rows.page_indptr
+        if rows.num_tokens == len(rows) and rows.kv_len.all():  # decodes; most have their keys in one run
+            is_adjacent = rows.pages[1:] == rows.pages[:-1] + 1
+            is_adjacent[starts[1:-1] - 1] = True
+            if is_adjacent.all():
+                at = (rows.pages[starts[:-1]] * np.int64(size)).tolist()
+                return _Plan(((0, tuple(zip(at, rows.kv_len.tolist(), strict=True))),), ())
         # Runs of adjacent pages; each row begins one, if it has any keys.
-        bounds = adjacent_runs(rows.pages, rows.page_indptr[:-1])
+        bounds = adjacent_runs(rows.pages, starts[:-1])
         firsts, counts = rows.pages[bounds[:-1]].astype(np.int64) * size, np.diff(bounds) * size
-        run_indptr = np.searchsorted(bounds, rows.page_indptr)
+        run_indptr = np.searchsorted(bounds, starts)
         last_runs = run_indptr[1:][rows.kv_len > 0] - 1
         counts[last_runs] -= (-rows.kv_len % size)[rows.kv_len > 0]
         ranges = list(zip(firsts.tolist(), counts.tolist(), strict=True))

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
@@ -400,7 +400,7 @@ class Engine:
         """Schedule and submit batches until no more may enter."""
         while (decision := self._schedule(start := self.now())).batch is not None:
             batch = decision.batch
-            for metrics in [self._by_slot[row.slot].metrics for row in batch.rows if not row.is_decode]:
+            for metrics in [self._by_slot[row.slot].metrics for row in batch.chunks]:
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
                 metrics.num_chunks += 1
@@ -430,7 +430,7 @@ class Engine:
         batch, prediction, result = oldest.batch, oldest.decision.prediction, oldest.pending.result()
         self._in_flight.popleft()
         now, busy_s = self.now(), result.busy_s
-        for row in [row for row in batch.rows if not row.is_decode]:
+        for row in batch.chunks:
             chunked = self._by_slot[row.slot]
             chunked.num_computed_tokens, chunked.computed_s = row.kv_len, now
         if self.timeline is not None:
@@ -442,21 +442,28 @@ class Engine:
         if self.on_step is not None:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []
-        changed: list[Completion] = []
+        begun: list[Completion] = []
+        told: list[Request] = []
+        by_slot = self._by_slot
         for row, sampled in zip(result.rows, result.sampled, strict=True):
-            one = self._by_slot[row.slot]
+            one = by_slot[slot := row[0]]
             if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
                 ends = one.take(sampled, now)
-                results.append((row.slot, 1, ends))
-                changed.append(one)
+                results.append((slot, 1, ends))
+                if one.metrics.explanation is None:
+                    begun.append(one)
+                if ends or one.request.reports_progress:
+                    told.append(one.request)
                 if one.error is not None:  # what it computed, or shared, may be as bad as its logits
                     self.reset_prefix_cache()
-                elif self._prefix is not None and (ends or not len(one.token_ids) % _EXTEND_EVERY):
+                elif ends or not len(one.token_ids) % _EXTEND_EVERY:
                     self._extend(one)
         closed = self.scheduler.complete(batch, now, results, busy_s)
         for observer in self.observers:
             observer.completed(batch, now, results, busy_s, closed)
-        self._hand_out(changed)
+        for one in begun:
+            self._keep_explanation(one)
+        self._hand_out(told)
         self._release(closed)
 
     def _extend(self, one: Completion) -> None:
@@ -466,18 +473,14 @@ class Engine:
             for observer in self.observers:
                 observer.extended(one.slot, ids)
 
-    def _hand_out(self, changed: Sequence[Completion]) -> None:
+    def _hand_out(self, changed: Iterable[Request]) -> None:
         """Emit what a batch has changed: first the requests that have ended, then those that report as they go."""
-        for one in changed:
-            if one.metrics.explanation is None:
-                self._keep_explanation(one)
-        told = [one.request for one in changed if one.request.reports_progress or one.finish_reason is not None]
-        requests = dict.fromkeys(told)  # of several completions once
+        requests = dict.fromkeys(changed)  # of several completions once
+        for request in [request for request in requests if request.has_ended]:
+            self._retire(request)
+            del requests[request]
         for request in requests:
-            if request.has_ended:
-                self._retire(request)
-        for request in requests:
-            if not request.has_ended and request.reports_progress:
+            if request.reports_progress:
                 request.emit()
 
     def _find(self, request_id: str) -> Request | None:

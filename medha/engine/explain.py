@@ -96,6 +96,7 @@ class Explainer(Observer):
         self._spans: deque[tuple[float, float, Floats]] = deque(maxlen=_SPANS_KEPT)  # as _spend was told of them
         self._time_s = -math.inf  # the end of the last span
         self._arrival_s = np.full(64, np.inf)  # by slot; inf: nobody there waits for a first token
+        self._waiting: set[int] = set()  # the other slots
         self._spent = np.zeros((64, _DECODES + 2 * self._num_groups))  # seconds by slot and kind
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
@@ -107,6 +108,7 @@ class Explainer(Observer):
             self._arrival_s = np.concatenate([self._arrival_s, np.full(slot, np.inf)])
             self._spent = np.concatenate([self._spent, np.zeros((slot, self._spent.shape[1]))])
         self._arrival_s[slot], self._spent[slot] = arrival_s, 0.0
+        self._waiting.add(slot)
         for start_s, end_s, rates in reversed(self._spans):  # it may have arrived before the scheduler heard of it
             if end_s <= arrival_s:
                 break
@@ -174,11 +176,14 @@ class Explainer(Observer):
     def _end(self, account: _Account) -> None:
         account.end_s = self._time_s
         self._arrival_s[account.request.slot] = np.inf
+        self._waiting.discard(account.request.slot)
 
     def _spend(self, end_s: float, rates: Floats) -> Floats:
         """A span ends, in which those who wait spent ``rates`` of each second on each kind; seconds of it by slot."""
-        seconds: Floats = np.maximum(end_s - np.maximum(self._arrival_s, self._time_s), 0.0)
-        self._spent += seconds[:, None] * rates
+        seconds: Floats = np.zeros(len(self._arrival_s))
+        if self._waiting:
+            np.maximum(end_s - np.maximum(self._arrival_s, self._time_s), 0.0, out=seconds)
+            self._spent += seconds[:, None] * rates
         self._spans.append((self._time_s, end_s, rates))
         self._time_s = end_s
         return seconds

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +24,6 @@ PIECE_TOKENS = 16_384
 _PAUSE = 3.0
 
 _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "work_lost_s")
-
-# All fields as a tuple: a copy for every token that is handed out, and copy.copy takes several times as long.
-_METRICS = attrgetter(*(field.name for field in fields(RequestMetrics)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +93,8 @@ class Request:
     ) -> None:
         """Enter the engine with a completion for each slot and ``sink`` to take its outputs."""
         self._sink = sink
+        self.reports_progress = self.params.output_kind != "final_only"  # it hands out more than its last output
+        self._is_delta = self.params.output_kind == "delta"
         self.completions = tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
 
     def refused(self, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
@@ -118,28 +116,20 @@ class Request:
         """Whether all of its completions have."""
         return self.num_running == 0
 
-    @property
-    def reports_progress(self) -> bool:
-        """Whether it hands out more than its last output."""
-        return self.params.output_kind != "final_only"
-
     def emit(self) -> None:
         """Hand out the request as it is now; with ``output_kind`` ``delta``, what was not handed out before."""
-        is_delta = self.params.output_kind == "delta"
-        chosen: Sequence[Completion] = self.completions
-        if is_delta and len(chosen) > 1:
-            chosen = [completion for completion in chosen if completion.has_news]
-        outputs = [completion.output(is_delta=is_delta) for completion in chosen]
-        errors = [completion.error for completion in self.completions if completion.error is not None]
-        ids, ended, error = self.prompt_token_ids, self.num_running == 0, errors[0] if errors else None
-        cached, metrics = self.first.metrics.num_cached_tokens, self._metrics()
+        is_delta, chosen = self._is_delta, self.completions
+        if len(chosen) == 1:
+            outputs, error, metrics = [chosen[0].output(is_delta=is_delta)], chosen[0].error, chosen[0].metrics
+        else:
+            outputs = [one.output(is_delta=is_delta) for one in chosen if one.has_news or not is_delta]
+            error, metrics = next((one.error for one in chosen if one.error is not None), None), self._metrics()
+        ids, ended, cached = self.prompt_token_ids, self.num_running == 0, metrics.num_cached_tokens
         self._sink(RequestOutput(self.request_id, self.prompt, ids, outputs, ended, metrics, error, cached))
 
     def _metrics(self) -> RequestMetrics:
-        """Of all completions together, a copy."""
-        total = RequestMetrics(*_METRICS(self.first.metrics))
-        if len(self.completions) == 1:
-            return total
+        """Of several completions together."""
+        total = replace(self.first.metrics)
         parts = [completion.metrics for completion in self.completions]
         begun = [part.first_scheduled for part in parts if part.first_scheduled is not None]
         ends = [part.finished for part in parts if part.finished is not None]
@@ -186,9 +176,11 @@ class Completion:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._streams_text = request.reports_progress or bool(params.stop_strings)  # else it is decoded at the end
+        # else it is decoded at the end
+        self._streams_text = self._detokenizer is not None and bool(request.reports_progress or params.stop_strings)
         self._hides_end = False  # its last token is not part of the text
         self._stops = StopChecker(params.stop_strings, include_stop_str_in_output=params.include_stop_str_in_output)
+        self._has_stops = bool(params.stop_strings)
         self._pieces: list[str] = []  # of the text, one or more a token
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative_logprob = 0.0
@@ -216,10 +208,7 @@ class Completion:
     @property
     def has_news(self) -> bool:
         """Whether :meth:`output` has something that it did not have when it was last called."""
-        return self._reported != self._progress()
-
-    def _progress(self) -> tuple[int, int, bool]:
-        return len(self.token_ids), len(self._pieces), self.finish_reason is not None
+        return self._reported != (len(self.token_ids), len(self._pieces), self.finish_reason is not None)
 
     def take(self, sampled: Sampled, now_s: float) -> bool:
         """Append a sampled token; returns whether this has ended with it."""
@@ -228,8 +217,8 @@ class Completion:
             what = f"the model returned NaN or infinite logits for token {len(self.token_ids)}"
             self.finish("error", now_s, error=NonFiniteLogitsError(f"request {self.name!r}: {what}"))
             return True
-        metrics = self.metrics
-        self.token_ids.append(token)
+        metrics, ids = self.metrics, self.token_ids
+        ids.append(token)
         metrics.num_output_tokens += 1
         if metrics.first_token is None:
             metrics.first_token = now_s
@@ -238,14 +227,21 @@ class Completion:
             self._logprobs.append({i: Logprob(value, rank, self._text_of(i)) for i, value, rank in logprobs})
         ends = token in self.end_ids
         self._hides_end = ends and not self.request.params.include_stop_str_in_output
-        if self._streams_text and self._detokenizer is not None and not self._hides_end:
-            self._add_text(self._detokenizer.push(token))
+        if self._streams_text and not self._hides_end:
+            assert self._detokenizer is not None, "text is streamed where there is any"
+            text = self._detokenizer.push(token)
+            if self._has_stops:
+                self._add_text(text)
+            elif text:
+                self._pieces.append(text)
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
-        elif len(self.token_ids) >= self._max_tokens:
+        elif len(ids) >= self._max_tokens:
             self.finish("length", now_s)
-        return self.finish_reason is not None
+        else:
+            return False
+        return True
 
     def finish(
         self, reason: FinishReason, now_s: float, *, error: Exception | None = None, flush_text: bool = True
@@ -285,21 +281,17 @@ class Completion:
     def output(self, *, is_delta: bool) -> CompletionOutput:
         """It as it is now, or what the last call did not return."""
         first, first_piece, _ = self._reported if is_delta else (0, 0, False)
-        self._reported = self._progress()
-        has_logprobs = self.request.params.logprobs is not None
-        return CompletionOutput(
-            self.index,
-            None if self._detokenizer is None else "".join(self._pieces[first_piece:]),
-            self.token_ids[first:],
-            self.finish_reason,
-            self._stop_reason,
-            self._logprobs[first:] if has_logprobs else None,
-            self._cumulative_logprob if has_logprobs else None,
-        )
+        ids, texts, reason = self.token_ids, self._pieces, self.finish_reason
+        self._reported = len(ids), len(texts), reason is not None
+        text = None if self._detokenizer is None else "".join(texts[first_piece:])
+        if self.request.params.logprobs is None:
+            return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason)
+        logprobs, total = self._logprobs[first:], self._cumulative_logprob
+        return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason, logprobs, total)
 
     def _add_text(self, piece: str) -> None:
         """Add text, up to a stop string; none is looked for in what came before ``min_tokens`` tokens were out."""
-        if len(self.token_ids) >= self.request.params.min_tokens:
+        if self._has_stops and len(self.token_ids) >= self.request.params.min_tokens:
             piece = self._stops.push(piece)
         if piece:
             self._pieces.append(piece)

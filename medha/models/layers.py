@@ -246,7 +246,9 @@ def cos_sin(
     ``positions_T`` is int64 or float64, on the device of ``inv_freq``; both are multiplied by YaRN's attention factor.
     """
     angles = positions_T.to(torch.float64)[:, None] * inv_freq
-    return (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
+    both = angles.cos(), angles.sin()
+    cos, sin = both if attention_factor == 1.0 else (part * attention_factor for part in both)
+    return cos.float(), sin.float()
 
 
 def rotate(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:

@@ -431,20 +431,21 @@ class BatchBuilder:
         decoding = self._queue.decoding
         share = min(-(-len(decoding) // self._period), self.tokens_left[0])
         block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
-        rows, positions = self.rows, []
+        rows, positions, batch_id, foresees = self.rows, [], self._batch_id, self._queue.foresees
+        newest = batch_id - self._period  # batch of which the token of a request in flight is known
         for slot, state in decoding.items() if share else ():
             position = state.num_scheduled_tokens
             if not state.num_prefill_tokens <= position < state.num_known_tokens:
                 continue
-            if self._batch_id - state.last_batch < self._period and state.num_in_flight:
+            if state.last_batch > newest and state.num_in_flight:
                 continue
-            state.last_batch = self._batch_id
+            state.last_batch = batch_id
             row = new(Row, (slot, position, 1, True, True, 0, 1))
             rows.append(row)
             positions.append(position)
             state.num_scheduled_tokens = position + 1
             state.num_in_flight += 1
-            if self._queue.foresees:
+            if foresees:
                 state.foresee()
             if not position % block_size:
                 self.extents += self.memory.take(row)

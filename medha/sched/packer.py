@@ -149,6 +149,8 @@ class MedhaPacker(Packer):
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
         places are taken the first of the highest class."""
         builder.preemption.by_class = True
+        if not queue.num_prefills:
+            return []
         lowest = max((state.request.priority for state in queue.running.values()), default=0)
         if not lowest:
             return []

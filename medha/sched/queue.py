@@ -243,11 +243,12 @@ class Queue:
 
     def computed(self, rows: Iterable[Row]) -> None:
         """The rows of a batch are done in every stage."""
-        for row in rows:
-            state = self.running[row.slot]
+        running = self.running
+        for slot, _, q_len, is_decode, _, _, _ in rows:
+            state = running[slot]
             state.num_in_flight -= 1
-            state.num_computed_tokens += row.q_len
-            if not row.is_decode and (index := self._row_of.get(row.slot)) is not None:
+            state.num_computed_tokens += q_len
+            if not is_decode and (index := self._row_of.get(slot)) is not None:
                 self._table["num_computed_tokens"][index] = state.num_computed_tokens - state.num_cached
 
     def end(self, state: State) -> None:

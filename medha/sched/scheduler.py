@@ -298,11 +298,12 @@ class Scheduler:
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
         self.packer.completed(batch, busy_s)
         self._queue.computed(batch.rows)
+        running, foresees = self._queue.running, self._queue.foresees
         for slot, num_new_tokens, finished in results:
-            state = self._queue.running[slot]
-            state.num_known_tokens += 0 if self.config.async_scheduling else num_new_tokens  # foreseen when it was sent
+            if not foresees:  # else it was counted when the row was sent
+                running[slot].num_known_tokens += num_new_tokens
             if finished:
-                self._queue.end(state)
+                self._queue.end(running[slot])
         ending = self._queue.ending
         return self._close_ended(row.slot for row in batch.rows if row.slot in ending) if ending else ()
 

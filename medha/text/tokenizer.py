@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers.decoders import DecodeStream
+from tokenizers import decoders
 
 from medha.child.process import Child, ChildError
 from medha.child.text import encode, encode_message
@@ -98,6 +98,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._kinds: dict[int, TokenKind] = {}
+        # Of tokens met that are whole characters, if a text is its tokens' bytes one behind the other: their text.
+        self.whole_texts: dict[int, str] = {}
         self._special_texts = [token.content for token in added.values() if token.special]
 
     def kind(self, token_id: int) -> TokenKind:
@@ -107,6 +109,10 @@ class Tokenizer:
             token = self.backend.id_to_token(token_id)
             kind = "none" if token is None else "byte" if _BYTE_TOKEN.fullmatch(token) else "text"
             kind = self._kinds[token_id] = "special" if token_id in self.special_ids else kind
+            if kind == "text" and isinstance(self.backend.decoder, decoders.ByteLevel):
+                text = self.decode([token_id])
+                if text and "\ufffd" not in text:
+                    self.whole_texts[token_id] = text
         return kind
 
     def check_vocab(self, vocab_size: int) -> None:
@@ -279,15 +285,20 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stream = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._holds_back = False
         self._num_emitted = 0  # characters
         self._run: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Add one token, not negative; returns the text that became final, perhaps none."""
+        if not self._holds_back and (text := self._tokenizer.whole_texts.get(token_id)) is not None:
+            self._num_emitted += len(text)  # the stream need not know of it
+            return text
         kind = self._tokenizer.kind(token_id)
         if kind == "none" or (kind == "special" and self._skip_special_tokens):
             return ""
+        self._holds_back = True
         if kind == "byte":
             self._run.append(token_id)
             return ""
@@ -295,9 +306,10 @@ class Detokenizer:
         if self._run:
             ids, self._run = [*self._run, token_id], []
         try:
-            text: str = self._stream.step(self._tokenizer.backend, ids) or ""
+            text = self._stream.step(self._tokenizer.backend, ids) or ""
         except BaseException as error:
             raise tokenizer_error(self._tokenizer.name, "decode", error) from error
+        self._holds_back = not text
         self._num_emitted += len(text)
         return text
 

@@ -20,6 +20,7 @@ dimension.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -75,7 +76,7 @@ class Runner:
         self._inv_freq = inverse_frequencies(self._rope, self.model.config.head_dim).to(self.device)
         self._prompts: dict[int, npt.NDArray[np.int32]] = {}
         self._sampling: dict[int, SlotSampling] = {}
-        self._drawn: dict[int, list[int]] = {}
+        self._drawn: defaultdict[int, list[int]] = defaultdict(list)
         self.graphs: DecodeGraphs | None = None
         self._submitted = InOrder(self._run_whole, at_once=self.device.type == "cuda")
         self._began: torch.cuda.Event | None = None  # when the device could begin with the present batch
@@ -159,7 +160,7 @@ class Runner:
         """
         with phase("medha.prepare"):
             step = self.slots.prepare(batch)
-            if self.model.has_embedding and batch.rows:
+            if self.model.has_embedding and batch.chunks:
                 assert chunk_ids is not None, "a rank with the embedding gets tokens"
                 step.token_ids = np.zeros(len(step.positions), np.int32)
                 is_chunk = np.ones(len(step.positions), bool)
@@ -181,7 +182,7 @@ class Runner:
             if copies:
                 copies[-1]()
             return None
-        self._make_room(1 + max(row.slot for row in batch.rows))
+        self._make_room(len(self.slots.held))
         graphs = self._graphs_for(step)
         out, slots, greedy = self._eager(step, copies) if graphs is None else self._replay(graphs, step, copies)
         if not self.model.has_head:
@@ -233,18 +234,17 @@ class Runner:
     def take_tokens(self, result: StepResult) -> None:
         """Keep the tokens drawn, should they have to be computed again; where prompts are kept."""
         for row, sampled in zip(result.rows, result.sampled, strict=True):
-            self._drawn.setdefault(row.slot, []).append(sampled.token_id)
+            self._drawn[row.slot].append(sampled.token_id)
 
     def chunk_ids(self, batch: Batch) -> npt.NDArray[np.int32]:
         """The tokens of a batch's rows that are no decodes, in order, where prompts are kept."""
         parts = [np.empty(0, np.int32)]
-        for row in batch.rows:
-            if not row.is_decode:
-                prompt = self._prompts[row.slot]
-                parts.append(prompt[row.position : row.kv_len])
-                if row.kv_len > len(prompt):  # computed again after it was preempted
-                    first = max(row.position - len(prompt), 0)
-                    parts.append(np.array(self._drawn[row.slot][first : row.kv_len - len(prompt)], np.int32))
+        for row in batch.chunks:
+            prompt = self._prompts[row.slot]
+            parts.append(prompt[row.position : row.kv_len])
+            if row.kv_len > len(prompt):  # computed again after it was preempted
+                first = max(row.position - len(prompt), 0)
+                parts.append(np.array(self._drawn[row.slot][first : row.kv_len - len(prompt)], np.int32))
         return np.concatenate(parts)
 
     def _graphs_for(self, step: StepInput) -> DecodeGraphs | None:
@@ -265,15 +265,17 @@ class Runner:
         attend = self._attention(step, sent, copies)
         cos, sin = cos_sin(sent.positions, self._inv_freq, self._rope.attention_factor)
         if self.model.has_embedding:
-            ids_T = sent.token_ids.to(torch.int64)
-            ids_T[sent.decode_tokens] = self.last_tokens[sent.decode_slots]
+            ids_T = self.last_tokens[sent.decode_slots]
+            if step.token_ids is not None:
+                decode_ids, ids_T = ids_T, sent.token_ids.to(torch.int64)
+                ids_T[sent.decode_tokens] = decode_ids
             x_TD = self.model.embed(ids_T)
         else:
             x_TD = self._received(step.batch)
         with phase("medha.forward"):
             x_TD = self.model(x_TD, cos, sin, attend)
             if self.model.has_head and step.drawn_rows:
-                x_TD = self.model.logits(x_TD[sent.drawn_tokens])
+                x_TD = self.model.logits(x_TD if len(sent.drawn_tokens) == len(x_TD) else x_TD[sent.drawn_tokens])
         return x_TD, sent.drawn_slots, None
 
     def _received(self, batch: Batch) -> torch.Tensor:
@@ -289,7 +291,7 @@ class Runner:
         """What writes a layer's new keys and values and attends over all of them."""
         num_own = 0 if step.own is None else step.own.num_tokens
         own_plan, shared_plan = (None if rows is None else self.backend.plan(rows) for rows in (step.own, step.shared))
-        spans = shared_rows(step.batch)
+        spans = [] if step.shared is None else shared_rows(step.batch)
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             if copies:

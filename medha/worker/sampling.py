@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +50,7 @@ class SlotSampling:
     history: torch.Tensor | None = field(default=None, compare=False)
     has_penalties: bool = field(init=False, compare=False)
     held_until: int = field(init=False, compare=False)  # draws of a lower index may not end the request
+    is_plain: bool = field(init=False, compare=False)  # every token is that of the largest logit, and nothing is noted
     _always_draws: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +58,7 @@ class SlotSampling:
         self.has_penalties = bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
         self.held_until = p.min_tokens if self.end_ids else 0
         self._always_draws = bool(p.logit_bias or p.allowed_token_ids or self.has_penalties or not p.is_greedy)
+        self.is_plain = not (self._always_draws or self.held_until) and p.logprobs is None
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], prompt: torch.Tensor) -> SlotSampling:
@@ -66,6 +70,9 @@ class SlotSampling:
     def needs_more(self, index: int) -> bool:
         """Whether draw ``index`` is more than taking the largest logit."""
         return self._always_draws or index < self.held_until
+
+
+_IS_PLAIN = attrgetter("is_plain")
 
 
 class Sampled(NamedTuple):
@@ -87,7 +94,8 @@ class Drawing(NamedTuple):
     def read(self) -> list[Sampled]:
         """The tokens; to be called when the device has done what it had to do by the time of :func:`draw`."""
         tokens, finite = self.ids_and_finite.tolist()
-        drawn = [Sampled(token, ok == 1) for token, ok in zip(tokens, finite, strict=True)]
+        new = tuple.__new__  # a third of the time of Sampled(...)
+        drawn = [new(Sampled, one) for one in zip(tokens, map(bool, finite), repeat(None))]
         for row, logprobs in () if self.logprobs is None else self.logprobs.read().items():
             drawn[row] = drawn[row]._replace(logprobs=logprobs if drawn[row].finite else None)
         return drawn
@@ -95,8 +103,10 @@ class Drawing(NamedTuple):
 
 def likeliest(logits_SV: torch.Tensor) -> Greedy:
     """Of each row the token of the largest logit, int64 [S], and whether all logits are finite, bool [S]."""
-    finite_S = (logits_SV.amax(dim=-1) < torch.inf) & (logits_SV.amin(dim=-1) > -torch.inf)  # neither holds of a NaN
-    return _argmax(logits_SV), finite_S
+    tokens_S = _argmax(logits_SV)
+    largest_S = logits_SV.gather(1, tokens_S[:, None]).squeeze(-1)
+    # The least of a row with NaN is NaN, of which neither holds.
+    return tokens_S, (largest_S < torch.inf) & (logits_SV.amin(dim=-1) > -torch.inf)
 
 
 def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:
@@ -116,6 +126,8 @@ def draw(
         greedy: :func:`likeliest` of the logits, where it is there already; the tokens are changed.
     """
     tokens_S, finite_S = greedy or likeliest(logits_SV)
+    if all(map(_IS_PLAIN, slots)):
+        return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S])), None)
     rows = [row for row, (slot, index) in enumerate(zip(slots, indices, strict=True)) if slot.needs_more(index)]
     step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
     for part in (rows[first : first + step] for first in range(0, len(rows), step)):
@@ -125,7 +137,7 @@ def draw(
         )
     _note_(tokens_S, finite_S, slots)
     logprobs = _Logprobs.of(logits_SV, tokens_S, [slot.params.logprobs for slot in slots])
-    return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S.long()])), logprobs)
+    return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S])), logprobs)
 
 
 # Philox4x64 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): multipliers, and steps of the key.

@@ -27,6 +27,7 @@ Ints = npt.NDArray[np.int64]
 _NO_INTS = np.empty(0, np.int64)
 _NONE = np.empty(0, np.int32)
 _FIRST_SLOTS = 64
+_NEXT_DECODE = np.array([name == "position" for name in Row._fields], np.int64)  # what a row's next decode adds
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class Slots:
         self._first = np.zeros(_FIRST_SLOTS, np.int64)  # position of the first of them
         self._num_blocks = np.zeros(_FIRST_SLOTS, np.int64)
         self._blocks: list[npt.NDArray[np.int32]] = [_NONE] * _FIRST_SLOTS  # with spare room behind
+        # of the last step, if it was of decodes alone: the columns that its rows have in the next one, and the step
+        self._last: tuple[Ints, StepInput] | None = None
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
         """The blocks of a request that lie here, int32."""
@@ -127,9 +130,18 @@ class Slots:
         blocks[start:end] = np.arange(extent.first, extent.first + extent.count)
 
     def _gather(self, step: StepInput) -> None:
+        batch, last, self._last = step.batch, self._last, None
+        flat = np.fromiter(chain.from_iterable(batch.rows), np.int64, len(Row._fields) * len(batch.rows))
+        columns = flat.reshape(len(batch.rows), -1)
+        is_next = last is not None and np.array_equal(columns, last[0]) and not (batch.swaps_in or batch.shared)
+        if last is None or not is_next or not self._go_on(step, last[1]):
+            self._gather_anew(step, columns)
+        if step.is_of_decodes:
+            self._last = columns + _NEXT_DECODE, step
+
+    def _gather_anew(self, step: StepInput, columns: Ints) -> None:
         rows, size = step.batch.rows, self.block_size
-        columns = np.fromiter(chain.from_iterable(rows), np.int64, len(Row._fields) * len(rows))
-        slot, position, q_len, is_decode, samples, group, num_groups = columns.reshape(len(rows), -1).T
+        slot, position, q_len, is_decode, samples, group, num_groups = columns.T
         self._make_room(1 + int(slot.max()))
         is_writer = group + num_groups - 1 == self.group
         begins = is_writer & (self.held[slot] == 0)  # also behind what is swapped in, which lies on one group
@@ -162,8 +174,32 @@ class Slots:
         step.kept = None if isinstance(is_kept, slice) else np.flatnonzero(is_kept)
         step.decode_tokens, step.decode_slots = first[is_decode > 0], slot[is_decode > 0]
         drawn = np.flatnonzero((samples > 0) & (group == self.group))
-        step.drawn_rows = tuple([rows[row] for row in drawn.tolist()])
+        step.drawn_rows = _rows_at(rows, drawn)
         step.drawn_tokens, step.drawn_slots = ends[drawn] - 1, slot[drawn]
+
+    def _go_on(self, step: StepInput, before: StepInput) -> bool:
+        """Gather a step whose rows are the next decodes of those of the step before: what did not change is the same
+        arrays, which nobody changes. False where a block is missing."""
+        own, size = before.own, self.block_size
+        assert own is not None, "decodes of one group"
+        pages, page_indptr, targets = own.pages, own.page_indptr, before.targets + 1
+        begins = np.flatnonzero(own.kv_len % size == 0)  # rows whose last block is full
+        if len(begins):
+            slots, at = before.decode_slots[begins], own.kv_len[begins] // size
+            if (at >= self._num_blocks[slots]).any():
+                return False
+            places = zip(slots.tolist(), at.tolist(), strict=True)
+            new = np.array([self._blocks[slot][i] for slot, i in places], np.int32)
+            pages = np.insert(pages, page_indptr[begins + 1], new)
+            page_indptr = page_indptr + np.searchsorted(begins, np.arange(len(page_indptr)))
+            targets[begins] = new * np.int64(size)
+        kv_len = self.held[before.decode_slots] = own.kv_len + 1
+        step.own = AttentionRows(own.q_indptr, kv_len, own.causal, size, pages, page_indptr)
+        step.positions, step.targets = before.positions + 1, targets
+        step.decode_tokens, step.decode_slots = before.decode_tokens, before.decode_slots
+        step.drawn_rows = _rows_at(step.batch.rows, before.drawn_tokens)
+        step.drawn_tokens, step.drawn_slots = before.drawn_tokens, before.drawn_slots
+        return True
 
     def _runs(self, host: Sequence[Extent]) -> list[Run]:
         """Where the host blocks of a batch's swaps, in position order for each slot, and the first blocks of their
@@ -186,6 +222,10 @@ class Slots:
         return runs
 
 
+def _rows_at(rows: tuple[Row, ...], at: Ints) -> tuple[Row, ...]:
+    return rows if len(at) == len(rows) else tuple([rows[row] for row in at.tolist()])
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """The arrays of a :class:`StepInput` on the device, and where its new keys and values go."""
@@ -205,7 +245,7 @@ class DeviceStep:
         """Send a step in one copy, with the page tables of its rows if they are read."""
         pieces: list[tuple[int, int, int]] = []
         targets, kept = step.targets, step.kept
-        if device.type == "cpu":
+        if device.type == "cpu" and len(step.decode_slots) < len(step.positions):
             pieces, targets, kept = _in_pieces(targets, kept)
         ids = _NONE if step.token_ids is None else step.token_ids
         rows = (step.decode_tokens, step.decode_slots, step.drawn_tokens, step.drawn_slots)

@@ -86,16 +86,17 @@ def test_output_kinds(bytes_model: Model, expected: list[list[int]], depth: int)
         assert [c.finish_reason for c in cumulative] == [None] * (NUM_TOKENS - 1) + ["length"]
 
 
-def test_an_output_does_not_change_later_and_the_callers_list_is_his_own(bytes_model: Model) -> None:
+def test_the_tokens_of_an_output_do_not_change_later_and_the_callers_list_is_his_own(bytes_model: Model) -> None:
     engine, prompt = bytes_model.engine(), list(PROMPTS[0])
     assert not engine.has_unfinished and engine.num_unfinished == 0
     assert engine.step() == []
     engine.add_request("one", prompt, PARAMS)
     (first,) = engine.step()
     prompt.append(68)
+    assert first.metrics.num_output_tokens == 1
     (second,) = engine.step()
-    assert (first.metrics.num_output_tokens, second.metrics.num_output_tokens) == (1, 2)
-    assert len(first.outputs[0].token_ids) == 1
+    assert first.metrics is second.metrics and first.metrics.num_output_tokens == 2
+    assert (len(first.outputs[0].token_ids), len(second.outputs[0].token_ids)) == (1, 2)
     assert first.prompt_token_ids == finish(engine)["one"].prompt_token_ids == PROMPTS[0]
     assert (first.prompt, first.error, first.num_cached_tokens) == (None, None, 0)
 

@@ -120,6 +120,26 @@ class Plans:
         return [pool.pop(0) for _ in range(number)]
 
 
+class Decodes(Plans):
+    """Draws mostly batches in which the same requests decode on."""
+
+    def batch(self, batch_id: int) -> Batch:
+        ready = [
+            item for item in self.live.items() if item[1].num_groups == 1 and 0 < len(item[1].values) < MOST_TOKENS
+        ]
+        if not ready or self.rng.random() < 0.1:
+            return super().batch(batch_id)
+        rows, new = [], []
+        for slot, request in ready:
+            position, blocks = len(request.values), request.blocks[request.group]
+            request.values.append(float(next(self._values)))
+            more = self._take(self._free[request.group], max(-(-(position + 1) // BLOCK) - len(blocks), 0))
+            blocks += more
+            rows.append(Row(slot, position, 1, True, True, request.group))
+            new += extents(slot, more, request.group)
+        return Batch(batch_id, tuple(rows), tuple(new))
+
+
 def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
     """A step says of each row what the account does."""
     rows = step.batch.rows
@@ -151,9 +171,12 @@ def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: di
 
 
 @pytest.mark.parametrize("stream", [CopyStream, Late])
-@pytest.mark.parametrize("seed", range(30))
-def test_what_is_written_at_a_position_is_read_back_at_it(seed: int, stream: Callable[[], CopyStream]) -> None:
-    plans = Plans(random.Random(seed))
+@pytest.mark.parametrize("kind", [Plans, Decodes])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_written_at_a_position_is_read_back_at_it(
+    seed: int, kind: type[Plans], stream: Callable[[], CopyStream]
+) -> None:
+    plans, num_taken_over = kind(random.Random(seed)), 0
     slots = [Slots(BLOCK, group) for group in range(GROUPS)]
     shape = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": BLOCK}
     caches = [KVCache(LayerShape(1, 1, 1, torch.float32), **shape, device=CPU) for _ in range(GROUPS)]
@@ -161,7 +184,8 @@ def test_what_is_written_at_a_position_is_read_back_at_it(seed: int, stream: Cal
     for batch_id in range(30):
         batch = plans.batch(batch_id)
         for group, (tables, cache, host) in enumerate(zip(slots, caches, hosts, strict=True)):
-            step = tables.prepare(batch.part_of(group))
+            before, step = tables._last, tables.prepare(batch.part_of(group))
+            num_taken_over += before is not None and step.decode_slots is before[1].decode_slots
             host.move(step.swaps_out, step.swaps_in)[-1]()
             if step.batch.rows:
                 check(step, group, plans.live)
@@ -177,6 +201,7 @@ def test_what_is_written_at_a_position_is_read_back_at_it(seed: int, stream: Cal
                 assert cache.k[0][tokens].flatten().tolist() == values
                 assert cache.v[0][tokens].flatten().tolist() == [-value for value in values]
                 assert tables.blocks(slot).tolist() == request.blocks[group]
+    assert kind is Plans or num_taken_over > 10  # steps take over what did not change
 
 
 def test_a_row_or_a_swap_beyond_the_blocks_of_its_slot_is_an_error() -> None:
