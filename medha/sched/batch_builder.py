@@ -18,7 +18,7 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, split
 from medha.sched.decision import Prediction
 from medha.sched.preempt import Preemption, fewest, oldest
-from medha.sched.prefix import Block, Hit
+from medha.sched.prefix import Hit, Path
 from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
@@ -76,7 +76,7 @@ class BatchBuilder:
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
         self.refused: list[int] = []  # slots of prefills that were refused for want of memory
-        self._no_room: dict[Block | None, tuple[int, int]] = {}  # the least tokens refused behind a block, after frees
+        self._no_room: dict[tuple[Path | None, int], tuple[int, int]] = {}  # by hit: frees, least tokens refused
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue
         self._batch_id = batch_id
@@ -299,19 +299,17 @@ class BatchBuilder:
         """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
         num_tokens, chain, memory = state.request.num_kv_tokens, state.chain, self.memory
         assert chain is not None
-        end, tail, _ = memory.prefix.end_of(chain, state.num_prefill_tokens - 1)
-        num_freed, least = self._no_room.get(tail or end, (-1, 0))
+        end, tail, num_units = memory.prefix.end_of(chain, state.num_prefill_tokens - 1)
+        num_freed, least = self._no_room.get((tail or end, num_units), (-1, 0))
         if num_freed == len(memory.frees) and num_tokens >= least:  # one like it has just been refused
             self.refused.append(state.slot)
             return 0
         found = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
-        for hit in (found, Hit(found.blocks)) if found.tail is not None else (found,):  # a copy's source takes memory
+        for hit in (found, Hit(found.parts)) if found.tail is not None else (found,):  # a copy's source takes memory
             if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
                 return None
             self._queue.found(state, num_cached)
-            first = (*hit.blocks, hit.tail)[0]
-            assert first is not None
-            memory.start(state.slot, first.group, num_tokens, chain, hit)
+            memory.start(state.slot, hit.shards[0][0], num_tokens, chain, hit)
             first_group, count = memory.place(state.slot, num_cached)
             room = memory.room(state.slot, num_cached)
             q_len = self._tokens(state, first_group, count, size, is_whole, room)
@@ -326,7 +324,7 @@ class BatchBuilder:
         else:
             if memory.num_groups > 1:
                 return None
-            self._no_room[tail or end] = len(memory.frees), num_tokens
+            self._no_room[tail or end, num_units] = len(memory.frees), num_tokens
             self.refused.append(state.slot)
             return 0
         extents, shared = memory.hit_extents(state.slot, hit)
@@ -334,12 +332,11 @@ class BatchBuilder:
         self.shared += shared
         self._queue.start(state)
         memory.prefix.forget(state.slot)
-        memory.prefix.used(hit.blocks)
         row, num_before = self._chunk_row(state, q_len, first_group, count), len(self.extents)
         self._append_row(state, row)
         if hit.tail is not None:
-            target = self.extents[num_before]
-            self.copies.append(Copy(hit.tail.group, hit.tail.number, target.first, hit.tail_tokens))
+            ((source, _),) = hit.tail.blocks(hit.num_blocks, hit.num_blocks + 1)
+            self.copies.append(Copy(hit.tail.group, source, self.extents[num_before].first, hit.tail_tokens))
         return q_len
 
     def _pays(self, state: State, hit: Hit) -> bool:
@@ -347,9 +344,8 @@ class BatchBuilder:
         if self.memory.num_groups == 1:
             return True
         work = self._pending_work()
-        groups = {block.group for block in (*hit.blocks, hit.tail) if block is not None}
         cached = hit.num_tokens(self.memory.block_size)
-        there_s = max(work[g] for g in groups) + self._queue.left_s(cached, state.num_prefill_tokens)
+        there_s = max(work[group] for group, _ in hit.shards) + self._queue.left_s(cached, state.num_prefill_tokens)
         elsewhere = [work[first] for first in self.memory.first_groups(state.request.num_kv_tokens)]
         return there_s <= min(elsewhere) + self._queue.left_s(0, state.num_prefill_tokens)
 

@@ -10,7 +10,7 @@ may take in all is :mod:`medha.sched.memory`'s affair.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from medha.batch import Extent, append_extent
@@ -23,6 +23,14 @@ class _Holding:
     extents: list[tuple[int, int]] = field(default_factory=list)
     next: int = 0
     end: int = 0
+
+
+def cut(runs: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Of blocks in runs (first, count), those from the ``start``-th on, before the ``end``-th."""
+    for first, count in runs:
+        if (at := max(start, 0)) < (to := min(count, end)):
+            yield first + at, to - at
+        start, end = start - count, end - count
 
 
 class BlockPool:
@@ -61,24 +69,24 @@ class BlockPool:
             reserved -= take
         return new
 
-    def release(self, slot: int, *, kept: Set[int] = frozenset()) -> None:
-        """Take back every block of ``slot`` but those ``kept``, which :meth:`free` takes."""
-        holding = self._holdings.pop(slot, _Holding())
-        for first, count in holding.extents:
-            start = first
-            for block in sorted(kept & set(range(first, first + count))):
-                self._take_back(start, block)
-                start = block + 1
-            self._take_back(start, first + count)
+    def runs(self, slot: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The blocks of ``slot`` from the ``start``-th on, before the ``end``-th, as (first, count)."""
+        return cut(self._holdings[slot].extents, start, end)
+
+    def release(self, slot: int, *, kept: Sequence[tuple[int, int]] = ()) -> None:
+        """Take back every block of ``slot`` but those ``kept``, which :meth:`free` takes: (start, end) as of
+        :meth:`runs`, in order."""
+        holding, start = self._holdings.pop(slot, _Holding()), 0
+        for end, next_start in [*kept, (self.num_blocks, 0)]:
+            for first, count in cut(holding.extents, start, end):
+                self.free(first, count)
+            start = next_start
         self._put_back(holding.next, holding.end)
 
-    def free(self, block: int) -> None:
-        """Take back a block that was kept."""
-        self._take_back(block, block + 1)
-
-    def _take_back(self, first: int, end: int) -> None:
-        self.num_used -= end - first
-        self._put_back(first, end)
+    def free(self, first: int, count: int) -> None:
+        """Take back adjacent blocks."""
+        self.num_used -= count
+        self._put_back(first, first + count)
 
     def _find_run(self, holding: _Holding, want: int) -> None:
         """Set the promise of ``holding`` to a new run of up to ``want`` blocks."""

@@ -22,16 +22,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, pairwise
 
 from medha.batch import Extent, Row, Shared, append_extent
 from medha.sched.blocks import BlockPool
-from medha.sched.prefix import Block, Chain, Hit, PrefixCache
+from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 
 _Blocks = list[tuple[int, int]]  # (group, blocks)
+_MOST_AHEAD = 1 << 18  # tokens of a prompt for which room is made at once: it takes some milliseconds
 
 
 @dataclass(slots=True)
@@ -41,17 +42,17 @@ class _Account:
     first: int  # group of the span
     reserved: list[int]  # by group of the span
     held: list[int]  # likewise
+    given: list[int]  # of those, how many it shares since it began
     starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
     end: int | None = None  # position at which the last of them was told to end, before it is full
     is_set_aside: bool = False  # nobody else may take the rest of its reservation
     # what follows is of requests with ids alone
     chain: Chain | None = None
-    numbers: list[list[int]] = field(default_factory=list)  # of its blocks, by shard, in position order
-    blocks: list[Block] = field(default_factory=list)  # those known by ids, its own and those that it shares
-    shared: list[int] = field(default_factory=list)  # how many of each group do not come back with its end
+    hit: Hit = field(default_factory=Hit)  # what it shares
+    own: list[Path] = field(default_factory=list)  # what others may share of what it computes
     num_units: int = 0  # whose ids are known
-    parent: Block | None = None  # the last of the whole blocks of these
-    open: Block | None = None  # the one behind it, if it is this request's
+    parent: Path | None = None  # that with the last of the whole blocks of these
+    open: Path | None = None  # that which goes on behind it, if it is this request's
 
     def rest(self) -> _Blocks:
         """Reserved and not yet held."""
@@ -59,11 +60,10 @@ class _Account:
 
     def holds(self) -> _Blocks:
         """What comes back when it ends."""
-        if not self.blocks:
-            return list(enumerate(self.held, self.first))
-        return [
-            (self.first + i, held - shared) for i, (held, shared) in enumerate(zip(self.held, self.shared, strict=True))
-        ]
+        own = [held - given for held, given in zip(self.held, self.given, strict=True)]
+        for path in self.own:
+            own[path.group - self.first] -= path.shared - path.start
+        return list(enumerate(own, self.first))
 
 
 class KVMemory:
@@ -108,7 +108,7 @@ class KVMemory:
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
         self.prefix = PrefixCache(self.pools, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction)
-        self._copied: list[Block] = []  # parts of which the next batch copies
+        self._copied: list[tuple[Path, int]] = []  # of which the next batch copies a part, as they are held
         self._swapped: dict[int, tuple[int, list[Extent]]] = {}  # group and host blocks of those swapped out
         self._swapped_in: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
         self.frees: list[int] = []  # slots whose blocks the next batch frees
@@ -156,35 +156,20 @@ class KVMemory:
 
     def _account(self, first: int, num_tokens: int) -> _Account:
         reserved = self.reservation(num_tokens)
-        return _Account(first, reserved, [0] * len(reserved))
+        return _Account(first, reserved, [0] * len(reserved), [0] * len(reserved))
 
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
         for the rest on the groups behind."""
         hit = self.prefix.lookup(chain, most_tokens)
-        blocks, tail, starts = list(hit.blocks), hit.tail, self._starts(hit.blocks)
-        while starts:
-            rest = self.reservation(num_tokens - starts[-1] * self.block_size)
-            if blocks[-1].group + len(rest) <= self.num_groups:
+        while shards := hit.shards:
+            group, start = shards[-1]
+            rest = self.reservation(num_tokens - start * self.block_size)
+            is_full = hit.tail is not None and (hit.num_blocks - start) * self.block_size >= self.max_kv_per_group
+            if group + len(rest) <= self.num_groups and not is_full:
                 break
-            del blocks[starts.pop() :]
-            tail = None
-        if tail is not None and blocks:  # it goes on where they end, if there is room
-            in_shard = (len(blocks) - starts[-1]) * self.block_size
-            tail = tail if tail.group == blocks[-1].group and in_shard < self.max_kv_per_group else None
-        elif tail is not None and tail.group not in self.first_groups(num_tokens):
-            tail = None
-        return Hit(tuple(blocks), tail, hit.tail_tokens if tail is not None else 0)
-
-    def _starts(self, blocks: Sequence[Block]) -> list[int]:
-        """At which of a chain's blocks each of its shards begins."""
-        return [i for i, block in enumerate(blocks) if not i or block.group != blocks[i - 1].group]
-
-    def _reserved(self, blocks: Sequence[Block], num_tokens: int) -> tuple[list[int], list[int]]:
-        """Blocks of the shards of a chain that are closed, and what a request reserves from the last one on."""
-        starts = self._starts(blocks)
-        closed = [end - start for start, end in pairwise(starts)]
-        return closed, self.reservation(num_tokens - (starts[-1] if starts else 0) * self.block_size)
+            hit = Hit(hit.parts if is_full else tuple(part for part in hit.parts if part[0].group != group))
+        return hit
 
     # -- one request -------------------------------------------------------------------------------------------------
 
@@ -202,34 +187,32 @@ class KVMemory:
         """Bind a request to the span that begins at ``first``; it holds nothing yet, or what is there of its tokens."""
         account = self._account(first, num_tokens)
         account.chain = chain
-        if hit is not None and (hit.blocks or hit.tail):
-            starts = self._starts(hit.blocks)
-            closed, rest = self._reserved(hit.blocks, num_tokens)
-            account.reserved, account.held = [*closed, *rest], [0] * (len(closed) + len(rest))
-            account.starts = [start * self.block_size for start in starts] or [0]
-            account.blocks, account.parent = list(hit.blocks), hit.blocks[-1] if hit.blocks else None
+        if hit is not None and (shards := hit.shards):
+            starts = [start for _, start in shards]
+            closed = [end - start for start, end in pairwise(starts)]
+            rest = self.reservation(num_tokens - starts[-1] * self.block_size)
+            account.reserved = [*closed, *rest]
+            account.given = [*closed, hit.num_blocks - starts[-1], *[0] * (len(rest) - 1)]
+            account.held = list(account.given)
+            account.starts = [start * self.block_size for start in starts]
+            account.hit, account.parent = hit, hit.parts[-1][0] if hit.parts else None
             account.num_units = hit.num_tokens(self.block_size) // self.prefix.unit
-        account.shared = [0] * len(account.reserved)
-        account.numbers = [[] for _ in account.reserved]
-        for block in account.blocks:
-            shard = block.group - account.first
-            account.numbers[shard].append(block.number)
-            account.held[shard] += 1
-            account.shared[shard] += 1
-            self._lose(self.prefix.hold(block), block)
-        if hit is not None and hit.tail is not None:  # it must not be written to before it is copied
-            self._lose(self.prefix.hold(hit.tail), hit.tail)
-            self._copied.append(hit.tail)
+            for part in hit.parts:
+                self.prefix.hold(*part)
+            if hit.tail is not None:  # it must not be written to before it is copied
+                self._copied.append((hit.tail, hit.num_blocks + 1))
+                self.prefix.hold(*self._copied[-1])
         self._accounts[slot] = account
         self._count(account, +1)
 
     def undo_start(self, slot: int, hit: Hit) -> None:
         """As if a request had not started, which has taken nothing beyond its hit."""
         if hit.tail is not None:
-            self._end_copy(self._copied.pop())
+            self.prefix.let_go(*self._copied.pop(), is_used=False)
         account = self._accounts.pop(slot)
         self._count(account, -1)
-        self._let_go(account, slot)
+        for part in hit.parts:
+            self.prefix.let_go(*part, is_used=False)
 
     def notes(self, slot: int) -> bool:
         """Whether what a bound request computes becomes known to others."""
@@ -241,12 +224,11 @@ class KVMemory:
 
     def hit_extents(self, slot: int, hit: Hit) -> tuple[list[Extent], list[Shared]]:
         """The blocks of a request's hit as extents of its own table, and what lies on each group of its span."""
-        account, extents = self._accounts[slot], list[Extent]()
-        for shard, numbers in enumerate(account.numbers[: len(account.starts)]):
-            runs: list[tuple[int, int]] = []
-            for number in numbers:
-                append_extent(runs, number, 1)
-            extents += [Extent(slot, first, count, account.first + shard) for first, count in runs]
+        account, runs = self._accounts[slot], dict[int, list[tuple[int, int]]]()
+        for path, end in hit.parts:
+            for run in path.blocks(path.start, end):
+                append_extent(runs.setdefault(path.group, []), *run)
+        extents = [Extent(slot, *run, group) for group, of_group in runs.items() for run in of_group]
         ends = [*account.starts[1:], hit.num_tokens(self.block_size)]
         spans = zip(account.starts, ends, strict=True)
         return extents, [Shared(slot, account.first + i, start, end - start) for i, (start, end) in enumerate(spans)]
@@ -262,42 +244,34 @@ class KVMemory:
         account = self._accounts[slot]
         if (chain := account.chain) is None:
             return
-        size, prefix = self.prefix.units_per_block, self.prefix
+        prefix, size = self.prefix, self.prefix.units_per_block
         num_units = min(len(chain), num_tokens // prefix.unit)
         while account.num_units < num_units:
-            if any(block is not None and not block.is_known for block in (account.parent, account.open)):
+            if any(path is not None and not path.is_known for path in (account.parent, account.open)):
                 break
-            depth = account.num_units // size
-            end = min(num_units, (depth + 1) * size)
-            shard = bisect_right(account.starts, depth * self.block_size) - 1
-            number = account.numbers[shard][depth - account.starts[shard] // self.block_size]
-            new = partial(Block, account.first + shard, number, account.parent, depth, slot)
-            before = account.open
-            account.open = prefix.note(before, (chain[n] for n in range(account.num_units + 1, end + 1)), new)
-            if account.open is not before and account.open is not None:
-                account.blocks.append(account.open)
-            account.num_units = end
-            if end == (depth + 1) * size:
-                account.parent, account.open = prefix.known(chain[end]), None
-                assert account.parent is not None
-                if account.parent.group != account.first + shard:  # what follows would lie beside what precedes
+            shard = bisect_right(account.starts, account.num_units * prefix.unit) - 1
+            group, start = account.first + shard, account.starts[shard] // self.block_size + account.given[shard]
+            last = min([num_units, *[end // prefix.unit for end in account.starts[shard + 1 :][:1]]])
+            units = range(account.num_units + 1, last + 1)
+            if account.open is not None and account.open.group != group:
+                account.open = None
+            new = partial(Path, group, parent=account.parent, owner=slot)
+            path, account.num_units = prefix.note(account.open, chain, units, new)
+            if path is not None:
+                if path is not account.open:
+                    account.own.append(path)
+                end = path.start + -(-len(path.ids) // size)
+                prefix.grow(path, self.pools[group].runs(slot, path.end - start, end - start))
+            account.open = path
+            if not account.num_units % size:
+                account.parent = prefix.known(chain[account.num_units])
+                if account.parent.group != group:  # what follows would lie beside what precedes
                     break
+                if account.parent is not path:
+                    account.open = None
         else:
             return
         account.chain = None
-
-    def _lose(self, slot: int | None, block: Block, count: int = 1) -> None:
-        """A block does not come back any more when the request ends that had it for itself; or with -1 does again."""
-        if slot is not None:
-            account = self._accounts[slot]
-            account.shared[block.group - account.first] += count
-
-    def _end_copy(self, block: Block) -> None:
-        self._lose(self.prefix.let_go(block, -1), block, -1)
-
-    def _let_go(self, account: _Account, slot: int) -> None:
-        for block in account.blocks:
-            self._lose(self.prefix.let_go(block, slot), block, -1)
 
     def place(self, slot: int, position: int) -> tuple[int, int]:
         """(first group, number of groups) of a row that begins at ``position``; one more where a shard is full."""
@@ -384,23 +358,22 @@ class KVMemory:
         group, pool, idle = row.writer, self.pools[row.writer], self.prefix.num_idle
         if idle[group] and pool.num_free < rest:  # room for what its prompt will fill too, so that this lies together
             ahead = 0 if account.chain is None else len(account.chain) * self.prefix.unit - row.position
-            wanted = max(needed, min(rest, -(-ahead // self.block_size)))
+            wanted = max(needed, min(rest, -(-min(ahead, _MOST_AHEAD) // self.block_size)))
             self.prefix.make_free(group, min(wanted, pool.num_free + idle[group]))
-        extents = pool.allocate(row.slot, needed, reserved=rest)
-        if account.chain is not None:
-            for extent in extents:
-                account.numbers[row.num_groups - 1] += range(extent.first, extent.first + extent.count)
-        return extents
+        return pool.allocate(row.slot, needed, reserved=rest)
 
     def release(self, slot: int) -> None:
         """Take everything back from a bound request; what is known of it by ids stays until its memory is wanted."""
         account = self._accounts.pop(slot)
         self._count(account, -1)
-        own = [block for block in account.blocks if block.owner == slot]
-        for group in range(account.first, account.first + len(account.held)):
-            kept = {block.number for block in own if block.group == group}
-            self.pools[group].release(slot, kept=kept)
-        self._let_go(account, slot)
+        for shard, group in enumerate(range(account.first, account.first + len(account.held))):
+            start = (account.starts[shard:] or [0])[0] // self.block_size + account.given[shard]
+            own = [(path.start - start, path.end - start) for path in account.own if path.group == group]
+            self.pools[group].release(slot, kept=own)
+        for part in account.hit.parts:
+            self.prefix.let_go(*part)
+        for path in account.own:
+            self.prefix.let_go(path)
         if any(account.held):
             self.frees.append(slot)
 
@@ -454,8 +427,8 @@ class KVMemory:
         for group, slot in self._swapped_in:
             self.host_pools[group].release(slot)
         self._swapped_in.clear()
-        for block in self._copied:
-            self._end_copy(block)
+        for copied in self._copied:
+            self.prefix.let_go(*copied)
         self._copied.clear()
         self.frees.clear()
         self.swaps_out.clear()
@@ -496,9 +469,12 @@ class KVMemory:
             for g, blocks in account.rest():
                 wanted[g] -= blocks
                 promised[g] -= blocks * account.is_set_aside
-        shared = Counter(b for account in accounts if any(account.shared) for b in account.blocks if b.is_pinned)
-        for block, num_gone in shared.items():  # what only these share comes back with them
-            free[block.group] += num_gone == block.num_holders
+        ends = Counter(part for account in accounts for part in account.hit.parts)
+        owns = {path for account in accounts for path in account.own}
+        for path in owns.union(path for path, _ in ends):  # what only these share comes back with them
+            to = max((end for end, count in path.ends.items() if count > ends[path, end]), default=path.start)
+            if path.owner is None or path in owns:
+                free[path.group] += path.shared - to
         if num_blocks > free[group]:
             return False
         if self.overcommit:

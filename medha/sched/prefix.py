@@ -4,24 +4,28 @@ The scheduler knows no token. A request brings a :class:`Chain`: one id for each
 names everything up to there (:mod:`medha.engine.prefix` makes them, a trace brings its own). Two requests with the same
 id have the same tokens up to it, so what one has computed is good for the other.
 
-A block is known by the ids that end in it. It counts its holders; without any it stays until its memory is wanted, and
-counts as free until then. A hit is the run of whole blocks from the first token on, which are shared where they lie,
-and of the block behind them the units that are the same, which are copied. A block is only ever dropped with all that
-was computed behind it, so what is known of a chain is always its beginning, and a lookup halves its way to the end.
+What one request computes on one group is a :class:`Path` of blocks, which begins behind another or at the first token.
+Who shares it holds it up to some block. What nobody holds of it stays until its memory is wanted, and counts as free
+until then. A hit is the run of whole blocks from the first token on, which are shared where they lie, and of the block
+behind them the units that are the same, which are copied. A block is only ever dropped with all that was computed
+behind it, so what is known of a chain is always its beginning, and a lookup halves its way to the end. All but the ids
+is done by paths, not by blocks: a hit of 10M tokens is held as quickly as a short one.
 
-What goes first is the end of some chain: with ``value`` the one of least predicted seconds saved, which are the seconds
+What goes first is the end of some path: with ``value`` the one of least predicted seconds saved, which are the seconds
 to compute the block, more the deeper it lies, times how often it was used, aged by what went before (GreedyDual with
 frequency: Cherkasova 1998); with ``lru`` the one used least recently. Blocks that a waiting request counts on go last.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from medha.sched.blocks import BlockPool
+from medha.batch import append_extent
+from medha.sched.blocks import BlockPool, cut
 
 ID_BYTES = 16
 _UNIT = 16
@@ -61,44 +65,65 @@ class Chain:
 
 
 @dataclass(slots=True, eq=False)
-class Block:
-    """A block of which some ids are known, or which a request still holds."""
+class Path:
+    """Adjacent blocks of a chain that one request computes on one group. Blocks are counted from the chain's first."""
 
     group: int
-    number: int
-    parent: Block | None  # that before it; None for the first
-    depth: int  # blocks before it
-    owner: int | None  # the slot that computes it, while that holds it
-    num_holders: int = 1
-    is_pinned: bool = False  # it does not come back when its owner ends
+    start: int  # blocks before its first
+    parent: Path | None  # that which has those; None where there are none
+    owner: int | None  # the slot that computes it, while that holds all of it
+    end: int = field(init=False)  # blocks up to its end
+    held: int = field(init=False)  # up to which block somebody holds it
+    shared: int = field(init=False)  # up to which block somebody else than its owner does
+    runs: list[tuple[int, int]] = field(default_factory=list)  # its blocks in the pool
+    ids: list[bytes] = field(default_factory=list)  # of its units; some may name a block of another path
     is_known: bool = True
-    ids: list[bytes] = field(default_factory=list)  # by which it is known
-    children: set[Block] = field(default_factory=set)
-    counted_on: set[int] = field(default_factory=set)  # slots of waiting requests
-    num_uses: int = 1
-    last_use: float = 0.0  # when it was let go of last, as the key counts time
-    key: float = 0.0  # the lower, the sooner it goes
+    ends: dict[int, int] = field(default_factory=dict)  # how many share it up to a block
+    children: dict[int, dict[Path, None]] = field(default_factory=dict)  # by the block at which they begin
+    counted_on: dict[int, dict[int, None]] = field(default_factory=dict)  # slots of waiting requests, by block
+    steps: list[tuple[float, float, int]] = field(default_factory=lambda: [(math.inf, 0.0, 0)])
+    """(up to which block, when it was let go of last as the key counts time, how often it was used)"""
     entry: int = -1  # its latest among those that may go
 
+    def __post_init__(self) -> None:
+        self.end = self.held = self.shared = self.start
 
-_Entry = tuple[float, int, Block]
+    def blocks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Some of its blocks as runs (first, count)."""
+        return cut(self.runs, start - self.start, end - self.start)
+
+
+_Entry = tuple[float, int, Path]
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
     """What is there of a request's tokens."""
 
-    blocks: tuple[Block, ...] = ()  # whole, in position order
-    tail: Block | None = None  # the one behind them has some units that are the same
+    parts: tuple[tuple[Path, int], ...] = ()  # whole blocks in position order: a path, and up to which block
+    tail: Path | None = None  # whose next block has some units that are the same
     tail_tokens: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks."""
+        return self.parts[-1][1] if self.parts else 0
 
     def num_tokens(self, block_size: int) -> int:
         """Tokens that need not be computed."""
-        return len(self.blocks) * block_size + self.tail_tokens
+        return self.num_blocks * block_size + self.tail_tokens
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        """Its groups in position order, each with the blocks before it."""
+        starts = [(path.group, path.start) for path, _ in self.parts]
+        if self.tail is not None:
+            starts.append((self.tail.group, self.num_blocks))
+        return [one for i, one in enumerate(starts) if not i or one[0] != starts[i - 1][0]]
 
 
 class PrefixCache:
-    """Blocks by the ids of the prefixes that end in them.
+    """Paths by the ids of the prefixes that end in them.
 
     Args:
         pools: by group; blocks that go are given back to them.
@@ -123,35 +148,36 @@ class PrefixCache:
         self._pools = pools
         self._cost_s = cost_s
         self._is_lru = eviction == "lru"
-        self._known: dict[bytes, Block] = {}
-        self._heaps: list[list[_Entry]] = [[] for _ in pools]  # ends of chains that may go
+        self._known: dict[bytes, Path] = {}
+        self._heaps: list[list[_Entry]] = [[] for _ in pools]  # paths whose end may go
         self._spared: list[list[_Entry]] = [[] for _ in pools]  # those counted on when their turn came
         self._num_entries = 0
         self._clock = 0.0  # the key of what went last
         self._waits_for: dict[bytes, set[int]] = {}  # slots whose hit grows with an id
-        self._watched: dict[int, tuple[Block | None, bytes | None]] = {}
+        self._watched: dict[int, tuple[Path | None, int, bytes | None]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def lookup(self, chain: Chain, most_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a chain."""
-        end, tail, num_units = self.end_of(chain, most_tokens)
-        blocks: list[Block] = []
-        while end is not None:
-            blocks.append(end)
-            end = end.parent
-        tokens = (num_units - len(blocks) * self.units_per_block) * self.unit
-        return Hit(tuple(reversed(blocks)), tail, tokens if tail is not None else 0)
+        last, tail, num_units = self.end_of(chain, most_tokens)
+        end = num_blocks = num_units // self.units_per_block
+        parts: list[tuple[Path, int]] = []
+        while last is not None:
+            parts.append((last, end))
+            end, last = last.start, last.parent
+        tokens = (num_units - num_blocks * self.units_per_block) * self.unit
+        return Hit(tuple(reversed(parts)), tail, tokens)
 
-    def end_of(self, chain: Chain, most_tokens: int) -> tuple[Block | None, Block | None, int]:
-        """The last whole block, the block behind it of which some units are the same, and the units of both."""
+    def end_of(self, chain: Chain, most_tokens: int) -> tuple[Path | None, Path | None, int]:
+        """The paths of the last whole block and of that behind it of which some units are the same; all units."""
         known, size = self._known, self.units_per_block
         most = min(len(chain), most_tokens // self.unit)
         if not known or not most:
             return None, None, 0
         whole = bisect_left(range(1, most // size + 1), True, key=lambda n: chain[n * size] not in known)
         end = known[chain[whole * size]] if whole else None
-        for units in range(min(most, whole * size + size), whole * size, -1):
+        for units in range(min(most, whole * size + size - 1), whole * size, -1):
             if (tail := known.get(chain[units])) is not None:
                 return end, tail, units
         return end, None, whole * size
@@ -159,157 +185,197 @@ class PrefixCache:
     def watch(self, slot: int, chain: Chain, most_tokens: int) -> int:
         """Tokens that are there for a waiting request, which is ``stale`` as soon as that changes."""
         self.forget(slot)
-        end, tail, num_units = self.end_of(chain, most_tokens)
-        last = tail or end
+        path, tail, num_units = self.end_of(chain, most_tokens)
+        last, end = tail or path, -(-num_units // self.units_per_block)
         if last is not None:
-            last.counted_on.add(slot)
+            last.counted_on.setdefault(end, {})[slot] = None
         wanted = (
             chain[num_units + 1] if (num_units + 1) * self.unit <= min(most_tokens, len(chain) * self.unit) else None
         )
         if wanted is not None:
             self._waits_for.setdefault(wanted, set()).add(slot)
-        self._watched[slot] = last, wanted
+        self._watched[slot] = last, end, wanted
         return num_units * self.unit
 
     def forget(self, slot: int) -> None:
         """Watch for a request no more."""
-        last, wanted = self._watched.pop(slot, (None, None))
+        last, end, wanted = self._watched.pop(slot, (None, 0, None))
         self.stale.pop(slot, None)
-        if last is not None:
-            last.counted_on.discard(slot)
-            if not last.counted_on and last.is_known and not last.num_holders:
-                self._may_go(last)
-        if wanted is not None and (slots := self._waits_for.get(wanted)) is not None:
-            slots.discard(slot)
+        if last is not None and slot in (slots := last.counted_on.get(end, {})):
+            del slots[slot]
             if not slots:
+                del last.counted_on[end]
+                self._may_go(last)
+        if wanted is not None and (waiting := self._waits_for.get(wanted)) is not None:
+            waiting.discard(slot)
+            if not waiting:
                 del self._waits_for[wanted]
 
     # -- what a request computes -------------------------------------------------------------------------------------
 
-    def note(self, block: Block | None, ids: Iterable[bytes], new: Callable[[], Block]) -> Block | None:
-        """A block that is being filled is known by further ids, where no other is: ``new`` makes it at the first."""
-        for one in ids:
-            if one in self._known:
-                continue
-            if block is None:
-                block = new()
-                if block.parent is not None:
-                    block.parent.children.add(block)
-            self._known[one] = block
-            block.ids.append(one)
-            if self._waits_for and (slots := self._waits_for.get(one)) is not None:
-                self.stale.update(dict.fromkeys(slots))
-        return block
+    def note(
+        self, path: Path | None, chain: Chain, units: range, new: Callable[[int], Path]
+    ) -> tuple[Path | None, int]:
+        """Further units of a chain are being computed: those that nobody has are of ``path``, or of a ``new`` one, made
+        for the block at which it begins, which the caller gives the blocks. Ends behind a whole block that others have.
 
-    def known(self, one: bytes) -> Block | None:
-        """The block that an id names."""
-        return self._known.get(one)
+        Returns:
+            The path, if there is one by now, and the last unit looked at.
+        """
+        known, size = self._known, self.units_per_block
+        for n in units:
+            if (other := known.get(one := chain[n])) is None:
+                if path is None:
+                    path = new((n - 1) // size)
+                    if path.parent is not None:
+                        path.parent.children.setdefault(path.start, {})[path] = None
+                known[one] = path
+                path.ids += [chain[m] for m in range(path.start * size + len(path.ids) + 1, n)]
+                path.ids.append(one)
+                if self._waits_for and (slots := self._waits_for.get(one)) is not None:
+                    self.stale.update(dict.fromkeys(slots))
+            elif other is not path and not n % size:
+                return path, n
+        return path, units[-1]
+
+    def known(self, one: bytes) -> Path:
+        """The path that an id names."""
+        return self._known[one]
+
+    def grow(self, path: Path, runs: Iterable[tuple[int, int]]) -> None:
+        """Give a path the blocks that follow its last one; its owner holds them."""
+        for first, count in runs:
+            append_extent(path.runs, first, count)
+            path.end += count
+        path.held = path.end
 
     # -- who holds it ------------------------------------------------------------------------------------------------
 
-    def hold(self, block: Block) -> int | None:
-        """One more request holds a block; returns the slot that had it for itself until now."""
-        was_private = None
-        if not block.is_pinned:
-            self.num_pinned[block.group] += 1
-            block.is_pinned = True
-            was_private = block.owner
-        if not block.num_holders:
-            self.num_idle[block.group] -= 1
-        block.num_holders += 1
-        return was_private
+    def hold(self, path: Path, end: int) -> None:
+        """One more request holds a path up to some block."""
+        path.ends[end] = path.ends.get(end, 0) + 1
+        self._is_held(path, max(path.held, end), max(path.shared, end))
 
-    def used(self, blocks: Iterable[Block]) -> None:
-        """Count a use of blocks."""
-        for block in blocks:
-            block.num_uses += 1
+    def let_go(self, path: Path, end: int | None = None, *, is_used: bool = True) -> None:
+        """A request holds a path no more, which it held up to some block; its owner, all of it."""
+        if end is None:
+            path.owner = None
+        elif path.ends[end] > 1:
+            path.ends[end] -= 1
+        else:
+            del path.ends[end]
+        steps, to = path.steps, math.inf if end is None else end
+        at = bisect_left(steps, to, key=lambda step: step[0])
+        if steps[at][0] > to:
+            steps.insert(at, (to, *steps[at][1:]))
+        now = float(self._num_entries) if self._is_lru else self._clock
+        steps[: at + 1] = [(bound, now, num_uses + is_used) for bound, _, num_uses in steps[: at + 1]]
+        if self._is_lru:
+            del steps[:at]
+        shared = max(path.ends, default=path.start)
+        self._is_held(path, shared if path.owner is None else path.end, shared)
+        if path.is_known:
+            self._may_go(path)
+        else:
+            self._free(path, path.held)
 
-    def let_go(self, block: Block, slot: int) -> int | None:
-        """A request holds a block no more; returns the slot that has it for itself from now on."""
-        block.num_holders -= 1
-        block.last_use = float(self._num_entries) if self._is_lru else self._clock
-        if block.owner == slot:
-            block.owner = None
-        has_it = None
-        if block.is_pinned and (not block.num_holders or (block.num_holders == 1 and block.owner is not None)):
-            self.num_pinned[block.group] -= 1
-            block.is_pinned, has_it = False, block.owner
-        if not block.num_holders:
-            if block.is_known:
-                self.num_idle[block.group] += 1
-                self._may_go(block)
-            else:
-                self._pools[block.group].free(block.number)
-        return has_it
+    def _is_held(self, path: Path, held: int, shared: int) -> None:
+        self.num_idle[path.group] -= held - path.held
+        self.num_pinned[path.group] += shared - path.shared
+        path.held, path.shared = held, shared
 
     # -- what goes ---------------------------------------------------------------------------------------------------
 
     def make_free(self, group: int, num_blocks: int) -> None:
         """Let blocks that nobody holds go until so many are free; there are as many."""
         pool, heap, spared = self._pools[group], self._heaps[group], self._spared[group]
-        behind: list[Block] = []
         while pool.num_free < num_blocks:
             if heap or spared:
                 is_spared = not heap
                 entry = heappop(heap or spared)
-                block = entry[2]
+                key, _, path = entry
                 if not self._is_valid(entry):
                     continue
-                if block.counted_on and not is_spared:
+                floor = max([path.held, *path.children, *(() if is_spared else path.counted_on)])
+                if floor >= path.end:
                     self._push(spared, entry)
                     continue
+                floor = max([floor, *(int(bound) for bound, _, _ in path.steps if bound < path.end)])
+                self._clock = max(self._clock, key)
             else:  # behind what is left lies only what others compute for themselves
-                if not behind:
-                    idle = {b for b in self._known.values() if b.group == group and not b.num_holders}
-                    behind = sorted(idle, key=lambda b: b.depth)
-                block = behind.pop()
-                if not block.is_known:
-                    continue
-            self._clock = max(self._clock, block.key)
-            self._drop(block)
+                paths = dict.fromkeys(self._known.values())
+                idle = [path for path in paths if path.group == group and path.held < path.end]
+                path = max(idle, key=lambda path: path.start)
+                floor = path.held
+            self._trim(path, max(floor, path.end - num_blocks + pool.num_free))
 
     def clear(self) -> None:
         """Forget everything; what requests hold stays theirs."""
-        for block in list(self._known.values()):
-            if block.is_known and block.parent is None:
-                self._drop(block)
+        self._forget(list(dict.fromkeys(self._known.values())))
 
-    def _may_go(self, block: Block) -> None:
-        """Put a block that nobody holds among those that may go, if nothing is known behind it."""
-        if block.children:
+    def _may_go(self, path: Path) -> None:
+        """Put a path among those whose end may go, if nobody holds that and nothing is known behind it."""
+        if not path.is_known or max([path.held, *path.children]) >= path.end:
             return
         self._num_entries += 1
-        block.entry = self._num_entries
-        block.key = block.last_use + (0.0 if self._is_lru else block.num_uses * self._cost_s(block.depth))
-        self._push(self._heaps[block.group], (block.key, block.entry, block))
+        path.entry = self._num_entries
+        key, num_uses = next(step[1:] for step in path.steps if step[0] >= path.end)
+        key += 0.0 if self._is_lru else num_uses * self._cost_s(path.end - 1)
+        self._push(self._heaps[path.group], (key, path.entry, path))
 
     def _push(self, heap: list[_Entry], entry: _Entry) -> None:
-        if len(heap) > 2 * self.num_idle[entry[2].group] + _SLACK:  # most entries are of blocks that were used again
+        if len(heap) > 2 * self.num_idle[entry[2].group] + _SLACK:  # most entries are of paths that were used again
             heap[:] = [entry for entry in heap if self._is_valid(entry)]
             heapify(heap)
         heappush(heap, entry)
 
     def _is_valid(self, entry: _Entry) -> bool:
         """Whether what lies in a heap is of now."""
-        _, number, block = entry
-        return number == block.entry and block.is_known and not block.num_holders and not block.children
+        _, number, path = entry
+        return number == path.entry and path.is_known and max([path.held, *path.children]) < path.end
 
-    def _drop(self, block: Block) -> None:
-        """A block, and all behind it, is known no more; what nobody holds is free."""
-        drop = [block]
-        if (parent := block.parent) is not None:
-            parent.children.discard(block)
-        while drop:
-            block = drop.pop()
-            drop += block.children
-            block.children.clear()
-            block.is_known, block.parent = False, None
-            for one in block.ids:
+    def _trim(self, path: Path, end: int) -> None:
+        """The blocks of a path from some block on, which nobody holds, are free; all behind them is known no more."""
+        self._forget([child for start in path.children if start > end for child in path.children[start]])
+        self._unname(path, end)
+        self._free(path, end)
+        if path.end > path.start:
+            self._may_go(path)
+        else:
+            self._forget([path])
+
+    def _forget(self, paths: list[Path]) -> None:
+        """Paths, and all behind them, are known no more; what nobody holds of them is free."""
+        while paths:
+            path = paths.pop()
+            paths += [child for children in path.children.values() for child in children]
+            path.children.clear()
+            path.is_known, parent, path.parent = False, path.parent, None
+            self._unname(path, path.start)
+            self._free(path, path.held)
+            if parent is not None and path in (siblings := parent.children.get(path.start, {})):
+                del siblings[path]
+                if not siblings:
+                    del parent.children[path.start]
+                    self._may_go(parent)
+
+    def _unname(self, path: Path, end: int) -> None:
+        """No id names a block of a path from some block on."""
+        keep = (end - path.start) * self.units_per_block
+        for one in path.ids[keep:]:
+            if self._known.get(one) is path:
                 del self._known[one]
-            block.ids.clear()
-            self.stale.update(dict.fromkeys(block.counted_on))
-            if not block.num_holders:
-                self.num_idle[block.group] -= 1
-                self._pools[block.group].free(block.number)
-        if parent is not None and parent.is_known and not parent.num_holders:
-            self._may_go(parent)
+        del path.ids[keep:]
+        for bound in [bound for bound in path.counted_on if bound > end]:
+            self.stale.update(path.counted_on.pop(bound))
+
+    def _free(self, path: Path, end: int) -> None:
+        """Give the blocks of a path from some block on back."""
+        self.num_idle[path.group] -= path.end - end
+        while path.end > end:
+            first, count = path.runs.pop()
+            some = min(count, path.end - end)
+            if some < count:
+                path.runs.append((first, count - some))
+            self._pools[path.group].free(first + count - some, some)
+            path.end -= some

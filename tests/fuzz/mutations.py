@@ -19,7 +19,7 @@ from medha.models.layers import LinearFn, TensorShard
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
-from medha.sched.prefix import Block, PrefixCache
+from medha.sched.prefix import Path, PrefixCache
 from medha.sched.queue import Queue
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
@@ -147,10 +147,10 @@ def reference_forgotten(patch: Patch) -> None:
     """What two requests hold goes with the first that ends."""
     hold = PrefixCache.hold
 
-    def forgetting(self: PrefixCache, block: Block) -> int | None:
-        found = hold(self, block)
-        block.num_holders -= block.num_holders > 1
-        return found
+    def forgetting(self: PrefixCache, path: Path, end: int) -> None:
+        was_held = path.held
+        hold(self, path, end)
+        self._is_held(path, was_held, path.shared)
 
     patch.setattr(PrefixCache, "hold", forgetting)
 

@@ -18,7 +18,7 @@ from medha.engine.prefix import PrefixIds
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.prefix import Block, Chain, Hit, PrefixCache
+from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, worlds
 
@@ -246,8 +246,7 @@ def shares(*, num_groups: int = 1, block_size: int = 64) -> dict[str, Any]:
 def test_what_is_there_is_not_computed_again(num_groups: int, block_size: int) -> None:
     drive = play(shares(num_groups=num_groups, block_size=block_size))
     # of the first 610, 650, 700 and 990 tokens of a document the whole units, also of one that is being read
-    at_shards_end = 48 * (num_groups == 2 and block_size == 64)  # what lies on the next group is not copied
-    assert drive.num_shared >= 608 + 640 + 688 + 976 - at_shards_end
+    assert drive.num_shared >= 608 + 640 + 688 + 976
     assert drive.num_computed <= sum(job.num_prompt + job.max_new for job in drive.jobs) - drive.num_shared
 
 
@@ -259,10 +258,9 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
     if mutation == "forgets a reference":
         hold = PrefixCache.hold
 
-        def forgets(self: PrefixCache, block: Block) -> int | None:
-            found = hold(self, block)
-            block.num_holders -= 1
-            return found
+        def forgets(self: PrefixCache, path: Path, end: int) -> None:
+            hold(self, path, end)
+            self._is_held(path, path.end if path.owner is not None else path.start, path.shared)
 
         monkeypatch.setattr(PrefixCache, "hold", forgets)
     elif mutation == "wrong id":
@@ -282,10 +280,10 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
     elif mutation == "no copy":
         monkeypatch.setattr(Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, copies=())))
     elif mutation == "takes what is held":
-        monkeypatch.setattr(PrefixCache, "hold", lambda self, block: None)
+        monkeypatch.setattr(PrefixCache, "hold", lambda self, path, end: None)
     else:
         monkeypatch.setattr(KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64))
-    with pytest.raises((AssertionError, KeyError, IndexError, RuntimeError)):
+    with pytest.raises((AssertionError, KeyError, IndexError, RuntimeError, ValueError)):
         play(shares())
 
 
@@ -379,12 +377,12 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
     ids = IDS.of(np.arange(320, dtype=np.int32))
     for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
         scheduler.add(SchedulerRequest(slot, 320, 280, 0.0, prefix=ids))
-    held: list[Block] = []
+    held: list[int] = []
     hold = PrefixCache.hold
 
-    def holds(cache: PrefixCache, block: Block) -> int | None:
-        held.append(block)
-        return hold(cache, block)
+    def holds(cache: PrefixCache, path: Path, end: int) -> None:
+        held.append(end)
+        hold(cache, path, end)
 
     monkeypatch.setattr(PrefixCache, "hold", holds)
     for turn in range(20):
@@ -392,7 +390,7 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
         assert batch is not None
         scheduler.complete(batch, turn + 0.5, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.5)
     assert len(scheduler._queue.waiting) == 31
-    assert len(held) <= 20 * 20
+    assert 20 <= len(held) <= 20 * 4
 
 
 def test_a_reset_is_of_what_is_on_the_host_as_well() -> None:
