@@ -22,7 +22,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 _HEADER = 4
@@ -83,8 +83,7 @@ class Row(NamedTuple):
         return f"slot {self.slot} prefill [{self.position}:{self.kv_len}]{last}{where}"
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A run of adjacent KV blocks of a request: ``first``, ..., ``first + count - 1``.
 
     They are appended to its block table; those of a swap are of the host's pool.
@@ -92,7 +91,7 @@ class Extent:
 
     slot: int
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # not that of a tuple
     group: int = 0  # whose pool they are of
 
     def __str__(self) -> str:
@@ -105,8 +104,7 @@ class Extent:
         return f"[{self.first}:{self.first + self.count}]{where}"
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(NamedTuple):
     """What a group holds already of a request that begins: blocks that others have computed, its first ones here."""
 
     slot: int
@@ -119,8 +117,7 @@ class Shared:
         return f"slot {self.slot} shares [{self.start}:{self.start + self.num_tokens}]{where}"
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """The first tokens of a block that go into another one of the same pool."""
 
     group: int
@@ -214,18 +211,12 @@ class Batch:
         for row in self.rows:
             flags = _DECODE * row.is_decode + _SAMPLES * row.samples
             out.extend((row.slot, row.position, row.q_len, flags, row.group, row.num_groups))
-        for extent in self.extents:
-            out.extend((extent.slot, extent.first, extent.count, extent.group))
+        out.extend(chain.from_iterable(self.extents))
         out.extend(self.frees)
         kinds = self.swaps_out, self.swaps_in, self.shared, self.copies
         if any(kinds):
             out.extend(map(len, kinds))
-            for extent in (*self.swaps_out, *self.swaps_in):
-                out.extend((extent.slot, extent.first, extent.count, extent.group))
-            for shared in self.shared:
-                out.extend((shared.slot, shared.group, shared.start, shared.num_tokens))
-            for copy in self.copies:
-                out.extend((copy.group, copy.source, copy.target, copy.num_tokens))
+            out.extend(chain.from_iterable(chain.from_iterable(kinds)))
         return out
 
     @classmethod

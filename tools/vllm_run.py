@@ -92,6 +92,7 @@ def _config(path: Path, settings: Mapping[str, Any]) -> SchedulerConfig:
         chunk_size=_setting(path, settings, "long_prefill_token_threshold", 0) or budget,
         depth=1,
         overcommit=True,  # vLLM takes KV blocks as they are needed, too
+        prefix_caching=settings.get("enable_prefix_caching") is not False,  # on where the settings do not say
     )
 
 

@@ -17,10 +17,8 @@ import numpy.typing as npt
 
 from medha.sched.prefix import ID_BYTES
 
-_Sums = npt.NDArray[np.uint64]
 _PIECE = 4096  # units whose numbers are drawn together
 _HALF = np.uint64(32)
-_LOW = np.uint64(0xFFFFFFFF)
 
 
 class PrefixIds:

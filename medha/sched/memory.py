@@ -21,7 +21,6 @@ and comes back to the same group.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +56,10 @@ class _Account:
     def rest(self) -> _Blocks:
         """Reserved and not yet held."""
         return [(self.first + i, blocks - self.held[i]) for i, blocks in enumerate(self.reserved)]
+
+    def paths(self) -> list[tuple[Path, int]]:
+        """What it shares and what others may share of its own: paths, and up to which block it holds them."""
+        return [*self.hit.parts, *((path, path.end) for path in self.own)]
 
     def holds(self) -> _Blocks:
         """What comes back when it ends."""
@@ -108,7 +111,7 @@ class KVMemory:
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
         self.prefix = PrefixCache(self.pools, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction)
-        self._copied: list[tuple[Path, int]] = []  # of which the next batch copies a part, as they are held
+        self._copied: list[tuple[Path, int, int]] = []  # held as the next batch copies a part of them
         self._swapped: dict[int, tuple[int, list[Extent]]] = {}  # group and host blocks of those swapped out
         self._swapped_in: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
         self.frees: list[int] = []  # slots whose blocks the next batch frees
@@ -198,9 +201,9 @@ class KVMemory:
             account.hit, account.parent = hit, hit.parts[-1][0] if hit.parts else None
             account.num_units = hit.num_tokens(self.block_size) // self.prefix.unit
             for part in hit.parts:
-                self.prefix.hold(*part)
+                self.prefix.hold(*part, slot)
             if hit.tail is not None:  # it must not be written to before it is copied
-                self._copied.append((hit.tail, hit.num_blocks + 1))
+                self._copied.append((hit.tail, hit.num_blocks + 1, ~slot))
                 self.prefix.hold(*self._copied[-1])
         self._accounts[slot] = account
         self._count(account, +1)
@@ -212,11 +215,19 @@ class KVMemory:
         account = self._accounts.pop(slot)
         self._count(account, -1)
         for part in hit.parts:
-            self.prefix.let_go(*part, is_used=False)
+            self.prefix.let_go(*part, slot, is_used=False)
 
     def notes(self, slot: int) -> bool:
         """Whether what a bound request computes becomes known to others."""
         return self._accounts[slot].chain is not None
+
+    def held_by_others(self, slot: int) -> int:
+        """Tokens of a bound request that stay where they are if it goes, as others hold them."""
+        num_blocks = 0
+        for path, end in self._accounts[slot].paths():
+            held = path.end if path.owner not in (None, slot) else path.shared_without({slot})
+            num_blocks = max(num_blocks, min(held, end)) if held > path.start else num_blocks
+        return num_blocks * self.block_size
 
     def is_bound(self, slot: int) -> bool:
         """Whether a request has a span."""
@@ -370,10 +381,8 @@ class KVMemory:
             start = (account.starts[shard:] or [0])[0] // self.block_size + account.given[shard]
             own = [(path.start - start, path.end - start) for path in account.own if path.group == group]
             self.pools[group].release(slot, kept=own)
-        for part in account.hit.parts:
-            self.prefix.let_go(*part)
-        for path in account.own:
-            self.prefix.let_go(path)
+        for path, end in account.paths():
+            self.prefix.let_go(path, end, slot)
         if any(account.held):
             self.frees.append(slot)
 
@@ -469,12 +478,9 @@ class KVMemory:
             for g, blocks in account.rest():
                 wanted[g] -= blocks
                 promised[g] -= blocks * account.is_set_aside
-        ends = Counter(part for account in accounts for part in account.hit.parts)
-        owns = {path for account in accounts for path in account.own}
-        for path in owns.union(path for path, _ in ends):  # what only these share comes back with them
-            to = max((end for end, count in path.ends.items() if count > ends[path, end]), default=path.start)
-            if path.owner is None or path in owns:
-                free[path.group] += path.shared - to
+        for path in {path for account in accounts for path, _ in account.paths()}:
+            if path.owner is None or path.owner in gone:  # what only these share comes back with them
+                free[path.group] += path.shared - path.shared_without(set(gone))
         if num_blocks > free[group]:
             return False
         if self.overcommit:

@@ -12,7 +12,8 @@ its end. Two options change that.
   prefill; it is never preempted, so it comes to its end, and then the next one does.
 
 Only a request with nothing in flight can be preempted. It loses the predicted time to compute again what it had, or to
-copy it out and in: the most that this can be, as the copies run beside what others compute.
+copy it out and in: the most that this can be, as the copies run beside what others compute. What others hold too
+stays in the prefix cache; what nobody holds then counts as lost, as it is its memory that is wanted.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Preemption:
         Without a predictor the seconds are tokens of short context, and a request that can be swapped is.
         """
         factor = 1.0 if self._predictor is None else self._predictor.factor("prefill")
-        again_s = self._queue.prefill_s(state.num_scheduled_tokens) * factor if state.num_scheduled_tokens else 0.0
+        had = state.num_scheduled_tokens
+        kept = min(self.memory.held_by_others(state.slot), had - 1)
+        again_s = self._queue.left_s(kept, had) * factor if had else 0.0
         blocks = self.memory.swappable(state.slot)
         moved_s = 2 * blocks * self.memory.swap_block_s
         if blocks and (moved_s < again_s or self._predictor is None):
@@ -76,6 +79,7 @@ class Preemption:
             self.preempted.append(Preempted(state.slot, lost_s, num_kept))
             if is_swap:
                 self.memory.swap_out(state.slot)
+            self.memory.note(state.slot, state.num_computed_tokens)  # its output as well
             self.memory.release(state.slot)
             self._queue.preempt(state, now_s, num_kept=num_kept)
             if state.chain is not None and not is_swap:

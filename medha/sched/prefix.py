@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 from medha.batch import append_extent
 from medha.sched.blocks import BlockPool, cut
@@ -42,26 +43,34 @@ class Chain:
 
     def __init__(self, ids: bytes) -> None:
         self._ids = ids
-        self._more = bytearray()
-        self._num_given = len(ids) // ID_BYTES
 
     def __len__(self) -> int:
-        return self._num_given + len(self._more) // ID_BYTES
+        return len(self._ids) // ID_BYTES
 
     def __getitem__(self, num_units: int) -> bytes:
-        if num_units <= self._num_given:
-            return self._ids[(num_units - 1) * ID_BYTES : num_units * ID_BYTES]
-        end = (num_units - self._num_given) * ID_BYTES
-        return bytes(self._more[end - ID_BYTES : end])
+        return self._ids[(num_units - 1) * ID_BYTES : num_units * ID_BYTES]
 
     def extend(self, ids: bytes) -> None:
         """Units that its output has filled."""
-        self._more += ids
+        self._ids += ids
 
     def num_common(self, other: Chain) -> int:
         """Units from the first on that are the same in another."""
         least = min(len(self), len(other))
         return bisect_left(range(1, least + 1), True, key=lambda n: self[n] != other[n])
+
+
+_Marks = dict[int, dict[Any, None]]  # slots or paths, by block
+
+
+def _mark(marks: _Marks, block: int, what: object) -> None:
+    marks.setdefault(block, {})[what] = None
+
+
+def _unmark(marks: _Marks, block: int, what: object) -> None:
+    marks.get(block, {}).pop(what, None)
+    if not marks.get(block):
+        marks.pop(block, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,9 +87,9 @@ class Path:
     runs: list[tuple[int, int]] = field(default_factory=list)  # its blocks in the pool
     ids: list[bytes] = field(default_factory=list)  # of its units; some may name a block of another path
     is_known: bool = True
-    ends: dict[int, int] = field(default_factory=dict)  # how many share it up to a block
-    children: dict[int, dict[Path, None]] = field(default_factory=dict)  # by the block at which they begin
-    counted_on: dict[int, dict[int, None]] = field(default_factory=dict)  # slots of waiting requests, by block
+    holders: _Marks = field(default_factory=dict)  # slots that share it up to a block
+    children: _Marks = field(default_factory=dict)  # paths that begin at a block
+    counted_on: _Marks = field(default_factory=dict)  # slots of waiting requests whose hit ends at a block
     steps: list[tuple[float, float, int]] = field(default_factory=lambda: [(math.inf, 0.0, 0)])
     """(up to which block, when it was let go of last as the key counts time, how often it was used)"""
     entry: int = -1  # its latest among those that may go
@@ -88,12 +97,16 @@ class Path:
     def __post_init__(self) -> None:
         self.end = self.held = self.shared = self.start
 
+    def shared_without(self, gone: Set[int]) -> int:
+        """Up to which block somebody else than its owner, and none of some slots, holds it."""
+        return max((end for end, slots in self.holders.items() if not slots.keys() <= gone), default=self.start)
+
     def blocks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Some of its blocks as runs (first, count)."""
         return cut(self.runs, start - self.start, end - self.start)
 
 
-_Entry = tuple[float, int, Path]
+_Entry = tuple[bool, float, int, Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +162,7 @@ class PrefixCache:
         self._cost_s = cost_s
         self._is_lru = eviction == "lru"
         self._known: dict[bytes, Path] = {}
-        self._heaps: list[list[_Entry]] = [[] for _ in pools]  # paths whose end may go
-        self._spared: list[list[_Entry]] = [[] for _ in pools]  # those counted on when their turn came
+        self._heaps: list[list[_Entry]] = [[] for _ in pools]  # paths whose end may go; those counted on come last
         self._num_entries = 0
         self._clock = 0.0  # the key of what went last
         self._waits_for: dict[bytes, set[int]] = {}  # slots whose hit grows with an id
@@ -188,7 +200,8 @@ class PrefixCache:
         path, tail, num_units = self.end_of(chain, most_tokens)
         last, end = tail or path, -(-num_units // self.units_per_block)
         if last is not None:
-            last.counted_on.setdefault(end, {})[slot] = None
+            _mark(last.counted_on, end, slot)
+            self._may_go(last)
         wanted = (
             chain[num_units + 1] if (num_units + 1) * self.unit <= min(most_tokens, len(chain) * self.unit) else None
         )
@@ -201,11 +214,9 @@ class PrefixCache:
         """Watch for a request no more."""
         last, end, wanted = self._watched.pop(slot, (None, 0, None))
         self.stale.pop(slot, None)
-        if last is not None and slot in (slots := last.counted_on.get(end, {})):
-            del slots[slot]
-            if not slots:
-                del last.counted_on[end]
-                self._may_go(last)
+        if last is not None:
+            _unmark(last.counted_on, end, slot)
+            self._may_go(last)
         if wanted is not None and (waiting := self._waits_for.get(wanted)) is not None:
             waiting.discard(slot)
             if not waiting:
@@ -228,7 +239,7 @@ class PrefixCache:
                 if path is None:
                     path = new((n - 1) // size)
                     if path.parent is not None:
-                        path.parent.children.setdefault(path.start, {})[path] = None
+                        _mark(path.parent.children, path.start, path)
                 known[one] = path
                 path.ids += [chain[m] for m in range(path.start * size + len(path.ids) + 1, n)]
                 path.ids.append(one)
@@ -251,20 +262,19 @@ class PrefixCache:
 
     # -- who holds it ------------------------------------------------------------------------------------------------
 
-    def hold(self, path: Path, end: int) -> None:
+    def hold(self, path: Path, end: int, slot: int) -> None:
         """One more request holds a path up to some block."""
-        path.ends[end] = path.ends.get(end, 0) + 1
+        _mark(path.holders, end, slot)
         self._is_held(path, max(path.held, end), max(path.shared, end))
 
-    def let_go(self, path: Path, end: int | None = None, *, is_used: bool = True) -> None:
-        """A request holds a path no more, which it held up to some block; its owner, all of it."""
-        if end is None:
-            path.owner = None
-        elif path.ends[end] > 1:
-            path.ends[end] -= 1
+    def let_go(self, path: Path, end: int, slot: int, *, is_used: bool = True) -> None:
+        """A request holds a path no more, which it held up to some block, or owned."""
+        if path.owner == slot:
+            path.owner, to = None, math.inf
         else:
-            del path.ends[end]
-        steps, to = path.steps, math.inf if end is None else end
+            _unmark(path.holders, end, slot)
+            to = end
+        steps = path.steps
         at = bisect_left(steps, to, key=lambda step: step[0])
         if steps[at][0] > to:
             steps.insert(at, (to, *steps[at][1:]))
@@ -272,7 +282,7 @@ class PrefixCache:
         steps[: at + 1] = [(bound, now, num_uses + is_used) for bound, _, num_uses in steps[: at + 1]]
         if self._is_lru:
             del steps[:at]
-        shared = max(path.ends, default=path.start)
+        shared = max(path.holders, default=path.start)
         self._is_held(path, shared if path.owner is None else path.end, shared)
         if path.is_known:
             self._may_go(path)
@@ -288,19 +298,14 @@ class PrefixCache:
 
     def make_free(self, group: int, num_blocks: int) -> None:
         """Let blocks that nobody holds go until so many are free; there are as many."""
-        pool, heap, spared = self._pools[group], self._heaps[group], self._spared[group]
+        pool, heap = self._pools[group], self._heaps[group]
         while pool.num_free < num_blocks:
-            if heap or spared:
-                is_spared = not heap
-                entry = heappop(heap or spared)
-                key, _, path = entry
+            if heap:
+                is_counted_on, key, _, path = entry = heappop(heap)
                 if not self._is_valid(entry):
                     continue
-                floor = max([path.held, *path.children, *(() if is_spared else path.counted_on)])
-                if floor >= path.end:
-                    self._push(spared, entry)
-                    continue
-                floor = max([floor, *(int(bound) for bound, _, _ in path.steps if bound < path.end)])
+                steps = [int(bound) for bound, _, _ in path.steps if bound < path.end]
+                floor = max([path.held, *path.children, *steps, *(() if is_counted_on else path.counted_on)])
                 self._clock = max(self._clock, key)
             else:  # behind what is left lies only what others compute for themselves
                 paths = dict.fromkeys(self._known.values())
@@ -321,17 +326,15 @@ class PrefixCache:
         path.entry = self._num_entries
         key, num_uses = next(step[1:] for step in path.steps if step[0] >= path.end)
         key += 0.0 if self._is_lru else num_uses * self._cost_s(path.end - 1)
-        self._push(self._heaps[path.group], (key, path.entry, path))
-
-    def _push(self, heap: list[_Entry], entry: _Entry) -> None:
-        if len(heap) > 2 * self.num_idle[entry[2].group] + _SLACK:  # most entries are of paths that were used again
-            heap[:] = [entry for entry in heap if self._is_valid(entry)]
+        heap = self._heaps[path.group]
+        if len(heap) > 2 * self.num_idle[path.group] + _SLACK:  # most entries are of paths that were used again
+            heap[:] = filter(self._is_valid, heap)
             heapify(heap)
-        heappush(heap, entry)
+        heappush(heap, (max(path.counted_on, default=0) >= path.end, key, path.entry, path))
 
     def _is_valid(self, entry: _Entry) -> bool:
         """Whether what lies in a heap is of now."""
-        _, number, path = entry
+        *_, number, path = entry
         return number == path.entry and path.is_known and max([path.held, *path.children]) < path.end
 
     def _trim(self, path: Path, end: int) -> None:
@@ -353,11 +356,9 @@ class PrefixCache:
             path.is_known, parent, path.parent = False, path.parent, None
             self._unname(path, path.start)
             self._free(path, path.held)
-            if parent is not None and path in (siblings := parent.children.get(path.start, {})):
-                del siblings[path]
-                if not siblings:
-                    del parent.children[path.start]
-                    self._may_go(parent)
+            if parent is not None:
+                _unmark(parent.children, path.start, path)
+                self._may_go(parent)
 
     def _unname(self, path: Path, end: int) -> None:
         """No id names a block of a path from some block on."""

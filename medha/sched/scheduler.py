@@ -173,6 +173,12 @@ class Scheduler:
             return 0.0
         return self._queue.left_s(num_computed, num_prompt) * self.predictor.factor("prefill")
 
+    def num_there(self, slot: int) -> int:
+        """Tokens of a request that it need not compute when it starts; 0 of one that does not wait. Any thread may
+        ask."""
+        state = self._queue.waiting.get(slot)
+        return 0 if state is None else state.num_scheduled_tokens
+
     def _late_tpot_s(self, request: SchedulerRequest) -> float | None:
         """Predicted seconds a token of a request whose TPOT objective is shorter even if it decodes alone; else None.
 

@@ -81,6 +81,7 @@ class Front:
                 post("/v1/chat/completions", partial(self._complete, is_chat=True)),
                 post("/tokenize", self._tokenize),
                 post("/detokenize", self._detokenize),
+                post("/reset_prefix_cache", self._reset_prefix_cache),
                 get("/v1/models", self._list_models),
                 get("/v1/models/{name:path}", self._list_models),
                 get("/version", lambda request, key: _json({"version": version("medha")})),
@@ -226,6 +227,10 @@ class Front:
             for chunk in chunks.last(ordered):
                 yield _event(chunk)
         yield b"data: [DONE]\n\n"
+
+    def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
+        self.service.reset_prefix_cache()
+        return Response()
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,9 @@ class Snapshots:
 
     def _row(self, request: Request, now_s: float) -> dict[str, Any]:
         one, metrics = request.first, request.first.metrics
-        left_s = self._engine.scheduler.prefill_left_s(one.num_computed_tokens, len(request.prompt_ids))
+        scheduler = self._engine.scheduler
+        num_done = one.num_computed_tokens or scheduler.num_there(one.slot)
+        left_s = scheduler.prefill_left_s(num_done, len(request.prompt_ids))
         slack_s = None if metrics.deadline_s is None else metrics.arrival + metrics.deadline_s - now_s - left_s
         return {
             "number": one.slot,

@@ -132,6 +132,10 @@ class Service:
         for one in answer.requests:
             self._inbox.put(partial(self.engine.abort, one.request_id))
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, between two steps; what is asked from now on finds nothing of before."""
+        self._inbox.put(self.engine.reset_prefix_cache)
+
     @property
     def stuck_s(self) -> float:
         """Seconds for which requests wait and no batch has completed."""
@@ -167,7 +171,8 @@ class Service:
         return (sums[bisect_left(lefts, left_s)] + max(sums[bisect_right(lefts, left_s)] - left_s, 0.0)) / 2
 
     def _left_s(self, one: Completion) -> float:
-        return self.engine.scheduler.prefill_left_s(one.num_computed_tokens, len(one.request.prompt_ids))
+        num_done = one.num_computed_tokens or self.engine.scheduler.num_there(one.slot)
+        return self.engine.scheduler.prefill_left_s(num_done, len(one.request.prompt_ids))
 
     # -- of the engine's thread --------------------------------------------------------------------------------------
 

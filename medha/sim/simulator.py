@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 
+import numpy as np
+
 from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS
 from medha.params import SLO
@@ -127,7 +129,7 @@ class Simulation:
         priority = NORMAL if row.priority is None else row.priority
         lengths, arrival_s = (row.prompt_tokens, row.output_tokens), row.arrival_s or 0.0
         head = SchedulerRequest(
-            slot, *lengths, arrival_s, slo, priority, tenant=row.tenant or "", prefix=self._prefix(row)
+            slot, *lengths, arrival_s, slo, priority, tenant=row.tenant or "", prefix=self._prefix(index, row)
         )
         if head.num_kv_tokens > self.scheduler.memory.max_request_tokens:
             self.requests.is_refused[index] = True
@@ -137,9 +139,14 @@ class Simulation:
         self.requests.deadline_s[index] = self.scheduler.add(head).deadline_s
         self._live[slot] = _Live(index, row.output_tokens)
 
-    def _prefix(self, row: Row) -> bytes:
-        keeps = self.scheduler.config.prefix_caching is not False
-        return prefix_ids(row, self.scheduler.memory.prefix.unit) if keeps else b""
+    def _prefix(self, index: int, row: Row) -> bytes:
+        config, unit = self.scheduler.config, self.scheduler.memory.prefix.unit
+        if config.prefix_caching is False:
+            return b""
+        if row.prefix_hashes is None and config.overcommit:  # who gives way finds its own again, its output as well
+            count = (row.prompt_tokens + row.output_tokens) // unit
+            return np.stack([np.full(count, ~index), np.arange(count)], axis=1).tobytes()
+        return prefix_ids(row, unit)
 
     def _fill(self) -> None:
         while True:

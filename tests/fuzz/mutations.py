@@ -147,9 +147,9 @@ def reference_forgotten(patch: Patch) -> None:
     """What two requests hold goes with the first that ends."""
     hold = PrefixCache.hold
 
-    def forgetting(self: PrefixCache, path: Path, end: int) -> None:
+    def forgetting(self: PrefixCache, path: Path, end: int, slot: int) -> None:
         was_held = path.held
-        hold(self, path, end)
+        hold(self, path, end, slot)
         self._is_held(path, was_held, path.shared)
 
     patch.setattr(PrefixCache, "hold", forgetting)

@@ -73,6 +73,7 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     for slot, num_tokens in scheduled.items():
         state = queue.add(SchedulerRequest(slot, 10 if slot == 1 else 100, 5, float(slot), priority=slot % 3), 1.0)
         queue.start(state)
+        memory.start(slot, 0, 105)
         state.num_scheduled_tokens = num_tokens
     queue.running[5].num_in_flight = 1
     four = queue.running[4]

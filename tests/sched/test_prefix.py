@@ -258,8 +258,8 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
     if mutation == "forgets a reference":
         hold = PrefixCache.hold
 
-        def forgets(self: PrefixCache, path: Path, end: int) -> None:
-            hold(self, path, end)
+        def forgets(self: PrefixCache, path: Path, end: int, slot: int) -> None:
+            hold(self, path, end, slot)
             self._is_held(path, path.end if path.owner is not None else path.start, path.shared)
 
         monkeypatch.setattr(PrefixCache, "hold", forgets)
@@ -274,13 +274,13 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
 
         def shifted(self: KVMemory, slot: int, hit: Any) -> Any:
             extents, shared = hit_extents(self, slot, hit)
-            return extents, [replace(one, start=one.start + 1) for one in shared]
+            return extents, [one._replace(start=one.start + 1) for one in shared]
 
         monkeypatch.setattr(KVMemory, "hit_extents", shifted)
     elif mutation == "no copy":
         monkeypatch.setattr(Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, copies=())))
     elif mutation == "takes what is held":
-        monkeypatch.setattr(PrefixCache, "hold", lambda self, path, end: None)
+        monkeypatch.setattr(PrefixCache, "hold", lambda self, path, end, slot: None)
     else:
         monkeypatch.setattr(KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64))
     with pytest.raises((AssertionError, KeyError, IndexError, RuntimeError, ValueError)):
@@ -380,9 +380,9 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
     held: list[int] = []
     hold = PrefixCache.hold
 
-    def holds(cache: PrefixCache, path: Path, end: int) -> None:
+    def holds(cache: PrefixCache, path: Path, end: int, slot: int) -> None:
         held.append(end)
-        hold(cache, path, end)
+        hold(cache, path, end, slot)
 
     monkeypatch.setattr(PrefixCache, "hold", holds)
     for turn in range(20):

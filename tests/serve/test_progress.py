@@ -11,9 +11,10 @@ from typing import Any
 
 from medha.config import EngineConfig
 from medha.serve import app
+from medha.serve.keys import Key
 from tests.engines import build_engine
 from tests.serve.conftest import Start, asked
-from tests.serving import Model
+from tests.serving import Model, random_ids
 
 PATH = "/v1/completions"
 
@@ -84,6 +85,39 @@ def test_tokens_and_text(start: Start, bytes_model: Model) -> None:
     assert server.post("/detokenize", {"tokens": told["tokens"]})[1] == {"prompt": "hello"}
     assert server.post("/detokenize", {"tokens": [-1]})[0] == server.post("/tokenize", {"prompt": 3})[0] == 400
     assert "version" in server.get("/version")[1]
+
+
+def test_the_prefix_cache_is_emptied_by_who_has_a_key(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(), Key("alice", "sk-1"))
+    reset, bearer = "/reset_prefix_cache", {"authorization": "Bearer sk-1"}
+
+    def cached() -> int:
+        told = server.post(PATH, asked(100, 2), **bearer)[1]
+        return int(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(), cached()] == [0, 96]
+    assert server.post(reset, {})[0] == 401 and cached() == 96
+    assert server.post(reset, {}, **bearer)[0] == 200 and cached() == 0
+
+
+def test_the_eta_of_one_that_waits_counts_what_is_there(start: Start, bytes_model: Model) -> None:
+    config = EngineConfig.from_flat(str(bytes_model.folder), num_kv_blocks=2048, num_threads=1, max_num_seqs=1)
+    server = start(build_engine(config))
+    server.post(PATH, asked(4000, 1))
+    long = server.events(PATH, asked(20, 4000, stream=True))
+    next(long)  # the one place is taken
+
+    def told(seed: int) -> dict[str, Any]:
+        prompt = random_ids(4000, seed=seed)
+        waiting = server.events(PATH, asked(0, 1, prompt=prompt, stream=True, return_progress=True))
+        progress = next(one["prompt_progress"] for one in waiting if isinstance(one, dict))
+        waiting.close()  # type: ignore[attr-defined]
+        return dict(progress)
+
+    again, other = told(0), told(1)
+    assert (again["processed"], other["processed"]) == (0, 0)
+    assert again["eta_s"] < 0.2 * other["eta_s"]
+    long.close()  # type: ignore[attr-defined]
 
 
 def test_the_page_runs_its_own_script_alone(start: Start, bytes_model: Model) -> None:

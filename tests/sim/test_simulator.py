@@ -215,6 +215,17 @@ def test_who_is_swapped_is_not_computed_again_and_the_moves_take_their_time() ->
     assert swapped.duration_s < min(recomputed.duration_s, dear.duration_s)
 
 
+def test_who_gives_way_finds_what_is_left_of_its_own_blocks() -> None:
+    trace = synthesize("fixed:700,300", arrivals="at-once", num_requests=6)
+    kept, lost = (
+        run(replace(one_replica("vllm", overcommit=True, prefix_caching=keeps), num_blocks=9), trace)
+        for keeps in (True, False)
+    )
+    assert kept.requests.num_preemptions.sum() > 0 < lost.requests.num_preemptions.sum()
+    assert kept.num_cached_tokens == 0  # nobody shares with another
+    assert kept.duration_s < lost.duration_s
+
+
 def test_the_hash_seed_is_nothing(tmp_path: Path) -> None:
     written = []
     for seed in ("1", "2"):
