@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
+from medha.engine.prefix import PrefixIds
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
@@ -116,3 +118,23 @@ def test_the_property_notices_who_gives_way_in_flight(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Preemption, "_idle", lambda self: list(self._queue.running.values()))
     with pytest.raises(AssertionError):
         play(make(8, overcommit=True, depth=2), [Job(0.0, 16, 100), Job(0.01, 40, 80), Job(0.02, 60, 60)])
+
+
+def test_what_others_hold_as_well_is_not_lost() -> None:
+    scheduler = make(60, scheduler="sarathi", chunk_size=64)
+    ids = PrefixIds(16, key=b"of tests").of(np.arange(320, dtype=np.int32))
+    for slot in range(2):
+        scheduler.add(SchedulerRequest(slot, 320 - 50 * slot, 40, 0.0, prefix=ids[: len(ids) - 48 * slot]))
+        while slot not in scheduler._queue.decoding:
+            batch = scheduler.schedule(0.0).batch
+            assert batch is not None
+            scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.1)
+    first, second = scheduler._queue.running.values()
+    assert second.num_cached == 256
+    scheduler.memory.note(0, first.num_computed_tokens)
+    left_s, preemption = scheduler._queue.left_s, scheduler._preemption
+    for state in (first, second):  # each would lose what lies behind the 16 blocks that both hold
+        had = state.num_computed_tokens
+        assert preemption.loss(state) == (pytest.approx(left_s(256, had)), False)
+    scheduler.cancel(1)
+    assert preemption.loss(first)[0] == pytest.approx(left_s(0, first.num_computed_tokens))
