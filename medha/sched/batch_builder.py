@@ -4,7 +4,7 @@ A packer says who is next and how many tokens it may get. What bounds a row othe
 shard, KV memory, the number of running requests) is checked here, the same for every packer; so is on which KV-parallel
 group the span of a request begins, at its first chunk and not at its arrival: of the spans that have the memory where
 the least seconds of prefill are pending, then where the least memory is used (the "just-in-time" load balancer of arXiv
-2409.17264 v4 section 4.3).
+2409.17264 v4 section 4.3). The file is long because every way into a batch changes the same half-filled one.
 """
 
 from __future__ import annotations

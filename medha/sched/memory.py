@@ -15,7 +15,7 @@ begin with some that others have computed. Those that nobody holds count as free
 not counted on to give any back, so the test errs on the safe side.
 
 The host may have a pool for each group as well: a preempted request that lies on one group can be *swapped out* to it,
-and comes back to the same group.
+and comes back to the same group. The file is long because all of this reads and writes the same accounts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class _Account:
     hit: Hit = field(default_factory=Hit)  # what it shares
     own: list[Path] = field(default_factory=list)  # what others may share of what it computes
     num_units: int = 0  # whose ids are known
-    parent: Path | None = None  # that with the last of the whole blocks of these
-    open: Path | None = None  # that which goes on behind it, if it is this request's
+    last: Path | None = None  # that with the last of the whole blocks of these, or its own that goes on behind
 
     def rest(self) -> _Blocks:
         """Reserved and not yet held."""
@@ -198,7 +197,7 @@ class KVMemory:
             account.given = [*closed, hit.num_blocks - starts[-1], *[0] * (len(rest) - 1)]
             account.held = list(account.given)
             account.starts = [start * self.block_size for start in starts]
-            account.hit, account.parent = hit, hit.parts[-1][0] if hit.parts else None
+            account.hit, account.last = hit, hit.parts[-1][0] if hit.parts else None
             account.num_units = hit.num_tokens(self.block_size) // self.prefix.unit
             for part in hit.parts:
                 self.prefix.hold(*part, slot)
@@ -258,28 +257,23 @@ class KVMemory:
         prefix, size = self.prefix, self.prefix.units_per_block
         num_units = min(len(chain), num_tokens // prefix.unit)
         while account.num_units < num_units:
-            if any(path is not None and not path.is_known for path in (account.parent, account.open)):
+            last = account.last
+            if last is not None and not last.is_known:
                 break
             shard = bisect_right(account.starts, account.num_units * prefix.unit) - 1
             group, start = account.first + shard, account.starts[shard] // self.block_size + account.given[shard]
-            last = min([num_units, *[end // prefix.unit for end in account.starts[shard + 1 :][:1]]])
-            units = range(account.num_units + 1, last + 1)
-            if account.open is not None and account.open.group != group:
-                account.open = None
-            new = partial(Path, group, parent=account.parent, owner=slot)
-            path, account.num_units = prefix.note(account.open, chain, units, new)
+            end = min([num_units, *[end // prefix.unit for end in account.starts[shard + 1 :][:1]]])
+            units, new = range(account.num_units + 1, end + 1), partial(Path, group, parent=last, owner=slot)
+            goes_on = last is not None and last.owner == slot and last.group == group
+            path, account.num_units, whole = prefix.note(last if goes_on else None, chain, units, new)
             if path is not None:
-                if path is not account.open:
+                if path is not last:
                     account.own.append(path)
                 end = path.start + -(-len(path.ids) // size)
                 prefix.grow(path, self.pools[group].runs(slot, path.end - start, end - start))
-            account.open = path
-            if not account.num_units % size:
-                account.parent = prefix.known(chain[account.num_units])
-                if account.parent.group != group:  # what follows would lie beside what precedes
-                    break
-                if account.parent is not path:
-                    account.open = None
+            account.last = whole or path or last
+            if whole is not None and whole.group != group:  # what follows would lie beside what precedes
+                break
         else:
             return
         account.chain = None

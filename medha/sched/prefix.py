@@ -226,16 +226,17 @@ class PrefixCache:
 
     def note(
         self, path: Path | None, chain: Chain, units: range, new: Callable[[int], Path]
-    ) -> tuple[Path | None, int]:
+    ) -> tuple[Path | None, int, Path | None]:
         """Further units of a chain are being computed: those that nobody has are of ``path``, or of a ``new`` one, made
         for the block at which it begins, which the caller gives the blocks. Ends behind a whole block that others have.
 
         Returns:
-            The path, if there is one by now, and the last unit looked at.
+            The path, if there is one by now, the last unit looked at, and whose block that ends.
         """
         known, size = self._known, self.units_per_block
         for n in units:
-            if (other := known.get(one := chain[n])) is None:
+            other = known.get(one := chain[n])
+            if other is None:
                 if path is None:
                     path = new((n - 1) // size)
                     if path.parent is not None:
@@ -246,12 +247,8 @@ class PrefixCache:
                 if self._waits_for and (slots := self._waits_for.get(one)) is not None:
                     self.stale.update(dict.fromkeys(slots))
             elif other is not path and not n % size:
-                return path, n
-        return path, units[-1]
-
-    def known(self, one: bytes) -> Path:
-        """The path that an id names."""
-        return self._known[one]
+                break
+        return path, n, None if n % size else known[one]
 
     def grow(self, path: Path, runs: Iterable[tuple[int, int]]) -> None:
         """Give a path the blocks that follow its last one; its owner holds them."""

@@ -129,9 +129,8 @@ class Scheduler:
         if request.num_kv_tokens > self.memory.max_request_tokens:
             most = self.memory.max_request_tokens
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
-        num_cached = (
-            self._watch(request.slot, Chain(request.prefix), request.num_prompt_tokens) if request.prefix else 0
-        )
+        chain, most, prefix = Chain(request.prefix), request.num_prompt_tokens - 1, self.memory.prefix
+        num_cached = prefix.end_of(chain, most)[2] * prefix.unit
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s, num_cached)
         alone_tpot_s = self._late_tpot_s(request)
         if predicted_s is not None:
@@ -141,16 +140,16 @@ class Scheduler:
                 late_s = predicted_s - refusal.value
                 left_s = self.prefill_left_s(num_cached, request.num_prompt_tokens)
                 refusal.wait_s = late_s if left_s <= refusal.value else None
-                self.memory.prefix.forget(request.slot)
                 raise refusal
             request = replace(request, is_relegated=True)
         if alone_tpot_s is not None and request.slo is not None:
             if self.config.admission == "refuse":
-                self.memory.prefix.forget(request.slot)
                 raise _refusal("tpot_s", request, alone_tpot_s, "a token is predicted to take {:.4f} s even alone")
             request = replace(request, slo=replace(request.slo, tpot_s=None))
         factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
         deadline_s = self._queue.add(request, factor, num_cached).deadline_s
+        if request.prefix:
+            prefix.watch(request.slot, chain, most)
         slack_s = self._slack_s(request.slot, request.arrival_s)
         return Admitted(deadline_s, slack_s, request.is_relegated, alone_tpot_s)
 
@@ -235,18 +234,14 @@ class Scheduler:
         size = self.memory.block_size
         return self._queue.span_s(depth * size, (depth + 1) * size)
 
-    def _watch(self, slot: int, chain: Chain, num_tokens: int) -> int:
-        """Tokens that are there of one that waits."""
-        return self.memory.prefix.watch(slot, chain, num_tokens - 1)
-
     def _look_again(self) -> None:
         """Find out what is there of the requests that wait for which that has changed, some at a time."""
-        stale = self.memory.prefix.stale
-        for slot in list(islice(stale, _MOST_STALE)):
-            stale.pop(slot, None)
+        prefix = self.memory.prefix
+        for slot in list(islice(prefix.stale, _MOST_STALE)):
+            prefix.stale.pop(slot, None)
             state = self._queue.waiting.get(slot)
             if state is not None and state.chain is not None and self.memory.swapped_on(slot) is None:
-                self._queue.found(state, self._watch(slot, state.chain, state.num_prefill_tokens))
+                self._queue.found(state, prefix.watch(slot, state.chain, state.num_prefill_tokens - 1))
 
     def schedule(self, now_s: float) -> Decision:
         """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight."""
