@@ -15,7 +15,7 @@ from typing import Protocol
 
 from examples.reproduce.result import Options
 from examples.reproduce.served import Bounded, Served
-from medha.workload.synth import arrival_times, generators, parse_lengths
+from medha.workload.synth import Lengths, arrival_times, generators, parse_lengths
 from medha.workload.trace import Trace
 
 SHORT, MIX, MIX_2M = "sharegpt4-8k", "medha-mix", "medha-mix-2m"
@@ -46,6 +46,7 @@ class Load:
         """The requests."""
         lengths = parse_lengths(self.lengths)
         if self.long_share is not None:
+            assert isinstance(lengths, Lengths), f"{self.lengths} has no long requests"
             lengths = replace(lengths, long_share=self.long_share)
         for_arrivals, for_lengths = generators(self.seed)
         times = arrival_times("poisson", for_arrivals, qps=self.qps, duration_s=self.window_s)

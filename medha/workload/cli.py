@@ -22,8 +22,8 @@ app = make_app(help="Request traces: convert, summarise, generate, check.")
 FORMATS = "mooncake, azure, burstgpt, vidur, sharegpt or medha"
 PROCESSES = "poisson, gamma, uniform, at-once"
 LENGTHS = (
-    "sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, fixed:P,D or "
-    "uniform:A-B,C-D"
+    "sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, fixed:P,D, "
+    "uniform:A-B,C-D or sessions:DOCUMENT,P,D,REQUESTS"
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from medha.config import parse_size
 from medha.errors import ConfigError
 from medha.workload.io import Reading
-from medha.workload.trace import MAX_TOKENS, Trace
+from medha.workload.trace import HASHED_TOKENS, MAX_TOKENS, Trace
 
 ARRIVALS = ("poisson", "gamma", "uniform", "at-once")
 """``gamma`` is as vLLM's ``--burstiness``: 1 is Poisson, less is burstier, the CV of the gaps is 1 / sqrt(it)."""
@@ -170,6 +171,31 @@ class Lengths:
         return np.stack([prompts, outputs if self.max_total is None else np.minimum(outputs, self.max_total - prompts)])
 
 
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Requests that resend their history: each begins with all that its session has read and answered, of which the
+    first is a document. Some sessions are under way at a time; a request is of any of these."""
+
+    document: int  # tokens
+    prompt: int  # what a request adds to the history
+    output: int
+    num_requests: int  # of a session
+    num_open: int = 16
+
+    def sample(self, rng: np.random.Generator, num_requests: int) -> tuple[Any, ...]:
+        """Draw the columns of a :class:`Trace` behind its arrivals; as of :meth:`Lengths.sample`."""
+        sessions, counts = list(range(self.num_open)), [0] * self.num_open
+        prompts, hashes = np.empty(num_requests, np.int64), np.empty(num_requests, object)
+        for row, at in enumerate((rng.random(num_requests) * self.num_open).astype(int).tolist()):
+            prompts[row] = self.document + counts[at] * (self.prompt + self.output) + self.prompt
+            first = sessions[at] << 32
+            hashes[row] = array("q", range(first, first + int(prompts[row]) // HASHED_TOKENS))
+            counts[at] += 1
+            if counts[at] == self.num_requests:
+                sessions[at], counts[at] = max(sessions) + 1, 0
+        return prompts, np.full(num_requests, self.output), None, hashes
+
+
 def knots(values: tuple[float, ...]) -> Quantile:
     """Straight lines between the quantiles of a file of conversations."""
     return lambda u: np.interp(u, _LEVELS, values)
@@ -220,16 +246,21 @@ def named_lengths() -> dict[str, Lengths]:
     }
 
 
-def parse_lengths(spec: str) -> Lengths:
-    """The distribution of a name, of ``fixed:P,D``, or of ``uniform:A-B,C-D``; ConfigError if it is none of these."""
+def parse_lengths(spec: str) -> Lengths | Sessions:
+    """The distribution of a name, of ``fixed:P,D``, of ``uniform:A-B,C-D`` or ``sessions:DOCUMENT,P,D,REQUESTS``;
+    ConfigError if it is none of these."""
     if spec in named_lengths():
         return named_lengths()[spec]
+    if found := re.fullmatch(r"sessions:(0|N),(N),(N),(N)".replace("N", r"[1-9]\d{0,5}[kKmM]?"), spec, re.ASCII):
+        document, prompt, output, count = (parse_size(text) if text != "0" else 0 for text in found.groups())
+        if document + count * (prompt + output) <= MAX_TOKENS:
+            return Sessions(document, prompt, output, count)
     match = re.fullmatch(r"fixed:(N),(N)|uniform:(N)-(N),(N)-(N)".replace("N", r"\d{1,9}[kKmM]?"), spec, re.ASCII)
     p, d, *ends = (parse_size(text) if text.strip("0") else 0 for text in match.groups("0")) if match else (0,) * 6
     a, b, c, e = ends if any(ends) else (p, p, d, d)
     if not (1 <= a <= b <= MAX_TOKENS and 1 <= c <= e <= MAX_TOKENS):
         raise ConfigError(
-            f"lengths={spec!r:.80}; accepted: {', '.join(named_lengths())}, fixed:P,D or uniform:A-B,C-D with "
-            f"1 to {MAX_TOKENS} tokens"
+            f"lengths={spec!r:.80}; accepted: {', '.join(named_lengths())}, fixed:P,D, uniform:A-B,C-D or "
+            f"sessions:DOCUMENT,P,D,REQUESTS with 1 to {MAX_TOKENS} tokens"
         )
     return Lengths(uniform(a, b), uniform(c, e))

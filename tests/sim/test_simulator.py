@@ -23,7 +23,7 @@ from medha.sim.pipeline import Passage, Pipeline, Segment
 from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.synth import arrival_times, generators, synthesize
-from medha.workload.trace import Trace
+from medha.workload.trace import Trace, trace_stats
 from tests.commands import run_python
 from tests.sched.costs import KEY
 
@@ -224,6 +224,14 @@ def test_who_gives_way_finds_what_is_left_of_its_own_blocks() -> None:
     assert kept.requests.num_preemptions.sum() > 0 < lost.requests.num_preemptions.sum()
     assert kept.num_cached_tokens == 0  # nobody shares with another
     assert kept.duration_s < lost.duration_s
+
+
+def test_sessions_find_what_they_said_before() -> None:
+    trace = synthesize("sessions:2048,512,64,4", qps=0.5, num_requests=40)
+    kept, lost = (run(one_replica("lars", prefix_caching=keeps), trace) for keeps in (True, False))
+    reused = trace_stats(trace)["prefix_reuse"] * trace.prompt_tokens.sum()
+    assert 0.9 * reused < kept.num_cached_tokens <= reused and lost.num_cached_tokens == 0
+    assert np.nanmean(kept.requests.first_token_s) < np.nanmean(lost.requests.first_token_s)
 
 
 def test_the_hash_seed_is_nothing(tmp_path: Path) -> None:

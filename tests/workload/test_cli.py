@@ -107,6 +107,8 @@ def test_synth(trace: Trace, tmp_path: Path) -> None:
     assert read_trace(a).trace.arrival_s[-1] < 100
     assert trace("synth", b, "--lengths", "fixed:7,9", "--arrivals", f"trace:{a}", "--qps", "4").code == 0
     assert read_trace(b).trace.qps == pytest.approx(4.0)
+    assert trace("synth", b, "--lengths", "sessions:2K,9,9,4", "--qps", "4", "--num-requests", "99").code == 0
+    assert json.loads(trace("stats", b, "--output-json", "-").out)["prefix_reuse"] > 0.6
     done = trace("synth", b, "--qps", "2")
     assert done.code == 2
     assert done.err == "error: ConfigError: num_requests=None and duration_s=None; accepted: one of the two\n"

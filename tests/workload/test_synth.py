@@ -119,6 +119,28 @@ def test_a_duration_is_the_beginning_of_a_longer_one() -> None:
         assert same(short, synthesize("fixed:1,1", qps=1.0, num_requests=len(short), seed=seed))
 
 
+def test_sessions_resend_their_history() -> None:
+    sizes = {"document": 1000, "new": 200, "output": 100}
+    trace, longer, other = (
+        synthesize("sessions:1000,200,100,5", qps=1.0, num_requests=count, seed=seed)
+        for count, seed in ((300, 1), (400, 1), (300, 2))
+    )
+    assert same(trace, longer[:300]) and not same(trace, other)
+    asked: dict[int, list[int]] = {}
+    for row in trace.rows():
+        assert row.prefix_hashes is not None and row.output_tokens == sizes["output"]
+        session = row.prefix_hashes[0] >> 32
+        assert list(row.prefix_hashes) == [(session << 32) + i for i in range(row.prompt_tokens // 512)]
+        asked.setdefault(session, []).append(row.prompt_tokens)
+    assert len(asked) > 60 and max(map(len, asked.values())) == 5
+    for tokens in asked.values():
+        assert tokens == [sizes["document"] + sizes["new"] + 300 * turn for turn in range(len(tokens))]
+    hashed = [one for row in trace.rows() for one in row.prefix_hashes or ()]
+    reuse = trace_stats(trace)["prefix_reuse"]
+    assert reuse == pytest.approx(512 * (len(hashed) - len(set(hashed))) / trace.prompt_tokens.sum())
+    assert reuse > 0.5
+
+
 def test_arrivals_of_a_trace() -> None:
     times = np.array([0.0, 1.0, 3.0, 4.0])
     trace = Trace(times, np.ones(4, int), np.ones(4, int))
@@ -143,7 +165,9 @@ def test_arrivals_of_a_trace() -> None:
         ({"arrivals": "at-once"}, "arrivals at-once with qps=2.0.*; accepted: num_requests alone"),
         ({"arrivals": "gamma", "burstiness": 0.0}, "burstiness=0.0; accepted"),
         ({"seed": -1}, "seed=-1; accepted: 0 or more"),
-        ({"lengths": "sharegpt"}, "lengths='sharegpt'; accepted: sharegpt4-8k, medha-swe, .*, fixed:P,D or uniform"),
+        ({"lengths": "sharegpt"}, "lengths='sharegpt'; accepted: sharegpt4-8k, medha-swe, .*, fixed:P,D, uniform"),
+        ({"lengths": "sessions:0,1,1"}, "lengths='sessions:0,1,1'; accepted: .*sessions:DOCUMENT,P,D,REQUESTS"),
+        ({"lengths": "sessions:1M,1M,1M,60"}, "accepted: .* with 1 to 100000000 tokens"),
         ({"lengths": "fixed:0,1"}, "lengths='fixed:0,1'; accepted"),
         ({"lengths": "fixed:999999999,1"}, "accepted: .* with 1 to 100000000 tokens"),
     ],
