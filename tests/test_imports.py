@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "child": set(),
     "text": {*_GROUND, "child", "models.folder"},
     "models": _GROUND,
-    "parallel": {*_GROUND, "attention.merge", "child"},
+    "parallel": {*_GROUND, "attention.merge", "attention.staging", "child"},
     "cost": _GROUND,
     "sched": {*_GROUND, "cost"},
     "worker": {*_GROUND, "models", "attention", "parallel"},

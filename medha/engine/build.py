@@ -164,8 +164,10 @@ def _build(
         job.monitor.waits_for = lambda: runner.recorder.waits_for
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
-        for _, merge in sorted(runner.merges.items()):
-            merge.warm(device)
+        if runner.merge is not None:
+            runner.merge.warm(device)
+        if runner.pipe is not None:
+            runner.pipe.warm()
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
         capture_graphs(runner, config, captured)

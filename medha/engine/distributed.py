@@ -39,7 +39,7 @@ from medha.engine.wire import (
 )
 from medha.errors import EngineDeadError
 from medha.outputs import RequestOutput
-from medha.parallel.control import ControlReceiver, ControlSender, Message, Sends
+from medha.parallel.control import ControlReceiver, ControlSender, Message, Sends, post_receive
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
 from medha.params import SamplingParams
@@ -53,20 +53,7 @@ logger = logging.getLogger("medha")
 _REPORTS_IN_FLIGHT = 64
 _NO_TOKENS = np.empty(0, np.int32)
 _TOKENS_IN_FLIGHT = 256
-_REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # what goes between the same ranks
-
-
-def _received(ranks: Ranks, buffer: torch.Tensor, rank: int, tag: int) -> Callable[[], torch.Tensor]:
-    """Post the receive of a tensor; what is returned waits for it."""
-    work = dist.irecv(buffer, src=rank, group=ranks.report_group, tag=tag)
-    assert work is not None, "the receiver is in the group"
-
-    @cache
-    def received() -> torch.Tensor:
-        work.wait()
-        return buffer
-
-    return received
+_REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # what goes between the same ranks; 3 is medha.parallel.spp's
 
 
 class ReportLine:
@@ -82,7 +69,7 @@ class ReportLine:
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
-        report = _received(self._ranks, buffer, self._ranks.sampler_rank(group), _REPORTS_TAG)
+        report = post_receive(buffer, self._ranks.sampler_rank(group), self._ranks.report_group, _REPORTS_TAG)
         return PendingStep(cache(lambda: decode_report(report(), rows, slots)))
 
     def send(self, result: StepResult) -> None:
@@ -113,7 +100,8 @@ class TokenLine:
         for sampler_group in sorted({row.group for row in batch.rows if row.group <= group}):
             sampler, slots = self._ranks.sampler_rank(sampler_group), _slots_for(batch, sampler_group, group)
             if slots and sampler != self._ranks.rank:
-                tokens = _received(self._ranks, torch.empty(len(slots), dtype=torch.int64), sampler, _TOKENS_TAG)
+                buffer = torch.empty(len(slots), dtype=torch.int64)
+                tokens = post_receive(buffer, sampler, self._ranks.report_group, _TOKENS_TAG)
                 self._receives.append((batch.batch_id, slots, tokens))
 
     def take_from(self, report: PendingStep, batch: Batch) -> None:

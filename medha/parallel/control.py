@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -111,6 +112,19 @@ class Sends:
         work, tensor = self._sends.popleft()
         work.wait()
         return tensor
+
+
+def post_receive(buffer: torch.Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Callable[[], torch.Tensor]:
+    """Post the receive of a tensor; what is returned waits for it."""
+    work = dist.irecv(buffer, src=rank, group=group, tag=tag)
+    assert work is not None, "the receiver is in the group"
+
+    @cache
+    def received() -> torch.Tensor:
+        work.wait()
+        return buffer
+
+    return received
 
 
 class ControlSender:

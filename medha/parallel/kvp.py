@@ -1,14 +1,17 @@
-"""KV-cache parallelism: the groups of a run attend each to its own shard, and one all-gather a layer merges the parts.
+"""KV-cache parallelism: the groups of a span attend each to its own shard, and exchange their parts once a layer.
 
 Source: the paper, arXiv 2409.17264 v5 section 3.3. What travels is an output and a log-sum-exp for each query and head,
-whatever the length of the context. Every rank of a run merges the same parts in shard order, so each gets the same bits
-and no result need be sent back. The digest of the shared rows rides along and is compared.
+whatever the length of the context. Every rank of a span merges the same parts in shard order, so each gets the same
+bits and no result need be sent back. Each sends its part to every other, all spans of a layer at once, over the one
+group that the ranks of its stage and tensor-parallel index have on the device's backend: see docs/layouts.md. The
+digest of the shared rows is compared once a batch, over gloo.
 
-Legend: T tokens shared on a run, N query heads of one rank, H head dimension.
+Legend: T tokens shared on a span, N query heads of one rank, H head dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,7 +21,9 @@ import torch.distributed as dist
 from medha.attention.merge import merge_partials
 from medha.batch import Batch
 from medha.errors import PlanDivergenceError
-from medha.parallel.spp import TAIL_BYTES
+from medha.parallel.spp import Digests
+
+_ALIGNMENT = 16  # bytes
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -33,53 +38,79 @@ class Shared(NamedTuple):
 
 
 class Merge:
-    """Merges of one KVP span, over its ranks at this stage and tensor-parallel index, in shard order."""
+    """Merges of KVP spans, over the ranks of one stage and tensor-parallel index.
 
-    def __init__(self, group: dist.ProcessGroup, num_groups: int) -> None:
+    Args:
+        group: of the device's backend.
+        digests: what tells the others which rows are meant.
+        ranks: the global rank of each KV-parallel group.
+        own: this rank's KV-parallel group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, digests: Digests, *, ranks: Sequence[int], own: int) -> None:
         self._group = group
-        self._num_groups = num_groups
+        self._digests = digests
+        self._ranks = ranks
+        self._own = own
 
-    def start(self, shared: Shared, partial: Partial) -> Pending:
-        """Begin the all-gather of this rank's part: out [T, N, H], and lse [T, N], natural logarithm, float32, -inf for
-        an empty shard. Every rank of the run calls it in the same order."""
-        mine = _packed(shared, partial)
-        everyone = mine.new_empty(self._num_groups * len(mine))
-        # The name changed in torch 2.13; 2.11 has only the old one.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(everyone, mine, group=self._group, async_op=True)
-        return Pending(shared, partial, everyone.view(self._num_groups, -1), work, mine)
+    def start(self, parts: Sequence[tuple[Shared, Partial]], *, compare: bool) -> Pending:
+        """Begin to exchange this rank's parts of one layer with the other ranks of their spans, all in one group of
+        sends and receives. Every rank of a span calls it, the spans in ascending order.
+
+        Args:
+            parts: of each span, out [T, N, H], and lse [T, N], natural logarithm, float32, -inf for an empty shard.
+            compare: whether the digests of the rows are exchanged too; once a batch.
+        """
+        everyone, ops, digests = [], [], []
+        for shared, partial in parts:
+            first, last = shared.run
+            others = [(self._ranks[group], group) for group in range(first, last + 1) if group != self._own]
+            buffers = _buffers(partial, 1 + last - first)
+            mine = buffers[self._own - first]
+            for view, values in zip(_views(mine, partial), partial, strict=True):
+                view.copy_(values)
+            ops += [dist.P2POp(dist.irecv, buffers[group - first], rank, self._group) for rank, group in others]
+            ops += [dist.P2POp(dist.isend, mine, rank, self._group) for rank, _ in others]
+            everyone.append(buffers)
+            if compare:
+                digests += [(shared, group, self._digests.post(rank)) for rank, group in others]
+                for rank, _ in others:
+                    self._digests.send(shared.batch_id, shared.digest, rank)
+        return Pending(parts, everyone, dist.batch_isend_irecv(ops), digests)
 
     def warm(self, device: torch.device) -> None:
-        """Use the communicator once; every rank of the run calls it."""
-        shared = Shared(-1, (0, 0), slice(0), 0)
+        """Use the communicator once; the rank of every KV-parallel group calls it."""
+        shared = Shared(-1, (0, len(self._ranks) - 1), slice(0), 0)
         empty = torch.zeros(1, 1, 2, device=device)
-        self.start(shared, (empty, empty[..., 0])).result(compare=True)
+        self.start([(shared, (empty, empty[..., 0]))], compare=True).result()
 
 
 class Pending(NamedTuple):
     """A merge under way; the buffers live as long as it does."""
 
-    shared: Shared
-    partial: Partial
-    everyone: torch.Tensor
-    work: dist.Work
-    mine: torch.Tensor
+    parts: Sequence[tuple[Shared, Partial]]
+    everyone: list[torch.Tensor]  # of each span, the parts of its groups as bytes
+    works: list[dist.Work]
+    digests: list[tuple[Shared, int, Callable[[], list[int]]]]  # what each other group says of a span
 
-    def result(self, *, compare: bool) -> torch.Tensor:
-        """The merged output [T, N, H] over the whole context; waits for the other groups.
+    def result(self) -> list[torch.Tensor]:
+        """The merged output [T, N, H] of each span over the whole context; waits for the other groups.
 
-        With ``compare``, once a batch, PlanDivergenceError where a rank of the run merges other rows.
+        PlanDivergenceError where a rank of a span merges other rows, if they are compared.
         """
-        self.work.wait()
-        parts = [_views(row, self.partial) for row in self.everyone]
-        ours = [self.shared.batch_id, self.shared.digest]
-        for group, (*_, tail) in enumerate(parts if compare else (), start=self.shared.run[0]):
-            if (theirs := tail.tolist()) != ours:
+        for shared, group, received in self.digests:
+            theirs, ours = received(), [shared.batch_id, shared.digest]
+            if theirs != ours:
                 raise PlanDivergenceError(
                     f"batch {ours[0]}: group {group} merges rows of batch {theirs[0]} with digest {theirs[1]:08x}, "
                     f"this one has {ours[0]} with {ours[1]:08x}"
                 )
-        return merge_partials([(out_TNH, lse_TN) for out_TNH, lse_TN, _ in parts])[0]
+        for work in self.works:
+            work.wait()
+        return [
+            merge_partials([_views(row, partial) for row in buffers])[0]
+            for (_, partial), buffers in zip(self.parts, self.everyone, strict=True)
+        ]
 
 
 def shared_rows(batch: Batch) -> list[Shared]:
@@ -93,24 +124,17 @@ def shared_rows(batch: Batch) -> list[Shared]:
     return found
 
 
-def _packed(shared: Shared, partial: Partial) -> torch.Tensor:
-    """One part as bytes: output, log-sum-exp, batch id and digest."""
-    size = sum(tensor.nbytes for tensor in partial)
-    buffer = torch.empty(size + -size % 8 + TAIL_BYTES, dtype=torch.uint8, device=partial[0].device)
-    tail = torch.tensor([shared.batch_id, shared.digest], dtype=torch.int64)
-    if buffer.is_cuda:
-        tail = tail.pin_memory()  # so that the host does not wait in every layer
-    for view, values in zip(_views(buffer, partial), (*partial, tail), strict=True):
-        view.copy_(values, non_blocking=True)
-    return buffer
+def _buffers(like: Partial, num_groups: int) -> torch.Tensor:
+    """Memory for the parts of so many groups, as bytes: output, then log-sum-exp."""
+    size = sum(tensor.nbytes for tensor in like)
+    return like[0].new_empty(num_groups, size + -size % _ALIGNMENT, dtype=torch.uint8)
 
 
-def _views(buffer: torch.Tensor, like: Partial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output, log-sum-exp and tail of a packed part of this shape."""
+def _views(buffer: torch.Tensor, like: Partial) -> Partial:
+    """The output and log-sum-exp of a part of this shape."""
     out_TNH, lse_TN = like
     size, end = out_TNH.nbytes, out_TNH.nbytes + lse_TN.nbytes
     return (
         buffer[:size].view(out_TNH.dtype).view(out_TNH.shape),
         buffer[size:end].view(lse_TN.dtype).view(lse_TN.shape),
-        buffer[-TAIL_BYTES:].view(torch.int64),
     )

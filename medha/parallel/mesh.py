@@ -1,8 +1,9 @@
 """Ranks: who is where, and the process groups between them.
 
 The ranks have three axes, ("kvp", "spp", "tp"), tp fastest so that it lies inside a node. Process groups: one
-tensor-parallel group a stage, one for hidden states, one for sampled tokens, one for control messages, and one for each
-run of two or more neighbouring KV-parallel groups, between the ranks of one stage and one tensor-parallel index.
+tensor-parallel group a stage, one for hidden states, one for sampled tokens and digests, one for control messages, and
+one for the parts of attention between the ranks of each stage and tensor-parallel index. Those for hidden states and
+parts are of the device's backend, that of tokens and that of messages are gloo's.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class Ranks:
     tp_mesh: DeviceMesh  # the ranks of this stage
     tp_group: dist.ProcessGroup
     pipe_group: dist.ProcessGroup  # for hidden states
-    report_group: dist.ProcessGroup  # for sampled tokens
+    report_group: dist.ProcessGroup  # for sampled tokens and digests
     control_group: dist.ProcessGroup  # for messages from rank 0
-    run_groups: Mapping[tuple[int, int], dist.ProcessGroup]  # by (first, last) KV-parallel group, those of this rank
+    merge_group: dist.ProcessGroup | None  # for parts of attention, where there are several KV-parallel groups
     job: Job
 
     @property
@@ -86,6 +87,11 @@ class Ranks:
     def first_stage_ranks(self, group: int) -> tuple[int, ...]:
         """Global ranks of the first stage of a KV-parallel group."""
         return tuple(self.config.rank_of(stage=0, tp_rank=t, kvp_rank=group) for t in range(self.config.tp))
+
+    @property
+    def merge_ranks(self) -> tuple[int, ...]:
+        """Global ranks of this stage and tensor-parallel index, by KV-parallel group."""
+        return _merge_ranks(self.config, self.stage, self.tp_rank)
 
     def neighbour(self, step: int) -> int | None:
         """The global rank with this group and tp index ``step`` stages on, None beyond an end."""
@@ -182,12 +188,11 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
                 timeout=timeout,
             )
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, config.tp, timeout)
-        pipe, report, control = (
-            dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, timeout, _CONTROL_TIMEOUT)
-        )
-        runs = _run_groups(config, launch.rank, timeout)
+        pipe = dist.new_group(timeout=timeout)
+        report, control = (dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, _CONTROL_TIMEOUT))
+        merge = make_merge_group(config, launch.rank, timeout)
         tp_group, place = tp_mesh.get_group(), config.coordinates(launch.rank)
-        return Ranks(config, launch.rank, *place, tp_mesh, tp_group, pipe, report, control, runs, job)
+        return Ranks(config, launch.rank, *place, tp_mesh, tp_group, pipe, report, control, merge, job)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{job.monitor.place} could not connect to the others: {error}") from error
 
@@ -217,8 +222,9 @@ def leave(ranks: Ranks) -> None:
     that has captured a collective: NCCL would wait for its end for ever."""
     dist.barrier(group=ranks.report_group)
     ranks.monitor.leave()
-    for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, *ranks.run_groups.values()):
-        dist.destroy_process_group(group)
+    for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, ranks.merge_group):
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
@@ -245,14 +251,15 @@ def _place(config: ParallelConfig, rank: int) -> str:
     return f"rank {rank} (group {group}, stage {stage})" if config.kvp > 1 else f"rank {rank} (stage {stage})"
 
 
-def _run_groups(config: ParallelConfig, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Make a process group for each run of neighbouring KV-parallel groups, in each stage and tensor-parallel index;
-    returns those that this rank is in, by (first, last) group."""
-    mine = {}
-    for first, last in itertools.combinations(range(config.kvp), 2):
-        for stage, tp_rank in itertools.product(range(config.spp), range(config.tp)):
-            members = [config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=g) for g in range(first, last + 1)]
-            made = dist.new_group(members, timeout=timeout)
-            if rank in members:
-                mine[first, last] = made
+def make_merge_group(config: ParallelConfig, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make the process groups of merges; returns this rank's, None where there is one KV-parallel group."""
+    mine = None
+    for stage, tp_rank in itertools.product(range(config.spp), range(config.tp)) if config.kvp > 1 else ():
+        members = _merge_ranks(config, stage, tp_rank)
+        made = dist.new_group(list(members), timeout=timeout)
+        mine = made if rank in members else mine
     return mine
+
+
+def _merge_ranks(config: ParallelConfig, stage: int, tp_rank: int) -> tuple[int, ...]:
+    return tuple(config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) for group in range(config.kvp))

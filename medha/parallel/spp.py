@@ -1,102 +1,177 @@
 """Stream pipeline parallelism: hidden states of one batch after the other flow from stage to stage.
 
 Source: the paper, arXiv 2409.17264 v5 section 3.3. Chunk i + 1 of a prompt needs the KV cache of chunk i, not its
-output, so it enters stage 0 as chunk i enters stage 1. Each stage receives from the rank with its own tensor-parallel
-index in the stage before. Both sides know the number of rows from the batch, whose digest rides along.
+output, so it enters stage 0 as chunk i enters stage 1. Each rank sends its share of the hidden states, one of as many
+slices as there are tensor-parallel ranks, to the rank with its own index in the next stage; the receivers gather the
+slices among themselves. Transfers go over the device's own backend (NCCL, or gloo on the CPU). Both sides know the
+number of rows from the batch, whose digest travels beside them over gloo.
+
+On CUDA a receive is posted on a stream of its own, so that it waits for its buffer alone and not for the compute that
+has been launched; a send waits for the compute that made its data, and compute launched later does not wait for it.
 
 ``torch.distributed.pipelining`` does not fit: its schedules are built for a fixed list of microbatches of one shape.
+
+Legend: T tokens, D model dimension, W numbers of a slice.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from medha.batch import Batch
+from medha.attention.staging import record_event
+from medha.batch import Batch, Row
 from medha.errors import PlanDivergenceError
-from medha.parallel.control import Sends
+from medha.parallel.control import Sends, post_receive
 
-TAIL_BYTES = 16
-"""Behind what a rank sends of a batch: its id and digest, int64 each."""
+_DIGESTS_TAG = 3  # the report group's others are in medha/engine/distributed.py
+_DIGESTS_IN_FLIGHT = 64
+_WARMING = Batch(-1, (Row(0, 0, 1, is_decode=False, samples=False),))
+
+
+class Digests:
+    """Tells other ranks which batch a transfer is of, and hears it from them, over gloo: its id and digest."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._sends = Sends(group, _DIGESTS_TAG, _DIGESTS_IN_FLIGHT)
+
+    def send(self, batch_id: int, digest: int, rank: int) -> None:
+        """Tell a rank."""
+        self._sends.add(torch.tensor([batch_id, digest], dtype=torch.int64), rank)
+
+    def post(self, rank: int) -> Callable[[], list[int]]:
+        """Post the receive of a rank's next; what is returned waits for it."""
+        received = post_receive(torch.empty(2, dtype=torch.int64), rank, self._group, _DIGESTS_TAG)
+        return lambda: received().tolist()
+
+    def drain(self) -> None:
+        """Wait for every send."""
+        self._sends.drain()
+
+
+class _Posted(NamedTuple):
+    """A receive that was posted."""
+
+    batch: Batch
+    digest: Callable[[], list[int]]
+    work: dist.Work
+    part: torch.Tensor  # [1, W]
 
 
 @dataclass(eq=False, repr=False)
 class StagePipe:
-    """The two ends of one stage's pipe: global ranks of the neighbours, None at an end of the pipeline, and how many
-    sends of hidden states [T, ``dim``] are kept in flight.
+    """The two ends of one stage's pipe, for hidden states [T, ``dim``].
 
     Buffers are kept and used again: that of a send once it is done, that of a receive at the next one's end.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # of the device's backend
+    digests: Digests
     _: KW_ONLY
-    previous: int | None
+    previous: int | None  # global ranks of the neighbours, None at an end of the pipeline
     following: int | None
     dim: int
     dtype: torch.dtype
-    num_buffers: InitVar[int]
+    device: torch.device
+    num_buffers: InitVar[int]  # sends that are kept in flight
+    tp: int = 1
+    tp_rank: int = 0
+    # puts [1, W] of every tensor-parallel rank side by side: medha.parallel.tp.all_gather_over
+    all_gather: Callable[[torch.Tensor], torch.Tensor] = lambda slice_1W: slice_1W
 
     def __post_init__(self, num_buffers: int) -> None:
-        self._row_bytes = self.dim * self.dtype.itemsize
-        self._receives: deque[tuple[Batch, dist.Work, torch.Tensor]] = deque()
-        self._received: torch.Tensor | None = None  # what the last batch's hidden states lie in
+        self._receives: deque[_Posted] = deque()
+        self._received: torch.Tensor | None = None  # the slice that came last
         self._sends = Sends(self.group, 0, num_buffers)
-        self._free_receives: list[torch.Tensor] = []
+        # with what to wait for before they are written
+        self._free_receives: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._free_sends: list[torch.Tensor] = []
+        self._like = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def warm(self) -> None:
+        """Pass a token on once: a pair's communicator is made when it is first used. Every rank calls it."""
+        self.post(_WARMING)
+        x_TD = self._like.new_zeros(1, self.dim) if self.previous is None else self.receive(_WARMING)
+        if self.following is not None:
+            self.send(_WARMING, x_TD)
 
     def post(self, batch: Batch) -> None:
         """Post the receive of a batch's hidden states; batches are posted in the order in which they run."""
         if self.previous is None:
             return
-        buffer = self._sized(batch, self._free_receives)
-        work = dist.irecv(buffer, src=self.previous, group=self.group)
+        free, used = self._free_receives.pop() if self._free_receives else (None, None)
+        slice_1W = self._sized(batch, free)
+        if slice_1W is None:
+            slice_1W = self._like.new_empty(1, self._width(batch))
+            used = record_event(self.device)  # whoever had this memory before may still use it
+        with self._beside(used):
+            work = dist.irecv(slice_1W, src=self.previous, group=self.group)
         assert work is not None, "the receiver is in the group"
-        self._receives.append((batch, work, buffer))
+        self._receives.append(_Posted(batch, self.digests.post(self.previous), work, slice_1W))
 
     def receive(self, batch: Batch) -> torch.Tensor:
-        """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them."""
-        posted, work, buffer = self._receives.popleft()
-        assert posted.batch_id == batch.batch_id, "receives are taken in the order of their posts"
-        work.wait()
-        if self._received is not None:
-            self._free_receives.append(self._received)
-        self._received = buffer
-        size = batch.num_tokens * self._row_bytes
-        theirs = tuple(buffer[size:].clone().view(torch.int64).tolist())
-        ours = (batch.batch_id, batch.digest())
+        """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them: on CUDA the host
+        for the digest, the current stream for the rest."""
+        posted = self._receives.popleft()
+        assert posted.batch.batch_id == batch.batch_id, "receives are taken in the order of their posts"
+        theirs, ours = posted.digest(), [batch.batch_id, batch.digest()]
         if theirs != ours:
             raise PlanDivergenceError(
                 f"batch {batch.batch_id}: the stage before ran batch {theirs[0]} with digest {theirs[1]:08x}, "
                 f"this one has {ours[0]} with {ours[1]:08x}"
             )
-        return buffer[:size].view(self.dtype).view(batch.num_tokens, self.dim)
+        if self._received is not None:
+            self._free_receives.append((self._received, record_event(self.device)))
+        posted.work.wait()
+        self._received = posted.part
+        size = batch.num_tokens * self.dim
+        return self.all_gather(posted.part).view(-1)[:size].view(batch.num_tokens, self.dim)
 
     def reserve(self) -> None:
         """Wait until a send can begin at once: for the oldest one when all buffers are in flight."""
         self._free_sends += self._sends.reserve()
 
     def send(self, batch: Batch, x_TD: torch.Tensor) -> None:
-        """Send the hidden states of a batch on; returns at once after :meth:`reserve`."""
+        """Send this rank's slice of the hidden states of a batch on; returns at once after :meth:`reserve`."""
         assert self.following is not None, "the last stage sends no hidden states"
         self.reserve()
-        buffer = self._sized(batch, self._free_sends)
-        size = batch.num_tokens * self._row_bytes
-        buffer[:size].view(self.dtype).view(x_TD.shape).copy_(x_TD)
-        tail = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
-        buffer[size:].copy_(tail.view(torch.uint8))
-        self._sends.add(buffer, self.following)
+        width = self._width(batch)
+        slice_1W = self._sized(batch, self._free_sends.pop() if self._free_sends else None)
+        if slice_1W is None:
+            slice_1W = self._like.new_empty(1, width)
+        own = x_TD.flatten()[self.tp_rank * width : (self.tp_rank + 1) * width]  # less at the end, if it is not even
+        slice_1W[0, : len(own)].copy_(own)
+        self.digests.send(batch.batch_id, batch.digest(), self.following)
+        self._sends.add(slice_1W, self.following)
 
     def drain(self) -> None:
         """Wait for every send."""
         self._sends.drain()
+        self.digests.drain()
 
-    def _sized(self, batch: Batch, free: list[torch.Tensor]) -> torch.Tensor:
-        """A buffer of exactly a batch's bytes: the storage of a free one if it is large enough, else new."""
-        size = batch.num_tokens * self._row_bytes + TAIL_BYTES
-        buffer = free.pop() if free else None  # one that is too small is dropped, so their number does not grow
-        if buffer is None or buffer.untyped_storage().nbytes() < size:
-            return torch.empty(size, dtype=torch.uint8)
-        return buffer.as_strided((size,), (1,), 0)
+    def _width(self, batch: Batch) -> int:
+        """Numbers of a rank's slice of a batch."""
+        return -(-batch.num_tokens * self.dim // self.tp)
+
+    def _sized(self, batch: Batch, free: torch.Tensor | None) -> torch.Tensor | None:
+        """A slice of exactly a batch's size in the storage of a free one; None if there is none that is large enough,
+        which is dropped, so their number does not grow."""
+        width = self._width(batch)
+        if free is None or free.untyped_storage().nbytes() < width * self.dtype.itemsize:
+            return None
+        return free.as_strided((1, width), (width, 1), 0)
+
+    def _beside(self, used: torch.cuda.Event | None) -> AbstractContextManager[object]:
+        """Within, what is issued waits for ``used`` and not for the compute launched so far."""
+        if self._aside is None or used is None:
+            return nullcontext()
+        self._aside.wait_event(used)
+        return torch.cuda.stream(self._aside)

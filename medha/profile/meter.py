@@ -65,8 +65,8 @@ class StageMeter:
         runner.run = self._measured_run  # type: ignore[method-assign]
         runner.model.forward = self._measured_layers  # type: ignore[assignment]
         runner.backend.run = partial(self._measured, "attention", runner.backend.run)  # type: ignore[method-assign]
-        for merge in runner.merges.values():
-            merge.start = partial(self._measured, "packing", merge.start)  # type: ignore[method-assign]
+        if runner.merge is not None:
+            runner.merge.start = partial(self._measured, "packing", runner.merge.start)  # type: ignore[method-assign]
 
     def take(self) -> dict[int, StageTime]:
         """By batch id, what was measured since the last call."""
@@ -91,9 +91,9 @@ class StageMeter:
         self._now.layers_end = self._mark()
         return x_TD
 
-    def _measured(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
+    def _measured(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         start = self._mark()
-        result = call(*args)
+        result = call(*args, **options)
         self._now.calls.append((what, start, self._mark()))
         return result
 

@@ -8,6 +8,7 @@ Legend: T tokens, N query heads, H head dimension, D model dimension.
 
 from __future__ import annotations
 
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -22,10 +23,11 @@ from medha.batch import Batch
 from medha.batch import Row as BatchRow
 from medha.parallel.kvp import Merge, Partial, Shared
 from medha.parallel.mesh import Ranks
-from medha.parallel.spp import StagePipe
+from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over
 from medha.verify.kernels import cut, name_of, random_qkv, shard_attention
 from medha.verify.rows import Crew, Row, exact, held, not_run
+from medha.worker.shard import make_pipe
 
 _TIMES = 30
 _WARM = 3
@@ -69,12 +71,15 @@ def _kvp_rows(
     """The merge of every run of groups, in the one order of all collectives: its value, and equal bits everywhere."""
     rows, bits, latency_s = [], {}, 0.0
     num_runs = ranks.config.kvp * (ranks.config.kvp - 1) // 2
-    for run, group in sorted(ranks.run_groups.items()):
+    assert ranks.merge_group is not None, "there are several groups"
+    merge = Merge(ranks.merge_group, Digests(ranks.report_group), ranks=ranks.merge_ranks, own=ranks.group)
+    for run in itertools.combinations(range(ranks.config.kvp), 2):
+        if not run[0] <= ranks.group <= run[1]:
+            continue
         num_groups = 1 + run[1] - run[0]
         qkv = random_qkv(2 * num_groups * 256 - 156, q_len=4, device=device, dtype=dtype)
         part = shard_attention(backend, qkv, *cut(len(qkv[1]), num_groups)[ranks.group - run[0]])
-        merge, shared = Merge(group, num_groups), Shared(0, run, slice(4), digest=1)
-        out_TNH = merge.start(shared, part).result(compare=True)
+        (out_TNH,) = merge.start([(Shared(0, run, slice(4), digest=1), part)], compare=True).result()
         want_TNH, _ = dense_attention(*qkv, causal=True)
         what = f"merge of every run of groups ({num_runs}), {name_of(dtype)}"
         rows.append(held("kvp", what, largest_error(out_TNH, want_TNH), out_limit(want_TNH, dtype)))
@@ -91,16 +96,14 @@ def _kvp_rows(
 
 
 def _merged(merge: Merge, shared: Shared, part: Partial) -> torch.Tensor:
-    return merge.start(shared, part).result(compare=False)
+    return merge.start([(shared, part)], compare=False).result()[0]
 
 
 def _spp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
     """Hidden states from the first stage to the last and back, through the library's pipes; the time of one hop."""
     before, after = ranks.neighbour(-1), ranks.neighbour(1)
-    there, back = (
-        StagePipe(ranks.pipe_group, previous=a, following=b, dim=_DIM, dtype=dtype, num_buffers=2)
-        for a, b in ((before, after), (after, before))
-    )
+    digests = Digests(ranks.report_group)
+    there, back = (make_pipe(ranks, digests, dim=_DIM, dtype=dtype, device=device, step=step) for step in (1, -1))
     num_hops = 2 * (ranks.config.spp - 1)
     for num_tokens in (1, 256):
         x_TD = torch.randn(num_tokens, _DIM, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -124,7 +127,7 @@ def _pass_on(pipe: StagePipe, batch: Batch, x_TD: torch.Tensor, *, receives: boo
     wrong, got_TD = 0, x_TD
     if receives:
         pipe.post(batch)
-        got_TD = pipe.receive(batch).to(x_TD.device)
+        got_TD = pipe.receive(batch)
         wrong = int((got_TD != x_TD).sum())
     if sends:
         pipe.reserve()

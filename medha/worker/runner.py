@@ -21,8 +21,8 @@ dimension.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -63,8 +63,7 @@ class Runner:
     pipe: StagePipe | None = None  # where hidden states come from and go to; None when the whole model is here
     samples: bool = True  # whether this rank draws tokens; it must hold the head
     group: int = 0  # the KV-parallel one
-    # by (first, last) group, for the KVP spans that this rank's belongs to
-    merges: Mapping[tuple[int, int], Merge] = field(default_factory=dict)
+    merge: Merge | None = None  # over KV-parallel groups, if there are several
     host: HostCache | None = None  # where blocks are swapped to; None if they never are
 
     def __post_init__(self) -> None:
@@ -282,7 +281,7 @@ class Runner:
         """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""
         assert self.pipe is not None, "a stage without the embedding receives hidden states"
         with phase("medha.receive"), self.recorder.waiting("hidden"):
-            x_TD = self.pipe.receive(batch).to(self.device)
+            x_TD = self.pipe.receive(batch)
         self.recorder.begin()
         self._began = record_event(self.device, timing=True)
         return x_TD
@@ -299,17 +298,18 @@ class Runner:
             self.cache.copy(layer, step.copies)
             self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept, pieces=sent.pieces)
             pools = self.cache.k[layer], self.cache.v[layer]
-            pending = []
+            pending = None
             if shared_plan is not None:
+                assert self.merge is not None, "rows are shared where there are several groups"
                 out_TNH, lse_TN = self.backend.run(q_TNH[num_own:], *pools, shared_plan)
                 parts = [(span, (out_TNH[span.tokens], lse_TN[span.tokens])) for span in spans]
-                pending = [self.merges[span.run].start(span, part) for span, part in parts]
+                pending = self.merge.start(parts, compare=layer == 0)
             outs = []
             if own_plan is not None:  # while the parts travel
                 outs.append(self.backend.run(q_TNH[:num_own], *pools, own_plan)[0])
-            if pending:
+            if pending is not None:
                 with self.recorder.waiting("merge"):
-                    outs += [merge.result(compare=layer == 0) for merge in pending]
+                    outs += pending.result()
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         return attend

@@ -27,7 +27,7 @@ from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch, read_launch
 from medha.parallel.mesh import Ranks
-from medha.parallel.spp import StagePipe
+from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.kv_cache import KVCache
@@ -114,17 +114,32 @@ def build_runner(
         host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
     among: dict[str, Any] = {}
     if ranks is not None:
-        pipe = StagePipe(
-            ranks.pipe_group,
-            previous=ranks.neighbour(-1),
-            following=ranks.neighbour(1),
-            dim=shard.model.hidden_size,
-            dtype=shard.dtype,
-            num_buffers=ranks.config.spp + 1,
-        )
-        merges = {run: Merge(group, 1 + run[1] - run[0]) for run, group in ranks.run_groups.items()}
-        among = {"pipe": pipe, "samples": ranks.is_sampler, "group": ranks.group, "merges": merges}
+        digests = Digests(ranks.report_group)
+        merge = None
+        if ranks.merge_group is not None:
+            merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
+        among = {"samples": ranks.is_sampler, "group": ranks.group, "merge": merge}
+        among["pipe"] = make_pipe(ranks, digests, dim=shard.model.hidden_size, dtype=shard.dtype, device=device)
     return Runner(model, cache, backend, device, host=host, **among)
+
+
+def make_pipe(
+    ranks: Ranks, digests: Digests, *, dim: int, dtype: torch.dtype, device: torch.device, step: int = 1
+) -> StagePipe:
+    """A rank's pipe to the stage ``step`` on, from the one as far before."""
+    return StagePipe(
+        ranks.pipe_group,
+        digests,
+        previous=ranks.neighbour(-step),
+        following=ranks.neighbour(step),
+        dim=dim,
+        dtype=dtype,
+        device=device,
+        num_buffers=ranks.config.spp + 1,
+        tp=ranks.config.tp,
+        tp_rank=ranks.tp_rank,
+        all_gather=all_gather_over(ranks.tp_group),
+    )
 
 
 def _load_model(

@@ -140,8 +140,19 @@ class Device:
         self.host_s = time.monotonic()  # when the host last launched something or waited
         self.capturing: Graph | None = None
         self.comm: dict[str, Stream] = {}
-        self.default = self.current = Stream(self)
+        self.default = Stream(self)
         self.capture_stream = Stream(self)
+        self.own_current = threading.local()
+
+    @property
+    def current(self) -> Stream:
+        """The current stream of this thread."""
+        found: Stream = getattr(self.own_current, "stream", self.default)
+        return found
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self.own_current.stream = stream
 
     def fault(self, kind: str, text: str) -> None:
         """Note and raise a fault."""
@@ -415,6 +426,7 @@ class Graph:
         self.uses: dict[tuple[weakref.ref[Memory], int, int, bool], Access] = {}
         self.owned: list[weakref.ref[Memory]] = []
         self.streams: set[Stream] = set()
+        self.origin = self.device.capture_stream
         self.unjoined: set[Stream] = set()
         self.members: list[weakref.ref[Graph]] = []
         self.is_reset = False
@@ -427,7 +439,7 @@ class Graph:
         """Capture an operation."""
         if op.marker is not None or op.until is not None:
             return
-        self.unjoined |= {stream} & (self.streams - {self.device.capture_stream})
+        self.unjoined |= {stream} & (self.streams - {self.origin})
         for memory, use in op.uses:
             if memory.graph is not self:
                 self.uses[weakref.ref(memory), use.start, use.end, use.writes] = use
@@ -472,7 +484,8 @@ class Graph:
         if pool is not None:
             self.members = pool
         self.members.append(weakref.ref(self))
-        self.streams, self.device.capturing = {self.device.current}, self
+        self.origin = self.device.current
+        self.streams, self.device.capturing = {self.origin}, self
 
     def capture_end(self) -> None:
         self.device.capturing = None

@@ -208,14 +208,40 @@ def unchanged(device: Device, seen: torch.Tensor, source: torch.Tensor) -> None:
         device.fault("pinned", "memory was overwritten before the copy from it had run")
 
 
+def comm_stream(device: Device, name: str) -> Stream:
+    """The stream of a communicator."""
+    if name not in device.comm:
+        device.comm[name] = Stream(device)
+    return device.comm[name]
+
+
+def _batch_of_transfers(device: Device, ops: list[Any]) -> list[Any]:
+    """``dist.batch_isend_irecv``: one kernel on a stream of the group's, which ends when all transfers have."""
+    stream = comm_stream(device, ops[0].group.group_name)
+    stream.wait_stream(device.current)
+    raws = [(op.op, op.tensor.raw, op.group_peer, op.group) for op in ops]
+
+    def run() -> None:
+        with torch.inference_mode():
+            kinds = {dist.isend: "group_dst", dist.irecv: "group_src"}
+            works = [op(raw, group=group, **{kinds[op]: peer}) for op, raw, peer, group in raws]
+            for work in works:
+                work.wait()
+
+    sent, received = ([op.tensor for op in ops if op.op is kind] for kind in (dist.isend, dist.irecv))
+    with stream_of(stream):
+        device.launch("transfers", run, sent, received, elsewhere=True)
+    device.works.append(EmulatedWork(stream.record_event()))
+    return [device.works[-1]]
+
+
 def _collective(device: Device, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """A collective or transfer over gloo, on a stream of its group's."""
     (group,) = (
         dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x)
     )
-    if group.group_name not in device.comm:
-        device.comm[group.group_name] = Stream(device)
-    stream = device.comm[group.group_name]
+    # As NCCL's: each pair of ranks has a stream of its own, where it is not one of several transfers of a batch.
+    stream = comm_stream(device, f"{group.group_name} {args[2] if name in ('send', 'recv_') else ''}")
     raw_args = tree_map(lambda x: x.raw if isinstance(x, Emulated) else x, args)
     first, *rest = ([x for x in tree_flatten(arg)[0] if isinstance(x, Emulated)] for arg in args)
     others = [x for part in rest for x in part]
@@ -301,6 +327,12 @@ def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
     patch.setattr(torch, "tensor", make)
     patch.setattr(torch.Tensor, "tolist", read(tolist))
     patch.setattr(torch.Tensor, "numpy", read(numpy))
+    batched = dist.batch_isend_irecv
+
+    def batch(ops: list[Any]) -> list[Any]:
+        return _batch_of_transfers(made, ops) if isinstance(ops[0].tensor, Emulated) else batched(ops)
+
+    patch.setattr(dist, "batch_isend_irecv", batch)
     init, new_group = dist.init_process_group, dist.new_group
     patch.setattr(dist, "init_process_group", lambda backend=None, **kwargs: init("gloo", **kwargs))
     patch.setattr(dist, "new_group", lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "gloo"}))

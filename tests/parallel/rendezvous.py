@@ -220,16 +220,21 @@ class Transport:
             irecv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag),
             send=lambda tensor, *, dst, group, tag=0: self.isend(tensor, dst, group, tag).wait(),
             recv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag).wait(),
-            all_gather_into_tensor=lambda out, mine, *, group, async_op: self.all_gather(out, mine, group),
+            P2POp=lambda op, tensor, peer, group: (op, tensor, peer, group),
+            batch_isend_irecv=lambda ops: [self._of_a_batch(*op) for op in ops],
             barrier=lambda *_, **__: self._barrier(world_size),
             destroy_process_group=lambda *_: None,
         )
+        self._dist = dist
         with pytest.MonkeyPatch.context() as patch:
             for module in (distributed, control, kvp, mesh, spp):
                 patch.setattr(module, "dist", dist)
             patch.setattr(control, "threading", SimpleNamespace(Thread=self._thread))
             patch.setattr(control, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))
             yield
+
+    def _of_a_batch(self, op: Any, tensor: torch.Tensor, peer: int, group: Group) -> Work:
+        return self.irecv(tensor, peer, group) if op is self._dist.irecv else self.isend(tensor, peer, group)
 
     def _thread(self, target: Callable[[], None], *, name: str, daemon: bool) -> Any:
         assert self._current is not None and daemon

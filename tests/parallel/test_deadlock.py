@@ -33,9 +33,9 @@ from medha.engine.request import ModelLimits
 from medha.errors import PlanDivergenceError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlSender, Message
-from medha.parallel.kvp import Merge, Shared
+from medha.parallel.kvp import Merge, Pending, Shared
 from medha.parallel.mesh import Ranks
-from medha.parallel.spp import StagePipe
+from medha.parallel.spp import Digests, StagePipe
 from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
@@ -279,7 +279,7 @@ def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
     group, stage, tp_rank = config.coordinates(rank)
     everyone = tuple(range(config.world_size))
     peers = tuple(config.rank_of(stage=stage, tp_rank=t, kvp_rank=group) for t in range(config.tp))
-    runs = {run: toy_run(transport, config, rank, run) for run in itertools.combinations(range(config.kvp), 2)}
+    among = tuple(config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=g) for g in range(config.kvp))
     values: dict[str, Any] = {
         "config": config,
         "rank": rank,
@@ -287,7 +287,7 @@ def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
         "stage": stage,
         "tp_rank": tp_rank,
         "tp_group": Group(transport, f"tp of stage {stage} of group {group}", rank, peers),
-        "run_groups": {run: members for run, members in runs.items() if rank in members.members},
+        "merge_group": Group(transport, f"merges of stage {stage}, tp {tp_rank}", rank, among),
         "job": SimpleNamespace(monitor=QuietMonitor()),
     }
     for name in ("pipe", "report", "control"):
@@ -295,12 +295,15 @@ def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
     return Ranks(**{f.name: values.get(f.name) for f in dataclasses.fields(Ranks)})
 
 
-def toy_run(transport: Transport, config: ParallelConfig, rank: int, run: tuple[int, int]) -> Group:
-    """What stands for the process group of a run between the ranks of this stage and tensor-parallel index."""
-    _, stage, tp_rank = config.coordinates(rank)
-    groups = range(run[0], run[1] + 1)
-    members = tuple(config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) for group in groups)
-    return Group(transport, f"run {run[0]}-{run[1]} of stage {stage}, tp {tp_rank}", rank, members)
+def toy_gather(transport: Transport, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As :func:`medha.parallel.tp.all_gather_over`, of one row."""
+
+    def all_gather(x_1W: torch.Tensor) -> torch.Tensor:
+        parts = x_1W.new_empty(1, len(group.members) * x_1W.shape[1])
+        transport.all_gather(parts, x_1W, group).wait()
+        return parts
+
+    return all_gather
 
 
 def on_ranks(
@@ -312,13 +315,19 @@ def on_ranks(
 
     def rank_main(rank: int) -> None:
         ranks = toy_ranks(transport, config, rank)
+        digests = Digests(ranks.report_group)
         pipe = StagePipe(
             ranks.pipe_group,
+            digests,
             previous=ranks.neighbour(-1),
             following=ranks.neighbour(1),
             dim=DIM,
             dtype=torch.float32,
+            device=torch.device("cpu"),
             num_buffers=limits.stage,
+            tp=config.tp,
+            tp_rank=ranks.tp_rank,
+            all_gather=toy_gather(transport, ranks.tp_group),
         )
         runner = toy_runner(
             config.layers_of(ranks.stage, NUM_LAYERS),
@@ -329,7 +338,7 @@ def on_ranks(
             pipe=pipe,
             samples=ranks.is_sampler,
             group=ranks.group,
-            merges={run: Merge(members, 1 + run[1] - run[0]) for run, members in ranks.run_groups.items()},
+            merge=Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group),
         )
         if rank != 0:
             follower = Follower(runner, ranks)
@@ -394,13 +403,15 @@ def post_reports_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def merge_synchronously(patch: pytest.MonkeyPatch) -> None:
-    """a merge of one run is waited for before that of the next begins."""
+    """merges are waited for one after the other, before anything else is computed."""
     start = Merge.start
 
-    def start_and_wait(self: Merge, shared: Shared, partial: Any) -> Any:
-        pending = start(self, shared, partial)
-        pending.work.wait()
-        return pending
+    def start_and_wait(self: Merge, parts: Any, *, compare: bool) -> Pending:
+        by_span = [start(self, [part], compare=compare) for part in parts]
+        for work in (work for pending in by_span for work in pending.works):
+            work.wait()
+        _, everyone, works, digests = (list(itertools.chain(*lists)) for lists in zip(*by_span, strict=True))
+        return Pending(parts, everyone, works, digests)
 
     patch.setattr(Merge, "start", start_and_wait)
 
@@ -459,7 +470,7 @@ def test_waiting_at_once_alone_is_no_deadlock(layout: ParallelConfig) -> None:
 
 LATE = (post_reports_late, *SYNCHRONOUS[:2])
 TURNED = (merge_synchronously, turn_runs_around)
-FIRST_RUN = r"rank 0: in collective \d+ of run 0-1 of stage 0, tp 0"
+FIRST_RUN = r"rank 0: receives from rank 1 in merges of stage 0, tp 0"
 FIRST_SUM = r"rank 0: in collective \d+ of tp of stage 0 of group 0"
 
 
@@ -471,7 +482,7 @@ FIRST_SUM = r"rank 0: in collective \d+ of tp of stage 0 of group 0"
         ((send_messages_late,), ranks(1, 2, 2), BUSY, FIRST_SUM),
         ((send_messages_late,), ranks(3, 1, 1), BUSY, FIRST_RUN),
         # Two groups that both lie on two runs of a batch, each waiting in another one of them.
-        (TURNED, ranks(3, 1, 1), CROSSED, r"rank 1: in collective \d+ of run 1-2 of stage 0, tp 0"),
+        (TURNED, ranks(3, 1, 1), CROSSED, r"rank 1: receives from rank \d in merges of stage 0, tp 0"),
     ],
 )
 def test_a_mutation_is_a_deadlock(mutations: Any, layout: ParallelConfig, workload: Workload, place: str) -> None:

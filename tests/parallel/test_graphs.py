@@ -67,9 +67,9 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         def __del__(self) -> None:
             order.append("graph")
 
-    groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control"}
+    groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
     monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
-    ranks: Any = SimpleNamespace(**groups, run_groups={(0, 1): "run"}, monitor=monitor)
+    ranks: Any = SimpleNamespace(**groups, monitor=monitor)
     runner: Any = SimpleNamespace(graphs=Graph())
     quiet: Any = SimpleNamespace(send=lambda message: None, drain=lambda: None)
     dist = SimpleNamespace(
@@ -82,4 +82,4 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks)}
     no_limits: Any = None
     RankHandle(no_limits, None, runner, **{part: parts[part]}).close()
-    assert order == ["graph", "barrier of gloo", "end of pipe", "end of gloo", "end of control", "end of run"]
+    assert order == ["graph", "barrier of gloo", "end of pipe", "end of gloo", "end of control", "end of merges"]

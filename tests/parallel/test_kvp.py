@@ -16,7 +16,8 @@ from medha.batch import Batch, Row
 from medha.config import ParallelConfig
 from medha.errors import PlanDivergenceError
 from medha.parallel.kvp import Merge, Pending, shared_rows
-from medha.parallel.mesh import _run_groups
+from medha.parallel.mesh import make_merge_group
+from medha.parallel.spp import Digests
 from medha.params import SamplingParams
 from medha.worker.step_input import Slots, StepInput
 from tests.parallel.test_layouts import NUM_TOKENS, reference
@@ -29,12 +30,15 @@ def merge_different_rows(num_groups: int, batches: dict[int, Batch]) -> str:
     """On each rank: merge the rows of the batch that this rank has; returns what is wrong with it."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
-    group = _run_groups(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=30))[0, num_groups - 1]
+    group = make_merge_group(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=30))
+    assert group is not None
     (shared,) = shared_rows(batches[rank])
     empty = torch.zeros(shared.tokens.stop, 2, 8)
     message = ""
+    merge = Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(num_groups), own=rank)
+    pending = merge.start([(shared, (empty, empty[..., 0]))], compare=True)
     try:
-        Merge(group, num_groups).start(shared, (empty, empty[..., 0])).result(compare=True)
+        pending.result()
     except PlanDivergenceError as error:
         message = str(error)
     dist.barrier()
@@ -100,11 +104,12 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]], mut
     merges: Merges = {}
     place, result = int(os.environ["RANK"]) % (options["spp"] * options["tp"]), Pending.result
 
-    def recorded(self: Pending, *, compare: bool) -> torch.Tensor:
-        out_TNH = result(self, compare=compare)
-        key = (self.shared.batch_id, self.shared.run, place)
-        merges.setdefault(key, []).append(zlib.crc32(out_TNH.contiguous().view(torch.uint8).numpy().tobytes()))
-        return out_TNH
+    def recorded(self: Pending) -> list[torch.Tensor]:
+        outs = result(self)
+        for (shared, _), out_TNH in zip(self.parts, outs, strict=True):
+            key = (shared.batch_id, shared.run, place)
+            merges.setdefault(key, []).append(zlib.crc32(out_TNH.contiguous().view(torch.uint8).numpy().tobytes()))
+        return outs
 
     with pytest.MonkeyPatch.context() as patch:
         if mutation:

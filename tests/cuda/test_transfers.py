@@ -1,0 +1,82 @@
+"""Hidden states on the emulated device: what a receive waits for, and what it may not wait for."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import medha.parallel.control
+import medha.parallel.spp
+from medha.batch import Batch, Row
+from medha.parallel.spp import Digests, StagePipe
+from tests.cuda.device import CUDA, Device, DeviceError, stream_of
+from tests.cuda.tensors import Emulated, EmulatedWork, comm_stream
+
+BATCHES = [Batch(i, (Row(0, 4 * i, 4, is_decode=False, samples=False),)) for i in range(6)]
+
+
+def make_pipe(device: Device, patch: pytest.MonkeyPatch) -> StagePipe:
+    """A pipe of a last stage, to which each batch comes as its id; receives are kernels of a stream of their own."""
+    number, digests = iter(BATCHES), iter(BATCHES)
+    stream = comm_stream(device, "receives")
+
+    def irecv(tensor: torch.Tensor, *, src: int, group: Any, tag: int = 0) -> Any:
+        if not isinstance(tensor, Emulated):
+            batch = next(digests)
+            tensor.copy_(torch.tensor([batch.batch_id, batch.digest()]))
+            return SimpleNamespace(wait=lambda: True)
+        value = next(number).batch_id
+        stream.wait_stream(device.current)
+        with stream_of(stream):
+            device.launch("receive", lambda: tensor.raw.fill_(value), (), (tensor,))
+        return EmulatedWork(stream.record_event())
+
+    for module in (medha.parallel.control, medha.parallel.spp):
+        patch.setattr(module, "dist", SimpleNamespace(irecv=irecv))
+    nobody: Any = None
+    options = {"previous": 0, "following": None, "dim": 8, "dtype": torch.float16, "device": CUDA, "num_buffers": 3}
+    return StagePipe(nobody, Digests(nobody), **options)
+
+
+def last_receive_waits_for_compute(device: Device, patch: pytest.MonkeyPatch) -> bool:
+    """Take the batches one after the other, each posted while the one before computes; returns whether the last
+    receive waits for the compute that was launched just before it was posted."""
+    pipe, sums = make_pipe(device, patch), []
+    pipe.post(BATCHES[0])
+    for batch, following in pairwise(BATCHES):
+        x_TD = pipe.receive(batch)
+        before = device.default.launched
+        sums.append((x_TD * 2).sum())
+        pipe.post(following)
+    sums.append((pipe.receive(BATCHES[-1]) * 2).sum())
+    assert [x.item() for x in sums] == [2.0 * 32 * batch.batch_id for batch in BATCHES]
+    return bool(device.comm["receives"].clock[device.default] > before)
+
+
+def test_a_receive_does_not_wait_for_the_compute_of_the_batch_before(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not last_receive_waits_for_compute(device, monkeypatch)
+
+
+def test_posted_on_the_stream_of_the_compute_it_would_wait(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StagePipe, "_beside", lambda self, used: nullcontext())
+    assert last_receive_waits_for_compute(device, monkeypatch)
+
+
+def without_waiting(self: StagePipe, used: Any) -> AbstractContextManager[Any]:
+    return torch.cuda.stream(self._aside)
+
+
+def test_a_buffer_that_is_still_read_is_reported(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    patched: Callable[..., Any] = without_waiting
+    monkeypatch.setattr(StagePipe, "_beside", patched)
+    with suppress(DeviceError):
+        last_receive_waits_for_compute(device, monkeypatch)
+    found = device.faults.copy()
+    device.faults.clear()
+    assert found and found[0].startswith("race: receive on stream"), found

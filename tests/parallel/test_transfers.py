@@ -1,0 +1,88 @@
+"""What travels between ranks, by a counting transport: bytes and messages of hidden states and of merges."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from medha.parallel.kvp import Merge
+from medha.parallel.spp import StagePipe
+from medha.params import SamplingParams
+from tests.parallel.workers import WorkerPool
+from tests.serving import random_ids
+
+Counts = dict[str, Counter[str]]
+"""Of each kind of transfer: its messages, bytes, and the bytes of what was to be sent."""
+
+
+def count(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], Counts]:
+    """On each rank: tokens, and what it sends; the sends of digests are told by their group."""
+    from medha import LLM
+
+    counts: Counts = {"pipe": Counter(), "merge": Counter(), "gloo": Counter()}
+    now = ["gloo"]
+    isend, send, start = dist.isend, StagePipe.send, Merge.start
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kind = now[0] if tensor.dtype in (torch.float32, torch.uint8) else "gloo"
+        counts[kind].update(messages=1, bytes=tensor.nbytes)
+        return isend(tensor, *args, **kwargs)
+
+    def sent(self: StagePipe, batch: Any, x_TD: torch.Tensor) -> None:
+        counts["pipe"].update(batches=1, whole=x_TD.nbytes)
+        now[0] = "pipe"
+        send(self, batch, x_TD)
+        now[0] = "gloo"
+
+    def started(self: Merge, parts: Any, *, compare: bool) -> Any:
+        for shared, (out_TNH, lse_TN) in parts:
+            num_others = shared.run[1] - shared.run[0]
+            counts["merge"].update(spans=1, peers=num_others, whole=num_others * (out_TNH.nbytes + lse_TN.nbytes))
+        now[0] = "merge"
+        pending = start(self, parts, compare=compare)
+        now[0] = "gloo"
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagePipe, "send", sent)
+        patch.setattr(Merge, "start", started)
+        patch.setattr(dist, "isend", counted)
+        patch.setattr(dist.distributed_c10d, "isend", counted)
+        with LLM(folder, **options) as llm:
+            wanted = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted)
+    return [output.outputs[0].token_ids for output in outputs], counts
+
+
+def found(workers: WorkerPool, model: Path, **layout: int) -> list[Counts]:
+    options = {"block_size": 16, "num_kv_blocks": 64, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
+    prompts = [random_ids(length, seed=8) for length in (150, 5, 61)]
+    (tokens, _), *_ = one = workers.run(count, 1, str(model), options, prompts)
+    assert one[0][1]["pipe"] == one[0][1]["merge"] == Counter()
+    size = layout.get("tp", 1) * layout.get("spp", 1) * layout.get("kvp", 1)
+    answers = workers.run(count, size, str(model), options | layout, prompts)
+    assert answers[0][0] == tokens
+    return [counts for _, counts in answers]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_sends_its_share_of_the_hidden_states_in_one_message(workers: WorkerPool, model: Path, tp: int) -> None:
+    """Before, every tensor-parallel rank sent all of them, and the digest in the same message."""
+    counts = [found["pipe"] for found in found(workers, model, tp=tp, spp=2)]
+    for sender in counts[:tp]:
+        assert sender["messages"] == sender["batches"] >= 8
+        assert sender["bytes"] * tp == sender["whole"] > 0
+    assert all(last == Counter() for last in counts[tp:])
+
+
+@pytest.mark.ranks
+def test_a_rank_sends_its_part_to_each_other_rank_of_a_span_once(workers: WorkerPool, model: Path) -> None:
+    """As many bytes as a ring's all-gather sends, in one step for as many steps as there are others."""
+    for counts in found(workers, model, kvp=3, max_kv_per_group=64):
+        merges = counts["merge"]
+        assert merges["messages"] == merges["peers"] >= merges["spans"] > 10
+        assert 0 <= merges["bytes"] - merges["whole"] < 16 * merges["messages"]
