@@ -3,9 +3,9 @@
 A step is cut into launches: its decodes in one, its chunks in another, since decodes that ride in a chunk's launch lose
 their split over keys. Each launch is planned once, in the first layer, and the others use its plan. FA2 splits both the
 queries and the KV range over the GPU, which keeps a small chunk over a long context from running on a few
-multiprocessors (the paper, arXiv 2409.17264 v5 section 3.2, rests on that); FA3 is the faster kernel for Hopper and
-splits queries alone, so only chunks with enough rows to fill the GPU go there. Where FA3 begins to win is a constant
-that awaits a measurement.
+multiprocessors (the paper, arXiv 2409.17264 v5 section 3.2, rests on that); how far is decided in :mod:`.kv_split`.
+FA3 is the faster kernel for Hopper and splits queries alone, so only chunks with enough rows to fill the GPU go there.
+Where FA3 begins to win is a constant that awaits a measurement.
 
 FlashInfer counts keys in pages; a page here is a KV block. Its log-sum-exp has base 2 and is turned into a natural
 logarithm before it leaves this module. Splits depend on a batch, so its company may change the last bits of a row.
@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
+from medha.attention.kv_split import MOST_TILE_ROWS, KVSplit
 from medha.attention.staging import record_event, to_device
 
 HEAD_DIMS = (64, 128, 256)
@@ -44,8 +45,6 @@ _FA3_WAVES = 2
 _HOPPER = 9
 _LN2 = math.log(2.0)
 _MAX_INT32 = 2**31 - 1
-_FA2_BLOCKS_PER_SM = 2
-_FA2_MOST_ROWS = 128
 _WORKSPACE_SPARE = 1 << 20  # alignment of what FlashInfer cuts out of it
 
 
@@ -134,12 +133,11 @@ class FlashInferBackend(AttentionBackend):
         self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
-        q_TNH = q_TNH.contiguous()
         shape = LayerShape(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
         if plan.launches is None or plan.shape != shape:
             plan.launches = self._launches(plan, shape, q_TNH.device)
             plan.shape = shape
-        out_TNH = torch.empty_like(q_TNH)
+        out_TNH = q_TNH.new_empty(q_TNH.shape)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         kv = paged(k_PKH, plan.rows.page_size), paged(v_PKH, plan.rows.page_size)
         for launch in plan.launches:
@@ -177,18 +175,26 @@ class FlashInferBackend(AttentionBackend):
             (rows.device_pages,) = to_device([rows.pages], device)
         sizes, dtypes = _sizes(shape, rows.page_size)
         kinds = zip(self.kernels_of(rows, shape.num_heads), (rows.causal & (rows.q_len > 1)).tolist(), strict=True)
+        split, num_pages = KVSplit(shape, self.num_sms, rows.page_size), np.diff(rows.page_indptr)
         for (kernel, causal), its_rows in groupby(kinds):
             first, last = last, last + len(list(its_rows))
-            wrapper = None
-            if kernel is not None:
-                leased = self._lease(kernel, shape, device)
-                tables, wrapper = _tables(rows, rows.device_pages, first, last), leased.wrapper
-                if kernel == "decode":
-                    leased.plan(plan, device, *tables, *sizes, **dtypes)
-                else:
-                    queries = _part(rows.q_indptr, first, last)
-                    leased.plan(plan, device, queries, *tables, *sizes, causal=causal, **dtypes)
-            launches.append(_Launch(wrapper, slice(int(rows.q_indptr[first]), int(rows.q_indptr[last]))))
+            at = slice(first, last)
+            if kernel is None or kernel == "fa3":
+                pieces: list[tuple[int, int, dict[str, int]]] = [(first, last, {})]
+            else:
+                found = split.pieces(rows.q_len[at], num_pages[at])
+                pieces = [(first + p.first, first + p.last, {"fixed_split_size": p.part_pages}) for p in found]
+            for start, end, how in pieces:
+                wrapper = None
+                if kernel is not None:
+                    leased = self._lease(kernel, shape, device)
+                    tables, wrapper = _tables(rows, rows.device_pages, start, end), leased.wrapper
+                    if kernel == "decode":
+                        leased.plan(plan, device, *tables, *sizes, **dtypes, **how)
+                    else:
+                        queries = _part(rows.q_indptr, start, end)
+                        leased.plan(plan, device, queries, *tables, *sizes, causal=causal, **dtypes, **how)
+                launches.append(_Launch(wrapper, slice(int(rows.q_indptr[start]), int(rows.q_indptr[end]))))
         return launches
 
     def _lease(self, kernel: Kernel, shape: LayerShape, device: torch.device) -> _Wrapper:
@@ -229,6 +235,7 @@ class FixedDecodes:
         self._batch_size = batch_size
         self._indices = indices
         self._page_size = backend.block_size
+        self._split = KVSplit(shape, backend.num_sms, backend.block_size)
         made = backend.api.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
@@ -248,12 +255,20 @@ class FixedDecodes:
         """
         assert len(rows) == self._batch_size, f"{len(rows)} decodes in a graph of {self._batch_size}"
         tables, (sizes, dtypes) = _tables(rows, self._indices, 0, len(rows)), _sizes(self._shape, rows.page_size)
-        self._wrapper.plan(self, self._indices.device, *tables, *sizes, **dtypes)
+        pages = np.diff(rows.page_indptr)
+        part = self._split.graph_part_pages(pages, self._batch_size)
+        # Where no row is cut, a plan of ours would not be one with parts, which is what was captured.
+        how = {"fixed_split_size": part} if part < pages.max() else {}
+        self._wrapper.plan(self, self._indices.device, *tables, *sizes, **dtypes, **how)
+
+    def starves(self, rows: AttentionRows) -> bool:
+        """Whether decodes, at most as many as the graph has, should run without it: it cuts the longest of them into
+        less than half of the parts."""
+        return self._split.starves_in_graph(np.diff(rows.page_indptr), self._batch_size)
 
     def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
         """Attention of every row, out_BNH; can be captured."""
-        q_BNH = q_BNH.contiguous()
-        out_BNH = torch.empty_like(q_BNH)
+        out_BNH = q_BNH.new_empty(q_BNH.shape)
         self._wrapper.wrapper.run(q_BNH, (paged(k_PKH, self._page_size), paged(v_PKH, self._page_size)), out=out_BNH)
         return out_BNH
 
@@ -261,17 +276,16 @@ class FixedDecodes:
 def workspace_bytes(shape: LayerShape, *, num_sms: int, num_decodes: int = 0) -> int:
     """Bytes that FA2 needs for partial outputs and log-sum-exps, float32, when KV is split.
 
-    Read off FlashInfer's ``PrefillSplitQOKVIndptr``: at most two tiles a multiprocessor, shared by the KV heads; in a
-    CUDA graph, of at most ``num_decodes``, at least one for every tile of queries.
+    Read off FlashInfer's ``PrefillSplitQOKVIndptr``: a tile an item, of which :mod:`.kv_split` makes so many; in a CUDA
+    graph, of at most ``num_decodes``, as many as the GPU holds, and at least one for every tile of queries.
     """
     row_bytes = 4 * (shape.head_dim + 1)
-    tiles = max(_FA2_BLOCKS_PER_SM * num_sms // shape.num_kv_heads, 1)
-    eager = tiles * _FA2_MOST_ROWS
-    group = shape.num_heads // shape.num_kv_heads
-    tile_rows = _FA2_MOST_ROWS
-    if group <= 64:  # with wide heads the smallest tile may not be had
-        tile_rows = 16 if group <= 16 and shape.head_dim < 256 else 64
-    graph = max(tiles, -(-num_decodes * group // tile_rows) + num_decodes) * tile_rows
+    split = KVSplit(shape, num_sms, 1)
+    eager = split.most_tiles * MOST_TILE_ROWS
+    tile_rows = MOST_TILE_ROWS
+    if split.group <= 64:  # with wide heads the smallest tile may not be had
+        tile_rows = split.tile_rows(split.group)
+    graph = max(split.slots, -(-num_decodes * split.group // tile_rows) + num_decodes) * tile_rows
     return int(shape.num_heads * max(eager, graph) * row_bytes) + _WORKSPACE_SPARE
 
 

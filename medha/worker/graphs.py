@@ -107,10 +107,15 @@ class DecodeGraphs:
         return tuple(sorted(self._graphs))
 
     def holds(self, step: StepInput) -> bool:
-        """Whether a captured size holds a batch: where blocks are shared, its pages may be more than the pool's."""
-        if not step.is_of_decodes or self.size_for(len(step.batch.rows)) is None:
+        """Whether a captured size holds a batch: where blocks are shared, its pages may be more than the pool's, and a
+        long context may be cut into too few parts."""
+        size = self.size_for(len(step.batch.rows))
+        if not step.is_of_decodes or size is None:
             return False
-        return step.own is None or len(step.own.pages) <= self._cache.num_blocks
+        rows = step.own
+        if rows is None:
+            return True
+        return len(rows.pages) <= self._cache.num_blocks and not self._graphs[size].attention.starves(rows)
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest captured size that holds so many rows."""
