@@ -20,7 +20,16 @@ from torch import nn
 
 from medha.config import ModelConfig
 from medha.errors import ConfigError
-from medha.models.layers import DecoderLayer, LinearFn, RMSNorm, TensorShard, local_part, packed_weight
+from medha.models.layers import (
+    DecoderLayer,
+    FusedKernels,
+    LinearFn,
+    RMSNorm,
+    TensorShard,
+    local_part,
+    packed_weight,
+    rotation,
+)
 
 LayerAttendFn = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(index among the layers held here, q_TNH, k_TKH, v_TKH) -> out_TNH."""
@@ -51,6 +60,7 @@ class Decoder(nn.Module):
         self.tie_()
         self._embed: LinearFn | None = None
         self._head: LinearFn | None = None
+        self._fused: FusedKernels | None = None
 
     def tie_(self) -> None:
         """Let the head share the embedding's parameter, where the model ties them; again after parameters moved."""
@@ -73,25 +83,31 @@ class Decoder(nn.Module):
         """Run the layers held here; returns hidden states [T, D], not normed.
 
         Args:
-            x_TD: embedded tokens, or hidden states of the layer before.
+            x_TD: embedded tokens, or hidden states of the layer before; fused kernels take their memory.
             cos_TR, sin_TR: float32 rotation of each token's position.
             attend: writes the new keys and values of a layer and attends over all of them.
         """
+        rotate_both, more_TD = rotation(cos_TR, sin_TR, self._fused), None
         for i, layer in enumerate(self.model["layers"].values()):  # type: ignore[operator]
-            x_TD = layer(x_TD, cos_TR, sin_TR, partial(attend, i))
-        return x_TD
+            x_TD, more_TD = layer(x_TD, more_TD, rotate_both, partial(attend, i))
+        return x_TD if more_TD is None else x_TD + more_TD
 
-    def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Final norm and head of the given rows: float32 [S, V], whole on every rank."""
+    def logits(self, x_SD: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Final norm and head of the given rows: float32 [S, V], whole on every rank; ``into`` is where they go."""
         assert self.lm_head is not None or self._head is not None, "this stage has no head"
         logits: torch.Tensor = (self._head or self.lm_head)(self.model["norm"](x_SD))  # type: ignore[misc]
-        return logits.float()
+        return logits.float() if into is None else into.copy_(logits)
 
-    def pack_(self, shard: TensorShard | None = None) -> None:
-        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped."""
+    def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
+        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped. What lies
+        between them is computed by ``fused``, if given."""
+        self._fused = fused
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.fused = fused
         for layer in self.model["layers"].values():  # type: ignore[operator]
             layer.self_attn.pack_(shard)
-            layer.mlp.pack_(shard)
+            layer.mlp.pack_(shard, fused)
         if self.has_embedding and shard is not None:
             rows_VD = local_part(cast(torch.Tensor, self.model["embed_tokens"].weight))
             self._embed = _vocab_parallel_embedding(rows_VD, self.config.vocab_size, shard)

@@ -26,6 +26,9 @@ LinearFn = Callable[[torch.Tensor], torch.Tensor]
 AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q_TNH, k_TKH, v_TKH), rotated, of the batch's tokens -> out_TNH."""
 
+RotateFn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(q_TNH, k_TKH) -> the same, each turned by its position."""
+
 _LEAST_ROWS = 4
 """That a packed linear layer computes; see :func:`packed_weight`."""
 
@@ -39,6 +42,16 @@ class TensorShard(NamedTuple):
     all_gather: LinearFn  # [S, W] of every rank, side by side: [S, size * W]
 
 
+class FusedKernels(NamedTuple):
+    """FlashInfer's functions that do in one launch what modules do in several, for 16 bits on CUDA. The plain modules
+    are the reference."""
+
+    rmsnorm: Callable[..., torch.Tensor]
+    fused_add_rmsnorm: Callable[..., None]
+    silu_and_mul: LinearFn
+    apply_rope: Callable[..., None]  # apply_rope_with_cos_sin_cache_inplace
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, in float32 (arXiv 1910.07467)."""
 
@@ -46,8 +59,19 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
+        self.fused: FusedKernels | None = None
+
+    def of_sum(self, x_TD: torch.Tensor, more_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the sum of two tensors, or of the one, and that sum; fused, it takes their memory."""
+        if more_TD is not None and self.fused is not None:
+            self.fused.fused_add_rmsnorm(more_TD, x_TD, self.weight, self.eps)
+            return more_TD, x_TD
+        total_TD = x_TD if more_TD is None else x_TD + more_TD
+        return self(total_TD), total_TD
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused is not None:
+            return self.fused.rmsnorm(x, self.weight, self.eps)
         x32 = x.float()
         norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)  # one pass, where a mean of squares takes two
         scale = torch.rsqrt(norm.square() / x.shape[-1] + self.eps)
@@ -71,7 +95,7 @@ class Attention(nn.Module):
         self._qkv: LinearFn | None = None
         self._out: LinearFn | None = None
 
-    def forward(self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: AttendFn) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, rotate_both: RotateFn, attend: AttendFn) -> torch.Tensor:
         if self._qkv is None:
             parts = [self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)]
         else:
@@ -79,7 +103,7 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out_TNH = attend(rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR), v)
+        out_TNH = attend(*rotate_both(q, k), v)
         return (self._out or self.o_proj)(out_TNH.flatten(-2))
 
     def pack_(self, shard: TensorShard | None = None) -> None:
@@ -110,9 +134,9 @@ class MLP(nn.Module):
         out: torch.Tensor = (self._down or self.down_proj)(gated)
         return out
 
-    def pack_(self, shard: TensorShard | None = None) -> None:
+    def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
         """As :meth:`~medha.models.decoder.Decoder.pack_`."""
-        self._gated = packed_swiglu(self.gate_proj, self.up_proj)
+        self._gated = packed_swiglu(self.gate_proj, self.up_proj, fused)
         self._down = packed_row_linear(self.down_proj, shard)
         del self.gate_proj, self.up_proj, self.down_proj
 
@@ -128,10 +152,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: AttendFn) -> torch.Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TR, sin_TR, attend)
-        out: torch.Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return out
+    def forward(
+        self, x_TD: torch.Tensor, more_TD: torch.Tensor | None, rotate_both: RotateFn, attend: AttendFn
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layer on the sum of two tensors, or on the one; returns the two whose sum is the layer's output."""
+        normed_TD, x_TD = self.input_layernorm.of_sum(x_TD, more_TD)
+        more_TD = self.self_attn(normed_TD, rotate_both, attend)
+        normed_TD, x_TD = self.post_attention_layernorm.of_sum(x_TD, more_TD)
+        return x_TD, self.mlp(normed_TD)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -147,12 +175,14 @@ def packed_linear(*linears: nn.Linear) -> LinearFn:
     return packed_weight(weight, bias)
 
 
-def packed_swiglu(gate_proj: nn.Linear, up_proj: nn.Linear) -> LinearFn:
+def packed_swiglu(gate_proj: nn.Linear, up_proj: nn.Linear, fused: FusedKernels | None = None) -> LinearFn:
     """``silu(gate(x)) * up(x)`` of this rank's part: with oneDNN silu within the product, elsewhere one product."""
     if _onednn_packs(local_part(gate_proj.weight)):
         silu_gate, up = packed_weight(local_part(gate_proj.weight), activation="swish"), packed_linear(up_proj)
         return lambda x: silu_gate(x).mul_(up(x))
     gate_up = packed_linear(gate_proj, up_proj)
+    if fused is not None:
+        return lambda x: fused.silu_and_mul(gate_up(x))
 
     def swiglu(x: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up(x).chunk(2, dim=-1)
@@ -260,6 +290,20 @@ def rotate(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> t
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin)
     return out.to(x_TNH.dtype)
+
+
+def rotation(cos_TR: torch.Tensor, sin_TR: torch.Tensor, fused: FusedKernels | None) -> RotateFn:
+    """The rotation of a step's queries and keys; fused, in place."""
+    if fused is None:
+        return lambda q_TNH, k_TKH: (rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR))
+    apply_rope, cos_sin = fused.apply_rope, torch.cat([cos_TR, sin_TR], dim=-1)
+    rows_T = torch.arange(len(cos_sin), dtype=torch.int32, device=cos_sin.device)  # each token's angles are its own
+
+    def rotate_both(q_TNH: torch.Tensor, k_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        apply_rope(rows_T, q_TNH, k_TKH, q_TNH.shape[-1], cos_sin)
+        return q_TNH, k_TKH
+
+    return rotate_both
 
 
 def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:

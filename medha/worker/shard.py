@@ -22,7 +22,7 @@ from medha.attention.interface import AttentionBackend, LayerShape
 from medha.config import ATTENTION_BACKENDS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
-from medha.models.layers import TensorShard, local_part
+from medha.models.layers import FusedKernels, TensorShard, local_part
 from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, load_parameters
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch, read_launch
@@ -100,7 +100,7 @@ def build_runner(
     device: torch.device,
 ) -> Runner:
     """Load this rank's part of the model, and put pools, host memory for so many blocks, and pipe around it."""
-    model = _load_model(config, shard, ranks, folder, device)
+    model = _load_model(config, shard, ranks, folder, device, _fused_kernels(backend, device))
     cache = KVCache(
         shard.layer_shape,
         num_layers=len(shard.layers),
@@ -142,8 +142,21 @@ def make_pipe(
     )
 
 
+def _fused_kernels(backend: AttentionBackend, device: torch.device) -> FusedKernels | None:
+    """FlashInfer's, where it serves attention on CUDA: both have the same dtypes."""
+    if device.type != "cuda" or not isinstance(backend, FlashInferBackend):
+        return None
+    api = backend.api
+    return FusedKernels(api.rmsnorm, api.fused_add_rmsnorm, api.silu_and_mul, api.apply_rope_with_cos_sin_cache_inplace)
+
+
 def _load_model(
-    config: EngineConfig, shard: ModelShard, ranks: Ranks | None, folder: Path, device: torch.device
+    config: EngineConfig,
+    shard: ModelShard,
+    ranks: Ranks | None,
+    folder: Path,
+    device: torch.device,
+    fused: FusedKernels | None,
 ) -> Decoder:
     tp_ranks = ranks if ranks is not None and ranks.config.tp > 1 else None
     split = partial(parallelize_, mesh=tp_ranks.tp_mesh, plan=TP_PLAN) if tp_ranks else None
@@ -167,7 +180,7 @@ def _load_model(
         if tp_ranks is not None:
             group = tp_ranks.tp_group
             tensor_shard = TensorShard(shard.tp_rank, shard.tp, all_reduce_over(group), all_gather_over(group))
-        model.pack_(tensor_shard)
+        model.pack_(tensor_shard, fused)
     return model
 
 

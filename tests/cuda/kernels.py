@@ -210,6 +210,70 @@ def _attend(
             lse[first + rows // made.group, heads] = total.float() / math.log(2.0)
 
 
+def rmsnorm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, enable_pdl: bool) -> None:
+    """Over the last dimension, which is contiguous."""
+    _check_16_bits(out, x, weight)
+    to, start, scale = raw(out), raw(x), raw(weight)
+    now().launch("rmsnorm", lambda: to.copy_(_normed(start.float(), scale, eps)), (x, weight), (out,))
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, enable_pdl: bool
+) -> None:
+    """The sum goes to ``residual``, its norm, from before it is rounded, to ``x``."""
+    _check_16_bits(x, residual, weight)
+    assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape and x.dim() == 2
+    one, other, scale = raw(x), raw(residual), raw(weight)
+
+    def kernel() -> None:
+        total = one.float() + other.float()
+        other.copy_(total)
+        one.copy_(_normed(total, scale, eps))
+
+    now().launch("fused_add_rmsnorm", kernel, (x, residual, weight), (x, residual))
+
+
+def silu_and_mul(out: torch.Tensor, gate_up: torch.Tensor, enable_pdl: bool) -> None:
+    _check_16_bits(out, gate_up)
+    assert out.is_contiguous() and gate_up.is_contiguous()
+    to, both = raw(out), raw(gate_up)
+
+    def kernel() -> None:
+        gate, up = both.float().chunk(2, -1)
+        to.copy_(torch.nn.functional.silu(gate) * up)
+
+    now().launch("silu_and_mul", kernel, (gate_up,), (out,))
+
+
+def apply_rope(
+    q: torch.Tensor, k: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor, cos_sin: torch.Tensor,
+    positions: torch.Tensor, interleave: bool,
+) -> None:  # fmt: skip
+    """The halves of each head against each other, by the cosines and then sines of the row that a position names."""
+    _check_16_bits(q, k)
+    assert q.dim() == k.dim() == 3 and q.stride(-1) == k.stride(-1) == 1 and not interleave
+    assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == q.shape[2]
+    assert positions.dtype in (torch.int32, torch.int64) and positions.is_contiguous()
+    heads, table, at = [(raw(q), raw(q_out)), (raw(k), raw(k_out))], raw(cos_sin), raw(positions)
+
+    def kernel() -> None:
+        cos, sin = table[at.long()][:, None].chunk(2, -1)
+        for start, to in heads:
+            first, second = start.float().chunk(2, -1)
+            to.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], -1))
+
+    now().launch("apply_rope", kernel, (q, k, cos_sin, positions), (q_out, k_out))
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _check_16_bits(*tensors: torch.Tensor) -> None:
+    (dtype,) = {x.dtype for x in tensors}
+    assert dtype in (torch.float16, torch.bfloat16) and all(x.is_cuda for x in tensors)
+
+
 def import_flashinfer() -> ModuleType:
     """The package; skips where it is not installed. What only its import needs is stood in for meanwhile."""
     os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", tempfile.gettempdir())  # its import makes a folder
@@ -231,6 +295,13 @@ def _stand_in(patch: pytest.MonkeyPatch, flashinfer: ModuleType) -> None:
 
     for part in (flashinfer.prefill, flashinfer.decode):
         patch.setattr(part, "get_batch_prefill_module", module)
+    norms = SimpleNamespace(rmsnorm=rmsnorm, fused_add_rmsnorm=fused_add_rmsnorm)
+    patch.setattr(flashinfer.norm, "get_norm_module", lambda: norms)
+    patch.setattr(flashinfer.norm, "_use_cuda_norm", lambda device: True)
+    silu = SimpleNamespace(silu_and_mul=silu_and_mul)
+    patch.setattr(flashinfer.activation, "get_act_and_mul_module", lambda name: silu)
+    rope = SimpleNamespace(apply_rope_pos_ids_cos_sin_cache=apply_rope)
+    patch.setattr(flashinfer.rope, "get_rope_module", lambda: rope)
     patch.setattr(flashinfer.prefill, "_eagle_verify_fp8kv_sm90_prepare", lambda *args, **kwargs: None)
 
 

@@ -1,5 +1,6 @@
 """medha on the emulated device: the CPU's tokens, and no wait of the host in a steady step."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,29 @@ def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sa
             llm.engine.step()
         assert device.launches["replay"] == 4
         assert device.syncs == device.stalls == {}
+
+
+def test_launches_of_a_layer(model: Path, device: Device) -> None:
+    """In eager decode: two norms with the sums before them, four products, RoPE, keys, values, attention and the base
+    of its log-sum-exp, silu. With the plain modules there are 42."""
+    with LLM(model, device="cuda", dtype="float16", cuda_graphs=False, **POOL) as llm:
+        seen: list[Counter[str]] = []
+        layer = llm.engine.runner.model.model["layers"]["1"]  # type: ignore[attr-defined]
+        forward = layer.forward
+
+        def counted(*args: Any) -> Any:
+            before = device.launches.copy()
+            out = forward(*args)
+            seen.append(device.launches - before)
+            return out
+
+        layer.forward = counted
+        for i, prompt in enumerate(PROMPTS):
+            llm.engine.add_request(str(i), prompt, params(max_tokens=16))
+        for _ in range(12):
+            llm.engine.step()
+    assert seen[-1].total() == 12, seen[-1]
+    assert max(launched.total() for launched in seen) <= 15
 
 
 @pytest.mark.ranks
