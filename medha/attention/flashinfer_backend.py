@@ -43,8 +43,11 @@ _FA3_TILE_ROWS = 128
 _FA3_WAVES = 2
 
 _HOPPER = 9
+_LEAST_CAPABILITY = (7, 5)
 _LN2 = math.log(2.0)
 _MAX_INT32 = 2**31 - 1
+_PLAN_BYTES = 8 << 20  # on the device, of each of FlashInfer's wrappers
+_MOST_LAUNCHES = 8  # that have a plan at a time, but for odd mixes
 _WORKSPACE_SPARE = 1 << 20  # alignment of what FlashInfer cuts out of it
 
 
@@ -97,6 +100,7 @@ class FlashInferBackend(AttentionBackend):
         self.block_size = block_size  # tokens of a KV block, which is a page
         self.num_sms = num_sms  # multiprocessors of the GPU
         self.has_fa3 = has_fa3  # as Hopper has
+        self._no_fa3 = "no Hopper GPU"  # why it has not
         self._wrappers: list[_Wrapper] = []
         self._workspace: torch.Tensor | None = None
 
@@ -114,6 +118,8 @@ class FlashInferBackend(AttentionBackend):
         """See :meth:`medha.attention.interface.AttentionBackend.needs`."""
         if device.type != "cuda":
             return f"a CUDA device, not {device}"
+        if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+            return "a GPU of compute capability 7.5 or later"
         is_installed = importlib.util.find_spec("flashinfer") is not None
         return None if is_installed else "the package flashinfer-python (pip install 'medha[cuda]')"
 
@@ -124,6 +130,39 @@ class FlashInferBackend(AttentionBackend):
             return f"heads of {shape.head_dim} (it has {', '.join(map(str, HEAD_DIMS))})"
         wanted, *has = (str(dtype).removeprefix("torch.") for dtype in (shape.dtype, *DTYPES))
         return None if wanted in has else f"{wanted} (it has {', '.join(has)})"
+
+    def build_kernels(self, shape: LayerShape, device: torch.device) -> str | None:
+        """See :meth:`medha.attention.interface.AttentionBackend.build_kernels`; FA3 is done without where it fails."""
+        failed = self._try_out(shape, device, q_len=2)
+        if failed is None and self.has_fa3:
+            wrong = self._try_out(shape, device, q_len=self._fa3_tokens(shape))
+            self.has_fa3, self._no_fa3 = wrong is None, wrong or ""
+        return failed
+
+    def _try_out(self, shape: LayerShape, device: torch.device, *, q_len: int) -> str | None:
+        """Attend for a decode and a chunk of so many tokens; returns what went wrong."""
+        rows = AttentionRows.over([(1, [(0, 1)], True), (q_len, [(0, q_len)], True)], self.block_size)
+        num_tokens = -(-q_len // self.block_size) * self.block_size
+        try:
+            q_TNH = torch.zeros(1 + q_len, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+            pool_PKH = q_TNH.new_zeros(num_tokens, shape.num_kv_heads, shape.head_dim)
+            self.run(q_TNH, pool_PKH, pool_PKH.clone(), self.plan(rows))
+            torch.cuda.synchronize(device)
+        except Exception as error:  # a compiler may be missing, or fail, in many ways
+            return (str(error).splitlines() or [repr(error)])[0]
+        return None
+
+    def describe(self, shape: LayerShape) -> str:
+        """See :meth:`medha.attention.interface.AttentionBackend.describe`."""
+        split = KVSplit(shape, self.num_sms, self.block_size)
+        fa2 = f"FA2 with a long context in some {split.slots} parts a KV head, for {self.num_sms} multiprocessors"
+        fa3 = f"FA3 for chunks of {self._fa3_tokens(shape):,} tokens on" if self.has_fa3 else f"no FA3: {self._no_fa3}"
+        return f"{fa2}; {fa3}"
+
+    def _fa3_tokens(self, shape: LayerShape) -> int:
+        """Tokens of the shortest chunks that run in FA3."""
+        num_tiles = -(-_FA3_WAVES * self.num_sms // shape.num_heads)
+        return _FA3_TILE_ROWS * (num_tiles - 1) + 1
 
     def plan(self, rows: AttentionRows) -> FlashInferPlan:
         """See :meth:`medha.attention.interface.AttentionBackend.plan`."""
@@ -159,6 +198,10 @@ class FlashInferBackend(AttentionBackend):
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
             self._wrappers.clear()  # they keep the memory that they were made with
         return self._workspace
+
+    def wrapper_bytes(self, num_graphs: int) -> int:
+        """Bytes that the plans of so many graphs, and of a step's launches, will take beside those there are."""
+        return (num_graphs + max(_MOST_LAUNCHES - len(self._wrappers), 0)) * _PLAN_BYTES
 
     def kernels_of(self, rows: AttentionRows, num_heads: int) -> list[Kernel | None]:
         """What each row runs in; None where it sees no keys."""

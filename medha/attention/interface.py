@@ -145,6 +145,15 @@ class AttentionBackend(Protocol):
         """What it has no kernel for, in words; None where it has all."""
         return None
 
+    def build_kernels(self, shape: LayerShape, device: torch.device) -> str | None:
+        """Run once what serves such layers, so that nothing is compiled while requests wait; returns what is wrong with
+        it, in words."""
+        return None
+
+    def describe(self, shape: LayerShape) -> str:
+        """What of its kernels it uses for such layers, in words, if there is a choice."""
+        return ""
+
     def plan(self, rows: AttentionRows) -> Any:
         """Prepare a step on the host; the result is handed to :meth:`run` in each layer."""
         ...

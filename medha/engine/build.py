@@ -52,12 +52,13 @@ from medha.worker.shard import (
     capture_graphs,
     checkpoint_facts,
     choose_backend,
-    num_kv_blocks,
-    num_swap_blocks,
+    load_model,
+    make_links,
     own_device,
     pick_device,
     torch_dtype,
 )
+from medha.worker.sizing import bytes_beside_kv, is_measured, num_kv_blocks, num_swap_blocks
 
 logger = logging.getLogger("medha")
 
@@ -158,16 +159,22 @@ def _build(
         level = logging.INFO if config.attention_backend == "auto" else logging.WARNING
         logger.log(level, "attention_backend=%r: %s; torch serves", config.attention_backend, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
-    pools = {"num_blocks": num_blocks, "num_swap_blocks": num_host_blocks}
-    runner = build_runner(config, shard, ranks, folder, backend, **pools, device=device)
-    if job is not None:
-        job.monitor.waits_for = lambda: runner.recorder.waits_for
+    model = load_model(config, shard, ranks, folder, backend, device)
+    links: dict[str, Any] = {}
+    if job is not None and ranks is not None:
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
-        if runner.merge is not None:
-            runner.merge.warm(device)
-        if runner.pipe is not None:
-            runner.pipe.warm()
+        links = make_links(ranks, shard, device)
+    if is_measured(config, device):
+        beside = bytes_beside_kv(config, shard, model, backend, device)
+        num_blocks = num_kv_blocks(config, shard, device, limits.max_model_len, beside=beside)
+        num_blocks = num_blocks if ranks is None else over_ranks(ranks, num_blocks, ReduceOp.MIN)
+        logger.info("KV pool of %d blocks; steps and CUDA graphs take %.2f GiB beside it", num_blocks, beside / 2**30)
+        _check_pools(config, num_blocks, num_host_blocks)
+    pools = {"num_blocks": num_blocks, "num_swap_blocks": num_host_blocks}
+    runner = build_runner(config, shard, model, backend, **pools, device=device, **links)
+    if job is not None:
+        job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
         capture_graphs(runner, config, captured)
@@ -176,9 +183,11 @@ def _build(
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
     scheduler = _build_scheduler(config, coefficients, limits, num_blocks)
-    attention = backend.name if device.type == "cpu" else f"{backend.name} ({why})"
-    model, place = model_config, f"{str(dtype).removeprefix('torch.')} on {device}"
-    logger.info("%s, %d layers, %s, attention %s", model.architecture, model.num_layers, place, attention)
+    reasons = "; ".join(filter(None, (why, backend.describe(shard.layer_shape))))
+    attention = backend.name if device.type == "cpu" else f"{backend.name} ({reasons})"
+    place = f"{str(dtype).removeprefix('torch.')} on {device}"
+    architecture, num_layers = model_config.architecture, model_config.num_layers
+    logger.info("%s, %d layers, %s, attention %s", architecture, num_layers, place, attention)
     _log_start(config, limits, scheduler)
     texts: dict[str, Any] = {"tokenizer": tokenizer, "timeline": timeline}
     if ranks is None:

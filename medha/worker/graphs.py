@@ -41,11 +41,12 @@ Replay = Callable[[], None]
 
 
 class CudaGraphs:
-    """Captures CUDA graphs that share one pool of memory."""
+    """Captures CUDA graphs that share one pool of memory, on one stream: cuBLAS keeps a workspace for each stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None  # torch does not name its type
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         """Run something twice; returns its result's memory, and what fills that memory again.
@@ -53,22 +54,22 @@ class CudaGraphs:
         Raises:
             torch.OutOfMemoryError: there is no memory for it.
         """
-        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             run()  # once before, so that whatever is set up at first use is not captured
-        current.wait_stream(aside)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use CUDA meanwhile; their calls are none of this graph's.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
         self._pool = graph.pool()
         return out, graph.replay
 
 
 class _Graph(NamedTuple):
-    """A captured forward: logits or hidden states of each row, what fills them, and the attention to plan before."""
+    """A captured forward: the rows of the buffer of all graphs where its logits or hidden states go, what fills them,
+    and the attention to plan before."""
 
     out: torch.Tensor
     replay: Replay
@@ -100,6 +101,10 @@ class DecodeGraphs:
         hidden = (0 if self._model.has_embedding else self._most, self._model.config.hidden_size)
         self._greedy = torch.zeros_like(self._slots), torch.zeros_like(self._slots, dtype=torch.bool)
         self._hidden = torch.zeros(hidden, dtype=cache.shape.dtype, device=device)
+        if model.has_head:
+            self._out = torch.zeros(self._most, model.config.vocab_size, dtype=torch.float32, device=device)
+        else:
+            self._out = torch.zeros(self._most, model.config.hidden_size, dtype=cache.shape.dtype, device=device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -206,12 +211,15 @@ class DecodeGraphs:
             self._cache.write(layer, k_TKH, v_TKH, self._targets[:size])
             return attention.run(q_TNH, self._cache.k[layer], self._cache.v[layer])
 
-        x_TD = self._model.embed(self._ids[:size]) if self._model.has_embedding else self._hidden[:size]
+        # a copy, as layers take the memory of what they are given, and a batch fills its own rows alone
+        x_TD = self._model.embed(self._ids[:size]) if self._model.has_embedding else self._hidden[:size].clone()
         x_TD = self._model(x_TD, cos, sin, attend)
-        out: torch.Tensor = self._model.logits(x_TD) if self._model.has_head else x_TD
-        if self._model.has_head:
-            for buffer, found in zip(self._greedy, likeliest(out), strict=True):
-                buffer[:size].copy_(found)
+        out = self._out[:size]
+        if not self._model.has_head:
+            return out.copy_(x_TD)
+        self._model.logits(x_TD, into=out)
+        for buffer, found in zip(self._greedy, likeliest(out), strict=True):
+            buffer[:size].copy_(found)
         return out
 
 

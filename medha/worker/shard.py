@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.layers import FusedKernels, TensorShard, local_part
 from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, load_parameters
 from medha.parallel.kvp import Merge
-from medha.parallel.launch import Launch, read_launch
+from medha.parallel.launch import Launch
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
@@ -34,8 +35,9 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
 
+logger = logging.getLogger("medha")
+
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_FALLBACK_MEMORY = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +93,15 @@ class ModelShard:
 def build_runner(
     config: EngineConfig,
     shard: ModelShard,
-    ranks: Ranks | None,
-    folder: Path,
+    model: Decoder,
     backend: AttentionBackend,
     *,
     num_blocks: int,
     num_swap_blocks: int,
     device: torch.device,
+    **links: Any,
 ) -> Runner:
-    """Load this rank's part of the model, and put pools, host memory for so many blocks, and pipe around it."""
-    model = _load_model(config, shard, ranks, folder, device, _fused_kernels(backend, device))
+    """Put pools, and host memory for so many blocks, around this rank's part of the model; see :func:`make_links`."""
     cache = KVCache(
         shard.layer_shape,
         num_layers=len(shard.layers),
@@ -112,15 +113,19 @@ def build_runner(
     host = None
     if num_swap_blocks:
         host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
-    among: dict[str, Any] = {}
-    if ranks is not None:
-        digests = Digests(ranks.report_group)
-        merge = None
-        if ranks.merge_group is not None:
-            merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
-        among = {"samples": ranks.is_sampler, "group": ranks.group, "merge": merge}
-        among["pipe"] = make_pipe(ranks, digests, dim=shard.model.hidden_size, dtype=shard.dtype, device=device)
-    return Runner(model, cache, backend, device, host=host, **among)
+    return Runner(model, cache, backend, device, host=host, **links)
+
+
+def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[str, Any]:
+    """What a runner takes to be one of several; every rank calls it, as communicators are used for the first time."""
+    digests = Digests(ranks.report_group)
+    pipe = make_pipe(ranks, digests, dim=shard.model.hidden_size, dtype=shard.dtype, device=device)
+    merge = None
+    if ranks.merge_group is not None:
+        merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
+        merge.warm(device)
+    pipe.warm()
+    return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
 
 
 def make_pipe(
@@ -142,7 +147,9 @@ def make_pipe(
     )
 
 
-def _fused_kernels(backend: AttentionBackend, device: torch.device) -> FusedKernels | None:
+def _fused_kernels(
+    backend: AttentionBackend, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> FusedKernels | None:
     """FlashInfer's, where it serves attention on CUDA: both have the same dtypes."""
     if device.type != "cuda" or not isinstance(backend, FlashInferBackend):
         return None
@@ -150,14 +157,15 @@ def _fused_kernels(backend: AttentionBackend, device: torch.device) -> FusedKern
     return FusedKernels(api.rmsnorm, api.fused_add_rmsnorm, api.silu_and_mul, api.apply_rope_with_cos_sin_cache_inplace)
 
 
-def _load_model(
+def load_model(
     config: EngineConfig,
     shard: ModelShard,
     ranks: Ranks | None,
     folder: Path,
+    backend: AttentionBackend,
     device: torch.device,
-    fused: FusedKernels | None,
 ) -> Decoder:
+    """Load this rank's part of the model."""
     tp_ranks = ranks if ranks is not None and ranks.config.tp > 1 else None
     split = partial(parallelize_, mesh=tp_ranks.tp_mesh, plan=TP_PLAN) if tp_ranks else None
     place: dict[str, Any] = {"dtype": shard.dtype, "device": device, "layers": shard.layers}
@@ -180,55 +188,8 @@ def _load_model(
         if tp_ranks is not None:
             group = tp_ranks.tp_group
             tensor_shard = TensorShard(shard.tp_rank, shard.tp, all_reduce_over(group), all_gather_over(group))
-        model.pack_(tensor_shard, fused)
+        model.pack_(tensor_shard, _fused_kernels(backend, shard.model, shard.dtype, device))
     return model
-
-
-def num_kv_blocks(config: EngineConfig, shard: ModelShard, device: torch.device, max_model_len: int) -> int:
-    """KV blocks in the pool, from whichever size the configuration gives; sizes in bytes are a rank's own."""
-    cache = config.cache
-    if cache.num_blocks is not None:
-        return cache.num_blocks
-    block_bytes = shard.token_bytes * cache.block_size
-    if cache.memory_bytes is not None:
-        memory, source = cache.memory_bytes, "kv_memory"
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        memory = int(free - total * (1 - cache.gpu_memory_utilization)) - shard.weight_bytes
-        source = "gpu_memory_utilization"
-    else:
-        launch = read_launch()
-        memory, source = _available_memory() // 2, "half of the free memory"
-        memory //= 1 if launch is None else launch.local_world_size
-    if memory < block_bytes:
-        raise ConfigError(
-            f"{source} leaves {memory} bytes for the KV pool; a block of {cache.block_size} tokens takes {block_bytes}"
-        )
-    useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
-    fitting = memory // block_bytes
-    return fitting if cache.memory_bytes is not None else min(fitting, useful)
-
-
-def num_swap_blocks(config: EngineConfig, shard: ModelShard) -> int:
-    """KV blocks that a rank's own part of host memory holds."""
-    cache = config.cache
-    block_bytes = shard.token_bytes * cache.block_size
-    if 0 < cache.swap_bytes < block_bytes:
-        raise ConfigError(
-            f"swap_space={cache.swap_bytes} bytes; accepted: 0, or at least a block of {cache.block_size} tokens, "
-            f"{block_bytes} bytes (a number is GiB; or text as '512MiB')"
-        )
-    return cache.swap_bytes // block_bytes
-
-
-def _available_memory() -> int:
-    """Bytes of memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return _FALLBACK_MEMORY
 
 
 def checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:
@@ -302,8 +263,11 @@ def choose_backend(
         elif lacking := backend.lacks(shape):
             why = f"{candidate} has no kernel for {lacking}"
         else:
-            break
-    return backend.build(device, block_size), why
+            built = backend.build(device, block_size)
+            if (wrong := built.build_kernels(shape, device)) is None:
+                break
+            why = f"{candidate}'s kernels could not be built: {wrong}"
+    return built, why
 
 
 def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:

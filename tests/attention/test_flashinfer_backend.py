@@ -123,11 +123,21 @@ SHAPE = LayerShape(8, 2, 128, torch.bfloat16)
 CUDA = torch.device("cuda", 0)
 
 
-def choose_on(monkeypatch: pytest.MonkeyPatch, name: str, shape: LayerShape, *, installed: bool = True) -> Any:
+def choose_on(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    shape: LayerShape,
+    *,
+    installed: bool = True,
+    wrong: str | None = None,
+    capability: tuple[int, int] = (9, 0),
+) -> Any:
     """The choice as a CUDA machine would make it."""
     import_flashinfer()  # which looks for other packages too
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(FlashInferBackend, "build", lambda device, block_size: make_flashinfer(block_size=block_size))
+    monkeypatch.setattr(FlashInferBackend, "build_kernels", lambda self, shape, device: wrong)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     return choose_backend(name, shape, CUDA, block_size=128)
 
 
@@ -154,6 +164,26 @@ def test_the_choice_on_cuda(
     backend, why = choose_on(monkeypatch, name, shape, installed=installed)
     assert (backend.name, why) == want
     assert backend.name == "torch" or backend.block_size == 128
+
+
+@pytest.mark.parametrize("name", ["auto", "flashinfer"])
+def test_torch_serves_where_kernels_cannot_be_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, why = choose_on(monkeypatch, name, SHAPE, wrong="Could not find nvcc")
+    assert (backend.name, why) == ("torch", "flashinfer's kernels could not be built: Could not find nvcc")
+
+
+def test_an_old_gpu_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, why = choose_on(monkeypatch, "auto", SHAPE, capability=(7, 0))
+    assert (backend.name, why) == ("torch", "flashinfer needs a GPU of compute capability 7.5 or later")
+
+
+def test_what_was_chosen_is_told() -> None:
+    backend = make_flashinfer(num_sms=132)
+    assert backend.describe(LayerShape(32, 8, 128, torch.bfloat16)) == (
+        "FA2 with a long context in some 33 parts a KV head, for 132 multiprocessors; no FA3: no Hopper GPU"
+    )
+    backend = make_flashinfer(num_sms=132, has_fa3=True)
+    assert backend.describe(LayerShape(32, 8, 128, torch.bfloat16)).endswith("FA3 for chunks of 1,025 tokens on")
 
 
 def test_flashinfer_asked_for_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

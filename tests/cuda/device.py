@@ -127,6 +127,7 @@ class Device:
 
     def __init__(self, seed: int = 0, num_sms: int = 16) -> None:
         self.num_sms = num_sms
+        self.allocated = self.most_allocated = 0  # bytes
         self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
@@ -280,6 +281,8 @@ class Device:
     def own(self, raw: torch.Tensor) -> Memory:
         """New memory of the current stream, or of the graph that is captured; freed with the returned object."""
         memory = Memory(raw)
+        self.allocated += raw.untyped_storage().nbytes()
+        self.most_allocated = max(self.allocated, self.most_allocated)
         if self.capturing is not None:
             memory.graph = self.capturing
             self.capturing.owned.append(weakref.ref(memory))
@@ -290,6 +293,7 @@ class Device:
         """Memory nobody refers to is used again in the order of the stream that it was allocated on."""
         if sys.is_finalizing():
             return
+        self.allocated -= raw.untyped_storage().nbytes()
         op = Op("free", lambda: garble_(raw))
         if graph is not None:
             if self.capturing is graph:
@@ -551,14 +555,22 @@ def _place() -> str:
 
 
 def install(
-    patch: pytest.MonkeyPatch, *, seed: int = 0, num_sms: int = 16, capability: tuple[int, int] = (8, 0)
+    patch: pytest.MonkeyPatch,
+    *,
+    seed: int = 0,
+    num_sms: int = 16,
+    capability: tuple[int, int] = (8, 0),
+    memory: int = 8 << 30,
 ) -> Device:
     """Put an emulated device in place of ``torch.cuda`` until ``patch`` is undone."""
     device = Device(seed, num_sms)
     _devices[:] = [device]
-    gib = 1 << 30
+
+    def forget_peak(at: Any = None) -> None:
+        device.most_allocated = device.allocated
+
     properties = SimpleNamespace(
-        multi_processor_count=num_sms, major=capability[0], minor=capability[1], total_memory=8 * gib, name="emulated"
+        multi_processor_count=num_sms, major=capability[0], minor=capability[1], total_memory=memory, name="emulated"
     )
     names: dict[str, Any] = {
         "Stream": Stream, "Event": Event, "stream": stream_of, "CUDAGraph": Graph, "graph": capture,
@@ -568,7 +580,10 @@ def install(
         "default_stream": lambda at=None: device.default, "empty_cache": lambda: None,
         "synchronize": lambda at=None: device.sync("torch.cuda.synchronize", *device.streams),
         "is_current_stream_capturing": lambda: device.capturing is not None,
-        "mem_get_info": lambda at=None: (8 * gib, 8 * gib), "get_device_capability": lambda at=None: capability,
+        "mem_get_info": lambda at=None: (memory - device.allocated, memory),
+        "memory_allocated": lambda at=None: device.allocated, "reset_peak_memory_stats": forget_peak,
+        "max_memory_allocated": lambda at=None: device.most_allocated,
+        "get_device_capability": lambda at=None: capability,
         "get_device_properties": lambda at=None: properties,
     }  # fmt: skip
     for name, value in names.items():

@@ -80,3 +80,34 @@ def test_a_buffer_that_is_still_read_is_reported(device: Device, monkeypatch: py
     found = device.faults.copy()
     device.faults.clear()
     assert found and found[0].startswith("race: receive on stream"), found
+
+
+def test_compute_does_not_wait_for_sends_until_their_buffers_are_used_again(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what goes is this rank's share, as it was when it was sent."""
+    arrived: list[list[float]] = []
+    stream = comm_stream(device, "sends")
+
+    def isend(tensor: torch.Tensor, *, dst: int, group: Any, tag: int = 0) -> Any:
+        if not isinstance(tensor, Emulated):
+            return SimpleNamespace(wait=lambda: True)
+        stream.wait_stream(device.current)
+        with stream_of(stream):
+            device.launch("send", lambda: arrived.append(tensor.raw.view(-1).tolist()), (tensor,))
+        return EmulatedWork(stream.record_event())
+
+    monkeypatch.setattr(medha.parallel.control, "dist", SimpleNamespace(isend=isend))
+    nobody: Any = None
+    options = {"previous": None, "following": 1, "dim": 8, "dtype": torch.float16, "device": CUDA, "num_buffers": 3}
+    pipe = StagePipe(nobody, Digests(nobody), **options, tp=2, tp_rank=1)
+    waits_for = []
+    for batch in BATCHES:
+        x_TD = torch.arange(32, device=CUDA).to(torch.float16).view(4, 8) + 100 * batch.batch_id
+        pipe.send(batch, x_TD)
+        waits_for.append(device.default.clock.get(stream, 0))
+    assert waits_for[:3] == [0, 0, 0] < waits_for[3:]
+    assert waits_for[-1] < stream.launched
+    pipe.drain()
+    torch.cuda.synchronize()
+    assert arrived == [[100.0 * batch.batch_id + i for i in range(16, 32)] for batch in BATCHES]

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.attention.flashinfer_backend import FixedDecodes
 from medha.config import EngineConfig
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
@@ -125,6 +126,25 @@ def test_tokens_are_those_of_eager_execution(
     got = run_to_end(engine, [case.prompts[i] for i in chosen], NUM_TOKENS)
     assert got == [case.expected[i] for i in chosen]
     assert maker.captured == sorted(sizes, reverse=True)
+
+
+def test_graphs_of_all_sizes_have_one_buffer_of_logits(case: Case) -> None:  # noqa: F811
+    engine, _ = with_graphs(case)
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
+    outs = [graph.out for graph in graphs._graphs.values()]
+    assert sorted(len(out) for out in outs) == sorted(SIZES)
+    assert {out.untyped_storage().data_ptr() for out in outs} == {graphs._out.untyped_storage().data_ptr()}
+    assert graphs._out.shape == (max(SIZES), case.decoder.config.vocab_size)
+
+
+def test_a_batch_whose_long_context_a_graph_would_starve_runs_eagerly(
+    case: Case,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FixedDecodes, "starves", lambda self, rows: len(rows) == 2)
+    engine, maker = with_graphs(case)
+    assert run_to_end(engine, case.prompts[:2], NUM_TOKENS) == case.expected[:2]
+    assert 2 not in maker.replayed
 
 
 def test_a_batch_is_filled_up_to_the_next_size_and_larger_ones_run_eagerly(case: Case) -> None:  # noqa: F811
