@@ -133,8 +133,10 @@ class FlashInferBackend(AttentionBackend):
 
     def build_kernels(self, shape: LayerShape, device: torch.device) -> str | None:
         """See :meth:`medha.attention.interface.AttentionBackend.build_kernels`; FA3 is done without where it fails."""
+        has_fa3, self.has_fa3 = self.has_fa3, False
         failed = self._try_out(shape, device, q_len=2)
-        if failed is None and self.has_fa3:
+        if failed is None and has_fa3:
+            self.has_fa3 = True
             wrong = self._try_out(shape, device, q_len=self._fa3_tokens(shape))
             self.has_fa3, self._no_fa3 = wrong is None, wrong or ""
         return failed
@@ -143,14 +145,13 @@ class FlashInferBackend(AttentionBackend):
         """Attend for a decode and a chunk of so many tokens; returns what went wrong."""
         rows = AttentionRows.over([(1, [(0, 1)], True), (q_len, [(0, q_len)], True)], self.block_size)
         num_tokens = -(-q_len // self.block_size) * self.block_size
-        try:
+
+        def attend() -> None:
             q_TNH = torch.zeros(1 + q_len, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
             pool_PKH = q_TNH.new_zeros(num_tokens, shape.num_kv_heads, shape.head_dim)
             self.run(q_TNH, pool_PKH, pool_PKH.clone(), self.plan(rows))
-            torch.cuda.synchronize(device)
-        except Exception as error:  # a compiler may be missing, or fail, in many ways
-            return (str(error).splitlines() or [repr(error)])[0]
-        return None
+
+        return wrong_with(attend, device)
 
     def describe(self, shape: LayerShape) -> str:
         """See :meth:`medha.attention.interface.AttentionBackend.describe`."""
@@ -314,6 +315,16 @@ class FixedDecodes:
         out_BNH = q_BNH.new_empty(q_BNH.shape)
         self._wrapper.wrapper.run(q_BNH, (paged(k_PKH, self._page_size), paged(v_PKH, self._page_size)), out=out_BNH)
         return out_BNH
+
+
+def wrong_with(run: Callable[[], object], device: torch.device) -> str | None:
+    """Run kernels, which may have to be compiled; returns what went wrong, in one line."""
+    try:
+        run()
+        torch.cuda.synchronize(device)
+    except Exception as error:  # a compiler may be missing, or fail, in many ways
+        return (str(error).splitlines() or [repr(error)])[0]
+    return None
 
 
 def workspace_bytes(shape: LayerShape, *, num_sms: int, num_decodes: int = 0) -> int:

@@ -83,8 +83,8 @@ class StagePipe:
     num_buffers: InitVar[int]  # sends that are kept in flight
     tp: int = 1
     tp_rank: int = 0
-    # puts [1, W] of every tensor-parallel rank side by side: medha.parallel.tp.all_gather_over
-    all_gather: Callable[[torch.Tensor], torch.Tensor] = lambda slice_1W: slice_1W
+    # puts [1, W] of every tensor-parallel rank side by side: medha.parallel.tp.all_gather_over; None where there is one
+    all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __post_init__(self, num_buffers: int) -> None:
         self._receives: deque[_Posted] = deque()
@@ -132,8 +132,8 @@ class StagePipe:
             self._free_receives.append((self._received, record_event(self.device)))
         posted.work.wait()
         self._received = posted.part
-        size = batch.num_tokens * self.dim
-        return self.all_gather(posted.part).view(-1)[:size].view(batch.num_tokens, self.dim)
+        whole = posted.part if self.all_gather is None else self.all_gather(posted.part)
+        return whole.view(-1)[: batch.num_tokens * self.dim].view(batch.num_tokens, self.dim)
 
     def reserve(self) -> None:
         """Wait until a send can begin at once: for the oldest one when all buffers are in flight."""

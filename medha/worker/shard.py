@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from medha.attention.flashinfer_backend import FlashInferBackend
+from medha.attention.flashinfer_backend import FlashInferBackend, wrong_with
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.config import ATTENTION_BACKENDS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ConfigError
@@ -143,7 +143,7 @@ def make_pipe(
         num_buffers=ranks.config.spp + 1,
         tp=ranks.config.tp,
         tp_rank=ranks.tp_rank,
-        all_gather=all_gather_over(ranks.tp_group),
+        all_gather=all_gather_over(ranks.tp_group) if ranks.config.tp > 1 else None,
     )
 
 
@@ -154,7 +154,23 @@ def _fused_kernels(
     if device.type != "cuda" or not isinstance(backend, FlashInferBackend):
         return None
     api = backend.api
-    return FusedKernels(api.rmsnorm, api.fused_add_rmsnorm, api.silu_and_mul, api.apply_rope_with_cos_sin_cache_inplace)
+    fused = FusedKernels(
+        api.rmsnorm, api.fused_add_rmsnorm, api.silu_and_mul, api.apply_rope_with_cos_sin_cache_inplace
+    )
+
+    def try_out() -> None:
+        x = torch.zeros(2, model.hidden_size, dtype=dtype, device=device)
+        fused.fused_add_rmsnorm(fused.rmsnorm(x, x[0], 1e-6), x, x[0].clone(), 1e-6)
+        fused.silu_and_mul(x)
+        q = torch.zeros(2, 1, model.head_dim, dtype=dtype, device=device)
+        fused.apply_rope(
+            torch.zeros(2, dtype=torch.int32, device=device), q, q.clone(), model.head_dim, q[:, 0].float()
+        )
+
+    if (wrong := wrong_with(try_out, device)) is not None:
+        logger.warning("norms, silu and RoPE run unfused: FlashInfer's kernels could not be built: %s", wrong)
+        return None
+    return fused
 
 
 def load_model(

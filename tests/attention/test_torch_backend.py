@@ -16,6 +16,7 @@ from medha.attention import torch_backend
 from medha.attention.cpu_backend import CpuBackend
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend, AttentionRows
+from medha.attention.reference import dense_attention, largest_error
 from medha.attention.torch_backend import TorchBackend
 from tests.attention.reference import assert_rows_close, visible
 from tests.cuda.kernels import make_api
@@ -184,6 +185,19 @@ def test_rows_of_runs() -> None:
         assert (one.pages.tolist(), one.page_indptr.tolist()) == (pages, page_indptr)
         assert one.pages.dtype == "int32" and len(one) == len(kv_len) and one.num_tokens == q_indptr[-1]
     assert rows.q_len.tolist() == [1, 9, 2]
+
+
+def test_a_decode_over_millions_of_keys_is_as_exact_as_over_few() -> None:
+    """One call of the kernel over all of them would be off by 7e-5."""
+    num_keys = 2 << 20
+    k_PKH, v_PKH = torch.randn(2, num_keys, 1, 16, generator=torch.Generator().manual_seed(1))
+    v_PKH += 2.0
+    q_TNH = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(2))
+    rows = AttentionRows.over([(1, [(0, num_keys)], True)], 256)
+    got = run((q_TNH, k_PKH, v_PKH), rows, TorchBackend())
+    want = dense_attention(q_TNH, k_PKH, v_PKH, causal=True)
+    for found, wanted, limit in zip(got, want, (2e-5, 2e-5), strict=True):
+        assert largest_error(found, wanted) < limit
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(2, 1), (70, 69), (5, 0), (1, 0)])

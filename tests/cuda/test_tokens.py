@@ -27,6 +27,41 @@ def test_chunks_in_fa3(model: Path, expected: Served, device: Device) -> None:
     assert device.launches["fa3"] > 0
 
 
+def test_plain_modules_serve_where_fused_kernels_cannot_be_built(
+    model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_compiler(name: str) -> Any:
+        raise RuntimeError("Could not find nvcc\nand more")
+
+    monkeypatch.setattr(kernels.import_flashinfer().activation, "get_act_and_mul_module", no_compiler)
+    with caplog.at_level("WARNING", "medha"):
+        assert serve(model, device="cuda") == expected
+    assert "run unfused: FlashInfer's kernels could not be built: Could not find nvcc" in caplog.text
+    assert device.launches["fused_add_rmsnorm"] == 1  # when it was tried
+
+
+@pytest.mark.parametrize("device", [{"capability": (9, 0), "num_sms": 1, "seed": 1}], indirect=True)
+def test_fa2_serves_where_fa3_cannot_be_built(
+    model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = kernels.import_flashinfer().prefill
+    get_module = prefill.get_batch_prefill_module
+
+    def without_fa3(backend: str, *args: Any) -> Any:
+        if backend == "fa3":
+            raise RuntimeError("Could not find nvcc")
+        return get_module(backend, *args)
+
+    monkeypatch.setattr(prefill, "get_batch_prefill_module", without_fa3)
+    with caplog.at_level("INFO", "medha"):
+        assert serve(model, device="cuda") == expected
+    assert device.launches["fa3"] == 0
+    assert "attention flashinfer (what it needs is here; FA2 with a long context in some 1 parts a KV head, for " in (
+        caplog.text
+    )
+    assert "no FA3: Could not find nvcc" in caplog.text
+
+
 def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medha.worker.swap.HostCache.measure_block_s", lambda self: 1e-12)
     with LLM(model, device="cuda", dtype="float16", **POOL | SWAP) as llm:
