@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import medha.worker.shard
+import medha.worker.sizing
 from medha import LLM, SamplingParams
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.torch_backend import TorchBackend
@@ -67,11 +67,11 @@ def test_default_pool_holds_every_request_that_may_run_and_takes_half_of_the_mem
 ) -> None:
     assert pool(build(bytes_model.folder, num_kv_blocks=7)) == (7, 256)
     assert pool(build(bytes_model.folder, max_model_len=100, max_num_seqs=3, block_size=32)) == (3 * 4, 32)
-    assert 2**24 < medha.worker.shard._available_memory() < 2**50
+    assert 2**24 < medha.worker.sizing._available_memory() < 2**50
     block_bytes = KV_BYTES_PER_TOKEN * 32
-    monkeypatch.setattr(medha.worker.shard, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
+    monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
     assert pool(build(bytes_model.folder, block_size=32)) == (10, 32)
-    monkeypatch.setattr(medha.worker.shard, "_available_memory", lambda: block_bytes)
+    monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: block_bytes)
     with pytest.raises(ConfigError, match=rf"^half of the free memory leaves {block_bytes // 2} bytes for the KV pool"):
         build(bytes_model.folder, block_size=32)
 

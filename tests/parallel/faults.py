@@ -137,8 +137,7 @@ def _rank(
 
 
 def _install(fault: Fault, folder: Path) -> None:
-    from medha.engine import distributed
-    from medha.worker import shard
+    from medha.engine import build, distributed
     from medha.worker.runner import Runner
     from medha.worker.step_input import StepInput
 
@@ -157,7 +156,7 @@ def _install(fault: Fault, folder: Path) -> None:
         else:
             raise ValueError("boom")
 
-    run, load, leave = Runner.run, shard._load_model, distributed.leave
+    run, load, leave = Runner.run, build.load_model, distributed.leave
 
     def run_or_fail(self: Runner, step: StepInput) -> Any:
         batch = step.batch
@@ -176,7 +175,7 @@ def _install(fault: Fault, folder: Path) -> None:
         return leave(*rest, **named)
 
     if fault.point == "start":
-        shard._load_model = load_or_fail
+        build.load_model = load_or_fail
     elif fault.point == "shutdown":
         distributed.leave = leave_or_fail
     else:

@@ -121,7 +121,7 @@ def tampered(rank: int, arguments: list[str]) -> None:
 
 
 def test_ranks_that_disagree_on_a_batch(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    """D7: the digests that ride with the hidden states differ."""
+    """D7: the digests that go beside the hidden states differ."""
     jobs.append(job := start(tmp_path, 2, tampered, arguments(tmp_path, model)))
     assert job.wait(30.0) == [4, 4], job.stderr(0)
     assert "PlanDivergenceError" in job.stderr(0)

@@ -53,12 +53,12 @@ def test_no_launcher_is_a_single_process() -> None:
 def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     """What building the LLM raises on this rank, and how soon; loading a weight would be an error of its own."""
     from medha import LLM
-    from medha.worker import shard
+    from medha.engine import build
 
     def load(*args: Any, **named: Any) -> None:
         raise AssertionError("weights are read")
 
-    before, shard._load_model = shard._load_model, load
+    before, build.load_model = build.load_model, load
     begin = time.monotonic()
     try:
         with patch("medha.parallel.health.Monitor.linger", return_value=True):  # for rank 0's end, which never comes
@@ -68,7 +68,7 @@ def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     else:
         raise AssertionError("accepted")
     finally:
-        shard._load_model = before
+        build.load_model = before
     deadline = time.monotonic() + 5.0
     while any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "a job that never began is still watched"
