@@ -163,7 +163,7 @@ class FlashInferBackend(AttentionBackend):
     def _fa3_tokens(self, shape: LayerShape) -> int:
         """Tokens of the shortest chunks that run in FA3."""
         num_tiles = -(-_FA3_WAVES * self.num_sms // shape.num_heads)
-        return _FA3_TILE_ROWS * (num_tiles - 1) + 1
+        return max(_FA3_TILE_ROWS * (num_tiles - 1) + 1, 2)
 
     def plan(self, rows: AttentionRows) -> FlashInferPlan:
         """See :meth:`medha.attention.interface.AttentionBackend.plan`."""
