@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from medha.attention.interface import LayerShape
 from medha.attention.reference import largest_error
-from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch, Extent, Row, Shared
 from medha.config import ParallelConfig, RopeConfig
 from medha.models.layers import cos_sin, inverse_frequencies, rotate
@@ -20,6 +19,7 @@ from medha.parallel.mesh import make_merge_group
 from medha.parallel.spp import Digests
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
+from medha.worker.shard import choose_backend
 from medha.worker.step_input import DeviceStep
 from tests.parallel.workers import WorkerPool
 
@@ -32,7 +32,7 @@ AT_A_TIME = 1 << 18  # keys of the reference
 CPU = torch.device("cpu")
 
 
-def attend_on_two_ranks(share: int) -> tuple[list[float], list[int], float]:
+def attend_on_two_ranks(share: int, backend: str) -> tuple[list[float], list[int], float]:
     """On each rank, with ``share`` tokens of the past on each of two groups: of every batch how far its attention is
     from float64, and its last position; and the most memory of this process, in GiB."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
@@ -45,7 +45,8 @@ def attend_on_two_ranks(share: int) -> tuple[list[float], list[int], float]:
     cache.k[0][:share].normal_(generator=past)
     cache.v[0][:share].normal_(1.0 + rank, generator=past)  # so that a shard left out, or read twice, shows
     model: Any = SimpleNamespace(config=SimpleNamespace(rope=ROPE, head_dim=SHAPE.head_dim))
-    runner = Runner(model, cache, TorchBackend(), CPU, merge=merge, group=rank)
+    attention, _ = choose_backend(backend, SHAPE, CPU, block_size=BLOCK)
+    runner = Runner(model, cache, attention, CPU, merge=merge, group=rank)
     inv_freq, new = inverse_frequencies(ROPE, SHAPE.head_dim), torch.Generator().manual_seed(7)
     errors, positions, position = [], [], 2 * share
     for batch_id, q_len in enumerate([CHUNK] + [1] * NUM_DECODES):
@@ -90,9 +91,10 @@ def in_float64(q_TNH: torch.Tensor, cache: KVCache, num_keys: int, *, is_last: b
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("share", [64 * BLOCK, pytest.param(19_532 * BLOCK, marks=pytest.mark.slow)])
-def test_a_chunk_and_decodes_over_two_groups(workers: WorkerPool, share: int) -> None:
-    for errors, positions, memory_gib in workers.run(attend_on_two_ranks, 2, share, limit_s=900.0):
+def test_a_chunk_and_decodes_over_two_groups(workers: WorkerPool, share: int, backend: str) -> None:
+    for errors, positions, memory_gib in workers.run(attend_on_two_ranks, 2, share, backend, limit_s=900.0):
         assert len(errors) == 1 + NUM_DECODES
         assert positions[-1] == 2 * share + CHUNK + NUM_DECODES - 1
         assert max(errors) < 2e-5, errors
