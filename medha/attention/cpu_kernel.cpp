@@ -24,6 +24,7 @@ namespace {
 constexpr int W = MEDHA_WIDTH, STRIP = W == 16 ? 12 : 6;  // floats of a vector; most queries of a strip
 constexpr int KEYS = 64, QUERIES = 96;                         // of a tile
 constexpr int FEW_QUERIES = 32, PART = 2048, MOST_PARTS = 64;  // so few queries read parts of a row's keys independently
+constexpr int64_t WINDOW = 1 << 15;  // keys whose sums are kept in one float32: over millions they would lose digits
 constexpr float LN_2 = 0.6931471805599453f;
 
 typedef float Floats __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -211,8 +212,9 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
 
 #pragma omp parallel num_threads(num_threads)
     {
-        std::vector<float> buffer(2 * (KEYS + QUERIES) * H);
+        std::vector<float> buffer((2 * KEYS + 3 * QUERIES) * H);
         float *queries = buffer.data() + 2 * KEYS * H, *sums = queries + QUERIES * H, top[QUERIES], sum[QUERIES];
+        float *all_sums = sums + QUERIES * H, all_top[QUERIES], all_sum[QUERIES];  // of the windows that are done
         Keys keys{buffer.data(), buffer.data() + KEYS * H, nullptr, nullptr, 0, int(H)};
         int seen[QUERIES];
 #pragma omp for schedule(dynamic)
@@ -225,10 +227,26 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
                     const T* from = q + place(task, task.first + at + i) * H;
                     for (int64_t h = 0; h < H; h++) queries[at * H + h * some + i] = widened(from[h]) * scale;
                 }
-            std::fill(sums, sums + num * H, 0.0f);
-            std::fill(top, top + num, -INFINITY);
-            std::fill(sum, sum + num, 0.0f);
+            auto clear = [&](float* its_sums, float* its_top, float* its_sum) {
+                std::fill(its_sums, its_sums + num * H, 0.0f);
+                std::fill(its_top, its_top + num, -INFINITY);
+                std::fill(its_sum, its_sum + num, 0.0f);
+            };
+            auto end_window = [&] {
+                for (int i = 0; i < num; i++) {
+                    if (top[i] == -INFINITY) continue;
+                    const float most = std::max(all_top[i], top[i]);
+                    const float before = std::exp2(all_top[i] - most), now = std::exp2(top[i] - most);
+                    for (int64_t h = i * H; h < (i + 1) * H; h++) all_sums[h] = all_sums[h] * before + sums[h] * now;
+                    all_sum[i] = all_sum[i] * before + sum[i] * now;
+                    all_top[i] = most;
+                }
+                clear(sums, top, sum);
+            };
+            clear(sums, top, sum);
+            clear(all_sums, all_top, all_sum);
             for (int64_t at = task.from; at < task.to; at += keys.num) {
+                if (at > task.from && (at - task.from) % WINDOW == 0) end_window();
                 keys.num = int(std::min<int64_t>(KEYS, task.to - at));
                 if (keys.num % W) std::fill(keys.kt, keys.kt + KEYS * H, 0.0f);  // behind them are no scores
                 for (int done = 0; done < keys.num;) {
@@ -250,6 +268,12 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
                         attend_strip<STRIP>(some, queries + i * H, keys, seen + i, sums + i * H, top + i, sum + i);
                     keys.next_k = keys.next_v = reinterpret_cast<const char*>(keys.kt);  // they are on their way
                 }
+            }
+            if (task.to - task.from > WINDOW) {
+                end_window();
+                std::copy(all_sums, all_sums + num * H, sums);
+                std::copy(all_top, all_top + num, top);
+                std::copy(all_sum, all_sum + num, sum);
             }
             for (int i = 0; i < num; i++) {
                 if (task.num_parts == 1) {
