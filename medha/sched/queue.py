@@ -108,6 +108,7 @@ class Queue:
 
     Attributes:
         waiting: not started, in order of arrival; preempted ones come first.
+        newest_s: when the last one came.
         ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
     """
 
@@ -120,6 +121,7 @@ class Queue:
         self.waiting: OrderedDict[int, State] = OrderedDict()
         self.ending: set[int] = set()
         self.tenants = Tenants(config.tenant_weights)  # the accounts of those whose requests are not forgotten
+        self.newest_s = -math.inf
         self.num_prefills = 0  # rows of the columns
         self._states: list[State] = []  # by row
         self._row_of: dict[int, int] = {}
@@ -181,7 +183,7 @@ class Queue:
     def add(self, request: SchedulerRequest, factor: float, num_cached: int = 0) -> State:
         """A request arrives, of which some tokens are there; ``factor`` corrects the predicted seconds of its derived
         deadline."""
-        length = request.num_prompt_tokens
+        length, self.newest_s = request.num_prompt_tokens, max(self.newest_s, request.arrival_s)
         total_s = self.left_s(num_cached, length) if num_cached else self.prefill_s(length)
         state = State(request, length, length, self._deadline_s(request, total_s * factor))
         state.tenant = self.tenants.enter(request.tenant)

@@ -132,3 +132,40 @@ def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
             scheduler.complete(decision.batch, now_s, done, 0.0)
         gaps[share] = now_s - arrival_s
     assert gaps[0.05] < 0.5 * gaps[0.0]
+
+
+def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list[tuple[float, float, int]]:
+    """Start, predicted seconds and tokens of the batches that read 30,000 tokens from 0 on; short prompts come at
+    ``decision_s``, each answered at once."""
+    scheduler.add(SchedulerRequest(9, 30_000, 1, 0.0))
+    now_s, position, found = 0.0, 0, []
+    while position < 30_000:
+        if decision_s and now_s >= decision_s[0]:
+            scheduler.add(SchedulerRequest(1, 100, 1, decision_s.pop(0)))
+        decision = scheduler.schedule(now_s)
+        assert decision.batch is not None and decision.prediction is not None
+        found.append((now_s, decision.prediction.seconds, sum(row.q_len for row in decision.batch.rows)))
+        position += sum(row.q_len for row in decision.batch.rows if row.slot == 9)
+        now_s += decision.prediction.seconds
+        scheduler.complete(decision.batch, now_s, [(r.slot, 1, True) for r in decision.batch.rows if r.samples], 0.0)
+    return found
+
+
+def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() -> None:
+    """Up to four quanta, a tenth of the time since the last arrival; after an arrival they are short again."""
+    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
+    longest_s = 4 * quantum_s
+    alone = batches_of_a_document(new_scheduler(), [])
+    for start_s, seconds, tokens in alone:
+        assert seconds <= max(quantum_s, min(longest_s, start_s / 10)) or tokens == 64
+    assert max(seconds for _, seconds, _ in alone) > 0.9 * longest_s
+    arrivals = [step * 5 * quantum_s for step in range(1, 10_000)]  # so many that none is unlikely
+    busy = batches_of_a_document(new_scheduler(interactive_share=0.0), arrivals)
+    assert all(seconds <= quantum_s or tokens <= 64 + 100 for _, seconds, tokens in busy)
+    assert len(busy) > 1.5 * len(alone)
+
+
+@pytest.mark.parametrize("option", [{"quantum_s": 0.1}, {"t_target_s": 0.1}])
+def test_a_time_that_is_given_holds_for_a_prompt_that_is_alone_too(option: dict[str, float]) -> None:
+    alone = batches_of_a_document(new_scheduler(**option), [])
+    assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= 0.1
