@@ -123,7 +123,7 @@ class MedhaPacker(Packer):
                 spare_s = self._spare_s + self.config.spare_share * prefills_s
                 self._spare_s = min(spare_s, _MOST_QUANTA * self._quantum_s)
         self._refused = builder.refused
-        self._note(builder)
+        self._note(queue, builder)
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class MedhaPacker(Packer):
                     tightest = slo.tpot_s
         return tightest / self.config.period
 
-    def _note(self, builder: BatchBuilder) -> None:
+    def _note(self, queue: Queue, builder: BatchBuilder) -> None:
         """Keep the prediction of the batch."""
         if not builder.rows:
             self.prediction = None
@@ -412,3 +412,4 @@ class MedhaPacker(Packer):
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
+        queue.batch_sent(seconds, tick.factor)

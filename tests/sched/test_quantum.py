@@ -169,3 +169,32 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
 def test_a_time_that_is_given_holds_for_a_prompt_that_is_alone_too(option: dict[str, float]) -> None:
     alone = batches_of_a_document(new_scheduler(**option), [])
     assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= 0.1
+
+
+def test_work_left_is_that_at_the_budget_in_force() -> None:
+    """What a slack counts beside decodes whose objective leaves little is what the rest takes, not what it would alone;
+    once they are gone it is that again."""
+    scheduler, num_decodes, num_tokens = new_scheduler(), 24, 20_000
+    for slot in range(num_decodes):
+        scheduler.add(SchedulerRequest(slot, 64, 1 << 12, 0.0, SLO(tpot_s=0.2)))
+    deadline_s = scheduler.add(SchedulerRequest(99, num_tokens, 1, 0.0)).deadline_s
+    now_s, said_s, alone_s = 0.0, [], []
+    while True:
+        decision = scheduler.schedule(now_s)
+        assert decision.batch is not None and decision.prediction is not None
+        for row, slack_s in zip([r for r in decision.batch.rows if not r.is_decode], decision.slack_s, strict=True):
+            if row.slot == 99:
+                said_s.append((now_s + decision.prediction.seconds, deadline_s - now_s - slack_s))
+                alone_s.append(scheduler._queue.left_s(row.kv_len, num_tokens))
+        now_s += decision.prediction.seconds
+        done = [row.slot for row in decision.batch.rows if row.samples]
+        scheduler.complete(decision.batch, now_s, [(slot, 1, slot == 99) for slot in done], 0.0)
+        if 99 in done:
+            break
+    third = len(said_s) // 3
+    then_s, left_s = said_s[third]
+    assert left_s == pytest.approx(now_s - then_s, rel=0.1)
+    assert left_s > 1.2 * alone_s[third]
+    for slot in range(num_decodes):
+        scheduler.cancel(slot)
+    assert scheduler.prefill_left_s(0, num_tokens) == scheduler._queue.prefill_s(num_tokens)
