@@ -14,7 +14,9 @@ in which no two requests share a block. With several ranks there is no MBU.
 ``scheduler`` is what the engine pays for a batch beside computing it: ``schedule`` and ``complete`` of
 :class:`~medha.sched.scheduler.Scheduler`, with the predictor of an 8B model on one A100. No model runs: a batch takes
 the seconds predicted of it. The engine is overloaded: so many requests decode, prefills are under way, one in a hundred
-of a long prompt, and so many wait; the decodes go on, and for each prompt that has been read another one arrives.
+of a long prompt, and so many wait; the decodes go on, and for each prompt that has been read another one arrives. With
+``--full-pool`` one decode holds all KV memory and nobody else can start; two batches may be in flight, and the slower
+of two decisions counts: the one that goes on with the decode, and the one that finds nothing while it is in flight.
 """
 
 from __future__ import annotations
@@ -237,6 +239,9 @@ class SchedulerOptions:
     num_prefilling: int = asked(
         16, "Places for prefills under way beside them.", integer(2, 65536), name="num_prefills"
     )
+    is_full: bool = asked(
+        False, "One decode holds the KV pool, so that no other request starts.", flags=("--full-pool",)
+    )
     warmup: int = warmups(50, "Decisions")
     runs: int = counted(500, "Decisions")
     seed: int = asked(0, "Of lengths, arrivals, objectives and classes.", ANY_COUNT)
@@ -264,21 +269,27 @@ class Queue:
     for each that ends with its first token."""
 
     def __init__(self, policy: str, waiting: int, options: SchedulerOptions) -> None:
-        config = SchedulerConfig(policy=policy, max_num_seqs=options.num_decoding + options.num_prefilling)
+        max_num_seqs = options.num_decoding + options.num_prefilling
+        config = SchedulerConfig(policy=policy, max_num_seqs=max_num_seqs, depth=2 if options.is_full else None)
         coefficients = stage_coefficients(load_spec("a100-80g"), KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
-        size = CacheConfig().block_size
+        size, num_tokens = CacheConfig().block_size, config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS)
+        if options.is_full:  # the decode is in the last block throughout
+            num_tokens = _LONG_TOKENS + (size := options.warmup + options.runs + 2)
         self.scheduler = Scheduler(
             config,
-            num_blocks=-(-config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS) // size),
+            num_blocks=-(-num_tokens // size),
             block_size=size,
             predictor=Predictor(coefficients, max_tokens=config.max_batch_tokens),
         )
-        self._num_decoding, self._num_waiting = options.num_decoding, 0
+        self._num_decoding, self._num_waiting = 1 if options.is_full else options.num_decoding, 0
         self._random, self._now_s = np.random.default_rng(options.seed), options.backlog_s
         self._slots, self._free = count(), list[int]()
-        for _ in range(options.num_decoding):
+        if options.is_full:
+            prompt = self.scheduler.memory.max_request_tokens - size
+            self.scheduler.add(SchedulerRequest(next(self._slots), prompt, size, self._now_s, priority=0))
+        for _ in range(0 if options.is_full else options.num_decoding):
             self._add(self._now_s)
-        while self.step()[2] < options.num_decoding:
+        while self.step()[2] < self._num_decoding:
             pass
         for arrival_s in np.sort(self._now_s - self._random.uniform(0.0, options.backlog_s, waiting)).tolist():
             self._add(arrival_s)
@@ -292,6 +303,10 @@ class Queue:
         scheduled_s = time.thread_time() - start_s
         batch, prediction = decision.batch, decision.prediction
         assert batch is not None and prediction is not None, "an overloaded scheduler always has a batch"
+        if self._num_waiting and self.scheduler.depth > 1:
+            start_s = time.thread_time()
+            assert self.scheduler.schedule(self._now_s).batch is None, "the pool is full, and the decode is in flight"
+            scheduled_s = max(scheduled_s, time.thread_time() - start_s)
         self._now_s += prediction.seconds
         sampling = dict.fromkeys(row.slot for row in batch.rows if row.samples)
         results = [(slot, 1, slot >= self._num_decoding) for slot in sampling]

@@ -26,6 +26,8 @@ Departures from the paper, and why:
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
+- A prefill that is alone takes batches of up to four quanta, where the time since the last arrival makes a newcomer in
+  one unlikely: the quantum is what a newcomer may have to wait, not what an empty system pays.
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
   efficient one, beyond the budget: else nothing would ever be read. Where no objective bounds the batch, that is one
   that the machine reads at nearly full speed.
@@ -52,7 +54,8 @@ from medha.sched.queue import Queue, State
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
-_MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it: fewer and larger chunks
+_MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it, or nobody waits: fewer and larger chunks
+_UNLIKELY = 0.1  # newcomers expected within a batch that takes longer than a quantum for a prefill that is alone
 
 
 @dataclass(slots=True)
@@ -90,11 +93,15 @@ class MedhaPacker(Packer):
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
         builder.add_decodes()
         self._groups, decodes = [], len(builder.rows)
+        lone_s = 0.0
+        if queue.num_prefills == 1 and not queue.decoding:  # nobody is held up: a newcomer alone counts
+            lone_s = _UNLIKELY * (builder.now_s - queue.newest_s) / self.depth
         for index in range(builder.memory.num_groups):
             tick, most_s = self.predictor.tick(*builder.works(index)), self._most_s(queue, builder, index)
             budget_s = min(self._quantum_s, most_s)
-            if self.config.quantum_s is None and budget_s < most_s < math.inf:  # what an objective leaves is used
-                budget_s = min(_MOST_QUANTA * self._quantum_s, most_s)
+            if self.config.quantum_s is None and budget_s < most_s:  # what an objective leaves is used
+                longer_s = most_s if most_s < math.inf else max(budget_s, lone_s)
+                budget_s = min(_MOST_QUANTA * self._quantum_s, longer_s)
             self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, most_s))
         if queue.tenants.are_several and decodes:
             row_s = sum(group.decodes_s for group in self._groups) / decodes
@@ -116,7 +123,7 @@ class MedhaPacker(Packer):
                 spare_s = self._spare_s + self.config.spare_share * prefills_s
                 self._spare_s = min(spare_s, _MOST_QUANTA * self._quantum_s)
         self._refused = builder.refused
-        self._note(builder)
+        self._note(queue, builder)
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
@@ -394,7 +401,7 @@ class MedhaPacker(Packer):
                     tightest = slo.tpot_s
         return tightest / self.config.period
 
-    def _note(self, builder: BatchBuilder) -> None:
+    def _note(self, queue: Queue, builder: BatchBuilder) -> None:
         """Keep the prediction of the batch."""
         if not builder.rows:
             self.prediction = None
@@ -405,3 +412,4 @@ class MedhaPacker(Packer):
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
+        queue.batch_sent(seconds, tick.factor)

@@ -44,7 +44,7 @@ class Columns:
         arrival_s: when it arrived, seconds of the scheduler's clock.
         deadline_s: seconds from arrival to when its first token is due (a length, as in the paper), above 0; inf is
             no deadline.
-        work_total_s: predicted seconds of its whole prefill, at least 0.
+        work_total_s: predicted seconds of its whole prefill beside the present decodes, at least 0.
         work_left_s: predicted seconds of the part not yet scheduled; tokens in flight count as done.
         num_prompt_tokens: of its prompt, those that it computes itself: others may have computed its beginning.
         num_computed_tokens: of these, what is done in every stage.

@@ -80,6 +80,9 @@ class State:
 _EVEN_CONTEXT = 24_576
 
 
+_KEPT = 0.99  # of a batch's weight in how prefills get on, with each that follows
+
+
 def prefill_work(num_computed_tokens: int, num_prompt_tokens: int) -> float:
     """Work left of a prefill in tokens of short context: the tokens, plus attention over what precedes them."""
     start, end = num_computed_tokens, num_prompt_tokens
@@ -108,6 +111,7 @@ class Queue:
 
     Attributes:
         waiting: not started, in order of arrival; preempted ones come first.
+        newest_s: when the last one came.
         ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
     """
 
@@ -120,6 +124,8 @@ class Queue:
         self.waiting: OrderedDict[int, State] = OrderedDict()
         self.ending: set[int] = set()
         self.tenants = Tenants(config.tenant_weights)  # the accounts of those whose requests are not forgotten
+        self.newest_s = -math.inf
+        self._taken_s = self._alone_s = self._sent_s = 0.0  # see :meth:`batch_sent`; the last of the batch being filled
         self.num_prefills = 0  # rows of the columns
         self._states: list[State] = []  # by row
         self._row_of: dict[int, int] = {}
@@ -132,7 +138,8 @@ class Queue:
     # -- columns -----------------------------------------------------------------------------------------------------
 
     def columns(self, factor: float) -> Columns:
-        """Views of the columns for a policy; ``factor`` corrects the predicted seconds."""
+        """Views of the columns for a policy; ``factor`` corrects the predicted seconds, and :attr:`stretch`."""
+        factor *= self.stretch
         if self._columns is not None and self._columns[0] == factor:
             return self._columns[1]
         views = {name: self.column(name) for name in COLUMN_NAMES}
@@ -154,8 +161,8 @@ class Queue:
         return [self._states[row] for row in rows.tolist()]
 
     def work_s(self, state: State, factor: float) -> tuple[float, float]:
-        """Predicted seconds of a prefill: of the whole and of what is left; its prompt is not scheduled whole."""
-        row = self._row_of[state.slot]
+        """As in :meth:`columns`: of the whole of a prefill and of what is left; its prompt is not scheduled whole."""
+        row, factor = self._row_of[state.slot], factor * self.stretch
         return self._table["work_total_s"][row] * factor, self._table["work_left_s"][row] * factor
 
     def prefill(self, slot: int) -> State | None:
@@ -181,7 +188,7 @@ class Queue:
     def add(self, request: SchedulerRequest, factor: float, num_cached: int = 0) -> State:
         """A request arrives, of which some tokens are there; ``factor`` corrects the predicted seconds of its derived
         deadline."""
-        length = request.num_prompt_tokens
+        length, self.newest_s = request.num_prompt_tokens, max(self.newest_s, request.arrival_s)
         total_s = self.left_s(num_cached, length) if num_cached else self.prefill_s(length)
         state = State(request, length, length, self._deadline_s(request, total_s * factor))
         state.tenant = self.tenants.enter(request.tenant)
@@ -233,6 +240,7 @@ class Queue:
         index, left = self._row_of[state.slot], self._table["work_left_s"]
         left_s = self.left_s(row.kv_len, state.num_prefill_tokens) if state.prefilling else 0.0
         self.tenants.charge(state.tenant, left[index] - left_s)
+        self._sent_s += left[index] - left_s
         if not state.prefilling:
             self._remove(state.slot)
             self.decoding[state.slot] = state
@@ -240,6 +248,19 @@ class Queue:
         self._table["last_chunk_s"][index] = now_s
         left[index] = left_s
         self._columns = None
+
+    def batch_sent(self, seconds: float, factor: float) -> None:
+        """A batch is predicted to take so long, by this factor: what prefill is in it would take so much less alone."""
+        if self._sent_s > 0:
+            self._taken_s = _KEPT * self._taken_s + seconds
+            self._alone_s = _KEPT * self._alone_s + self._sent_s * factor
+            self._sent_s = 0.0
+
+    @property
+    def stretch(self) -> float:
+        """How much longer prefills take, by the batches of late, than alone: decodes share these, and what the decodes'
+        objectives leave makes small chunks. 1 without decodes."""
+        return self._taken_s / self._alone_s if self._alone_s and self.decoding else 1.0
 
     def computed(self, rows: Iterable[Row]) -> None:
         """The rows of a batch are done in every stage."""

@@ -167,10 +167,15 @@ class Scheduler:
         return predicted_s if predicted_s > objective_s else None
 
     def prefill_left_s(self, num_computed: int, num_prompt: int) -> float:
-        """Predicted seconds to read the rest of a prompt alone; 0 where nothing predicts. Any thread may ask."""
+        """Predicted seconds to read the rest of a prompt beside the present decodes, if nobody else's is read; 0 where
+        nothing predicts. Any thread may ask."""
         if self.predictor is None:
             return 0.0
-        return self._queue.left_s(num_computed, num_prompt) * self.predictor.factor("prefill")
+        return self._queue.left_s(num_computed, num_prompt) * self._factor() * self._queue.stretch
+
+    def _factor(self) -> float:
+        """The present correction of a prefill's predicted seconds."""
+        return 1.0 if self.predictor is None else self.predictor.factor("mixed" if self._queue.decoding else "prefill")
 
     def num_there(self, slot: int) -> int:
         """Tokens of a request that it need not compute when it starts; 0 of one that does not wait. Any thread may
@@ -195,7 +200,7 @@ class Scheduler:
         state = self._queue.waiting.get(slot) or self._queue.running[slot]
         left_s = 0.0
         if self.predictor is not None and state.prefilling and not state.ended:
-            _, left_s = self._queue.work_s(state, self.predictor.factor("prefill"))
+            _, left_s = self._queue.work_s(state, self._factor())
         return float(state.request.arrival_s + state.deadline_s - now_s - left_s)
 
     def cancel(self, slot: int) -> tuple[int, ...]:

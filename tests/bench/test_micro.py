@@ -115,3 +115,13 @@ def test_the_queue_stays_as_long_as_it_was(policy: str) -> None:
     steps = [queue.step() for _ in range(45)][5:]
     assert queue.scheduler.num_waiting >= 60 and 12 <= queue.scheduler.num_running <= 16
     assert all(abs(decodes - 12) <= 2 and chunks > 0 for _, _, decodes, chunks in steps)
+
+
+def test_a_full_pool_lets_nobody_start() -> None:
+    """One decode holds it to the last step, whatever classes wait."""
+    queue = Queue("priority", 200, SchedulerOptions(is_full=True, warmup=5, runs=30))
+    for _ in range(35):
+        *_, decodes, chunks = queue.step()
+        assert (decodes, chunks) == (1, 0)
+    assert queue.scheduler.num_waiting == 200 and queue.scheduler.num_running == 1
+    assert queue.scheduler.memory.num_used == queue.scheduler.memory.num_blocks

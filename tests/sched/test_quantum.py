@@ -132,3 +132,69 @@ def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
             scheduler.complete(decision.batch, now_s, done, 0.0)
         gaps[share] = now_s - arrival_s
     assert gaps[0.05] < 0.5 * gaps[0.0]
+
+
+def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list[tuple[float, float, int]]:
+    """Start, predicted seconds and tokens of the batches that read 30,000 tokens from 0 on; short prompts come at
+    ``decision_s``, each answered at once."""
+    scheduler.add(SchedulerRequest(9, 30_000, 1, 0.0))
+    now_s, position, found = 0.0, 0, []
+    while position < 30_000:
+        if decision_s and now_s >= decision_s[0]:
+            scheduler.add(SchedulerRequest(1, 100, 1, decision_s.pop(0)))
+        decision = scheduler.schedule(now_s)
+        assert decision.batch is not None and decision.prediction is not None
+        found.append((now_s, decision.prediction.seconds, sum(row.q_len for row in decision.batch.rows)))
+        position += sum(row.q_len for row in decision.batch.rows if row.slot == 9)
+        now_s += decision.prediction.seconds
+        scheduler.complete(decision.batch, now_s, [(r.slot, 1, True) for r in decision.batch.rows if r.samples], 0.0)
+    return found
+
+
+def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() -> None:
+    """Up to four quanta, a tenth of the time since the last arrival; after an arrival they are short again."""
+    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
+    longest_s = 4 * quantum_s
+    alone = batches_of_a_document(new_scheduler(), [])
+    for start_s, seconds, tokens in alone:
+        assert seconds <= max(quantum_s, min(longest_s, start_s / 10)) or tokens == 64
+    assert max(seconds for _, seconds, _ in alone) > 0.9 * longest_s
+    arrivals = [step * 5 * quantum_s for step in range(1, 10_000)]  # so many that none is unlikely
+    busy = batches_of_a_document(new_scheduler(interactive_share=0.0), arrivals)
+    assert all(seconds <= quantum_s or tokens <= 64 + 100 for _, seconds, tokens in busy)
+    assert len(busy) > 1.5 * len(alone)
+
+
+@pytest.mark.parametrize("option", [{"quantum_s": 0.1}, {"t_target_s": 0.1}])
+def test_a_time_that_is_given_holds_for_a_prompt_that_is_alone_too(option: dict[str, float]) -> None:
+    alone = batches_of_a_document(new_scheduler(**option), [])
+    assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= 0.1
+
+
+def test_work_left_is_that_at_the_budget_in_force() -> None:
+    """What a slack counts beside decodes whose objective leaves little is what the rest takes, not what it would alone;
+    once they are gone it is that again."""
+    scheduler, num_decodes, num_tokens = new_scheduler(), 24, 20_000
+    for slot in range(num_decodes):
+        scheduler.add(SchedulerRequest(slot, 64, 1 << 12, 0.0, SLO(tpot_s=0.2)))
+    deadline_s = scheduler.add(SchedulerRequest(99, num_tokens, 1, 0.0)).deadline_s
+    now_s, said_s, alone_s = 0.0, [], []
+    while True:
+        decision = scheduler.schedule(now_s)
+        assert decision.batch is not None and decision.prediction is not None
+        for row, slack_s in zip([r for r in decision.batch.rows if not r.is_decode], decision.slack_s, strict=True):
+            if row.slot == 99:
+                said_s.append((now_s + decision.prediction.seconds, deadline_s - now_s - slack_s))
+                alone_s.append(scheduler._queue.left_s(row.kv_len, num_tokens))
+        now_s += decision.prediction.seconds
+        done = [row.slot for row in decision.batch.rows if row.samples]
+        scheduler.complete(decision.batch, now_s, [(slot, 1, slot == 99) for slot in done], 0.0)
+        if 99 in done:
+            break
+    third = len(said_s) // 3
+    then_s, left_s = said_s[third]
+    assert left_s == pytest.approx(now_s - then_s, rel=0.1)
+    assert left_s > 1.2 * alone_s[third]
+    for slot in range(num_decodes):
+        scheduler.cancel(slot)
+    assert scheduler.prefill_left_s(0, num_tokens) == scheduler._queue.prefill_s(num_tokens)
