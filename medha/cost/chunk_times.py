@@ -25,6 +25,7 @@ from itertools import product
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig
+from medha.config.fields import are_sp_sizes
 from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import Shard, chunk_slope_s
@@ -71,8 +72,7 @@ class ChunkTimes:
 
 def check_sizes(sizes: Sequence[int], most: int | None = None) -> None:
     """Refuse SP sizes that are not ascending powers of two, or above the number of groups."""
-    is_power = all(size > 0 and size & (size - 1) == 0 for size in sizes)
-    if not sizes or not is_power or list(sizes) != sorted(set(sizes)) or (most is not None and sizes[-1] > most):
+    if not are_sp_sizes(sizes) or (most is not None and sizes[-1] > most):
         bound = "" if most is None else f" up to kvp={most}"
         raise ConfigError(f"sp_sizes={','.join(map(str, sizes))!r}; accepted: ascending powers of two{bound}")
 

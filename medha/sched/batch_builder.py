@@ -43,6 +43,9 @@ class Packer:
     def completed(self, batch: Batch, busy_s: float) -> None:
         """A batch is done; ``busy_s`` as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
 
+    def cancelled(self, slot: int) -> None:
+        """Nothing more of a request is to be scheduled."""
+
 
 class BatchBuilder:
     """A batch that is being filled.
@@ -140,6 +143,14 @@ class BatchBuilder:
         if self.is_held(state):
             return 0
         return (self._continue if state.has_started else self._start)(state, size, is_whole)
+
+    def add_dealt(self, state: State, q_len: int, groups: range, *, span: range, num_blocks: int) -> None:
+        """Give a prefill a chunk that is dealt to some groups; at its first one as many blocks are set aside for it on
+        each group of the span of all its chunks, where they are free."""
+        if not state.has_started:
+            self._queue.start(state)
+            self.memory.start_dealt(state.slot, span, num_blocks)
+        self._append_row(state, self._chunk_row(state, q_len, groups.start, len(groups)))
 
     def is_held(self, state: State) -> bool:
         """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
