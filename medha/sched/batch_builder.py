@@ -16,7 +16,7 @@ from functools import partial
 from medha.batch import Batch, Copy, Extent, Row, Shared
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, split
-from medha.sched.decision import Prediction
+from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.prefix import Block, Hit
 from medha.sched.queue import Queue, State
@@ -42,6 +42,9 @@ class Packer:
 
     def completed(self, batch: Batch, busy_s: float) -> None:
         """A batch is done; ``busy_s`` as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
+
+    def added(self, request: SchedulerRequest) -> None:
+        """A request was queued."""
 
     def cancelled(self, slot: int) -> None:
         """Nothing more of a request is to be scheduled."""
@@ -144,12 +147,10 @@ class BatchBuilder:
             return 0
         return (self._continue if state.has_started else self._start)(state, size, is_whole)
 
-    def add_dealt(self, state: State, q_len: int, groups: range, *, span: range, num_blocks: int) -> None:
-        """Give a prefill a chunk that is dealt to some groups; at its first one as many blocks are set aside for it on
-        each group of the span of all its chunks, where they are free."""
+    def add_dealt(self, state: State, q_len: int, groups: range) -> None:
+        """Give a prefill, whose memory is set aside, a chunk that is dealt to some groups."""
         if not state.has_started:
             self._queue.start(state)
-            self.memory.start_dealt(state.slot, span, num_blocks)
         self._append_row(state, self._chunk_row(state, q_len, groups.start, len(groups)))
 
     def is_held(self, state: State) -> bool:

@@ -225,13 +225,19 @@ class KVMemory:
         self._accounts[slot] = account
         self._count(account, +1)
 
-    def start_dealt(self, slot: int, groups: range, num_blocks: int) -> None:
-        """Bind a request whose chunks are dealt, and set as many blocks aside on each of the groups; they are there."""
+    def set_aside(self, slot: int, groups: range, num_blocks: int) -> bool:
+        """Bind a request whose chunks are dealt, and set so many blocks aside on each group; False: they are not there.
+
+        All requests are dealt then.
+        """
+        if any(self._set_aside[group] + num_blocks > self.num_free(group) for group in groups):
+            return False
         count = len(groups)
         account = _Account(groups.start, [num_blocks] * count, [0] * count, is_set_aside=True, is_dealt=True)
         account.shared, account.numbers = [0] * count, [[] for _ in groups]
         self._accounts[slot] = account
         self._count(account, +1)
+        return True
 
     def _deal(self, account: _Account, row: Row) -> list[Extent]:
         """Allocate an even share of a dealt row's tokens, and of those before them, on each of its groups."""

@@ -163,6 +163,7 @@ class Scheduler:
             request = replace(request, slo=replace(request.slo, tpot_s=None))
         factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
         deadline_s = self._queue.add(request, factor, num_cached).deadline_s
+        self.packer.added(request)
         slack_s = self._slack_s(request.slot, request.arrival_s)
         return Admitted(deadline_s, slack_s, request.is_relegated, alone_tpot_s)
 

@@ -1,4 +1,4 @@
-"""The packer of CDSP: tasks on lanes, queue times that follow what happens, memory, cancelling, who is planned first."""
+"""The packer of CDSP: tasks on lanes, queue times that follow what happens, memory, cancels, who is planned first."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_ran(driver: Driver, prompts: list[int]) -> None:
     assert done == prompts
     memory = driver.scheduler.memory
     assert memory.num_used == 0 and memory._open == memory._set_aside == [0] * 8
-    assert not any(driver.packer._granted_blocks) and not driver.packer._plans and not driver.packer._seen
+    assert not driver.packer._plans and not memory._accounts
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -175,7 +175,7 @@ def test_queue_times_follow_what_happens() -> None:
         driver.fill()
         factor = driver.scheduler.predictor.factor("prefill")  # type: ignore[union-attr]
         free_s = [arrival_s] * 8
-        tasks = [task for plan in driver.packer._plans.values() for task in plan.tasks]
+        tasks = [task for plan in driver.packer._plans.values() for task in plan]
         for task in sorted(tasks, key=lambda task: not task.is_in_flight):
             began_s = task.start_s if task.is_in_flight else max(free_s[group] for group in task.groups)
             num_late += began_s + task.seconds * factor < arrival_s
@@ -203,8 +203,8 @@ def test_cancelling_at_any_time() -> None:
         for slot in closed:  # the slot is used again at once
             driver.add(slot, 30_000)
         driver.finish()
-        assert driver.packer._plans == {} and not driver.packer._seen
-        assert driver.scheduler.memory.num_used == 0 and not any(driver.packer._granted_blocks)
+        memory = driver.scheduler.memory
+        assert not driver.packer._plans and not memory._accounts and memory._set_aside == [0] * 8
 
 
 def test_a_cancelled_request_gives_its_queue_time_back() -> None:
