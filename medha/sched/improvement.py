@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,15 @@ class RateTable(JsonFile):
             raise ConfigError(f"qps={self.qps!r}; accepted: ascending loads, as many as rates")
         for rate in self.rates:
             check_number("rates", rate, 0.0, RATES[-1])
+
+    @classmethod
+    def read(cls, path: str) -> RateTable:
+        """The table of a file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), source=path)
+        except OSError as error:
+            what = f"improvement_rate={path!r} ({error.strerror})"
+            raise ConfigError(f"{what}; accepted: a number from 0 to below 1, or a file of --best-rates") from error
 
     def at(self, qps: float) -> float:
         """The rate of the nearest load."""

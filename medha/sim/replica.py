@@ -37,7 +37,6 @@ class Replica:
     utilization: float = 0.9  # share of an accelerator's memory that may be used
     num_blocks: int | None = None  # KV blocks of each group; None is what the memory holds
     chunk_times: ChunkTimes | None = None  # of dealt chunks; None is a ring's on this hardware
-    rates: RateTable | None = None  # improvement rates by load; None is the scheduler's one
 
     def kv_blocks(self) -> int:
         """KV blocks of each group; ConfigError if the model does not fit, or the layout does not split it."""
@@ -84,9 +83,12 @@ class Replica:
         else:
             ring = self.spec, self.model, self.parallel, predictor
             times = ring_times(*ring, sizes=sizes, longest=self.max_model_len)
-        if self.rates is not None:
-            self.rates.check(self.spec.name, shape_name(self.model), self.dealt_layout(sizes))
-        return Dealing(Planner(times, kvp, max_chunks=config.max_chunks), self.rates or config.improvement_rate)
+        planner, rate = Planner(times, kvp, max_chunks=config.max_chunks), config.improvement_rate
+        if not isinstance(rate, str):
+            return Dealing(planner, rate)
+        table = RateTable.read(rate)
+        table.check(self.spec.name, shape_name(self.model), self.dealt_layout(sizes))
+        return Dealing(planner, table)
 
     def dealt_layout(self, sizes: Sequence[int]) -> str:
         """The layout in words, as improvement rates are for it."""

@@ -125,7 +125,7 @@ def systems_of(given: Mapping[str, Any]) -> list[System]:
     longest, most = max(trace.longest for trace in traces.values()), given["max_model_len"]
     if most is not None and longest > most:
         raise ConfigError(f"a request has {longest:,} tokens and max_model_len={most}; accepted: at least as many")
-    replica = replace(replica, max_model_len=most or longest, rates=_rate_table(given["improvement_rate"]))
+    replica = replace(replica, max_model_len=most or longest)
     systems = [
         System(name, replace(replica, scheduler=config), trace, rate)
         for name, config in configs.items()
@@ -192,28 +192,12 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
 
 
 def _dealt(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of dealt chunks that are text: SP sizes, and an improvement rate that is a number."""
+    """The options of dealt chunks that are text: SP sizes, and an improvement rate or its file."""
     text, rate = given["sp_sizes"], given["improvement_rate"]
     sizes = None if text is None else tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
-    default = SchedulerConfig().improvement_rate
-    return {"sp_sizes": sizes, "improvement_rate": default if rate is None or _is_file(rate) else float(rate)}
-
-
-def _rate_table(text: str | None) -> RateTable | None:
-    """The table of improvement rates that is asked for, if it is one."""
-    if text is None or not _is_file(text):
-        return None
-    return RateTable.from_json(Path(text).read_text(encoding="utf-8", errors="replace"), source=text)
-
-
-def _is_file(rate: str) -> bool:
-    """Whether an improvement rate is the path of a table; ConfigError where it is neither that nor a number."""
-    with suppress(ValueError):
-        float(rate)
-        return False
-    if not Path(rate).is_file():
-        raise ConfigError(f"improvement_rate={rate!r}; accepted: a number from 0 to below 1, or a file of --best-rates")
-    return True
+    with suppress(TypeError, ValueError):
+        rate = float(rate)
+    return {"sp_sizes": sizes, "improvement_rate": SchedulerConfig().improvement_rate if rate is None else rate}
 
 
 def _listed(values: list[str] | None) -> list[str]:

@@ -307,7 +307,7 @@ def test_what_is_refused_elsewhere() -> None:
     for wrong in ((3,), (2, 1), ()):
         with pytest.raises(ConfigError, match=r"sp_sizes=.*accepted: ascending powers of two"):
             SchedulerConfig("cdsp", sp_sizes=wrong)
-    with pytest.raises(ConfigError, match=r"improvement_rate=1.0; accepted: a number from 0 to below 1"):
+    with pytest.raises(ConfigError, match=r"improvement_rate=1.0; accepted: a number from 0 to below 1, or a file"):
         SchedulerConfig("cdsp", improvement_rate=1.0)
     scheduler = Driver(num_blocks=10).scheduler
     with pytest.raises(ValueError, match="needs 20481 KV tokens, at most 20480 fit"):
