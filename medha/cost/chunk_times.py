@@ -33,7 +33,7 @@ from medha.errors import ConfigError
 
 STEP_S = 0.6e-3
 _DTYPE_BYTES = 2
-_SHORTEST, _HISTORIES = 1024, (0.0, 0.5, 1.0, 2.0, 4.0)  # of the chunks that a fit is made of; in chunks
+_HALVINGS, _HISTORIES = 9, (0.0, 0.5, 1.0, 2.0, 4.0)  # chunks that a fit is made of: lengths, and histories in chunks
 
 Chunk = tuple[int, int, float]
 """(history in tokens, tokens, seconds)."""
@@ -144,11 +144,10 @@ def ring_times(
     sizes: Sequence[int],
     longest: int,
 ) -> ChunkTimes:
-    """Eq. 1 fitted to :func:`ring_chunk_s`, on chunks of 1K tokens and more that end within ``longest``."""
+    """Eq. 1 fitted to :func:`ring_chunk_s`, on chunks of up to ``longest`` tokens that end there at the latest."""
     check_sizes(sizes, parallel.kvp)
-    lengths = [max(longest >> shift, 1) for shift in range(7, -1, -1)] if longest < 8 * _SHORTEST else []
-    lengths = lengths or [_SHORTEST << i for i in range((longest // _SHORTEST).bit_length())] + [longest]
-    grid = [(int(share * n), n) for n in sorted(set(lengths)) for share in _HISTORIES if (share + 1) * n <= longest]
+    lengths = sorted({max(longest >> halvings, 1) for halvings in range(_HALVINGS)})
+    grid = [(int(share * n), n) for n in lengths for share in _HISTORIES if (share + 1) * n <= longest]
     chunks = {
         size: [
             (history, n, ring_chunk_s(spec, model, parallel, predictor, size=size, history=history, tokens=n))

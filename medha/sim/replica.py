@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medha.config import CDSP, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
-from medha.cost.chunk_times import ChunkTimes, ring_times
+from medha.cost.chunk_times import ring_times
 from medha.cost.hardware import HardwareSpec
 from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
@@ -36,7 +36,6 @@ class Replica:
     block_size: int = 256
     utilization: float = 0.9  # share of an accelerator's memory that may be used
     num_blocks: int | None = None  # KV blocks of each group; None is what the memory holds
-    chunk_times: ChunkTimes | None = None  # of dealt chunks; None is a ring's on this hardware
 
     def kv_blocks(self) -> int:
         """KV blocks of each group; ConfigError if the model does not fit, or the layout does not split it."""
@@ -78,11 +77,8 @@ class Replica:
         """What deals chunks; ``predictor`` is of a group. ConfigError for wrong SP sizes or rates of another."""
         config, kvp = self.scheduler, self.parallel.kvp
         sizes = config.sp_sizes or tuple(1 << power for power in range(kvp.bit_length()))
-        if self.chunk_times is not None:
-            times = self.chunk_times.only(sizes)
-        else:
-            ring = self.spec, self.model, self.parallel, predictor
-            times = ring_times(*ring, sizes=sizes, longest=self.max_model_len)
+        ring = self.spec, self.model, self.parallel, predictor
+        times = ring_times(*ring, sizes=sizes, longest=self.max_model_len)
         planner, rate = Planner(times, kvp, max_chunks=config.max_chunks), config.improvement_rate
         if not isinstance(rate, str):
             return Dealing(planner, rate)
