@@ -94,7 +94,7 @@ class Planner:
         Raises:
             ValueError: no run has so many groups.
         """
-        low = next((k for k, size in enumerate(self.times.sizes) if size >= least_size and len(self.starts[k])), None)
+        low = next((k for k, size in enumerate(self.times.sizes) if size >= least_size), None)
         if low is None:
             raise ValueError(f"no run has {least_size} groups; sizes are {self.times.sizes}, groups {self.num_groups}")
         search = _Search(self, np.asarray(queue_s, dtype=np.float64), 1.0 - rate)
@@ -130,8 +130,8 @@ class _Search:
                 peak = np.maximum(peak[:-width], peak[width:])
                 width *= 2
             self.peaks.append(peak.tolist())
-            first = int(starts[peak[starts].argmin()]) if len(starts) else 0
-            self._at_first.append((first, self.peaks[-1][first] if len(starts) else math.inf))
+            first = int(starts[peak[starts].argmin()])
+            self._at_first.append((first, self.peaks[-1][first]))
 
     def best(
         self,
@@ -207,8 +207,7 @@ class _Search:
         budget_s = max(place[1] - elapsed_s, 0.0) - wait_s - fixed_s
         if budget_s <= 0.0:
             return None
-        root = token_s * token_s + 4.0 * d * budget_s
-        slope = token_s + math.sqrt(root)
+        slope = token_s + math.sqrt(token_s * token_s + 4.0 * d * budget_s)
         if slope <= 0.0:
             return None
         tokens = int(2.0 * budget_s / slope)  # of the two forms of the root the one without cancellation
@@ -239,8 +238,6 @@ class _Search:
 
     def _bound(self, left: int, done: int, low: int, high: int) -> float:
         """Seconds below which no plan of the rest is."""
-        bound_s = math.inf
-        for k in range(low, high + 1):
-            a, b, c, d, e = self.least[k]
-            bound_s = min(bound_s, a + e * done + left * (b + c * done + d * left))
+        least = self.least[low : high + 1]
+        bound_s: float = min(a + e * done + left * (b + c * done + d * left) for a, b, c, d, e in least)
         return bound_s

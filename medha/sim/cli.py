@@ -96,17 +96,7 @@ def simulate(
     a small comparison runs.
     """
     from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
-    from medha.sim.study import (
-        NOTES,
-        about,
-        config_of,
-        rate_table,
-        rates_shown,
-        remarks,
-        run_all,
-        shown,
-        systems_of,
-    )
+    from medha.sim.study import NOTES, about, config_of, remarks, run_all, shown, systems_of
 
     start_logging("warning")
     is_bare = not any(str(context.get_parameter_source(name)).endswith("COMMANDLINE") for name in context.params)
@@ -121,10 +111,13 @@ def simulate(
     if timeline is not None and len(systems) > 1:
         raise ConfigError(f"timeline={timeline} with {len(systems)} runs; accepted: one scheduler, policy and rate")
     if best_rates is not None:
+        from medha.sim.study import rate_table
+
         with progress("planning requests", sum(len(system.trace) for system in systems)) as done:
             table = rate_table(systems, given, done)
         best_rates.write_text(table.to_json(), encoding="utf-8")
-        print_report({"title": about(systems, given)[0], "load": table.load, "improvement rates": rates_shown(table)})
+        by_load = {f"{qps:g} requests/s": rate for qps, rate in zip(table.qps, table.rates, strict=True)}
+        print_report({"title": about(systems, given)[0], "load": table.load, "improvement rates": by_load})
         return 0
     with progress("simulating requests", sum(len(system.trace) for system in systems)) as done:
         runs = list(run_all(systems, given, done))

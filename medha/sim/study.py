@@ -95,12 +95,6 @@ def rate_table(
     return RateTable(replica.spec.name, shape_name(replica.model), layout, load, qps, rates, means)
 
 
-def rates_shown(table: RateTable) -> list[dict[str, float]]:
-    """A row for each load."""
-    rows = zip(table.qps, table.rates, table.mean_ttft_s, strict=True)
-    return [{"requests/s": qps, "improvement rate": rate, "mean ttft s": mean} for qps, rate, mean in rows]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # From parameters
 
