@@ -73,6 +73,10 @@ class Scheduler:
         )
         if config.scheduler == CDSP:
             assert predictor is not None and dealing is not None, "the cdsp scheduler needs a predictor and a planner"
+            if config.max_num_seqs < num_groups:  # each started request has a group of its own
+                raise ConfigError(
+                    f"max_num_seqs={config.max_num_seqs} with scheduler='cdsp'; accepted: {num_groups} at least"
+                )
             self.packer: Packer = CdspPacker(config, dealing, self.memory, predictor)
             self.depth = num_groups  # one batch on each lane at most
             self.memory.max_span = dealing.planner.times.sizes[-1]

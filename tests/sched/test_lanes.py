@@ -316,5 +316,8 @@ def test_what_is_refused_elsewhere() -> None:
         scheduler.add(SchedulerRequest(0, 100, 2, 0.0))
     with pytest.raises(ValueError, match="one new token, and no prefix ids"):
         scheduler.add(SchedulerRequest(0, 100, 1, 0.0, prefix=b"x" * 16))
+    with pytest.raises(ConfigError, match="max_num_seqs=7 with scheduler='cdsp'; accepted: 8 at least"):
+        Driver(options={"max_num_seqs": 7})
+    Driver(options={"max_num_seqs": 8})
     with pytest.raises(ConfigError, match="policy='no'"):
         Driver(options={"plan_order": "no"})
