@@ -61,7 +61,7 @@ def _parameter(kind: Any, declared: Any, default: Any) -> tuple[Any, Any]:
 _GROUPS = options_of(*SECTIONS.values(), SamplingParams)
 MODEL, MEMORY, SCHEDULING = (_GROUPS[name] for name in (panels.MODEL, panels.MEMORY, panels.SCHEDULING))
 SERVING, PARALLEL = _GROUPS[panels.SERVING], _GROUPS[panels.PARALLEL]
-SIMULATED, SAMPLING = _GROUPS[panels.SIMULATED], _GROUPS[panels.SAMPLING]
+SIMULATED, DEALT, SAMPLING = (_GROUPS[name] for name in (panels.SIMULATED, panels.DEALT, panels.SAMPLING))
 ENGINE: Group = {**MODEL, **MEMORY, **SCHEDULING, **SERVING, **PARALLEL}
 """All options of an engine."""
 

@@ -6,11 +6,12 @@ Plain data, standard library only. Every dataclass checks itself when it is buil
 from medha.config.engine_config import ATTENTION_BACKENDS, OPTION_ALIASES, EngineConfig, whole_blocks
 from medha.config.fields import OptionField, option_of, parse_size
 from medha.config.model_config import DTYPES, ModelConfig, RopeConfig, RopeType
-from medha.config.sections import ADMISSIONS, SCHEDULERS, CacheConfig, ParallelConfig, SchedulerConfig
+from medha.config.sections import ADMISSIONS, CDSP, SCHEDULERS, CacheConfig, ParallelConfig, SchedulerConfig
 
 __all__ = [
     "ADMISSIONS",
     "ATTENTION_BACKENDS",
+    "CDSP",
     "DTYPES",
     "OPTION_ALIASES",
     "SCHEDULERS",

@@ -17,6 +17,7 @@ from typing import Any
 from medha.config.fields import (
     BOOLEAN,
     COUNT,
+    DEALT,
     MODEL,
     SCHEDULING,
     SIMULATED,
@@ -31,7 +32,7 @@ from medha.config.fields import (
     parsed_size,
 )
 from medha.config.model_config import DTYPES
-from medha.config.sections import CacheConfig, ParallelConfig, SchedulerConfig
+from medha.config.sections import CDSP, SCHEDULERS, CacheConfig, ParallelConfig, SchedulerConfig
 from medha.errors import ConfigError, hint
 
 logger = logging.getLogger("medha")
@@ -110,6 +111,9 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
         check_options(self)
+        if self.scheduler.scheduler == CDSP:
+            what = "scheduler='cdsp' is simulated (medha simulate), and no engine computes its dealt chunks so far"
+            raise ConfigError(f"{what}; accepted: {', '.join(SCHEDULERS)}")
         whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
         if whole != self.scheduler.max_kv_per_group:
             object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, max_kv_per_group=whole))
@@ -161,7 +165,7 @@ _OPTIONS: dict[str, tuple[str, dataclasses.Field[Any]]] = {
     said.name or of.name: (section, of)
     for section, cls in SECTIONS.items()
     for of in dataclasses.fields(cls)
-    if (said := option_of(of)) is not None and said.panel != SIMULATED and of.name != "model"
+    if (said := option_of(of)) is not None and said.panel not in (SIMULATED, DEALT) and of.name != "model"
 }
 
 _DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}

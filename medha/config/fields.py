@@ -20,6 +20,8 @@ SCHEDULING = "Scheduling"
 SERVING = "Requests that share the engine"
 PARALLEL = "Parallel layout"
 SAMPLING = "Sampling"
+DEALT = "Chunkwise dynamic sequence parallelism (cdsp)"
+"""Of simulations alone, so far."""
 SIMULATED = "Simulated memory"
 """What an engine finds out itself: given to it, it could contradict the machine."""
 
@@ -101,6 +103,13 @@ def finite(low: float, high: float = math.inf, *, is_open: bool = False) -> Chec
 def are_weights(value: Any) -> bool:
     """Whether it is a mapping of names to finite numbers above 0."""
     return isinstance(value, dict) and all(isinstance(n, str) and POSITIVE.holds(v) for n, v in value.items())
+
+
+def are_sp_sizes(value: Any) -> bool:
+    """Whether they are ascending powers of two."""
+    sizes = list(value) if isinstance(value, (tuple, list)) else []
+    are_powers = all(type(size) is int and size > 0 and size & (size - 1) == 0 for size in sizes)
+    return bool(sizes) and are_powers and sizes == sorted(set(sizes))
 
 
 COUNT, FEW = integer(1, 2**31 - 1), integer(1, 65536)

@@ -10,6 +10,7 @@ from typing import Any
 from medha.config.fields import (
     BOOLEAN,
     COUNT,
+    DEALT,
     FEW,
     MEMORY,
     PARALLEL,
@@ -19,6 +20,7 @@ from medha.config.fields import (
     SHARE,
     SIMULATED,
     Check,
+    are_sp_sizes,
     are_weights,
     check_options,
     choice,
@@ -31,12 +33,15 @@ from medha.config.model_config import ModelConfig
 from medha.errors import ConfigError, ParallelConfigError
 
 SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
+CDSP = "cdsp"
+"""A scheduler that is simulated, and not served with so far."""
 ADMISSIONS = ("all", "refuse", "relegate")
 PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
 """Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
 
 _memory, _parallel = partial(option, MEMORY), partial(option, PARALLEL)
 _scheduling, _serving, _simulated = partial(option, SCHEDULING), partial(option, SERVING), partial(option, SIMULATED)
+_dealt = partial(option, DEALT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class SchedulerConfig:
     """Who runs next, and the budgets of one step."""
 
     scheduler: str = _scheduling(
-        "medha", f"One of {', '.join(SCHEDULERS)}; all but medha are classical.", choice(*SCHEDULERS)
+        "medha", f"One of {', '.join(SCHEDULERS)}; all but medha are classical.", choice(*SCHEDULERS, CDSP)
     )
     # or a function of (columns, now_s), from Python: see medha.sched.policy
     policy: str | Callable[[Any, float], Any] = _scheduling(
@@ -209,14 +214,45 @@ class SchedulerConfig:
         0, "KV blocks of host memory of a group, for requests that give way.", integer(0, 2**31 - 1)
     )
     swap_block_s: float = _simulated(0.0, "Seconds in which a block moves to host memory or back.", finite(0))
+    sp_sizes: tuple[int, ...] | None = _dealt(
+        None,
+        "Numbers of groups that a chunk may be dealt to, powers of two, comma separated; one alone is fixed groups.",
+        Check("ascending powers of two", are_sp_sizes),
+        kind=str,
+        shown="all up to --kvp",
+    )
+    max_chunks: int | None = _dealt(None, "Chunks of a prompt; 1 is one SP size a request.", COUNT, shown="any number")
+    improvement_rate: float | str = _dealt(
+        0.3,
+        "Share of its TTFT that a request must save to get more groups, or a file of --best-rates.",
+        Check("a number from 0 to below 1, or a file", lambda rate: isinstance(rate, str) or SHARE.holds(rate)),
+        kind=str,
+        shown="0.3",
+    )
+    plan_order: str = _dealt(
+        "arrival",
+        "Who is planned first: arrival (as published: planned once, then kept), or a policy such as lrs, edf or lars: "
+        "who has not started is planned anew in its order.",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.scheduler != "medha" and self.admission != "all":
             what = f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make"
             raise ConfigError(f"{what}; accepted: all")
-        if self.scheduler != "medha" and self.chunk_size is None:
+        if self.scheduler == CDSP:
+            self._check_dealt()
+        elif self.scheduler != "medha" and self.chunk_size is None:
             object.__setattr__(self, "chunk_size", self.max_batch_tokens if self.scheduler == "vllm" else 512)
+
+    def _check_dealt(self) -> None:
+        """Refuse what dealt chunks do not have: they are as long as planned, and are not kept, moved or preempted."""
+        refused = ("prefix_caching", "overcommit", "num_swap_blocks", "async_scheduling", "chunk_size", "depth")
+        for name in refused:
+            if getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)!r} with scheduler='cdsp'; accepted: without it")
+        for name in ("prefix_caching", "async_scheduling"):
+            object.__setattr__(self, name, False)
 
     @property
     def yielded_share(self) -> float:
@@ -248,6 +284,9 @@ class SchedulerConfig:
 
     def budget_text(self, *, has_tpot: bool) -> str:
         """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
+        if self.scheduler == CDSP:
+            sizes = "any SP size" if self.sp_sizes is None else f"SP {', '.join(map(str, self.sp_sizes))}"
+            return f"scheduler cdsp: chunks as planned, {sizes}; every prefill has its groups to itself"
         if self.scheduler != "medha":
             whole = self.scheduler in ("static", "orca")
             chunks = "whole prompts" if whole else f"chunks of at most {self.chunk_size:,}"

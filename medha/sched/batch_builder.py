@@ -16,7 +16,7 @@ from functools import partial
 from medha.batch import Batch, Copy, Extent, Row, Shared
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, split
-from medha.sched.decision import Prediction
+from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.prefix import Hit, Path
 from medha.sched.queue import Queue, State
@@ -42,6 +42,12 @@ class Packer:
 
     def completed(self, batch: Batch, busy_s: float) -> None:
         """A batch is done; ``busy_s`` as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
+
+    def added(self, request: SchedulerRequest) -> None:
+        """A request was queued."""
+
+    def cancelled(self, slot: int) -> None:
+        """Nothing more of a request is to be scheduled."""
 
 
 class BatchBuilder:
@@ -140,6 +146,12 @@ class BatchBuilder:
         if self.is_held(state):
             return 0
         return (self._continue if state.has_started else self._start)(state, size, is_whole)
+
+    def add_dealt(self, state: State, q_len: int, groups: range) -> None:
+        """Give a prefill, whose memory is set aside, a chunk that is dealt to some groups."""
+        if not state.has_started:
+            self._queue.start(state)
+        self._append_row(state, self._chunk_row(state, q_len, groups.start, len(groups)))
 
     def is_held(self, state: State) -> bool:
         """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""

@@ -45,6 +45,7 @@ class _Account:
     starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
     end: int | None = None  # position at which the last of them was told to end, before it is full
     is_set_aside: bool = False  # nobody else may take the rest of its reservation
+    is_dealt: bool = False  # its tokens lie evenly on the groups of its chunks, and not shard after shard
     # what follows is of requests with ids alone
     chain: Chain | None = None
     hit: Hit = field(default_factory=Hit)  # what it shares
@@ -105,6 +106,7 @@ class KVMemory:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_kv_per_group = max_kv_per_group
+        self.max_span: int | None = None  # groups of one request at most, where that is not all of them
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
@@ -145,7 +147,7 @@ class KVMemory:
     @property
     def max_request_tokens(self) -> int:
         """Tokens of the longest request that fits."""
-        return self.num_groups * self.max_kv_per_group
+        return (self.max_span or self.num_groups) * self.max_kv_per_group
 
     def reservation(self, num_tokens: int) -> list[int]:
         """Blocks that ``num_tokens`` take on each group of a span."""
@@ -206,6 +208,34 @@ class KVMemory:
                 self.prefix.hold(*self._copied[-1])
         self._accounts[slot] = account
         self._count(account, +1)
+
+    def set_aside(self, slot: int, groups: range, num_blocks: int) -> bool:
+        """Bind a request whose chunks are dealt, and set so many blocks aside on each group; False: they are not there.
+
+        All requests are dealt then.
+        """
+        if any(self._set_aside[group] + num_blocks > self.num_free(group) for group in groups):
+            return False
+        count = len(groups)
+        account = _Account(groups.start, [num_blocks] * count, [0] * count, is_set_aside=True, is_dealt=True)
+        account.shared, account.numbers = [0] * count, [[] for _ in groups]
+        self._accounts[slot] = account
+        self._count(account, +1)
+        return True
+
+    def _deal(self, account: _Account, row: Row) -> list[Extent]:
+        """Allocate an even share of a dealt row's tokens, and of those before them, on each of its groups."""
+        extents, share = [], -(-row.kv_len // (row.num_groups * self.block_size))
+        for group in row.groups:
+            index = group - account.first
+            needed = share - account.held[index]
+            if needed > 0:
+                rest = account.reserved[index] - account.held[index]
+                extents += self.pools[group].allocate(row.slot, needed, reserved=rest)
+                account.held[index] += needed
+                self._open[group] -= needed
+                self._set_aside[group] -= needed
+        return extents
 
     def undo_start(self, slot: int, hit: Hit) -> None:
         """As if a request had not started, which has taken nothing beyond its hit."""
@@ -338,6 +368,8 @@ class KVMemory:
     def take(self, row: Row) -> list[Extent]:
         """Allocate the blocks that a row fills."""
         account = self._accounts[row.slot]
+        if account.is_dealt:
+            return self._deal(account, row)
         needed = self._needed(account, row)
         if needed <= 0 and account.is_set_aside:
             return []  # a decode within its last block, as most are

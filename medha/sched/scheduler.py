@@ -15,13 +15,14 @@ from dataclasses import replace
 from itertools import islice
 
 from medha.batch import Batch
-from medha.config import ParallelConfig, SchedulerConfig
+from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
-from medha.errors import DeadlineError
+from medha.errors import ConfigError, DeadlineError
 from medha.sched.baselines import classical_packer
-from medha.sched.batch_builder import BatchBuilder
+from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
+from medha.sched.lanes import CdspPacker, Dealing
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption
@@ -36,6 +37,7 @@ class Scheduler:
 
     Args:
         config: which scheduler and policy, budgets and depth.
+        dealing: of the cdsp scheduler alone, which needs it and a predictor.
         num_blocks, block_size, num_groups: as of :class:`medha.sched.memory.KVMemory`.
         predictor: of the slowest stage of a group; the medha scheduler needs one.
         max_prompt_tokens: longest prompt whose time is predicted apart.
@@ -44,6 +46,8 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
+        dealing: Dealing | None = None,
+        /,
         *,
         num_blocks: int,
         block_size: int,
@@ -53,6 +57,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.depth = config.num_in_flight
+        self.dealing = dealing
         self.predictor = predictor
         self.max_prompt_tokens = max_prompt_tokens
         self.memory = KVMemory(
@@ -66,7 +71,16 @@ class Scheduler:
             prefix_eviction=config.prefix_eviction,
             prefix_cost_s=self._block_s,
         )
-        if config.scheduler != "medha":
+        if config.scheduler == CDSP:
+            assert predictor is not None and dealing is not None, "the cdsp scheduler needs a predictor and a planner"
+            if config.max_num_seqs < num_groups:  # each started request has a group of its own
+                raise ConfigError(
+                    f"max_num_seqs={config.max_num_seqs} with scheduler='cdsp'; accepted: {num_groups} at least"
+                )
+            self.packer: Packer = CdspPacker(config, dealing, self.memory, predictor)
+            self.depth = num_groups  # one batch on each lane at most
+            self.memory.max_span = dealing.planner.times.sizes[-1]
+        elif config.scheduler != "medha":
             self.packer = classical_packer(config)
         else:
             assert predictor is not None, "the medha scheduler needs a predictor"
@@ -90,7 +104,7 @@ class Scheduler:
 
     def fresh(self) -> Scheduler:
         """A scheduler of the same configuration that knows no request; what the predictor has learned stays."""
-        return Scheduler(self.config, predictor=self.predictor, **self.sizes)
+        return Scheduler(self.config, self.dealing, predictor=self.predictor, **self.sizes)
 
     @property
     def num_waiting(self) -> int:
@@ -129,6 +143,8 @@ class Scheduler:
         if request.num_kv_tokens > self.memory.max_request_tokens:
             most = self.memory.max_request_tokens
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
+        if self.dealing is not None and (request.max_new_tokens > 1 or request.prefix):
+            raise ValueError(f"{request}; accepted with scheduler='cdsp': one new token, and no prefix ids")
         chain, most, prefix = Chain(request.prefix), request.num_prompt_tokens - 1, self.memory.prefix
         num_cached = prefix.end_of(chain, most)[2] * prefix.unit
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s, num_cached)
@@ -150,6 +166,7 @@ class Scheduler:
         deadline_s = self._queue.add(request, factor, num_cached).deadline_s
         if request.prefix:
             prefix.watch(request.slot, chain, most)
+        self.packer.added(request)
         slack_s = self._slack_s(request.slot, request.arrival_s)
         return Admitted(deadline_s, slack_s, request.is_relegated, alone_tpot_s)
 
@@ -212,6 +229,7 @@ class Scheduler:
         if state is None or state.ended:
             return ()
         self._queue.end(state)
+        self.packer.cancelled(slot)
         if not state.has_started:
             self._queue.drop(slot)
             self.memory.forget_swapped(slot)
@@ -375,12 +393,14 @@ def complete_config(
 
     ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
     """
+    if config.scheduler == CDSP and parallel.spp > 1:
+        raise ConfigError(f"spp={parallel.spp} with scheduler='cdsp'; accepted: 1, as its chunks are of whole groups")
     depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else config.num_in_flight)
     most = config.max_kv_per_group
     if most is None:
         most = pool = num_blocks * block_size
-        if parallel.kvp > 1:
+        if parallel.kvp > 1 and config.scheduler != CDSP:
             (budget_s, _), least = chunk_rules(config, predictor), min(config.min_chunk, predictor.max_tokens)
             efficient = efficient_kv(predictor, budget_s, least, most=pool, run=(0, 1))
             most = min(pool, -(-max(efficient, -(-longest // parallel.kvp)) // block_size) * block_size)
-    return replace(config, depth=depth, max_kv_per_group=most)
+    return replace(config, depth=None if config.scheduler == CDSP else depth, max_kv_per_group=most)

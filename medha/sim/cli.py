@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from medha.cli.command import FAILED_REQUESTS, start_logging
-from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, pick, takes
-from medha.config import SCHEDULERS, SchedulerConfig
+from medha.cli.options import DEALT, MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, pick, takes
+from medha.config import CDSP, SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError, exit_code
 from medha.workload.cli import (
     LENGTHS,
@@ -51,7 +51,8 @@ _SPECS = "a100-80g, h100-80g, h200-141g, b200-180g, cpu (a thread), or the JSON 
 Hardware = Annotated[str, option(help=_SPECS, shows=True)]
 _MODELS = "llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder."
 Model = Annotated[str, option("--model", "-m", help=_MODELS, shows=True)]
-_SCHEDULERS = f"Of {', '.join(SCHEDULERS)}; several: repeated or comma separated."
+_BEST_RATES = "Run nothing: find the improvement rate of cdsp with the least mean TTFT at each --request-rate."
+_SCHEDULERS = f"Of {', '.join((*SCHEDULERS, CDSP))}; several: repeated or comma separated."
 _POLICIES = (
     "Of the medha scheduler: priority[:NAME], srpt, lars, ilrs, lrs, edf, sjf, fcfs or package.module:name; several "
     "likewise."
@@ -59,7 +60,10 @@ _POLICIES = (
 
 
 @takes(
-    *(but(group, *_OTHERS) for group in (PARALLEL, SCHEDULING, SERVING, MEMORY)), pick("max_model_len"), but(SIMULATED)
+    *(but(group, *_OTHERS) for group in (PARALLEL, SCHEDULING, SERVING, MEMORY)),
+    pick("max_model_len"),
+    but(SIMULATED),
+    but(DEALT),
 )
 def simulate(
     context: typer.Context,
@@ -77,6 +81,8 @@ def simulate(
     seed: Seed = 0,
     slo_ttft_s: Objective = None,
     slo_tpot_s: Objective = None,
+    prefill_only: Annotated[bool, option("--prefill-only", help="Requests end with their first token.")] = False,
+    best_rates: Annotated[Path | None, option(help=_BEST_RATES)] = None,
     stop_s: Annotated[float | None, option(help="Virtual seconds at which to stop.", shows="the end")] = None,
     no_skip: Annotated[bool, option("--no-skip", help="Step over nothing; slower, with the same outcome.")] = False,
     output_json: OutputJson = None,
@@ -99,11 +105,20 @@ def simulate(
         from medha.sim.plots import check_plots
 
         check_plots(plot)
-    for path in (output_json, timeline):
+    for path in (output_json, timeline, best_rates):
         check_writable(path)
     systems = systems_of(given)
     if timeline is not None and len(systems) > 1:
         raise ConfigError(f"timeline={timeline} with {len(systems)} runs; accepted: one scheduler, policy and rate")
+    if best_rates is not None:
+        from medha.sim.study import rate_table
+
+        with progress("planning requests", sum(len(system.trace) for system in systems)) as done:
+            table = rate_table(systems, given, done)
+        best_rates.write_text(table.to_json(), encoding="utf-8")
+        by_load = {f"{qps:g} requests/s": rate for qps, rate in zip(table.qps, table.rates, strict=True)}
+        print_report({"title": about(systems, given)[0], "load": table.load, "improvement rates": by_load})
+        return 0
     with progress("simulating requests", sum(len(system.trace) for system in systems)) as done:
         runs = list(run_all(systems, given, done))
     reports, interrupted = [run.report for run in runs], runs[-1].interrupted

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 from medha.batch import Batch
+from medha.cost.chunk_times import ChunkTimes
 from medha.cost.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
 from medha.sched.memory import KVMemory
 
@@ -41,7 +42,8 @@ class Pipeline:
     """The stages of one replica, of which the groups are alike; ``on_segment`` is told of every batch on every stage.
 
     A batch reaches the first of several stages ``control_s`` after it was decided. Where it ``is_async``, a decode may
-    have been decided before its token is known, and waits for that in the first stage.
+    have been decided before its token is known, and waits for that in the first stage. With ``chunk_times`` chunks are
+    dealt, one a batch, and take what these say.
 
     ``busy_s`` and ``bubble_s``, by group and stage, are the seconds computed so far, and those without work while
     another stage of the group had some.
@@ -53,6 +55,7 @@ class Pipeline:
     _: KW_ONLY
     control_s: float = 0.0
     is_async: bool = False
+    chunk_times: ChunkTimes | None = None
 
     def __post_init__(self) -> None:
         stages, groups = self.stages, range(self.num_groups)
@@ -127,6 +130,9 @@ class Pipeline:
 
     def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:
         """Seconds of each stage: the slowest of the groups that go together."""
+        if self.chunk_times is not None:
+            (row,) = batch.rows
+            return [self.chunk_times.seconds(row.num_groups, row.position, row.q_len)]
         works = [parts_of(batch, memory, group) for group in groups]
         known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in self._distinct}
         seconds = [known[kind] for kind in self._kinds]

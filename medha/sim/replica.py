@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from medha.config import ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from medha.config import CDSP, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from medha.cost.chunk_times import ring_times
 from medha.cost.hardware import HardwareSpec
 from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.roofline import MAX_SAMPLES, Shard, shape_name, stage_coefficients
 from medha.errors import ConfigError, hint
 from medha.models.hf_config import load_model_config
+from medha.sched.cdsp import Planner
+from medha.sched.improvement import RateTable
+from medha.sched.lanes import Dealing
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline, Segment
 
@@ -46,7 +50,7 @@ class Replica:
     def stages(self) -> list[Predictor]:
         """What each stage of a group costs, first stage first; ConfigError if the layout does not split the model."""
         most = self.scheduler.max_batch_tokens
-        if self.scheduler.scheduler in ("static", "orca"):  # these cut no prompt
+        if self.scheduler.scheduler in ("static", "orca", CDSP):  # these cut no prompt
             most = max(self.max_model_len, most)
         return [
             Predictor(stage_coefficients(self.spec, self.model, self.parallel, stage), max_tokens=most)
@@ -62,11 +66,30 @@ class Replica:
         config = complete_config(self.scheduler, predictor, self.parallel, longest=self.max_model_len, **pool)
         if config.async_scheduling is None:
             config = replace(config, async_scheduling=self.parallel.spp > 1)
-        scheduler = Scheduler(
-            config, **pool, num_groups=self.parallel.kvp, predictor=predictor, max_prompt_tokens=self.max_model_len
-        )
-        ahead = {"control_s": self.spec.control_s, "is_async": bool(config.async_scheduling)}
+        sizes = {"num_groups": self.parallel.kvp, "max_prompt_tokens": self.max_model_len}
+        dealing = self.dealing(predictor) if config.scheduler == CDSP else None
+        scheduler = Scheduler(config, dealing, **pool, **sizes, predictor=predictor)
+        times = None if dealing is None else dealing.planner.times
+        ahead = {"control_s": self.spec.control_s, "is_async": bool(config.async_scheduling), "chunk_times": times}
         return scheduler, Pipeline(stages, self.parallel.kvp, on_segment, **ahead)  # type: ignore[arg-type]
+
+    def dealing(self, predictor: Predictor) -> Dealing:
+        """What deals chunks; ``predictor`` is of a group. ConfigError for wrong SP sizes or rates of another."""
+        config, kvp = self.scheduler, self.parallel.kvp
+        sizes = config.sp_sizes or tuple(1 << power for power in range(kvp.bit_length()))
+        ring = self.spec, self.model, self.parallel, predictor
+        times = ring_times(*ring, sizes=sizes, longest=self.max_model_len)
+        planner, rate = Planner(times, kvp, max_chunks=config.max_chunks), config.improvement_rate
+        if not isinstance(rate, str):
+            return Dealing(planner, rate)
+        table = RateTable.read(rate)
+        table.check(self.spec.name, shape_name(self.model), self.dealt_layout(sizes))
+        return Dealing(planner, table)
+
+    def dealt_layout(self, sizes: Sequence[int]) -> str:
+        """The layout in words, as improvement rates are for it."""
+        most = self.scheduler.max_chunks or "any number of"
+        return f"tp {self.parallel.tp}, kvp {self.parallel.kvp}, SP {','.join(map(str, sizes))}, {most} chunks"
 
 
 def spec_fields(spec: HardwareSpec) -> dict[str, str]:

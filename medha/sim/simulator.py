@@ -3,7 +3,8 @@
 The loop is that of :class:`medha.engine.Engine` under :func:`~medha.engine.arrivals.drive`: add who has arrived, fill
 the pipeline to its depth, wait for its oldest batch. Time is virtual: what a batch takes is predicted, and who gets
 tokens and when a request ends is read off the trace. The scheduler is the very object of the engine and knows nothing
-of it.
+of it. Where chunks are dealt, batches that share no group complete beside each other, the one that is done first first,
+and who arrives meanwhile is added at once.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Simulation:
         self.now_s = 0.0
         self._stop_s = math.inf if self.stop_s is None else self.stop_s
         self._skips = self.skips and may_go_round(self.scheduler)
+        self._lanes = self.scheduler.dealing is not None
         self._arrivals = enumerate(self.trace.rows())
         self._next = next(self._arrivals, None)
         self._live: dict[int, _Live] = {}
@@ -106,6 +108,9 @@ class Simulation:
                 self._next = next(self._arrivals, None)
             self._fill()
             if self._in_flight:
+                if self._lanes and self._next is not None and self._arrival_s() < self._bring_first():
+                    self.now_s = max(self.now_s, self._arrival_s())
+                    continue
                 if self._skips:
                     self._go_round()
                 self._complete()
@@ -115,6 +120,12 @@ class Simulation:
                 raise RuntimeError(f"the scheduler runs none of {len(self._live)} unfinished requests")
             else:
                 break
+
+    def _bring_first(self) -> float:
+        """Bring the batch that is done first to the front; returns when that is."""
+        first = min(range(len(self._in_flight)), key=lambda at: self._in_flight[at][1].end_s)
+        self._in_flight.rotate(-first)
+        return self._in_flight[0][1].end_s
 
     def _arrival_s(self) -> float:
         """Of the next request."""
@@ -237,6 +248,8 @@ class Simulation:
             self.gaps.add(gap_s, count)
 
     def _complete(self) -> None:
+        if self._lanes:
+            self._bring_first()
         batch, passage = self._in_flight.popleft()
         self.now_s = now_s = max(self.now_s, passage.end_s)
         last_tokens_s: list[float] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
+from medha.config import CDSP, CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
 from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
+from medha.cost.roofline import shape_name
 from medha.errors import ConfigError
+from medha.sched.improvement import RateTable, best_rate
 from medha.sched.policy import DEFAULT_POLICY
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Segment
@@ -72,6 +75,26 @@ def run_all(
             return
 
 
+def rate_table(
+    systems: Sequence[System], given: Mapping[str, Any], on_progress: Callable[[int], None] = lambda count: None
+) -> RateTable:
+    """The best improvement rate of the cdsp scheduler at each load; ``on_progress`` is told of requests as they are
+    planned with all rates."""
+    rows, layout = [], ""
+    for system in sorted(systems, key=lambda system: system.qps or system.trace.qps or 0.0):
+        dealing, trace = system.replica.build()[0].dealing, system.trace
+        if dealing is None:
+            raise ConfigError(f"best_rates with scheduler={system.name!r}; accepted: --scheduler cdsp alone")
+        layout = system.replica.dealt_layout(dealing.planner.times.sizes)
+        best = best_rate(dealing.planner, trace.arrival_s.tolist(), trace.prompt_tokens.tolist())
+        rows.append((system.qps or trace.qps or 0.0, *best))
+        on_progress(len(trace))
+    replica, (qps, rates, means) = systems[0].replica, zip(*rows, strict=True)
+    what = given["trace"] or given["workload"] or "medha-mix"
+    load = f"{what}, {len(systems[0].trace):,} requests, seed {given['seed']}"
+    return RateTable(replica.spec.name, shape_name(replica.model), layout, load, qps, rates, means)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # From parameters
 
@@ -89,6 +112,10 @@ def systems_of(given: Mapping[str, Any]) -> list[System]:
         num_blocks=given["num_kv_blocks"],
     )
     configs, traces = _schedulers(given), _traces(given)
+    if CDSP in configs and any((trace.output_tokens > 1).any() for trace in traces.values()):
+        raise ConfigError(
+            "scheduler='cdsp' with outputs of more than a token; accepted: --prefill-only, as no decode runs"
+        )
     longest, most = max(trace.longest for trace in traces.values()), given["max_model_len"]
     if most is not None and longest > most:
         raise ConfigError(f"a request has {longest:,} tokens and max_model_len={most}; accepted: at least as many")
@@ -127,7 +154,7 @@ def about(systems: Sequence[System], given: Mapping[str, Any]) -> list[str]:
 def config_of(replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, as plain values, for a report."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline", "no_skip"):
+    for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline", "no_skip", "best_rates"):
         plain.pop(name)  # each run has its own, or it is not about the outcome
     return {
         "medha": version("medha"),
@@ -148,6 +175,7 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     if policies and "medha" not in schedulers:
         raise ConfigError(f"policy={','.join(policies)!r} is for the medha scheduler; accepted: --scheduler medha too")
     budgets = {one.name: given[one.name] for one in fields(SchedulerConfig) if one.name not in LIVE_ONLY}
+    budgets |= _dealt(given)
     budgets["max_kv_per_group"] = whole_blocks(budgets["max_kv_per_group"], CacheConfig().block_size)
     configs = {}
     for scheduler in schedulers:
@@ -155,6 +183,15 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
             own: dict[str, Any] = {} if policy is None else {"policy": policy}
             configs[policy or scheduler] = SchedulerConfig(scheduler, **own, **budgets)
     return configs
+
+
+def _dealt(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of dealt chunks that are text: SP sizes, and an improvement rate or its file."""
+    text, rate = given["sp_sizes"], given["improvement_rate"]
+    sizes = None if text is None else tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    with suppress(TypeError, ValueError):
+        rate = float(rate)
+    return {"sp_sizes": sizes, "improvement_rate": SchedulerConfig().improvement_rate if rate is None else rate}
 
 
 def _listed(values: list[str] | None) -> list[str]:
@@ -185,6 +222,8 @@ def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:
             if value is not None:
                 own = np.full(len(trace), np.nan) if own is None else own
                 trace = replace(trace, **{name: np.where(np.isnan(own), value, own)})
+        if given["prefill_only"]:
+            trace = replace(trace, output_tokens=np.ones_like(trace.output_tokens))
         traces[rate] = trace
     return traces
 

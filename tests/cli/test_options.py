@@ -7,7 +7,7 @@ import pytest
 import typer
 
 from medha.cli.command import make_app, run_app
-from medha.cli.options import ENGINE, SAMPLING, SIMULATED, but, engine_options, options_of, takes
+from medha.cli.options import DEALT, ENGINE, SAMPLING, SIMULATED, but, engine_options, options_of, takes
 from medha.config import EngineConfig, option_of
 from medha.config.engine_config import SECTIONS
 from medha.config.fields import option
@@ -78,7 +78,7 @@ def test_a_command_has_defaults_of_its_own() -> None:
 
 def test_every_field_that_users_give_is_an_option() -> None:
     """With the help, the type and the default of its field; text stands for what is read later."""
-    declared = {**ENGINE, **SIMULATED, **SAMPLING}
+    declared = {**ENGINE, **SIMULATED, **DEALT, **SAMPLING}
     found = set()
     for cls in (*SECTIONS.values(), SamplingParams):
         for field in fields(cls):

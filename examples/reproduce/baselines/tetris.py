@@ -1,0 +1,109 @@
+"""Tetris and what it is compared with, as prefill instances alone: plans of one planner, by its options.
+
+Source: Tetris ("Optimizing Long-context LLM Serving via Fine-grained Sequence Parallelism"), sections 5.1 and 7.1. Each
+system plans a prompt when it arrives and keeps the plan, so a load is played with arithmetic alone
+(:func:`medha.sched.improvement.played_ttft_s`; a test holds the simulator to it). There is no memory, no decode and no
+transfer. Times are Eq. 1 fitted to the paper's Table 1, which is within 7 % of its 34 cells.
+
+==================  ============================================================================================
+Tetris              chunks, and the improvement rate of the load, found on other requests
+single chunk        likewise, with one chunk a prompt
+LoongServe, disagg  one chunk, the SP size with the least TTFT
+fixed SP8, SP16     groups of so many instances
+==================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from medha.cost.chunk_times import ChunkTimes, fit_chunk_times
+from medha.sched.cdsp import Planner
+from medha.sched.improvement import Floats, LoadWindow, RateTable, best_rate, played_ttft_s
+from medha.workload.synth import generators, parse_lengths
+
+NUM_INSTANCES = 16
+"""Two nodes of eight: half of the paper's four, as the ratio of prefill to decode is 1:1."""
+PROMPTS = tuple(4096 << power for power in range(7))
+TABLE_1: dict[int, tuple[float | None, ...]] = {
+    1: (0.28, 0.57, 1.29, 3.22, 9.05, 29.20, None),
+    2: (0.16, 0.31, 0.69, 1.67, 4.61, 14.30, 50.07),
+    4: (0.13, 0.20, 0.39, 0.92, 2.43, 7.32, 24.77),
+    8: (0.21, 0.24, 0.31, 0.58, 1.37, 3.96, 12.81),
+    16: (0.39, 0.43, 0.46, 0.53, 0.96, 2.31, 7.02),
+}
+"""Prefill seconds of Llama-3 8B on A100s, TP 1, by SP size and prompt; one instance has no memory for 256K."""
+
+
+def table_times() -> ChunkTimes:
+    """Eq. 1, fitted to Table 1."""
+    rows = {
+        size: [(0, tokens, seconds) for tokens, seconds in zip(PROMPTS, row, strict=True) if seconds is not None]
+        for size, row in TABLE_1.items()
+    }
+    return fit_chunk_times(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Tetris:
+    """A system of prefill instances.
+
+    Attributes:
+        label: its name in figures.
+        sizes: SP sizes.
+        max_chunks: of a prompt; None sets no bound.
+        rate: the improvement rate; None is the best one of the load.
+    """
+
+    label: str
+    sizes: tuple[int, ...] = tuple(TABLE_1)
+    max_chunks: int | None = None
+    rate: float | None = None
+
+    def planner(self) -> Planner:
+        """What plans its prompts."""
+        return Planner(table_times().only(self.sizes), NUM_INSTANCES, max_chunks=self.max_chunks)
+
+
+CDSP = Tetris("Tetris")
+SINGLE = Tetris("single chunk", max_chunks=1)
+LOONGSERVE = Tetris("LoongServe, disaggregated", max_chunks=1, rate=0.0)
+SP8, SP16 = Tetris("fixed SP8", (8,), 1, 0.0), Tetris("fixed SP16", (16,), 1, 0.0)
+SYSTEMS = (CDSP, SINGLE, LOONGSERVE, SP8, SP16)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Requests that arrive at one a second on average (Poisson); other loads scale their times, as the paper does.
+
+    Attributes:
+        lengths: of :func:`medha.workload.synth.parse_lengths`.
+        count: requests.
+        seed: of arrivals and lengths.
+    """
+
+    lengths: str
+    count: int
+    seed: int = 0
+
+    def at(self, qps: float) -> tuple[list[float], list[int]]:
+        """Arrivals, seconds, and prompts, tokens."""
+        for_arrivals, for_lengths = generators(self.seed)
+        prompts, _ = parse_lengths(self.lengths).sample(for_lengths, self.count)
+        return (np.cumsum(for_arrivals.exponential(1.0, self.count)) / qps).tolist(), prompts.tolist()
+
+
+def rates_of(system: Tetris, stream: Stream, loads: list[float]) -> float | RateTable:
+    """The improvement rates of a system, found on a stream at some loads."""
+    if system.rate is not None:
+        return system.rate
+    best = [best_rate(system.planner(), *stream.at(qps)) for qps in loads]
+    rates, means = zip(*best, strict=True)
+    return RateTable("a100", "llama-3-8b", system.label, stream.lengths, tuple(loads), rates, means)
+
+
+def ttft_s(system: Tetris, stream: Stream, qps: float, rates: float | RateTable) -> Floats:
+    """TTFT of each request of a stream at a load."""
+    return played_ttft_s(system.planner(), *stream.at(qps), LoadWindow(rates))

@@ -1,0 +1,158 @@
+"""Seconds of a prefill chunk that is dealt to several KVP groups: the latency model of Tetris, and a ring's cost.
+
+Source: Tetris ("Optimizing Long-context LLM Serving via Fine-grained Sequence Parallelism"), section 5.1, Eq. 1. For
+each SP size s, the number of groups that a chunk is dealt to, the seconds of L tokens behind C tokens of history are
+
+    P(s, C, L) = a + b L + c C L + d L^2 + e C
+
+The last term is ours: between nodes a small chunk does not hide the transfer of its history. The coefficients of a size
+are fitted to measured or computed chunks, by relative error and none below 0. Where no chunk has a history (the paper's
+Table 1), e = 0 and c = 2 d: a token of history is read like one before it in the chunk.
+
+:func:`ring_chunk_s` computes a chunk with ring attention from the predictor of one group. Each of s ranks takes L / s
+tokens in zigzag pieces, so that all see C + L / 2 keys in the mean; keys and values go around in s - 1 steps. Of a step
+counts what the transfer is not hidden behind attention, and a fixed ``STEP_S`` (launches, merge, neighbours), which one
+column of the paper's Table 1 sets: 4,096 tokens on A100s leave 0.25, 0.52, 0.73 and 0.68 ms at 2, 4, 8 and 16 ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from medha.config import ModelConfig, ParallelConfig
+from medha.config.fields import are_sp_sizes
+from medha.cost.hardware import HardwareSpec
+from medha.cost.predictor import Predictor
+from medha.cost.roofline import Shard, chunk_slope_s
+from medha.errors import ConfigError
+
+STEP_S = 0.6e-3
+_DTYPE_BYTES = 2
+_HALVINGS, _HISTORIES = 9, (0.0, 0.5, 1.0, 2.0, 4.0)  # chunks that a fit is made of: lengths, and histories in chunks
+
+Chunk = tuple[int, int, float]
+"""(history in tokens, tokens, seconds)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTimes:
+    """Eq. 1 of each SP size.
+
+    Raises:
+        ConfigError: the sizes are not ascending powers of two, or not as many as the coefficients.
+    """
+
+    sizes: tuple[int, ...]
+    coefficients: tuple[tuple[float, float, float, float, float], ...]  # a to e of each size; seconds and tokens
+    groups_per_node: int = 8  # that the fast links join: a run of groups lies in one node where it fits
+
+    def __post_init__(self) -> None:
+        check_sizes(self.sizes)
+        if len(self.coefficients) != len(self.sizes):
+            raise ConfigError(f"{len(self.coefficients)} rows of coefficients; accepted: {len(self.sizes)}, one a size")
+
+    def seconds(self, size: int, history: int, tokens: int) -> float:
+        """P(s, C, L); ValueError for a size without coefficients."""
+        a, b, c, d, e = self.coefficients[self.sizes.index(size)]
+        return a + e * history + tokens * (b + c * history + d * tokens)
+
+    def only(self, sizes: Sequence[int]) -> ChunkTimes:
+        """Of some sizes alone; ConfigError where one of them has no coefficients."""
+        check_sizes(sizes)
+        if missing := [size for size in sizes if size not in self.sizes]:
+            raise ConfigError(f"sp_sizes={missing[0]}; accepted: of {', '.join(map(str, self.sizes))}")
+        rows = tuple(self.coefficients[self.sizes.index(size)] for size in sizes)
+        return ChunkTimes(tuple(sizes), rows, self.groups_per_node)
+
+
+def check_sizes(sizes: Sequence[int], most: int | None = None) -> None:
+    """Refuse SP sizes that are not ascending powers of two, or above the number of groups."""
+    if not are_sp_sizes(sizes) or (most is not None and sizes[-1] > most):
+        bound = "" if most is None else f" up to kvp={most}"
+        raise ConfigError(f"sp_sizes={','.join(map(str, sizes))!r}; accepted: ascending powers of two{bound}")
+
+
+def fit_chunk_times(chunks: Mapping[int, Sequence[Chunk]], *, groups_per_node: int = 8) -> ChunkTimes:
+    """The coefficients of each SP size that has chunks, by least squares of the relative error, none below 0.
+
+    Raises:
+        ConfigError: a size has fewer chunks than coefficients.
+    """
+    sizes = tuple(sorted(chunks))
+    return ChunkTimes(sizes, tuple(_fit(size, chunks[size]) for size in sizes), groups_per_node)
+
+
+def _fit(size: int, chunks: Sequence[Chunk]) -> tuple[float, float, float, float, float]:
+    history, tokens, seconds = np.array(chunks, dtype=np.float64).T
+    has_history = bool(history.any())
+    parts = [np.ones_like(tokens), tokens, tokens * tokens, *([history * tokens, history] if has_history else [])]
+    if len(tokens) < len(parts):
+        raise ConfigError(f"SP size {size} has {len(tokens)} chunks to fit; accepted: at least {len(parts)}")
+    scale = np.array([part.max() for part in parts])
+    columns = np.stack(parts, axis=1) / scale / seconds[:, None]
+    best, least = np.zeros(len(parts)), math.inf
+    for kept in product((True, False), repeat=len(parts)):  # the active set of a non-negative fit, by trying all
+        if not any(kept):
+            continue
+        found, *_ = np.linalg.lstsq(columns[:, kept], np.ones(len(tokens)), rcond=None)
+        error = float(((columns[:, kept] @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(len(parts)), error
+            best[list(kept)] = found
+    a, b, d, *rest = (best / scale).tolist()
+    c, e = rest or (2 * d, 0.0)
+    return a, b, c, d, e
+
+
+def ring_chunk_s(
+    spec: HardwareSpec,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    predictor: Predictor,
+    *,
+    size: int,
+    history: int,
+    tokens: int,
+) -> float:
+    """Seconds of a chunk with ring attention over ``size`` groups of ``parallel``.
+
+    ``predictor`` is of one stage that holds the whole model, in batches as long as a rank's share of the chunk.
+    """
+    own = -(-tokens // size)
+    alone_s = predictor.tick().with_chunk(own, history + (tokens - own) // 2, samples=True)
+    if size == 1:
+        return alone_s
+    shard = Shard.of(model, parallel, 0)
+    slope_s = float(chunk_slope_s(spec, own, heads=shard.heads, kv_heads=shard.kv_heads, head_dim=model.head_dim))
+    link = spec.send if size * parallel.tp <= spec.gpus_per_node else spec.node_send
+    block_bytes = 2 * shard.kv_heads * model.head_dim * _DTYPE_BYTES * (history + tokens) / size
+    exposed_s = max(0.0, link.alpha_s + block_bytes / link.bytes_per_s - slope_s * (history + tokens / 2) / size)
+    return alone_s + model.num_layers * (size - 1) * (STEP_S + exposed_s)
+
+
+def ring_times(
+    spec: HardwareSpec,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    predictor: Predictor,
+    *,
+    sizes: Sequence[int],
+    longest: int,
+) -> ChunkTimes:
+    """Eq. 1 fitted to :func:`ring_chunk_s`, on chunks of up to ``longest`` tokens that end there at the latest."""
+    check_sizes(sizes, parallel.kvp)
+    lengths = sorted({max(longest >> halvings, 1) for halvings in range(_HALVINGS)})
+    grid = [(int(share * n), n) for n in lengths for share in _HISTORIES if (share + 1) * n <= longest]
+    chunks = {
+        size: [
+            (history, n, ring_chunk_s(spec, model, parallel, predictor, size=size, history=history, tokens=n))
+            for history, n in grid
+        ]
+        for size in sizes
+    }
+    return fit_chunk_times(chunks, groups_per_node=max(spec.gpus_per_node // parallel.tp, 1))

@@ -1,0 +1,194 @@
+"""The packer of CDSP: plans of prompts become tasks on lanes, one lane a KVP group, and each batch is one task.
+
+A task is a chunk of a plan (:mod:`medha.sched.cdsp`) on its run of groups. Each group works through its lane in order;
+a task begins when all groups of its run have come to it. So batches that share no group run beside each other, and the
+scheduler has one in flight a group. Every prefill has its groups to itself, and decodes are elsewhere.
+
+As published a request is planned when it arrives, and its plan is kept (``plan_order`` ``arrival``). With a policy as
+``plan_order`` the requests that have not started are planned anew at each decision, in the policy's order, each around
+the plans before it; who can begin now does, and then keeps its plan. So slack decides who is planned first, and nobody
+is bound to groups before it uses them.
+
+The queue time of a group is what its lane is predicted to take. When a task took another time than predicted, begins
+later, or should be over, all lanes are timed anew: tasks in flight from when they began, the others behind them.
+
+KV memory: a plan needs its largest even share of tokens on each group of its last run. That is set aside when the plan
+is made, and where it is not there nobody is planned until it is. So a plan that is kept waits for tasks before its own
+alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+
+from medha.batch import Batch
+from medha.config import SchedulerConfig
+from medha.cost.predictor import Predictor
+from medha.sched.batch_builder import BatchBuilder, Packer
+from medha.sched.cdsp import Chunk, Planner
+from medha.sched.decision import Prediction, SchedulerRequest
+from medha.sched.improvement import LoadWindow, RateTable
+from medha.sched.memory import KVMemory
+from medha.sched.policy import load_policy, order
+from medha.sched.queue import Queue, State
+
+ARRIVAL = "arrival"
+_FIRST = 64  # requests that are planned anew at a decision
+_EXACT = 1e-6  # seconds by which a task may be off its prediction before lanes are timed anew
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """What the scheduler needs to deal chunks."""
+
+    planner: Planner
+    rates: float | RateTable  # improvement rates
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A chunk on its run of groups."""
+
+    state: State
+    chunk: Chunk
+    seconds: float  # predicted, uncorrected
+    start_s: float  # predicted, or known
+    is_in_flight: bool = False
+
+    @property
+    def groups(self) -> range:
+        return range(self.chunk.first, self.chunk.first + self.chunk.size)
+
+
+class CdspPacker(Packer):
+    """See the module."""
+
+    learns = True
+
+    def __init__(self, config: SchedulerConfig, dealing: Dealing, memory: KVMemory, predictor: Predictor) -> None:
+        self.planner, self.load = dealing.planner, LoadWindow(dealing.rates)
+        self.memory, self.predictor = memory, predictor
+        self._ranking = None if config.plan_order == ARRIVAL else load_policy(config.plan_order)
+        groups = range(dealing.planner.num_groups)
+        self._lanes: list[deque[_Task]] = [deque() for _ in groups]
+        self._free_s = [0.0 for _ in groups]  # when each lane is done
+        self._plans: dict[int, deque[_Task]] = {}  # tasks not complete by slot, in the order in which plans were made
+        self._is_stale = False  # the lanes are to be timed anew
+
+    def added(self, request: SchedulerRequest) -> None:
+        self.load.arrived(request.arrival_s)
+
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
+        now_s, factor = builder.now_s, self.predictor.factor("prefill")
+        self.prediction = None
+        running = (lane[0] for lane in self._lanes if lane and lane[0].is_in_flight)
+        if self._is_stale or any(task.start_s + task.seconds * factor < now_s - _EXACT for task in running):
+            self._time_anew(now_s, factor)
+        if self._ranking is None:
+            unplanned = takewhile(lambda state: state.slot not in self._plans, reversed(queue.waiting.values()))
+            for state in list(unplanned)[::-1]:
+                if not self._commit(state, self._chunks(state, self._queue_s(now_s, factor)), now_s, factor):
+                    break
+        task = self._ready()
+        if task is None and self._ranking is not None and self._plan_anew(queue, builder, factor):
+            task = self._ready()
+        if task is not None:
+            self._is_stale |= abs(now_s - task.start_s) > _EXACT
+            task.is_in_flight, task.start_s = True, now_s
+            builder.add_dealt(task.state, task.chunk.num_tokens, task.groups)
+            self.prediction = Prediction("prefill", task.seconds * factor, factor, task.seconds * factor)
+
+    def completed(self, batch: Batch, busy_s: float) -> None:
+        for row in batch.rows:
+            task = self._plans[row.slot].popleft()
+            for group in task.groups:
+                self._lanes[group].popleft()
+            self._is_stale |= abs(busy_s - task.seconds * self.predictor.factor("prefill")) > _EXACT
+            if not self._plans[row.slot]:
+                del self._plans[row.slot]
+
+    def cancelled(self, slot: int) -> None:
+        if (tasks := self._plans.get(slot)) is None:
+            return
+        has_started = tasks[0].state.has_started
+        while tasks and not tasks[-1].is_in_flight:
+            task = tasks.pop()
+            for group in task.groups:
+                self._lanes[group].remove(task)
+        self._is_stale = True
+        if not tasks:
+            del self._plans[slot]
+        if not has_started:
+            self.memory.release(slot)
+
+    def _queue_s(self, now_s: float, factor: float) -> list[float]:
+        """Uncorrected seconds until each group is free."""
+        return [max(free_s - now_s, 0.0) / factor for free_s in self._free_s]
+
+    def _chunks(self, state: State, queue_s: list[float]) -> tuple[Chunk, ...]:
+        least = -(-state.request.num_kv_tokens // self.memory.max_kv_per_group)
+        return self.planner.plan(state.num_prefill_tokens, queue_s, self.load.rate, least_size=least).chunks
+
+    def _commit(self, state: State, chunks: tuple[Chunk, ...], now_s: float, factor: float) -> bool:
+        """Keep a plan: its tasks join the lanes; False where its memory is not there."""
+        ends = accumulate(chunk.num_tokens for chunk in chunks)
+        share = max(-(-end // (chunk.size * self.memory.block_size)) for end, chunk in zip(ends, chunks, strict=True))
+        if not self.memory.set_aside(state.slot, range(chunks[-1].first, chunks[-1].first + chunks[-1].size), share):
+            return False
+        tasks = self._plans[state.slot] = deque()
+        spans_s = self.planner.finish_s(self._queue_s(now_s, factor), chunks)
+        for chunk, (start_s, end_s) in zip(chunks, spans_s, strict=True):
+            tasks.append(task := _Task(state, chunk, end_s - start_s, now_s + start_s * factor))
+            for group in task.groups:
+                self._lanes[group].append(task)
+                self._free_s[group] = now_s + end_s * factor
+        return True
+
+    def _plan_anew(self, queue: Queue, builder: BatchBuilder, factor: float) -> bool:
+        """Keep the plan of whoever can begin now, the first in the policy's order; whether there is one."""
+        assert self._ranking is not None
+        queue_s = [  # a task that should be over and is not will not be for a little while
+            max(one_s, 2 * _EXACT) if lane else one_s
+            for one_s, lane in zip(self._queue_s(builder.now_s, factor), self._lanes, strict=True)
+        ]
+        rows = order(
+            self._ranking,
+            queue.columns(factor),
+            slots=queue.column("slot"),
+            now_s=builder.now_s,
+            first=_FIRST,
+            among=~queue.column("started"),
+            last=queue.column("relegated"),
+            behind=queue.tenants.ahead(queue.column("tenant")) if queue.tenants.are_several else None,
+        )
+        for state in queue.states_of_rows(rows):
+            if min(queue_s) > _EXACT:
+                break
+            chunks = self._chunks(state, queue_s)
+            if max(queue_s[chunks[0].first : chunks[0].first + chunks[0].size]) <= _EXACT:
+                return self._commit(state, chunks, builder.now_s, factor)
+            self.planner.finish_s(queue_s, chunks)
+        return False
+
+    def _ready(self) -> _Task | None:
+        """A task to which all of its groups have come, and which is not in flight."""
+        for group, lane in enumerate(self._lanes):
+            if not lane or (task := lane[0]).chunk.first != group or task.is_in_flight:
+                continue
+            if all(self._lanes[other][0] is task for other in task.groups):
+                return task
+        return None
+
+    def _time_anew(self, now_s: float, factor: float) -> None:
+        """When each task begins, and each lane is done, from what is known now."""
+        self._is_stale = False
+        self._free_s = [now_s] * len(self._lanes)
+        tasks = [task for plan in self._plans.values() for task in plan]
+        for task in sorted(tasks, key=lambda task: not task.is_in_flight):
+            groups = slice(task.groups.start, task.groups.stop)
+            if not task.is_in_flight:
+                task.start_s = max(self._free_s[groups])
+            end_s = max(task.start_s + task.seconds * factor, now_s)
+            self._free_s[groups] = [end_s] * len(task.groups)

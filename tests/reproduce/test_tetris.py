@@ -1,0 +1,94 @@
+"""Tetris and its baselines: what they are, and that a comparison says what its plays say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.reproduce.baselines.tetris import (
+    CDSP,
+    LOONGSERVE,
+    PROMPTS,
+    SINGLE,
+    SP8,
+    SP16,
+    SYSTEMS,
+    TABLE_1,
+    Stream,
+    Tetris,
+    rates_of,
+    table_times,
+    ttft_s,
+)
+from examples.reproduce.tetris import LIMIT, Trial, app, figures_of, median_rows
+from medha.cli.command import run_app
+from medha.sched.improvement import RATES, RateTable
+from tests.reproduce.test_context_parallel import TABLE
+
+
+def test_times_are_those_of_table_1() -> None:
+    assert TABLE_1 == TABLE
+    off = [
+        abs(table_times().seconds(size, 0, tokens) / seconds - 1)
+        for size, row in TABLE_1.items()
+        for tokens, seconds in zip(PROMPTS, row, strict=True)
+        if seconds is not None
+    ]
+    assert len(off) == 34 and max(off) < 0.07
+
+
+@pytest.mark.parametrize(("system", "size"), [(SP8, 8), (SP16, 16)])
+def test_alone_a_prompt_takes_what_its_group_takes(system: Tetris, size: int) -> None:
+    stream = Stream("tetris-long", 50)
+    _, prompts = stream.at(1.0)
+    alone_s = [table_times().seconds(size, 0, prompt) for prompt in prompts]
+    assert ttft_s(system, stream, 1e-4, 0.0) == pytest.approx(alone_s)
+
+
+def test_loongserve_takes_the_fastest_size_and_tetris_never_waits_longer_alone() -> None:
+    stream = Stream("tetris-short", 50)
+    _, prompts = stream.at(1.0)
+    fastest_s = [min(table_times().seconds(size, 0, prompt) for size in TABLE_1) for prompt in prompts]
+    assert ttft_s(LOONGSERVE, stream, 1e-4, 0.0) == pytest.approx(fastest_s)
+    assert SINGLE.planner().max_chunks == LOONGSERVE.planner().max_chunks == 1
+    assert (ttft_s(CDSP, stream, 1e-4, 0.05) * 0.8 <= np.array(fastest_s) * (1 + 1e-9)).all()  # four sizes at 5 % each
+
+
+def test_loads_scale_the_same_requests() -> None:
+    stream = Stream("tetris-medium", 100, seed=3)
+    slow, fast = stream.at(0.5), stream.at(2.0)
+    assert slow[1] == fast[1] and slow[0] == pytest.approx([4 * time_s for time_s in fast[0]])
+    assert Stream("tetris-medium", 100, seed=4).at(2.0)[1] != fast[1]
+
+
+def test_rates_grow_with_the_load() -> None:
+    table = rates_of(CDSP, Stream("tetris-short", 150, 7), [0.5, 4.0])
+    assert isinstance(table, RateTable) and set(table.rates) <= set(RATES)
+    assert table.rates[0] < table.rates[1]
+    assert rates_of(SP8, Stream("tetris-short", 10), [1.0]) == 0.0
+
+
+def test_a_trial_finds_capacities_and_ratios() -> None:
+    trial = Trial("tetris-short", 150, 0)
+    before, after = (trial.quantiles(SP8, factor * trial.sp8_qps)[0] for factor in (0.98, 1.02))
+    assert before <= trial.limit_s * 1.001 and after > 0.98 * trial.limit_s
+    assert trial.limit_s == LIMIT * trial.quantiles(SP8, 0.1)[0]
+    found = figures_of(trial)
+    assert found["capacity, Tetris"] > 1 > found["capacity, fixed SP16"]
+    times = trial.at(0.9)
+    assert found["P99 at 0.9, fixed SP8 over Tetris"] == times[SP8.label][1] / times[CDSP.label][1]
+    rows = median_rows({"a": [{"x": 1.0}, {"x": 3.0}, {"x": 2.0}]})
+    assert rows == [{"figure": "x", "a": "2.00 (1.00 to 3.00)"}]
+
+
+def test_the_command_writes_figures_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tetris.json"
+    assert run_app(app, "tetris", ["--count", "100", "--seeds", "1", "--output-json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert set(found["figures"]) == set(found["curves"]) == {"tetris-short", "tetris-medium", "tetris-long"}
+    for rows in found["curves"].values():
+        assert all(f"{system.label}, P50 s" in rows[0] for system in SYSTEMS)
+        light, heavy = rows[0]["fixed SP8, P50 s"], rows[-1]["fixed SP8, P50 s"]
+        assert light < heavy
+    assert "capacity, Tetris" in capsys.readouterr().out

@@ -1,0 +1,323 @@
+"""The packer of CDSP: tasks on lanes, queue times that follow what happens, memory, cancels, who is planned first."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from medha.batch import Batch
+from medha.config import EngineConfig, ParallelConfig, SchedulerConfig
+from medha.cost.chunk_times import ChunkTimes
+from medha.cost.hardware import load_spec
+from medha.cost.predictor import Predictor
+from medha.cost.roofline import stage_coefficients
+from medha.errors import ConfigError
+from medha.params import SLO
+from medha.sched.cdsp import Planner
+from medha.sched.decision import SchedulerRequest
+from medha.sched.improvement import LoadWindow, RateTable, best_rate, played_ttft_s
+from medha.sched.lanes import CdspPacker, Dealing
+from medha.sched.scheduler import Scheduler, complete_config
+from medha.sim.replica import KNOWN_MODELS
+
+BLOCK = 256
+TIMES = ChunkTimes((1, 2, 4, 8), tuple((0.05 * n, 8e-5 / n, 2e-9 / n, 1e-9 / n, 0.0) for n in (1, 2, 4, 8)))
+PREDICTOR = stage_coefficients(load_spec("a100-80g"), KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
+
+
+@dataclass
+class Driver:
+    """Runs batches as they come, every third for the predicted time, the next for a share of it more, the last of three
+    for twice that share."""
+
+    rate: float | RateTable = 0.3
+    num_blocks: int = 4096
+    slower: float = 0.0
+    options: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = SchedulerConfig("cdsp", prefix_caching=False, **self.options)  # type: ignore[arg-type]
+        sizes = {"num_blocks": self.num_blocks, "block_size": BLOCK, "num_groups": 8}
+        dealing = Dealing(Planner(TIMES, 8, max_chunks=config.max_chunks), self.rate)
+        predictor = Predictor(PREDICTOR, max_tokens=1 << 18)
+        self.scheduler = Scheduler(config, dealing, predictor=predictor, max_prompt_tokens=1 << 18, **sizes)
+        self.now_s, self.ran = 0.0, list[tuple[Batch, float, float]]()  # batch, from, to
+        self.events: list[tuple[float, int, Batch, float]] = []
+        self.closed: dict[int, float] = {}
+
+    @property
+    def packer(self) -> CdspPacker:
+        assert isinstance(self.scheduler.packer, CdspPacker)
+        return self.scheduler.packer
+
+    def add(self, slot: int, prompt: int, slo: SLO | None = None) -> None:
+        self.scheduler.add(SchedulerRequest(slot, prompt, 1, self.now_s, slo))
+        self.fill()
+
+    def fill(self) -> None:
+        while (decision := self.scheduler.schedule(self.now_s)).batch is not None:
+            assert decision.prediction is not None
+            more = self.slower * (decision.batch.batch_id % 3)
+            busy_s = decision.prediction.seconds / decision.prediction.factor * (1 + more)
+            heapq.heappush(self.events, (self.now_s + busy_s, decision.batch.batch_id, decision.batch, busy_s))
+            self.ran.append((decision.batch, self.now_s, self.now_s + busy_s))
+
+    def step(self) -> None:
+        """Complete the batch that is done first."""
+        self.now_s, _, batch, busy_s = heapq.heappop(self.events)
+        results = [(row.slot, 1, True) for row in batch.rows if row.samples]
+        self.closed |= dict.fromkeys(self.scheduler.complete(batch, self.now_s, results, busy_s), self.now_s)
+        self.fill()
+
+    def until(self, time_s: float) -> None:
+        while self.events and self.events[0][0] <= time_s:
+            self.step()
+        self.now_s = time_s
+
+    def finish(self) -> None:
+        while self.events:
+            self.step()
+        assert not self.scheduler.num_waiting and not self.scheduler.num_running
+
+
+def load(random: np.random.Generator, count: int, every_s: float) -> tuple[list[float], list[int]]:
+    arrivals_s = np.cumsum(random.exponential(every_s, count)).tolist()
+    return arrivals_s, random.integers(1, 120_000, count).tolist()
+
+
+def played(driver: Driver, arrivals_s: list[float], prompts: list[int]) -> list[float]:
+    """TTFT of each request."""
+    for slot, (arrival_s, prompt) in enumerate(zip(arrivals_s, prompts, strict=True)):
+        driver.until(arrival_s)
+        driver.add(slot, prompt)
+    driver.finish()
+    return [driver.closed[slot] - arrival_s for slot, arrival_s in enumerate(arrivals_s)]
+
+
+def check_ran(driver: Driver, prompts: list[int]) -> None:
+    """No two batches at once on a group; each prompt whole and in order, on growing runs; nothing of memory is left."""
+    until_s, done, runs = [0.0] * 8, [0] * len(prompts), dict[int, range]()
+    for batch, from_s, to_s in driver.ran:
+        (row,) = batch.rows
+        for group in row.groups:
+            assert from_s >= until_s[group] - 1e-9
+            until_s[group] = to_s
+        assert row.position == done[row.slot]
+        done[row.slot] = row.kv_len
+        before = runs.get(row.slot, row.groups)
+        assert before.start >= row.groups.start and before.stop <= row.groups.stop
+        runs[row.slot] = row.groups
+        assert row.samples == (row.kv_len == prompts[row.slot])
+    assert done == prompts
+    memory = driver.scheduler.memory
+    assert memory.num_used == 0 and memory._open == memory._set_aside == [0] * 8
+    assert not driver.packer._plans and not memory._accounts
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_requests_take_what_their_plans_say(rate: float) -> None:
+    arrivals_s, prompts = load(np.random.default_rng(0), 120, 1.0)
+    driver = Driver(rate)
+    ours = played(driver, arrivals_s, prompts)
+    said = played_ttft_s(driver.packer.planner, arrivals_s, prompts, LoadWindow(rate))
+    assert ours == pytest.approx(said.tolist(), rel=1e-9)
+    check_ran(driver, prompts)
+    assert len(driver.ran) > len(prompts)  # some prompts were cut
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"plan_order": "edf"}, {"plan_order": "srpt"}, {"max_chunks": 1}], ids=lambda options: str(options)
+)
+@pytest.mark.parametrize("num_blocks", [4096, 70])
+def test_any_load_comes_to_its_end(options: dict[str, object], num_blocks: int) -> None:
+    """Also with memory for few prompts at a time, and with batches that take longer than predicted."""
+    most = 0
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        arrivals_s, prompts = load(random, 40, float(random.choice([0.05, 0.5, 2.0])))
+        driver = Driver(num_blocks=num_blocks, slower=float(random.choice([0.0, 0.5, -0.3])), options=options)
+        played(driver, arrivals_s, prompts)
+        check_ran(driver, prompts)
+        most = max(most, max(prompts))
+    assert most > 6 * 70 * BLOCK  # one of them needs nearly all of the small memory
+
+
+def test_a_share_of_every_chunk_lies_on_each_group_of_its_run() -> None:
+    driver = Driver()
+    driver.add(0, 16_000)
+    driver.add(1, 100_000)
+    memory, seen = driver.scheduler.memory, 0
+    while driver.events:
+        for batch, *_ in driver.ran[seen:]:
+            (row,) = batch.rows
+            held = {extent.group: 0 for extent in batch.extents}
+            for extent in batch.extents:
+                held[extent.group] += extent.count
+            share = -(-row.kv_len // (row.num_groups * BLOCK))
+            account = memory._accounts[row.slot]
+            assert all(account.held[group - account.first] >= share for group in row.groups)
+            assert all(count <= share for count in held.values())
+        seen = len(driver.ran)
+        driver.step()
+    assert seen >= 2 and memory.num_used == 0
+
+
+def test_queue_times_follow_what_happens() -> None:
+    """Batches take up to twice as long as predicted at first: the queues at each arrival are those of tasks in flight,
+    from when they began, and of the tasks behind them, as predicted by then."""
+    arrivals_s, prompts = load(np.random.default_rng(3), 60, 0.8)
+    driver, num_late = Driver(slower=0.5), 0
+    for slot, (arrival_s, prompt) in enumerate(zip(arrivals_s, prompts, strict=True)):
+        driver.until(arrival_s)
+        driver.fill()
+        factor = driver.scheduler.predictor.factor("prefill")  # type: ignore[union-attr]
+        free_s = [arrival_s] * 8
+        tasks = [task for plan in driver.packer._plans.values() for task in plan]
+        for task in sorted(tasks, key=lambda task: not task.is_in_flight):
+            began_s = task.start_s if task.is_in_flight else max(free_s[group] for group in task.groups)
+            num_late += began_s + task.seconds * factor < arrival_s
+            for group in task.groups:
+                free_s[group] = max(began_s + task.seconds * factor, arrival_s)
+        ours = driver.packer._queue_s(arrival_s, 1.0)
+        assert ours == pytest.approx([one - arrival_s for one in free_s], abs=1e-4)
+        driver.add(slot, prompt)
+    driver.finish()
+    assert num_late
+    assert 1.2 < driver.scheduler.predictor.factor("prefill") < 1.8  # type: ignore[union-attr]
+    check_ran(driver, prompts)
+
+
+def test_cancelling_at_any_time() -> None:
+    for after in range(8):
+        driver, random = Driver(), np.random.default_rng(after)
+        prompts = random.integers(20_000, 120_000, 6).tolist()
+        for slot, prompt in enumerate(prompts):
+            driver.add(slot, prompt)
+        for _ in range(after):
+            driver.step()
+        closed = [slot for slot in (1, 3, 5) for slot in driver.scheduler.cancel(slot)]
+        driver.fill()
+        for slot in closed:  # the slot is used again at once
+            driver.add(slot, 30_000)
+        driver.finish()
+        memory = driver.scheduler.memory
+        assert not driver.packer._plans and not memory._accounts and memory._set_aside == [0] * 8
+
+
+def test_a_cancelled_request_gives_its_queue_time_back() -> None:
+    driver = Driver()
+    for slot in range(3):
+        driver.add(slot, 120_000)
+    full = sum(driver.packer._queue_s(0.0, 1.0))
+    driver.scheduler.cancel(2)
+    driver.fill()
+    assert sum(driver.packer._queue_s(0.0, 1.0)) < 0.9 * full
+
+
+def test_slack_decides_who_is_planned_first() -> None:
+    """All groups are busy; then a long request without haste and a short one in haste arrive."""
+    waits_s = {}
+    for plan_order in ("arrival", "lrs"):
+        driver = Driver(options={"plan_order": plan_order})
+        driver.add(0, 120_000)
+        driver.until(0.1)
+        driver.add(1, 120_000, SLO(ttft_s=1000.0))
+        driver.add(2, 4_000, SLO(ttft_s=5.0))
+        driver.finish()
+        waits_s[plan_order] = driver.closed[2]
+    assert waits_s["lrs"] < waits_s["arrival"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The improvement rate
+
+TABLE = RateTable("gpu", "model", "tp 1", "tetris-long", (0.5, 1.0, 2.0), (0.1, 0.3, 0.7), (1.0, 2.0, 3.0))
+
+
+def test_the_rate_follows_the_load_of_the_last_minute() -> None:
+    window = LoadWindow(TABLE)
+    assert window.rate == 0.1
+    rates = []
+    for second in range(400):  # two requests a second for 200 s, then one every two
+        for arrival_s in (second, second + 0.5) if second < 200 else (second,) * (second % 2):
+            window.arrived(float(arrival_s))
+        rates.append(window.rate)
+    assert rates[10] == 0.1 and rates[35] == rates[190] == 0.7 and rates[300] == 0.1
+    assert 0.3 in rates[200:300]
+    assert LoadWindow(0.25).rate == 0.25
+
+
+def test_the_best_rate_is_the_one_with_the_least_mean() -> None:
+    planner = Planner(TIMES, 8)
+    arrivals_s, prompts = load(np.random.default_rng(5), 150, 0.4)
+    rate, mean_s = best_rate(planner, arrivals_s, prompts)
+    means = {r: played_ttft_s(planner, arrivals_s, prompts, LoadWindow(r)).mean() for r in (0.05, 0.3, 0.5, 0.75)}
+    assert mean_s <= min(means.values()) + 1e-12 and rate > 0.05
+    sparse = best_rate(planner, [1e4 * i for i in range(20)], prompts[:20])
+    assert sparse[0] == 0.05  # nobody waits
+
+
+def test_a_table_is_for_one_machine_model_and_layout() -> None:
+    again = RateTable.from_json(TABLE.to_json())
+    assert again == TABLE and again.at(1.4) == 0.3 and again.at(100) == 0.7
+    again.check("gpu", "model", "tp 1")
+    with pytest.raises(ConfigError, match="rates are for hardware 'gpu'; accepted: 'other'"):
+        again.check("other", "model", "tp 1")
+    with pytest.raises(ConfigError, match="rates are for model 'model'; accepted: 'm2'"):
+        again.check("gpu", "m2", "tp 1")
+    with pytest.raises(ConfigError, match="rates are for layout 'tp 1'; accepted: 'tp 2'"):
+        again.check("gpu", "model", "tp 2")
+    with pytest.raises(ConfigError, match=r"rates=0.99; accepted: a finite number of at least 0, at most 0.75"):
+        RateTable("gpu", "model", "tp 1", "x", (1.0,), (0.99,), (1.0,))
+    with pytest.raises(ConfigError, match=r"qps=\(2.0, 1.0\); accepted: ascending loads"):
+        RateTable("gpu", "model", "tp 1", "x", (2.0, 1.0), (0.1, 0.1), (1.0, 1.0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prefix_caching", True),
+        ("overcommit", True),
+        ("num_swap_blocks", 5),
+        ("async_scheduling", True),
+        ("chunk_size", 512),
+        ("depth", 2),
+    ],
+)
+def test_what_dealt_chunks_do_not_have_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r} with scheduler='cdsp'; accepted: without it"):
+        SchedulerConfig("cdsp", **{name: value})  # type: ignore[arg-type]
+
+
+def test_what_is_refused_elsewhere() -> None:
+    config = SchedulerConfig("cdsp")
+    assert config.prefix_caching is False and config.async_scheduling is False and config.chunk_size is None
+    with pytest.raises(ConfigError, match=r"scheduler='cdsp' is simulated .* accepted: medha, static"):
+        EngineConfig("model", scheduler=config)
+    sizes = {"longest": 1000, "num_blocks": 10, "block_size": BLOCK}
+    with pytest.raises(ConfigError, match="spp=2 with scheduler='cdsp'; accepted: 1"):
+        complete_config(config, Predictor(PREDICTOR), ParallelConfig(spp=2, kvp=2), **sizes)
+    for wrong in ((3,), (2, 1), ()):
+        with pytest.raises(ConfigError, match=r"sp_sizes=.*accepted: ascending powers of two"):
+            SchedulerConfig("cdsp", sp_sizes=wrong)
+    with pytest.raises(ConfigError, match=r"improvement_rate=1.0; accepted: a number from 0 to below 1, or a file"):
+        SchedulerConfig("cdsp", improvement_rate=1.0)
+    scheduler = Driver(num_blocks=10).scheduler
+    with pytest.raises(ValueError, match="needs 20481 KV tokens, at most 20480 fit"):
+        scheduler.add(SchedulerRequest(0, 20_481, 1, 0.0))
+    with pytest.raises(ValueError, match="one new token, and no prefix ids"):
+        scheduler.add(SchedulerRequest(0, 100, 2, 0.0))
+    with pytest.raises(ValueError, match="one new token, and no prefix ids"):
+        scheduler.add(SchedulerRequest(0, 100, 1, 0.0, prefix=b"x" * 16))
+    with pytest.raises(ConfigError, match="max_num_seqs=7 with scheduler='cdsp'; accepted: 8 at least"):
+        Driver(options={"max_num_seqs": 7})
+    Driver(options={"max_num_seqs": 8})
+    with pytest.raises(ConfigError, match="policy='no'"):
+        Driver(options={"plan_order": "no"})

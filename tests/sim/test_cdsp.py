@@ -1,0 +1,164 @@
+"""``medha simulate --scheduler cdsp``: the scheduler's lanes on the virtual clock, baselines by options, refusals."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
+from medha.sched.improvement import LoadWindow, RateTable, played_ttft_s
+from medha.sim.outcome import Outcome
+from medha.sim.pipeline import Segment
+from medha.sim.replica import Replica, find_model
+from medha.sim.simulator import Simulation
+from medha.workload.synth import synthesize
+from medha.workload.trace import Trace
+from tests.commands import Command, Done
+
+SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
+Simulate = Callable[..., Done]
+CDSP = ("--scheduler", "cdsp", "--hardware", "a100-80g", "--kvp", 8, "--prefill-only")
+LOAD = ("--workload", "tetris-short", "--num-prompts", 30, "--qps", "1")
+
+
+def replica(**options: object) -> Replica:
+    config = SchedulerConfig("cdsp", **options)  # type: ignore[arg-type]
+    return Replica(SPEC, MODEL, ParallelConfig(kvp=16), config, max_model_len=200_000)
+
+
+def trace(qps: float, count: int, seed: int = 0) -> Trace:
+    drawn = synthesize("tetris-medium", qps=qps, num_requests=count, seed=seed)
+    return Trace(drawn.arrival_s, drawn.prompt_tokens, np.ones_like(drawn.output_tokens))
+
+
+def ttft_s(outcome: Outcome) -> list[float]:
+    found: list[float] = (outcome.requests.first_token_s - outcome.trace.arrival_s).tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"improvement_rate": 0.0, "max_chunks": 1}, {"sp_sizes": (8,)}, {"sp_sizes": (16,)}, {"sp_sizes": (2, 8)}],
+    ids=lambda options: str(options),
+)
+def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> None:
+    load, one = trace(2.0, 150), replica(**options)
+    scheduler, pipeline = one.build()
+    outcome = Simulation(scheduler, pipeline, load).run()
+    assert scheduler.dealing is not None
+    arrivals_s, prompts = load.arrival_s.tolist(), load.prompt_tokens.tolist()
+    said = played_ttft_s(
+        scheduler.dealing.planner, arrivals_s, prompts, LoadWindow(float(one.scheduler.improvement_rate))
+    )
+    assert ttft_s(outcome) == pytest.approx(said.tolist(), rel=1e-6)
+    assert outcome.num_batches > len(load) or "max_chunks" in options or len(options.get("sp_sizes", "ab")) == 1  # type: ignore[arg-type]
+    assert scheduler.memory.num_used == 0
+
+
+def test_fixed_groups_are_servers_that_take_turns() -> None:
+    """Fixed SP8 on 16 groups: two servers, of which each request takes the one that is free first."""
+    load, one = trace(2.0, 200), replica(sp_sizes=(8,))
+    scheduler, pipeline = one.build()
+    assert scheduler.dealing is not None
+    times = scheduler.dealing.planner.times
+    servers, expected = [0.0, 0.0], []
+    for arrival_s, prompt in zip(load.arrival_s.tolist(), load.prompt_tokens.tolist(), strict=True):
+        end_s = max(heapq.heappop(servers), arrival_s) + times.seconds(8, 0, prompt)
+        heapq.heappush(servers, end_s)
+        expected.append(end_s - arrival_s)
+    assert ttft_s(Simulation(scheduler, pipeline, load).run()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("plan_order", ["arrival", "edf", "lars"])
+def test_lanes_hold_one_batch_at_a_time(plan_order: str) -> None:
+    segments: list[Segment] = []
+    load = trace(4.0, 80)
+    built = replica(plan_order=plan_order).build(on_segment=segments.append)
+    outcome = Simulation(*built, load).run()
+    assert not np.isnan(outcome.requests.finish_s).any()
+    for group in range(16):
+        mine = sorted((one.start_s, one.end_s) for one in segments if one.group == group)
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine))
+    busy = sum(one.end_s - one.start_s for one in segments)
+    assert busy == pytest.approx(sum(sum(stages) for stages in outcome.stage_busy_s))
+
+
+def test_a_stop_and_small_memory() -> None:
+    load = trace(4.0, 60)
+    stopped = Simulation(*replica().build(), load, stop_s=5.0).run()
+    assert stopped.is_stopped and stopped.duration_s <= 5.0
+    small = Replica(SPEC, MODEL, ParallelConfig(kvp=16), SchedulerConfig("cdsp"), max_model_len=200_000, num_blocks=80)
+    outcome = Simulation(*small.build(), load).run()
+    assert not np.isnan(outcome.requests.finish_s).any()
+    assert 0.2 < max(share for _, share in outcome.series.rows) <= 1.0
+    assert ttft_s(outcome) != ttft_s(Simulation(*replica().build(), load).run())
+
+
+@pytest.fixture
+def simulate(command: Command) -> Simulate:
+    return partial(command, "simulate")
+
+
+def test_the_command_compares_it_with_medha(simulate: Simulate, tmp_path: Path) -> None:
+    done = simulate(*CDSP, *LOAD, "--scheduler", "medha", "--output-json", tmp_path / "out.json")
+    assert done.code == 0 and "scheduler cdsp: chunks as planned, any SP size" in done.out
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [run["scheduler"] for run in runs] == ["cdsp", "medha"]
+    assert all(run["completed"] == 30 and run["median_tpot_ms"] is None for run in runs)
+    again = simulate(*CDSP, *LOAD, "--scheduler", "medha", "--output-json", tmp_path / "again.json")
+    assert again.code == 0 and (tmp_path / "again.json").read_bytes() == (tmp_path / "out.json").read_bytes()
+
+
+def test_rates_are_found_and_used(simulate: Simulate, tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    found = simulate(*CDSP, *LOAD[:-1], "1,3", "--best-rates", path)
+    assert found.code == 0 and "improvement rate" in found.out
+    table = RateTable.from_json(path.read_text())
+    assert table.qps == (1.0, 3.0) and table.hardware == "a100-80g" and table.load.startswith("tetris-short, 30")
+    assert simulate(*CDSP, *LOAD, "--improvement-rate", path).code == 0
+    for others, named in (
+        (("--hardware", "h100-80g"), "hardware 'a100-80g'; accepted: 'h100-80g'"),
+        (("--model", "qwen2.5-14b-1m"), "model"),
+        (("--kvp", 16), "layout 'tp 1, kvp 8"),
+        (("--sp-sizes", "1,2"), "layout 'tp 1, kvp 8, SP 1,2,4,8, any"),
+    ):
+        wrong = simulate(*CDSP, *LOAD, *others, "--improvement-rate", path)
+        assert wrong.code == 2 and f"the improvement rates are for {named}" in " ".join(wrong.err.split()), wrong.err
+    other = simulate("--scheduler", "medha", *LOAD, "--best-rates", path)
+    assert other.code == 2 and "best_rates with scheduler='priority'; accepted: --scheduler cdsp" in other.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--spp", 2), "spp=2 with scheduler='cdsp'; accepted: 1"),
+        (("--sp-sizes", "3"), "sp_sizes=(3,); accepted: ascending powers of two"),
+        (("--sp-sizes", "x"), "sp_sizes=(0,); accepted: ascending powers of two"),
+        (("--sp-sizes", "1,16"), "sp_sizes='1,16'; accepted: ascending powers of two up to kvp=8"),
+        (("--improvement-rate", "1.5"), "improvement_rate=1.5; accepted: a number from 0 to below 1"),
+        (
+            ("--improvement-rate", "no.json"),
+            "improvement_rate='no.json' (No such file or directory); accepted: a number",
+        ),
+        (("--prefix-caching",), "prefix_caching=True with scheduler='cdsp'; accepted: without it"),
+        (("--plan-order", "no"), "policy='no'; accepted:"),
+        (("--max-chunks", 0), "max_chunks=0; accepted:"),
+        (("--depth", 4), "depth=4 with scheduler='cdsp'"),
+    ],
+)
+def test_what_is_refused(simulate: Simulate, options: tuple[object, ...], says: str) -> None:
+    done = simulate(*CDSP, *LOAD, *options)
+    assert done.code == 2 and says in " ".join(done.err.split()), done.err
+
+
+def test_outputs_are_refused_by_name(simulate: Simulate) -> None:
+    done = simulate(*CDSP[:-1], *LOAD)
+    assert done.code == 2 and "scheduler='cdsp' with outputs of more than a token" in done.err
