@@ -217,8 +217,8 @@ class KVMemory:
         if any(self._set_aside[group] + num_blocks > self.num_free(group) for group in groups):
             return False
         count = len(groups)
-        account = _Account(groups.start, [num_blocks] * count, [0] * count, is_set_aside=True, is_dealt=True)
-        account.shared, account.numbers = [0] * count, [[] for _ in groups]
+        none = [0] * count
+        account = _Account(groups.start, [num_blocks] * count, none, list(none), is_set_aside=True, is_dealt=True)
         self._accounts[slot] = account
         self._count(account, +1)
         return True
