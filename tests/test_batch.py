@@ -171,7 +171,7 @@ def test_numbers_beyond_32_bits_are_refused(value: int) -> None:
     row, extent = Row(0, 0, 1, False, False), Extent(0, 0, 1)
     batches = [Batch(value, ()), Batch(0, (), frees=(value,))]
     batches += [Batch(0, (row._replace(**{name: value}),)) for name in ROW_FIELDS]
-    extents = [(dataclasses.replace(extent, **{n: value}),) for n in EXTENT_FIELDS]
+    extents = [(extent._replace(**{n: value}),) for n in EXTENT_FIELDS]
     batches += [Batch(0, (), one) for one in extents]
     batches += [Batch(0, (), swaps_out=one) for one in extents] + [Batch(0, (), swaps_in=one) for one in extents]
     for batch in batches:

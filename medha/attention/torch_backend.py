@@ -66,12 +66,6 @@ class TorchBackend(AttentionBackend):
     def plan(self, rows: AttentionRows) -> _Plan:
         """Cut every row; no tensor is made."""
         size, starts = rows.page_size, rows.page_indptr
-        if rows.num_tokens == len(rows) and rows.kv_len.all():  # decodes; most have their keys in one run
-            is_adjacent = rows.pages[1:] == rows.pages[:-1] + 1
-            is_adjacent[starts[1:-1] - 1] = True
-            if is_adjacent.all():
-                at = (rows.pages[starts[:-1]] * np.int64(size)).tolist()
-                return _Plan(((0, tuple(zip(at, rows.kv_len.tolist(), strict=True))),), ())
         # Runs of adjacent pages; each row begins one, if it has any keys.
         bounds = adjacent_runs(rows.pages, starts[:-1])
         firsts, counts = rows.pages[bounds[:-1]].astype(np.int64) * size, np.diff(bounds) * size

@@ -240,7 +240,7 @@ class Queue:
         index, left = self._row_of[state.slot], self._table["work_left_s"]
         left_s = self.left_s(row.kv_len, state.num_prefill_tokens) if state.prefilling else 0.0
         self.tenants.charge(state.tenant, left[index] - left_s)
-        self._sent_s += left[index] - left_s
+        self._sent_s += float(left[index] - left_s)
         if not state.prefilling:
             self._remove(state.slot)
             self.decoding[state.slot] = state
