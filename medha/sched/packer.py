@@ -31,6 +31,8 @@ Departures from the paper, and why:
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
   efficient one, beyond the budget: else nothing would ever be read. Where no objective bounds the batch, that is one
   that the machine reads at nearly full speed.
+
+The file is long because of what stands above, and because the budget and what is packed into it change together.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 What crosses this seam is in :mod:`medha.sched.decision`. The scheduler knows slots and lengths, never token ids; time
 is handed in; it decides the same whenever it is called the same. Here is what all schedulers share: the life of a
 request and of a batch. A packer decides whose turn it is and how many tokens it gets: the paper's
-(:mod:`medha.sched.packer`) or a classical one (:mod:`medha.sched.baselines`).
+(:mod:`medha.sched.packer`), a classical one (:mod:`medha.sched.baselines`) or that of CDSP (:mod:`medha.sched.lanes`).
+The file is long because admission, completion and cancellation change one state between two batches.
 """
 
 from __future__ import annotations
