@@ -6,6 +6,8 @@ or when it says so. One that runs has not failed, however long it says nothing, 
 lock for a minute. It is *named* in the log when others have waited for it for long; what ends the job is the timeout of
 the transfers, with that name.
 
+A rank of another node has failed, too, when its connection to rank 0 has ended (:mod:`medha.parallel.lifelines`).
+
 One thread talks with the other ranks through the job's key-value store, and may be stuck there. The other one waits for
 nobody: it notices that, and ends the process where the main thread does not come to know of a failure in time, as a
 collective that waits for a missing rank cannot be undone.
@@ -17,6 +19,7 @@ import atexit
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING
 from medha.batch import Batch
 from medha.errors import MedhaError, RankFailedError, exit_code, printable
 from medha.parallel.launch import Launch, Process, exit_at_once, write_state
+from medha.parallel.lifelines import LIFELINES, Lifelines, connect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -61,7 +65,9 @@ class Monitor:
         self._rank = launch.rank
         self._others = [r for r in range(launch.world_size) if r != launch.rank]
         self._local = [r for r in range(first, first + launch.local_world_size) if r != launch.rank]
+        self._is_elsewhere = first > 0  # on another node than rank 0
         self._parent = launch.agent_pid
+        self._host = launch.host
         self._name = name
         self._end = end or _end_at_once
         self.place = name(launch.rank)  # in messages
@@ -80,8 +86,11 @@ class Monitor:
         self._named: tuple[int, str] | None = None  # rank and activity
         pids = {**launch.processes, launch.rank: os.getpid()}
         self._processes = {rank: Process.of(pid) for rank, pid in pids.items()}
-        self._trouble_s = dict.fromkeys(self._local, 0.0)
+        self._trouble_s: dict[int, float] = {}
         self._statuses: dict[int, tuple[bytes, float]] = {}  # last of each rank, and seconds without a newer one
+        self._lifelines: Lifelines | None = None  # on rank 0, of the ranks of other nodes
+        self._lifeline: socket.socket | None = None  # on those
+        self._lost: list[int] = []  # ranks of other nodes whose connection has ended
         self._wake = threading.Event()
         self._known = threading.Event()  # an error is
         self._heard = threading.Event()  # by the main thread
@@ -105,6 +114,8 @@ class Monitor:
         """Begin to talk with the other ranks, through a connection to the job's store that nothing else uses."""
         atexit.register(self._at_exit)
         store.set(f"process/{self._rank}", json.dumps(Process.of(os.getpid())))
+        if self._rank == 0 and len(self._local) < len(self._others):
+            self._lifelines = Lifelines(store)
         self._talker = threading.Thread(target=self._talk, args=(store,), name="medha-talk", daemon=True)
         self._talker.start()
 
@@ -138,12 +149,12 @@ class Monitor:
     def linger(self, wait_s: float = 2.0) -> bool:
         """Before leaving with an error, wait until rank 0 knows it, and on rank 0 until all do; whether rank 0 does.
 
-        A launcher ends every rank as soon as one has ended. Rank 0 is the one that speaks, and while it starts it does
-        not survive that, so others wait for its end then.
+        A launcher ends every rank as soon as one has ended. Rank 0 is the one that speaks, so the others of its node
+        wait for its end then.
         """
         is_first = self._rank == 0
         self._wait(self._told.is_set, wait_s)
-        if self._told.is_set() and not is_first and self._activity == "start":
+        if self._told.is_set() and 0 in self._local:
             self._wait(lambda: self._trouble_of(0) is not None, _GRACE_S + _SAVE_S)
         return is_first or self._told.is_set()
 
@@ -182,14 +193,21 @@ class Monitor:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             self.report(f"{self.store_holder} has died: {self.place} lost its store in {self._activity}: {reason}")
+        for ends in (self._lifelines, self._lifeline):
+            if ends is not None:
+                ends.close()
 
     def _round(self, store: Store, elapsed_s: float) -> None:
         """One exchange with the store."""
         waits = self.waits_for() is not None or _is_in_transfer()
         store.set(f"status/{self._rank}", json.dumps((time.monotonic() - self._since, waits, self._activity)))
-        for rank in self._local:
+        if self._is_elsewhere and self._lifeline is None and store.check([LIFELINES]):
             self._num_answers += 1
-            self._look_at_process(store, rank, elapsed_s)
+            self._lifeline = connect(store, self._host, self._rank)
+        self._lost = [] if self._lifelines is None else self._lifelines.lost()
+        for rank in (*self._local, *self._lost):
+            self._num_answers += 1
+            self._look_at_rank(store, rank, elapsed_s)
         if (self._rank == 0 or self._suspecting is not None) and not self._known.is_set():
             self._look_for_late(store, elapsed_s)
         if store.check([f"dump/{self._num_dumps}"]):
@@ -208,19 +226,21 @@ class Monitor:
             if self._rank != 0 or store.check([f"left/{rank}" for rank in self._others]):
                 self._left.set()
 
-    def _look_at_process(self, store: Store, rank: int, elapsed_s: float) -> None:
-        """Report a rank of this node that is gone or stopped; one that has left may end."""
+    def _look_at_rank(self, store: Store, rank: int, elapsed_s: float) -> None:
+        """Report a rank that is gone, stopped or lost; one that has left may end."""
         if rank not in self._processes and store.check([f"process/{rank}"]):
             self._processes[rank] = Process(*json.loads(store.get(f"process/{rank}")))
         trouble = self._trouble_of(rank)
-        self._trouble_s[rank] = self._trouble_s[rank] + elapsed_s if trouble else 0.0
+        self._trouble_s[rank] = self._trouble_s.get(rank, 0.0) + elapsed_s if trouble else 0.0
         is_certain = self._trouble_s[rank] >= _TROUBLE_S or (self._suspecting is not None and trouble == "has died")
         if trouble and is_certain and not store.check([f"left/{rank}"]):
             last = f", last in {json.loads(store.get(key))[2]}" if store.check([key := f"status/{rank}"]) else ""
             self.report(f"{self._name(rank)} {trouble}{last}; noticed by {self.place} in {self._activity}")
 
     def _trouble_of(self, rank: int) -> str | None:
-        """What is wrong with the process of a rank of this node, as far as it is known."""
+        """What is wrong with a rank, as far as its process or its connection tells."""
+        if rank in self._lost:
+            return "has died, or its node cannot be reached"
         return self._processes[rank].trouble if rank in self._processes else None
 
     def _look_for_late(self, store: Store, elapsed_s: float) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -293,3 +294,58 @@ def test_after_a_transfer_has_failed_the_rank_that_is_behind_is_the_cause(ranks:
         monitor.doing("batch 7")
     monitors[2].waits_for = lambda: None
     assert str(monitors[1].first_error(suspect=True)).startswith("rank 2 is behind: in batch 7 for ")
+
+
+# -- other nodes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_of_another_node_is_reported_when_its_connection_ends(ranks: Ranks) -> None:
+    monitors = [ranks.monitor(rank, 3) for rank in range(3)]  # each on a node of its own
+    lines = monitors[0]._lifelines
+    assert lines is not None
+    until(lambda: len(lines._of) == 2)
+    monitors[2].doing("batch 7")
+    time.sleep(0.5)
+    assert not monitors[0].has_failure
+    monitors[2]._left.set()  # its thread says no more and closes its end, as the end of its process does
+    until(lambda: monitors[0].has_failure and monitors[1].has_failure)
+    died = "rank 2 has died, or its node cannot be reached, last in batch 7; noticed by rank 0 in start"
+    assert [monitor.first_error() for monitor in monitors[:2]] == [died] * 2
+
+
+def test_a_rank_of_another_node_that_has_left_is_not_reported(ranks: Ranks) -> None:
+    monitors = [ranks.monitor(rank, 2) for rank in range(2)]
+    ranks.server.set("left/1", "")
+    monitors[1]._left.set()
+    until(lambda: monitors[0]._lost == [1])
+    time.sleep(1.5)
+    assert not monitors[0].has_failure
+
+
+def test_a_stranger_at_the_port_of_the_connections_is_sent_away_and_lost_to_nobody(ranks: Ranks) -> None:
+    monitors = [ranks.monitor(rank, 2) for rank in range(2)]
+    port, token = json.loads(ranks.server.get("lifelines"))
+    for said in (b"", b"GET / HTTP/1.1\r\nHost: rank0\r\n\r\n", bytes(16) + (1).to_bytes(4, "big")):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(said)
+    with socket.create_connection(("127.0.0.1", port)) as silent:
+        silent.sendall(bytes.fromhex(token)[:7])  # never says the rest
+        lines = monitors[0]._lifelines
+        assert lines is not None
+        until(lambda: len(lines._of) == 1 and len(lines._new) == 1)
+        time.sleep(1.0)
+        assert not monitors[0].has_failure
+
+
+def test_a_node_that_cannot_connect_to_rank_0_is_warned_of_and_goes_on(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    with caplog.at_level(logging.WARNING, "medha"):
+        monitors = [ranks.monitor(rank, 2) for rank in range(2)]
+        until(lambda: "no connection to rank 0 at 127.0.0.1" in caplog.text)
+    time.sleep(1.0)
+    assert not any(monitor.has_failure for monitor in monitors)
