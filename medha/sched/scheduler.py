@@ -126,10 +126,6 @@ class Scheduler:
         """Seconds that the longest batch in flight is predicted to take, 0 where none is; any thread may ask."""
         return max((sent.seconds for _, sent in list(self._in_flight) if sent is not None), default=0.0)
 
-    def prediction_of(self, batch: Batch) -> Prediction | None:
-        """What was predicted of a batch in flight, where the packer predicts."""
-        return next(prediction for sent, prediction in self._in_flight if sent is batch)
-
     def add(self, request: SchedulerRequest, now_s: float | None = None) -> Admitted:
         """Queue a request; the option ``admission`` judges its TTFT objective at ``now_s``, None does not.
 

@@ -84,7 +84,6 @@ def simulate(
     prefill_only: Annotated[bool, option("--prefill-only", help="Requests end with their first token.")] = False,
     best_rates: Annotated[Path | None, option(help=_BEST_RATES)] = None,
     stop_s: Annotated[float | None, option(help="Virtual seconds at which to stop.", shows="the end")] = None,
-    no_skip: Annotated[bool, option("--no-skip", help="Step over nothing; slower, with the same outcome.")] = False,
     output_json: OutputJson = None,
     plot: Annotated[Path | None, option(help="Folder for a plot; needs matplotlib.")] = None,
     timeline: Annotated[Path | None, option(help="Chrome trace of a single run (.json or .json.gz).")] = None,

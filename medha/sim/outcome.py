@@ -112,7 +112,6 @@ class Outcome:
     stage_busy_s: list[list[float]] = field(default_factory=list)  # by group and stage
     stage_bubble_s: list[list[float]] = field(default_factory=list)  # without work while another stage had some
     num_batches: int = 0
-    num_skipped: int = 0  # of them, stepped over in one go
     work_lost_s: float = 0.0  # predicted, of what was computed again, or moved to host memory and back
     is_stopped: bool = False  # it did not run to the end
     num_cached_tokens: int = 0  # of prompts, which requests before them had computed

@@ -51,8 +51,8 @@ def run_all(
 ) -> Iterator[Run]:
     """Run one after the other; an interrupt ends the present one, and with it all.
 
-    Of the parameters ``stop_s`` and ``no_skip`` count, and ``timeline``, for which batches on the stages are kept;
-    ``on_progress`` is told now and then how many more requests are closed.
+    Of the parameters ``stop_s`` counts, and ``timeline``, for which batches on the stages are kept; ``on_progress`` is
+    told how many more requests are closed.
     """
     alone: dict[float | None, Floats] = {}
     for system in systems:
@@ -60,9 +60,7 @@ def run_all(
             alone[system.qps] = alone_seconds(system.replica, system.trace.prompt_tokens)
         segments: list[Segment] = []
         built = system.replica.build(on_segment=None if given["timeline"] is None else segments.append)
-        simulation = Simulation(
-            *built, system.trace, stop_s=given["stop_s"], skips=not given["no_skip"], on_progress=on_progress
-        )
+        simulation = Simulation(*built, system.trace, stop_s=given["stop_s"], on_progress=on_progress)
         start_s, interrupted = time.perf_counter(), False
         try:
             simulation.run()
@@ -154,7 +152,7 @@ def about(systems: Sequence[System], given: Mapping[str, Any]) -> list[str]:
 def config_of(replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, as plain values, for a report."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline", "no_skip", "best_rates"):
+    for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline", "best_rates"):
         plain.pop(name)  # each run has its own, or it is not about the outcome
     return {
         "medha": version("medha"),

@@ -149,7 +149,7 @@ def test_an_interrupt_keeps_what_was_found(simulate: Simulate, tmp_path: Path, m
         complete(simulation)
 
     monkeypatch.setattr(Simulation, "_complete", interrupted)
-    done = simulate(*SMALL, "--policy", "lars,edf", "--no-skip", "--output-json", out)
+    done = simulate(*SMALL, "--policy", "lars,edf", "--output-json", out)
     assert done.code == 130
     found = reports(out)
     assert (found["complete"], len(found["runs"])) == (False, 1)

@@ -53,7 +53,6 @@ def outcome() -> Outcome:
         stage_busy_s=[[5.0, 4.0]],
         stage_bubble_s=[[1.0, 2.0]],
         num_batches=20,
-        num_skipped=5,
         work_lost_s=0.25,
         is_stopped=True,
     )
