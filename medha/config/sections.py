@@ -32,7 +32,7 @@ from medha.config.fields import (
 from medha.config.model_config import ModelConfig
 from medha.errors import ConfigError, ParallelConfigError
 
-SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
+SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm")
 CDSP = "cdsp"
 """A scheduler that is simulated, and not served with so far."""
 ADMISSIONS = ("all", "refuse", "relegate")

@@ -28,7 +28,7 @@ from tests.commands import run_python
 from tests.sched.costs import KEY
 
 SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
-SYSTEMS = ("lars", "fcfs", "sarathi", "vllm", "orca", "static", "token-budget")
+SYSTEMS = ("lars", "fcfs", "sarathi", "vllm", "orca", "static")
 
 
 def scheduler_config(system: str, **options: object) -> SchedulerConfig:
