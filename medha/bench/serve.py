@@ -66,8 +66,7 @@ _MORE: Group = {
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is measured. Probes are small requests that the load stalls; ``long_len``, ``load`` and ``plot`` are of the
-    preset."""
+    """What is measured; ``long_len``, ``load`` and ``plot`` are of the preset."""
 
     subject: Subject = field(default_factory=Subject)
     preset: str | None = of_load(
@@ -81,9 +80,6 @@ class ServeOptions:
     workload: ArrivingWorkload = field(default_factory=ArrivingWorkload)
     max_concurrency: int | None = of_load(None, "Requests at once; others arrive as one ends.", COUNT)
     num_warmups: int = of_load(1, "Requests served before, which do not count.", ANY_COUNT)
-    probe_request_rate: float = of_load(0.0, "Small requests a second that the load stalls; 0 is none.", finite(0))
-    probe_input_len: int = of_load(16, "Prompt tokens of a probe.", COUNT)
-    probe_output_len: int = of_load(1, "Output tokens of a probe.", COUNT)
     goodput: tuple[str, ...] = asked((), _OBJECTIVES, kind=list[str])
     more_goodput: tuple[str, ...] = ()
     metrics: tuple[str, ...] = asked(
@@ -121,7 +117,7 @@ def serve(options: ServeOptions) -> Report | None:
     """
     if options.preset is not None:
         return convoy(options)
-    longest = max(options.workload.trace.longest, options.probe_input_len + options.probe_output_len)
+    longest = options.workload.trace.longest
     return on_ranks(options.subject, lambda local: _serve(local, options), longest=longest)
 
 
@@ -129,9 +125,9 @@ def _serve(local: Local, options: ServeOptions) -> Report:
     vocab_size, workload, goals = local.model.vocab_size, options.workload, options.goals
     arrivals = arrivals_of(workload.trace, vocab_size, seed=workload.seed, slo=goals.slo)
     warm_up(local.engine, arrivals[: options.num_warmups])
-    probes, limit = probe_stream(options, vocab_size), options.max_concurrency
+    limit = options.max_concurrency
     with errors_counted(local.engine) as errors:
-        served = serve_load(local.engine, arrivals, probes=probes, max_concurrency=limit)
+        served = serve_load(local.engine, arrivals, max_concurrency=limit)
     given = asdict(options) | {"goodput": asdict(goals)}
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
     found = {
@@ -152,19 +148,6 @@ def _serve(local: Local, options: ServeOptions) -> Report:
 def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
     """Serve requests all at once, under other names."""
     return serve_load(engine, [replace(one, request_id=f"warm-{one.request_id}", arrival_s=0.0) for one in arrivals])
-
-
-def probe_stream(options: ServeOptions, vocab_size: int) -> Iterator[Arrival]:
-    """Probes without end, or none."""
-    if not options.probe_request_rate:
-        return
-    chance = np.random.default_rng((options.workload.seed, 1))
-    at_s, number = 0.0, 0
-    while True:
-        at_s += float(chance.exponential(1 / options.probe_request_rate))
-        prompt = random_prompt(options.probe_input_len, vocab_size, chance)
-        yield Arrival(f"probe-{number}", prompt, fixed_output(options.probe_output_len), arrival_s=at_s)
-        number += 1
 
 
 @contextmanager
@@ -303,7 +286,6 @@ def shown(report: Report) -> Shown:
     figures = ["completed", "failed", "request_rate", "burstiness", "max_concurrent_requests"]
     figures += ["request_throughput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"]
     figures += ["request_goodput", "slo_attainment"]
-    figures += [name for name in report if name.startswith("probe_")] if options["probe_request_rate"] else []
     entries = {"duration_s": report["duration"]} | {name: report[name] for name in figures}
     entries["prediction_error"] = report["prediction_error"]
     entries["latencies"] = [

@@ -224,7 +224,7 @@ class SchedulerConfig:
     max_chunks: int | None = _dealt(None, "Chunks of a prompt; 1 is one SP size a request.", COUNT, shown="any number")
     improvement_rate: float | str = _dealt(
         0.3,
-        "Share of its TTFT that a request must save to get more groups, or a file of --best-rates.",
+        "Share of its TTFT that a request must save to get more groups, or a file of tools.best_rates.",
         Check("a number from 0 to below 1, or a file", lambda rate: isinstance(rate, str) or SHARE.holds(rate)),
         kind=str,
         shown="0.3",

@@ -51,7 +51,6 @@ _SPECS = "a100-80g, h100-80g, h200-141g, b200-180g, cpu (a thread), or the JSON 
 Hardware = Annotated[str, option(help=_SPECS, shows=True)]
 _MODELS = "llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder."
 Model = Annotated[str, option("--model", "-m", help=_MODELS, shows=True)]
-_BEST_RATES = "Run nothing: find the improvement rate of cdsp with the least mean TTFT at each --request-rate."
 _SCHEDULERS = f"Of {', '.join((*SCHEDULERS, CDSP))}; several: repeated or comma separated."
 _POLICIES = (
     "Of the medha scheduler: priority[:NAME], srpt, lars, ilrs, lrs, edf, sjf, fcfs or package.module:name; several "
@@ -82,7 +81,6 @@ def simulate(
     slo_ttft_s: Objective = None,
     slo_tpot_s: Objective = None,
     prefill_only: Annotated[bool, option("--prefill-only", help="Requests end with their first token.")] = False,
-    best_rates: Annotated[Path | None, option(help=_BEST_RATES)] = None,
     stop_s: Annotated[float | None, option(help="Virtual seconds at which to stop.", shows="the end")] = None,
     output_json: OutputJson = None,
     plot: Annotated[Path | None, option(help="Folder for a plot; needs matplotlib.")] = None,
@@ -104,20 +102,11 @@ def simulate(
         from medha.sim.plots import check_plots
 
         check_plots(plot)
-    for path in (output_json, timeline, best_rates):
+    for path in (output_json, timeline):
         check_writable(path)
     systems = systems_of(given)
     if timeline is not None and len(systems) > 1:
         raise ConfigError(f"timeline={timeline} with {len(systems)} runs; accepted: one scheduler, policy and rate")
-    if best_rates is not None:
-        from medha.sim.study import rate_table
-
-        with progress("planning requests", sum(len(system.trace) for system in systems)) as done:
-            table = rate_table(systems, given, done)
-        best_rates.write_text(table.to_json(), encoding="utf-8")
-        by_load = {f"{qps:g} requests/s": rate for qps, rate in zip(table.qps, table.rates, strict=True)}
-        print_report({"title": about(systems, given)[0], "load": table.load, "improvement rates": by_load})
-        return 0
     with progress("simulating requests", sum(len(system.trace) for system in systems)) as done:
         runs = list(run_all(systems, given, done))
     reports, interrupted = [run.report for run in runs], runs[-1].interrupted

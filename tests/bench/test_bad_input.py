@@ -41,7 +41,6 @@ from tests.bench.shapes import ON_TINY
         (["serve", "--request-rate", "-1"], "request_rate=-1.0; accepted"),
         (["serve", "--request-rate", "nan"], "request_rate=nan; accepted"),
         (["serve", "--request-rate", "1", "--burstiness", "0"], "burstiness=0.0; accepted"),
-        (["serve", "--probe-request-rate", "inf"], "probe_request_rate=inf; accepted"),
         (["serve", "--metric-percentiles", "50,p99"], "metric_percentiles='p99'; accepted"),
         (["serve", "--metric-percentiles", "100"], "metric_percentiles='100'; accepted"),
         (["serve", "--percentile-metrics", "ttft,ttfb"], "percentile_metrics='ttfb'; accepted: ttft, tpot, itl, e2el"),
