@@ -42,16 +42,16 @@ def best_rates(
     check_writable(table)
     given = typer.main.get_command(simulations).make_context("simulate", list(context.args)).params
     given |= {"scheduler": [CDSP], "prefill_only": True}
-    systems, rows = systems_of(given), list[tuple[float, float, float]]()
+    systems, rows, layout = systems_of(given), list[tuple[float, float, float]](), ""
     with progress("planning requests", sum(len(system.trace) for system in systems)) as done:
         for system in sorted(systems, key=lambda system: system.qps or system.trace.qps or 0.0):
             dealing, trace = system.replica.build()[0].dealing, system.trace
             assert dealing is not None, "cdsp deals"
+            layout = system.replica.dealt_layout(dealing.planner.times.sizes)
             best = best_rate(dealing.planner, trace.arrival_s.tolist(), trace.prompt_tokens.tolist())
             rows.append((system.qps or trace.qps or 0.0, *best))
             done(len(trace))
     replica, (qps, rates, means) = systems[0].replica, zip(*rows, strict=True)
-    layout = replica.dealt_layout(dealing.planner.times.sizes)
     what = given["trace"] or given["workload"] or "medha-mix"
     load = f"{what}, {len(systems[0].trace):,} requests, seed {given['seed']}"
     found = RateTable(replica.spec.name, shape_name(replica.model), layout, load, qps, rates, means)

@@ -15,11 +15,10 @@ predictor of step times, all schedulers begin with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, of_
 from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
 from medha.bench.load import ArrivingWorkload, arrivals_of, fixed_output, serve_load
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
-from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
@@ -66,7 +64,7 @@ _MORE: Group = {
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is measured; ``long_len``, ``load`` and ``plot`` are of the preset."""
+    """What is measured; ``long_len`` and ``load`` are of the preset."""
 
     subject: Subject = field(default_factory=Subject)
     preset: str | None = of_load(
@@ -76,7 +74,6 @@ class ServeOptions:
     load: float = of_load(
         0.75, "Of the preset: part of the measured capacity that the stream takes.", finite(0, is_open=True)
     )
-    plot: Path | None = of_load(None, "Of the preset: draw TTFTs here; needs matplotlib.", kind=Path)
     workload: ArrivingWorkload = field(default_factory=ArrivingWorkload)
     max_concurrency: int | None = of_load(None, "Requests at once; others arrive as one ends.", COUNT)
     num_warmups: int = of_load(1, "Requests served before, which do not count.", ANY_COUNT)
@@ -200,14 +197,13 @@ def stream_of(mix: Sequence[Arrival], span_s: float, seed: int) -> list[Arrival]
 
 
 def convoy(options: ServeOptions) -> Report | None:
-    """Measure the capacity, serve the stream under every system, and draw it; every rank calls it."""
-    check_writable(options.plot)
+    """Measure the capacity, serve the stream under every system; every rank calls it."""
     subject, given = options.subject, options.subject.engine
     if subject.model is None:
         subject = replace(subject, hf_overrides=CONVOY_MODEL | dict(subject.hf_overrides or {}))
     longest, block_size = options.long_len + _OUTPUT_LEN, given.get("block_size") or 256
     sizes = (_NUM_LONG, longest), (options.num_short, _SHORT_LENS[1] + _OUTPUT_LEN)
-    report = on_ranks(
+    return on_ranks(
         subject,
         lambda local: _convoy(local, options),
         longest=longest,
@@ -217,9 +213,6 @@ def convoy(options: ServeOptions) -> Report | None:
         t_target_s=options.t_target_s or _BATCH_S,
         depth=given.get("spp") or 1,  # one batch more would hide the host, and have new requests wait for it
     )
-    if report is not None and options.plot is not None:
-        plot_convoy(report, options.plot)
-    return report
 
 
 def _convoy(local: Local, options: ServeOptions) -> Report:
@@ -256,25 +249,6 @@ def convoy_figures(served: Served) -> Report:
         for one in served.outcomes
     ]
     return figures
-
-
-def plot_convoy(report: Mapping[str, Any], path: Path) -> None:
-    """Draw a report of the preset into a file, whose ending says in which format: a convoy is a slope."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; pip install 'medha[plot]'") from error
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.subplots()
-    for system in report["systems"]:
-        some = [one for one in system["requests"] if one["ttft_s"]]
-        sizes = [40 if one["request_id"].startswith("long") else 12 for one in some]
-        axes.scatter([one["arrival_s"] for one in some], [one["ttft_s"] for one in some], sizes, label=system["system"])
-    axes.axhline(_SHORT_TTFT_S, color="gray", linestyle=":")
-    axes.set(xlabel="arrival, s", ylabel="TTFT, s", yscale="log")
-    axes.set_title("short requests, and large the long ones; dotted: the objective of the short requests")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
 
 
 def shown(report: Report) -> Shown:

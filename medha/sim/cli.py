@@ -83,7 +83,6 @@ def simulate(
     prefill_only: Annotated[bool, option("--prefill-only", help="Requests end with their first token.")] = False,
     stop_s: Annotated[float | None, option(help="Virtual seconds at which to stop.", shows="the end")] = None,
     output_json: OutputJson = None,
-    plot: Annotated[Path | None, option(help="Folder for a plot; needs matplotlib.")] = None,
     timeline: Annotated[Path | None, option(help="Chrome trace of a single run (.json or .json.gz).")] = None,
     **_: Any,
 ) -> int:
@@ -98,10 +97,6 @@ def simulate(
     start_logging("warning")
     is_bare = not any(str(context.get_parameter_source(name)).endswith("COMMANDLINE") for name in context.params)
     given = {**context.params, **(BARE if is_bare else {})}
-    if plot is not None:
-        from medha.sim.plots import check_plots
-
-        check_plots(plot)
     for path in (output_json, timeline):
         check_writable(path)
     systems = systems_of(given)
@@ -119,14 +114,10 @@ def simulate(
     }
     write_report(output_json, report)
     if timeline is not None:
-        from medha.sim.plots import write_trace
+        from medha.sim.perfetto import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
     notes = [*remarks(reports), *NOTES]
-    if plot is not None:
-        from medha.sim.plots import draw
-
-        notes.append(str(draw(runs, plot, given["long_threshold"])))
     if output_json != STDOUT:
         title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
         print_report({"title": title, **shown(reports), "notes": notes})

@@ -192,6 +192,9 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "num_swaps": outcome.num_swaps,
         "saturation": saturation_of(times, end_s),
         "num_batches": outcome.num_batches,
+        "start_times": (times.arrival_s - first_s).tolist(),
+        "input_lens": times.prompt_tokens.tolist(),
+        "ttfts": [None if math.isnan(seconds) else seconds for seconds in times.ttft_s.tolist()],
     }
 
 

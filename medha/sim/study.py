@@ -130,7 +130,7 @@ def about(systems: Sequence[System], given: Mapping[str, Any]) -> list[str]:
 def config_of(replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, as plain values, for a report."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline"):
+    for name in ("scheduler", "policy", "qps", "output_json", "timeline"):
         plain.pop(name)  # each run has its own, or it is not about the outcome
     return {
         "medha": version("medha"),

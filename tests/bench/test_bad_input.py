@@ -51,7 +51,6 @@ from tests.bench.shapes import ON_TINY
         (["serve", "--preset", "train"], "preset='train'; accepted: convoy"),
         (["serve", "--preset", "convoy", "--long-len", "500"], "long_len=500; accepted: above 500"),
         (["serve", "--preset", "convoy", "--load", "0"], "load=0.0; accepted"),
-        (["serve", "--preset", "convoy", "--plot", "absent/convoy.svg"], "absent/convoy.svg cannot be written"),
         (["throughput", "--lengths", "nothing"], "lengths='nothing'; accepted"),
         (["throughput", "--dataset-path", "absent.csv"], "absent.csv"),
         (["throughput", "--trace", "x", "--lengths", "fixed:1,1"], "a trace and lengths='fixed:1,1' are both given"),

@@ -74,6 +74,11 @@ def test_the_fields_of_a_serving_benchmark() -> None:
     ttft_ms = [500.0, 1000.0, 500.0]
     assert serving["mean_ttft_ms"] == pytest.approx(np.mean(ttft_ms))
     assert serving["median_ttft_ms"] == pytest.approx(500.0)
+    assert (serving["start_times"][0], serving["input_lens"][0], serving["ttfts"]) == (
+        0.0,
+        100,
+        [0.5, 1.0, 0.5, 7.0, None],
+    )
     assert serving["std_ttft_ms"] == pytest.approx(np.std(ttft_ms))
     assert serving["p99_ttft_ms"] == pytest.approx(np.percentile(ttft_ms, 99))
     assert serving["mean_tpot_ms"] == pytest.approx((500 + 1500) / 2)  # one token has no TPOT
