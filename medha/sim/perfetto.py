@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> No
     events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
     events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
     events += _request_events(outcome)
-    events += [
-        counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in outcome.series.rows
-    ]
+    used = zip(outcome.usage_at_s, outcome.usage, strict=True)
+    points = (counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in used)
+    events += islice(points, MAX_SEGMENTS)
     write_events(path, events)
 
 

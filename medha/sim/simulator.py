@@ -57,7 +57,7 @@ class Simulation:
         self.outcome = Outcome(
             self.trace, self.requests, stage_busy_s=pipeline.busy_s, stage_bubble_s=pipeline.bubble_s
         )
-        self.series, self.gaps = self.outcome.series, self.outcome.gaps
+        self.gaps = self.outcome.gaps
         self.now_s = 0.0
         self._stop_s = math.inf if self.stop_s is None else self.stop_s
         self._lanes = self.scheduler.dealing is not None
@@ -187,8 +187,8 @@ class Simulation:
         if closed:
             self.on_progress(len(closed))
         memory = self.scheduler.memory
-        share = memory.num_used / (memory.num_blocks * memory.num_groups)
-        self.series.add(self.now_s, share)
+        self.outcome.usage_at_s.append(now_s)
+        self.outcome.usage.append(memory.num_used / (memory.num_blocks * memory.num_groups))
 
     def _note(self, live: _Live) -> None:
         """Enter what was kept of a request apart from the columns."""

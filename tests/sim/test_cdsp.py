@@ -100,7 +100,7 @@ def test_a_stop_and_small_memory() -> None:
     small = Replica(SPEC, MODEL, ParallelConfig(kvp=16), SchedulerConfig("cdsp"), max_model_len=200_000, num_blocks=80)
     outcome = Simulation(*small.build(), load).run()
     assert not np.isnan(outcome.requests.finish_s).any()
-    assert 0.2 < max(share for _, share in outcome.series.rows) <= 1.0
+    assert 0.2 < max(outcome.usage) <= 1.0
     assert ttft_s(outcome) != ttft_s(Simulation(*replica().build(), load).run())
 
 
