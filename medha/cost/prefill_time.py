@@ -44,7 +44,8 @@ class PrefillTimes:
         if starts[-1] < max_tokens:
             more, more_s = steps.integrated(starts[-1], done[-1], max_tokens)
             starts, done = [*starts, *more], [*done, *more_s]
-        self._starts, self._done = starts, np.maximum.accumulate(done).tolist()  # where chunks start, seconds by then
+        self._starts = starts  # of chunks, or of ranges of them
+        self._done: list[float] = np.maximum.accumulate(done).tolist()  # seconds by then
 
     def total_s(self, num_prompt: int) -> float:
         """Seconds to prefill a prompt of so many tokens."""
