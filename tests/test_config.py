@@ -159,7 +159,7 @@ LENGTHS = {"max_batch_tokens": 2**24, "long_threshold": 2**31 - 1}
 OPTIONAL = {"num_kv_blocks": 2**31 - 1, "depth": 1024, "num_threads": 4096}
 OPTIONAL_LENGTHS = {"chunk_size": 2**24, "max_kv_per_group": 2**31 - 1, "max_model_len": 2**31 - 1}
 WORDS: dict[str, str] = {
-    "scheduler": "medha static orca sarathi vllm token-budget",
+    "scheduler": "medha static orca sarathi vllm",
     "admission": "all refuse relegate",
     "prefix_eviction": "value lru",
     "tp_forward": "local dtensor",

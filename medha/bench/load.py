@@ -1,8 +1,8 @@
-"""Puts a load on a live engine: the requests of a workload, their arrivals in time, and a stream of probes.
+"""Puts a load on a live engine: the requests of a workload, their arrivals in time.
 
 A workload is a trace from a file, or drawn; its prompts are random. :func:`~medha.engine.arrivals.drive` serves a list
-of arrivals; here probes keep coming until the load is done, a number of requests at once may be the limit, and the time
-of every token is kept: when it is on the host, so that what a device had to do for it is over.
+of arrivals; here a number of requests at once may be the limit, and the time of every token is kept: when it is on the
+host, so that what a device had to do for it is over.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -101,25 +101,21 @@ def fixed_output(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, output_kind="delta")
 
 
-def serve_load(
-    engine: Engine, arrivals: Sequence[Arrival], *, probes: Iterable[Arrival] = (), max_concurrency: int | None = None
-) -> Served:
+def serve_load(engine: Engine, arrivals: Sequence[Arrival], *, max_concurrency: int | None = None) -> Served:
     """Serve arrivals to the end of the last one.
 
     Args:
         engine: idle. The parameters of all requests are of :func:`fixed_output`, and their prompts are token ids.
-        arrivals: the load, in order of ``arrival_s``.
-        probes: may go on for ever; those after the end of the load are not sent. Ids differ from the load's.
-        max_concurrency: requests of the load at once; who comes while there are so many arrives when one of them ends.
+        arrivals: in order of ``arrival_s``.
+        max_concurrency: requests at once; who comes while there are so many arrives when one of them ends.
 
     Raises:
         EngineDeadError: a step failed.
     """
     start_s, most = engine.now(), max_concurrency or len(arrivals)
-    upcoming, coming = deque(arrivals), iter(probes)
-    probe = next(coming, None)
+    upcoming = deque(arrivals)
     sent: dict[str, tuple[int, list[float]]] = {}  # prompt tokens, and the times of the tokens
-    running: set[str] = set()  # of the load
+    running: set[str] = set()
     done: dict[str, Outcome] = {}
     room_s = 0.0  # since when there is room for one more
 
@@ -129,7 +125,7 @@ def serve_load(
         sent[name][1].extend([now_s] * len(output.outputs[0].token_ids))
         if output.finished:
             done[name] = _outcome(output, *sent.pop(name), start_s)
-            room_s = now_s - start_s if name in running and len(running) == most else room_s
+            room_s = now_s - start_s if len(running) == most else room_s
             running.discard(name)
 
     def send(arrival: Arrival) -> None:
@@ -145,24 +141,20 @@ def serve_load(
             now_s = engine.now()
             take(arrival.unserved(start_s, error=error, now_s=now_s), now_s)
 
-    while upcoming or running or engine.has_unfinished:
+    while upcoming or running:
         now_s = engine.now() - start_s
         while upcoming and upcoming[0].arrival_s <= now_s and len(running) < most:
             arrival = upcoming.popleft()
             running.add(arrival.request_id)
             send(replace(arrival, arrival_s=max(arrival.arrival_s, room_s)))
-        while probe is not None and probe.arrival_s <= now_s and (upcoming or running):
-            send(probe)
-            probe = next(coming, None)
         if engine.has_unfinished:
             outputs, now_s = engine.step(), engine.now()
             for output in outputs:
                 take(output, now_s)
         elif upcoming:
-            due_s = min(one.arrival_s for one in (upcoming[0], probe) if one is not None)
-            time.sleep(min(_MAX_SLEEP_S, max(0.0, due_s - (engine.now() - start_s))))
+            time.sleep(min(_MAX_SLEEP_S, max(0.0, upcoming[0].arrival_s - (engine.now() - start_s))))
     outcomes = tuple(done.pop(arrival.request_id) for arrival in arrivals)
-    return Served(outcomes, tuple(done.values()), max((one.end_s for one in outcomes), default=0.0))
+    return Served(outcomes, max((one.end_s for one in outcomes), default=0.0))
 
 
 def _outcome(output: RequestOutput, input_len: int, times: list[float], start_s: float) -> Outcome:

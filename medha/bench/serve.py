@@ -15,11 +15,10 @@ predictor of step times, all schedulers begin with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, of_
 from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
 from medha.bench.load import ArrivingWorkload, arrivals_of, fixed_output, serve_load
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
-from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
@@ -66,8 +64,7 @@ _MORE: Group = {
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is measured. Probes are small requests that the load stalls; ``long_len``, ``load`` and ``plot`` are of the
-    preset."""
+    """What is measured; ``long_len`` and ``load`` are of the preset."""
 
     subject: Subject = field(default_factory=Subject)
     preset: str | None = of_load(
@@ -77,13 +74,9 @@ class ServeOptions:
     load: float = of_load(
         0.75, "Of the preset: part of the measured capacity that the stream takes.", finite(0, is_open=True)
     )
-    plot: Path | None = of_load(None, "Of the preset: draw TTFTs here; needs matplotlib.", kind=Path)
     workload: ArrivingWorkload = field(default_factory=ArrivingWorkload)
     max_concurrency: int | None = of_load(None, "Requests at once; others arrive as one ends.", COUNT)
     num_warmups: int = of_load(1, "Requests served before, which do not count.", ANY_COUNT)
-    probe_request_rate: float = of_load(0.0, "Small requests a second that the load stalls; 0 is none.", finite(0))
-    probe_input_len: int = of_load(16, "Prompt tokens of a probe.", COUNT)
-    probe_output_len: int = of_load(1, "Output tokens of a probe.", COUNT)
     goodput: tuple[str, ...] = asked((), _OBJECTIVES, kind=list[str])
     more_goodput: tuple[str, ...] = ()
     metrics: tuple[str, ...] = asked(
@@ -121,7 +114,7 @@ def serve(options: ServeOptions) -> Report | None:
     """
     if options.preset is not None:
         return convoy(options)
-    longest = max(options.workload.trace.longest, options.probe_input_len + options.probe_output_len)
+    longest = options.workload.trace.longest
     return on_ranks(options.subject, lambda local: _serve(local, options), longest=longest)
 
 
@@ -129,9 +122,9 @@ def _serve(local: Local, options: ServeOptions) -> Report:
     vocab_size, workload, goals = local.model.vocab_size, options.workload, options.goals
     arrivals = arrivals_of(workload.trace, vocab_size, seed=workload.seed, slo=goals.slo)
     warm_up(local.engine, arrivals[: options.num_warmups])
-    probes, limit = probe_stream(options, vocab_size), options.max_concurrency
+    limit = options.max_concurrency
     with errors_counted(local.engine) as errors:
-        served = serve_load(local.engine, arrivals, probes=probes, max_concurrency=limit)
+        served = serve_load(local.engine, arrivals, max_concurrency=limit)
     given = asdict(options) | {"goodput": asdict(goals)}
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
     found = {
@@ -152,19 +145,6 @@ def _serve(local: Local, options: ServeOptions) -> Report:
 def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
     """Serve requests all at once, under other names."""
     return serve_load(engine, [replace(one, request_id=f"warm-{one.request_id}", arrival_s=0.0) for one in arrivals])
-
-
-def probe_stream(options: ServeOptions, vocab_size: int) -> Iterator[Arrival]:
-    """Probes without end, or none."""
-    if not options.probe_request_rate:
-        return
-    chance = np.random.default_rng((options.workload.seed, 1))
-    at_s, number = 0.0, 0
-    while True:
-        at_s += float(chance.exponential(1 / options.probe_request_rate))
-        prompt = random_prompt(options.probe_input_len, vocab_size, chance)
-        yield Arrival(f"probe-{number}", prompt, fixed_output(options.probe_output_len), arrival_s=at_s)
-        number += 1
 
 
 @contextmanager
@@ -217,14 +197,13 @@ def stream_of(mix: Sequence[Arrival], span_s: float, seed: int) -> list[Arrival]
 
 
 def convoy(options: ServeOptions) -> Report | None:
-    """Measure the capacity, serve the stream under every system, and draw it; every rank calls it."""
-    check_writable(options.plot)
+    """Measure the capacity, serve the stream under every system; every rank calls it."""
     subject, given = options.subject, options.subject.engine
     if subject.model is None:
         subject = replace(subject, hf_overrides=CONVOY_MODEL | dict(subject.hf_overrides or {}))
     longest, block_size = options.long_len + _OUTPUT_LEN, given.get("block_size") or 256
     sizes = (_NUM_LONG, longest), (options.num_short, _SHORT_LENS[1] + _OUTPUT_LEN)
-    report = on_ranks(
+    return on_ranks(
         subject,
         lambda local: _convoy(local, options),
         longest=longest,
@@ -234,9 +213,6 @@ def convoy(options: ServeOptions) -> Report | None:
         t_target_s=options.t_target_s or _BATCH_S,
         depth=given.get("spp") or 1,  # one batch more would hide the host, and have new requests wait for it
     )
-    if report is not None and options.plot is not None:
-        plot_convoy(report, options.plot)
-    return report
 
 
 def _convoy(local: Local, options: ServeOptions) -> Report:
@@ -275,25 +251,6 @@ def convoy_figures(served: Served) -> Report:
     return figures
 
 
-def plot_convoy(report: Mapping[str, Any], path: Path) -> None:
-    """Draw a report of the preset into a file, whose ending says in which format: a convoy is a slope."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; pip install 'medha[plot]'") from error
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.subplots()
-    for system in report["systems"]:
-        some = [one for one in system["requests"] if one["ttft_s"]]
-        sizes = [40 if one["request_id"].startswith("long") else 12 for one in some]
-        axes.scatter([one["arrival_s"] for one in some], [one["ttft_s"] for one in some], sizes, label=system["system"])
-    axes.axhline(_SHORT_TTFT_S, color="gray", linestyle=":")
-    axes.set(xlabel="arrival, s", ylabel="TTFT, s", yscale="log")
-    axes.set_title("short requests, and large the long ones; dotted: the objective of the short requests")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-
-
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
     if "systems" in report:
@@ -303,7 +260,6 @@ def shown(report: Report) -> Shown:
     figures = ["completed", "failed", "request_rate", "burstiness", "max_concurrent_requests"]
     figures += ["request_throughput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"]
     figures += ["request_goodput", "slo_attainment"]
-    figures += [name for name in report if name.startswith("probe_")] if options["probe_request_rate"] else []
     entries = {"duration_s": report["duration"]} | {name: report[name] for name in figures}
     entries["prediction_error"] = report["prediction_error"]
     entries["latencies"] = [

@@ -32,7 +32,7 @@ from medha.config.fields import (
 from medha.config.model_config import ModelConfig
 from medha.errors import ConfigError, ParallelConfigError
 
-SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
+SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm")
 CDSP = "cdsp"
 """A scheduler that is simulated, and not served with so far."""
 ADMISSIONS = ("all", "refuse", "relegate")
@@ -224,7 +224,7 @@ class SchedulerConfig:
     max_chunks: int | None = _dealt(None, "Chunks of a prompt; 1 is one SP size a request.", COUNT, shown="any number")
     improvement_rate: float | str = _dealt(
         0.3,
-        "Share of its TTFT that a request must save to get more groups, or a file of --best-rates.",
+        "Share of its TTFT that a request must save to get more groups, or a file of tools.best_rates.",
         Check("a number from 0 to below 1, or a file", lambda rate: isinstance(rate, str) or SHARE.holds(rate)),
         kind=str,
         shown="0.3",

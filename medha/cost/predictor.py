@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
@@ -48,7 +48,7 @@ class Decodes:
 
     count: int
     num_tokens: int  # query tokens of all
-    total_kv: int  # tokens cached before them
+    total_kv: float  # tokens cached before them
     max_kv: int  # of the longest
     runs: tuple[tuple[Run, int], ...] = ()  # of each that is spread over several groups, with its query tokens
 
@@ -72,7 +72,6 @@ class Predictor:
         self._tiles = Tiles(coefficients.chunks, max_tokens)
         self._head = None if coefficients.head is None else Line(coefficients.head)
         self._decode_line = cache(coefficients.decodes.line)
-        self.steady_decodes = cache(self._steady_decodes)
 
     def tick(self, decodes: Sequence[Work] | Decodes | None = (), chunks: Sequence[Work] = ()) -> Tick:
         """A batch of these decodes and chunks, to which chunks can be added."""
@@ -86,17 +85,6 @@ class Predictor:
     def predict(self, rows: Sequence[Work]) -> float:
         """Corrected seconds of a batch; 0.0 for no rows."""
         return self.tick(*split(rows)).seconds
-
-    def _steady_decodes(self, count: int) -> Callable[[float, int], float]:
-        """Uncorrected seconds of so many decodes, none on several groups, by their mean and their longest KV length.
-
-        Times the factor they are to the bit what :meth:`predict` says.
-        """
-        fixed_s = _fixed_s(self.coefficients)
-        if self._head is not None:
-            fixed_s += self._head.at(count)
-        fixed_s += self._line.at(count)
-        return lambda mean_kv, max_kv: fixed_s + self._decodes_alone_s(count, mean_kv, max_kv)
 
     def _decodes_alone_s(self, count: int, mean_kv: float, max_kv: int) -> float:
         """Attention of a batch's decodes, nothing else in the launch."""

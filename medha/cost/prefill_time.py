@@ -2,39 +2,33 @@
 
 The paper caches SimulatePrefill at a fixed step of 1K tokens up to 1M and looks the remainder up as a difference. Here:
 
-- About 1,000 lengths that lie where the function bends: the first 128 chunks are stepped through exactly, with points
-  inside, because a prompt that ends inside a chunk pays for a small batch. Beyond, the seconds per token vary slowly
-  and are summed by the trapezoid rule over ranges of many chunks: 10M tokens need a few hundred predictions.
-- Two curves: what a prompt of some length takes in all, its last, smaller chunk included, and how much of that is done
-  once so many tokens are. Their difference never falls below one token's step: what has tokens left is not finished.
+- The first 128 chunks are stepped through, and a prompt that ends within one of them is predicted from its start, as it
+  pays for a small batch. Beyond, the seconds per token vary slowly and are summed by the trapezoid rule over ranges of
+  many chunks: 10M tokens need a few hundred predictions.
+- What a prompt takes in all has its last, smaller chunk in it; what is done once so many tokens are has not. Their
+  difference never falls below one token's step: what has tokens left is not finished.
 
 The seconds are at factor 1; callers multiply by the factor of the moment.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
 from medha.config import SchedulerConfig
-from medha.cost.coefficients import Floats
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, Tick
 
 ChunkRule = Callable[[int], int]
-_Line = tuple[list[float], list[float]]
 
-_EXACT_CHUNKS, _EXACT_POINTS = 128, 640
-# Shares of a total by which it may rise between two points, or be off a straight line there, before one is put between.
-_RISE, _BEND, _PROBES = 0.01, 0.0025, (0.5, 0.23, 0.79)
-_NUM_POINTS, _MAX_POINTS, _REFINEMENTS = 320, 800, 8
+_EXACT_CHUNKS = 128
+_NUM_POINTS = 640
 _NEARLY = 0.85  # of full speed
 _SHORT_PROMPT = 256  # tokens
-_JUMP = 0.05  # of the logarithm of a token's seconds between two points, above which a point is put between them
 
 
 class PrefillTimes:
@@ -43,32 +37,47 @@ class PrefillTimes:
 
     def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000) -> None:
         self.max_tokens = max_tokens
-        steps = _Steps(predictor.uncorrected(), chunk)
+        self._steps = steps = _Steps(predictor.uncorrected(), chunk)
         self.least_s = steps.seconds(1, 0)
-        lengths, totals, starts, done = steps.exact(max_tokens)
+        starts, done = steps.exact(max_tokens)
+        self._exact_end = starts[-1]
         if starts[-1] < max_tokens:
-            more, at, last = steps.integrated(starts[-1], done[-1], max_tokens)
-            lengths, totals = [*lengths, *more], [*totals, *(at + last / 2)]
-            starts, done = [*starts, *more], [*done, *at]
-        self._of_total: _Line = lengths, np.maximum.accumulate(totals).tolist()
-        self._of_done: _Line = starts, np.maximum.accumulate(done).tolist()
+            more, more_s = steps.integrated(starts[-1], done[-1], max_tokens)
+            starts, done = [*starts, *more], [*done, *more_s]
+        self._starts = starts  # of chunks, or of ranges of them
+        self._done: list[float] = np.maximum.accumulate(done).tolist()  # seconds by then
 
     def total_s(self, num_prompt: int) -> float:
         """Seconds to prefill a prompt of so many tokens."""
-        return _at(num_prompt, self._of_total)
+        num_prompt = min(num_prompt, self.max_tokens)
+        if num_prompt > self._exact_end:  # the last chunk is somewhere: half a step of one token in the mean
+            return self._done_s(num_prompt) + self._steps.seconds(1, num_prompt) / 2
+        at = bisect_left(self._starts, num_prompt) - 1
+        if at < 0:
+            return 0.0
+        start = int(self._starts[at])
+        return self._done[at] + self._steps.seconds(num_prompt - start, start)
 
     def span_s(self, start: int, end: int) -> float:
         """Seconds in which a long prompt's prefill comes from one position to another."""
-        return _at(end, self._of_done) - _at(start, self._of_done)
+        return self._done_s(end) - self._done_s(start)
 
     def remaining_s(self, num_computed: int, num_prompt: int) -> float:
         """Seconds to prefill what is left of a prompt of which ``num_computed`` tokens are done or in flight.
 
-        Exact to interpolation where a chunk of the rule begins there, and within one chunk elsewhere.
+        Exact where a chunk of the rule begins there, and within one chunk elsewhere.
         """
         if num_prompt <= num_computed:
             return 0.0
-        return max(_at(num_prompt, self._of_total) - _at(num_computed, self._of_done), self.least_s)
+        return max(self.total_s(num_prompt) - self._done_s(num_computed), self.least_s)
+
+    def _done_s(self, num_tokens: int) -> float:
+        """Seconds by which so many tokens are done. As numpy.interp of one number, and much faster."""
+        x, y = self._starts, self._done
+        i = bisect_right(x, num_tokens) - 1
+        if i + 1 == len(x):
+            return y[-1]
+        return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (num_tokens - x[i]) + y[i]
 
 
 def budgeted_chunk(
@@ -126,89 +135,39 @@ class _Steps:
 
     def seconds(self, q_len: int, kv_before: int) -> float:
         """Of one chunk alone; one longer than the predictor's largest batch runs as several."""
-        largest = self.predictor.max_tokens
+        tick, largest = self._tick, self.predictor.max_tokens
         total_s = 0.0
         while q_len > largest:
-            total_s += self.predictor.tick().with_chunk(largest, kv_before)
+            total_s += tick.with_chunk(largest, kv_before)
             q_len, kv_before = q_len - largest, kv_before + largest
-        return total_s + self.predictor.tick().with_chunk(q_len, kv_before)
+        return total_s + tick.with_chunk(q_len, kv_before)
+
+    @cached_property
+    def _tick(self) -> Tick:
+        return self.predictor.tick()
 
     def size(self, kv_before: int) -> int:
         """The rule's chunk; 1 where it yields nothing, as the budget is too small."""
         return max(self.chunk(kv_before), 1)
 
-    def exact(self, max_tokens: int) -> tuple[list[float], list[float], list[float], list[float]]:
-        """The first chunks: lengths and their totals; chunk starts and the seconds done by then."""
-        lengths, totals, starts, done = [0.0], [0.0], [0.0], [0.0]
-        at, at_s = 0, 0.0
-        for _ in range(_EXACT_CHUNKS):
+    def exact(self, max_tokens: int) -> tuple[list[float], list[float]]:
+        """Where the first chunks start, and the seconds done by then; the last is where the last of them ends."""
+        starts, done, at = [0.0], [0.0], 0
+        while at < max_tokens and len(starts) <= _EXACT_CHUNKS:
             size = min(self.size(at), max_tokens - at)
-            inside = self._inside(size, at, at_s, _EXACT_POINTS - len(lengths))
-            lengths += [float(at + part) for part, _ in inside]
-            totals += [at_s + part_s for _, part_s in inside]
-            at, at_s = at + size, totals[-1]
+            done.append(done[-1] + self.seconds(size, at))
+            at += size
             starts.append(float(at))
-            done.append(at_s)
-            if at >= max_tokens:
-                break
-        return lengths, totals, starts, done
+        return starts, done
 
-    def _inside(self, size: int, at: int, at_s: float, spare: int) -> list[tuple[int, float]]:
-        """Sizes up to that of a chunk and their seconds: halved where no straight line will do, to ``spare`` points."""
-        known = {part: self.seconds(part, at) for part in (1, size)}
-        ranges = deque([(1, size)])
-        while ranges and len(known) < spare:
-            low, high = ranges.popleft()
-            middle = (low + high) // 2
-            if middle > low and not self._is_straight(low, high, known, at=at, at_s=at_s):
-                known[middle] = self.seconds(middle, at)
-                ranges += [(low, middle), (middle, high)]
-        return sorted(known.items())
-
-    def _is_straight(self, low: int, high: int, known: dict[int, float], *, at: int, at_s: float) -> bool:
-        """Whether totals between two sizes are on a line: they hardly rise, or points at uneven places lie on it."""
-        start_s, rise_s = known[low], known[high] - known[low]
-
-        def is_near(part: int) -> bool:
-            line_s = start_s + rise_s * (part - low) / (high - low)
-            return abs(self.seconds(part, at) - line_s) <= _BEND * (at_s + line_s)
-
-        return rise_s <= _RISE * (at_s + start_s) or all(is_near(low + round((high - low) * p)) for p in _PROBES)
-
-    def integrated(self, start: float, start_s: float, max_tokens: int) -> tuple[list[float], Floats, Floats]:
-        """From ``start`` on: lengths, seconds done by then, and what one more token would take."""
-        points, sizes, steps_s = self._sampled(np.unique(np.geomspace(start, max_tokens, _NUM_POINTS).round()))
+    def integrated(self, start: float, start_s: float, max_tokens: int) -> tuple[list[float], list[float]]:
+        """From ``start`` on: lengths, and the seconds done by then."""
+        points = np.unique(np.geomspace(start, max_tokens, _NUM_POINTS).round())
+        sizes = np.array([self.size(int(kv)) for kv in points])
+        steps_s = np.array([self.seconds(int(size), int(kv)) for size, kv in zip(sizes, points, strict=True)])
         rate = steps_s / sizes
         spans = np.diff(points)
         # A chunk costs its first token's rate throughout: half a chunk behind the integral.
         lag = np.minimum((sizes[1:] + sizes[:-1]) / 2, spans)
         ranges_s = (rate[1:] + rate[:-1]) / 2 * spans - lag * (rate[1:] - rate[:-1]) / 2
-        last_s = np.array([self.seconds(1, int(kv)) for kv in points[1:]])
-        return points[1:].tolist(), start_s + np.cumsum(ranges_s), last_s
-
-    def _sampled(self, points: Floats) -> Floats:
-        """[3, points]: KV lengths, chunks and their seconds; more points where the cost of a token jumps."""
-        rows = self._at(points)
-        for _ in range(_REFINEMENTS):
-            points, sizes, steps_s = rows
-            jumps = np.abs(np.diff(np.log(steps_s / sizes))) > _JUMP
-            middles = np.setdiff1d(((points[1:] + points[:-1]) / 2).round()[jumps], points)
-            if not len(middles) or len(points) + len(middles) > _MAX_POINTS:
-                break
-            rows = np.concatenate([rows, self._at(middles)], axis=1)
-            rows = rows[:, np.argsort(rows[0])]
-        return rows
-
-    def _at(self, points: Floats) -> Floats:
-        """[3, points]: these KV lengths, chunks of the rule there, and their seconds."""
-        sizes = [self.size(int(kv)) for kv in points]
-        return np.array([points, sizes, [self.seconds(n, int(kv)) for n, kv in zip(sizes, points, strict=True)]])
-
-
-def _at(at: int, line: _Line) -> float:
-    """As numpy.interp of one number, no less than the first ``x``; much faster."""
-    x, y = line
-    i = bisect_right(x, at) - 1
-    if i + 1 == len(x):
-        return y[-1]
-    return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (at - x[i]) + y[i]
+        return points[1:].tolist(), (start_s + np.cumsum(ranges_s)).tolist()

@@ -6,8 +6,8 @@ import logging
 from contextlib import suppress
 
 from rich.console import Console
-from rich.table import Table
 
+from medha.cli.report import rows_table
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ParallelConfigError
 from medha.models.folder import resolve_model
@@ -48,21 +48,19 @@ def run_dry(config: EngineConfig, console: Console) -> int:
     model, parallel = _load_model_config(config), config.parallel
     check_layout(parallel, model, parallel.world_size)
     dtype = torch_dtype(config, model)
-    title = f"{model.architecture} on {parallel.world_size} rank{'s' * (parallel.world_size > 1)}"
-    table = Table(title=title, title_justify="left")
-    for name in ("rank", "kvp", "stage", "tp", "layers", "weights", "KV a token", "KV pool"):
-        table.add_column(name, justify="right", no_wrap=True)
     shards = [ModelShard.at(model, parallel, rank, dtype) for rank in range(parallel.world_size)]
-    for rank, shard in enumerate(shards):
-        kv_tokens = _kv_tokens(config, shard.token_bytes)
-        table.add_row(
-            *map(str, (rank, *parallel.coordinates(rank))),
-            f"{shard.layers.start}-{shard.layers.stop - 1}",
-            f"{shard.weight_bytes / 2**30:.2f} GiB",
-            f"{shard.token_bytes:,} B",
-            "-" if kv_tokens is None else f"{kv_tokens:,} tokens",
-        )
-    console.print(table)
+    rows = [
+        {
+            **dict(zip(("rank", "kvp", "stage", "tp"), (rank, *parallel.coordinates(rank)), strict=True)),
+            "layers": f"{shard.layers.start}-{shard.layers.stop - 1}",
+            "weights_bytes": shard.weight_bytes,
+            "KV_a_token_bytes": shard.token_bytes,
+            "KV_pool_tokens": _kv_tokens(config, shard.token_bytes),
+        }
+        for rank, shard in enumerate(shards)
+    ]
+    title = f"{model.architecture} on {parallel.world_size} rank{'s' * (parallel.world_size > 1)}"
+    console.print(rows_table(title, rows))
     limit = config.max_model_len or model.max_position_embeddings
     most = max(shard.token_bytes for shard in shards)
     if (least := _kv_tokens(config, most)) is not None:

@@ -30,11 +30,9 @@ class Packer:
 
     Attributes:
         prediction: of the batch filled last; None where it is empty, or the packer does not predict.
-        learns: :meth:`completed` teaches it something.
     """
 
     prediction: Prediction | None = None
-    learns = False
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         """Add rows to ``builder``."""

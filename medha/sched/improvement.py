@@ -2,34 +2,26 @@
 
 Source: Tetris, sections 5.1 and 7.1. Under light load a small rate is best, as groups would idle; under heavy load a
 larger one, as groups that one request gets the next has to wait for. So the rate that gives the least mean TTFT is
-found ahead for each load (:func:`best_rate`), by playing requests of the lengths to come against the planner: as plans
-are kept and take what is predicted, the TTFT of each is known at its arrival. The table says for which machine, model
-and layout it was made. :class:`LoadWindow` reads the load of the last minute, every 30 s, and takes the nearest entry.
+found ahead for each load, by ``python -m tools.best_rates``. The table says for which machine, model and layout it was
+made. :class:`LoadWindow` reads the load of the last minute, every 30 s, and takes the nearest entry.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from medha.cost.json_form import JsonFile, check_number
 from medha.errors import ConfigError
-from medha.sched.cdsp import Planner
 
-RATES = tuple(i / 20 for i in range(1, 16))  # 0.05 to 0.75
+MAX_RATE = 0.75
 _WINDOW_S, _UPDATE_S = 60.0, 30.0
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class RateTable(JsonFile):
-    """The best rate of each load, and what it was found for; what ``medha simulate --best-rates`` writes."""
+    """The best rate of each load, and what it was found for; what ``tools.best_rates`` writes."""
 
     format = "medha-improvement-rates"
 
@@ -45,7 +37,7 @@ class RateTable(JsonFile):
         if not self.qps or len(self.qps) != len(self.rates) or list(self.qps) != sorted(self.qps):
             raise ConfigError(f"qps={self.qps!r}; accepted: ascending loads, as many as rates")
         for rate in self.rates:
-            check_number("rates", rate, 0.0, RATES[-1])
+            check_number("rates", rate, 0.0, MAX_RATE)
 
     @classmethod
     def read(cls, path: str) -> RateTable:
@@ -54,7 +46,7 @@ class RateTable(JsonFile):
             return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), source=path)
         except OSError as error:
             what = f"improvement_rate={path!r} ({error.strerror})"
-            raise ConfigError(f"{what}; accepted: a number from 0 to below 1, or a file of --best-rates") from error
+            raise ConfigError(f"{what}; accepted: a number from 0 to below 1, or a file of tools.best_rates") from error
 
     def at(self, qps: float) -> float:
         """The rate of the nearest load."""
@@ -89,23 +81,3 @@ class LoadWindow:
             self.rate = self._table.at(len(self._arrivals_s) / since_s)
             self._next_s = arrival_s + _UPDATE_S
         self._arrivals_s.append(arrival_s)
-
-
-def played_ttft_s(planner: Planner, arrivals_s: Sequence[float], prompts: Sequence[int], load: LoadWindow) -> Floats:
-    """TTFT of each request where plans are made at arrival, kept, and take what is predicted; float64 [requests]."""
-    free_s, ttft_s = [0.0] * planner.num_groups, np.empty(len(prompts))
-    for index, (arrival_s, prompt) in enumerate(zip(arrivals_s, prompts, strict=True)):
-        load.arrived(arrival_s)
-        queue_s = [max(one_s - arrival_s, 0.0) for one_s in free_s]
-        plan = planner.plan(prompt, queue_s, load.rate)
-        planner.finish_s(queue_s, plan.chunks)
-        free_s = [arrival_s + one_s for one_s in queue_s]
-        ttft_s[index] = plan.ttft_s
-    return ttft_s
-
-
-def best_rate(planner: Planner, arrivals_s: Sequence[float], prompts: Sequence[int]) -> tuple[float, float]:
-    """Of :data:`RATES` that with the least mean TTFT, the smaller of two alike, and that mean."""
-    means = {rate: float(played_ttft_s(planner, arrivals_s, prompts, LoadWindow(rate)).mean()) for rate in RATES}
-    rate = min(means, key=means.__getitem__)
-    return rate, means[rate]

@@ -65,8 +65,6 @@ class _Task:
 class CdspPacker(Packer):
     """See the module."""
 
-    learns = True
-
     def __init__(self, config: SchedulerConfig, dealing: Dealing, memory: KVMemory, predictor: Predictor) -> None:
         self.planner, self.load = dealing.planner, LoadWindow(dealing.rates)
         self.memory, self.predictor = memory, predictor

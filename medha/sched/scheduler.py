@@ -20,7 +20,7 @@ from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
 from medha.errors import ConfigError, DeadlineError
-from medha.sched.baselines import classical_packer
+from medha.sched.baselines import CLASSICAL
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
 from medha.sched.lanes import CdspPacker, Dealing
@@ -82,7 +82,7 @@ class Scheduler:
             self.depth = num_groups  # one batch on each lane at most
             self.memory.max_span = dealing.planner.times.sizes[-1]
         elif config.scheduler != "medha":
-            self.packer = classical_packer(config)
+            self.packer = CLASSICAL[config.scheduler]()
         else:
             assert predictor is not None, "the medha scheduler needs a predictor"
             self.packer = MedhaPacker(config, predictor, self.depth)
@@ -125,10 +125,6 @@ class Scheduler:
     def longest_s(self) -> float:
         """Seconds that the longest batch in flight is predicted to take, 0 where none is; any thread may ask."""
         return max((sent.seconds for _, sent in list(self._in_flight) if sent is not None), default=0.0)
-
-    def prediction_of(self, batch: Batch) -> Prediction | None:
-        """What was predicted of a batch in flight, where the packer predicts."""
-        return next(prediction for sent, prediction in self._in_flight if sent is batch)
 
     def add(self, request: SchedulerRequest, now_s: float | None = None) -> Admitted:
         """Queue a request; the option ``admission`` judges its TTFT objective at ``now_s``, None does not.

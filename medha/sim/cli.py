@@ -51,7 +51,6 @@ _SPECS = "a100-80g, h100-80g, h200-141g, b200-180g, cpu (a thread), or the JSON 
 Hardware = Annotated[str, option(help=_SPECS, shows=True)]
 _MODELS = "llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder."
 Model = Annotated[str, option("--model", "-m", help=_MODELS, shows=True)]
-_BEST_RATES = "Run nothing: find the improvement rate of cdsp with the least mean TTFT at each --request-rate."
 _SCHEDULERS = f"Of {', '.join((*SCHEDULERS, CDSP))}; several: repeated or comma separated."
 _POLICIES = (
     "Of the medha scheduler: priority[:NAME], srpt, lars, ilrs, lrs, edf, sjf, fcfs or package.module:name; several "
@@ -82,11 +81,8 @@ def simulate(
     slo_ttft_s: Objective = None,
     slo_tpot_s: Objective = None,
     prefill_only: Annotated[bool, option("--prefill-only", help="Requests end with their first token.")] = False,
-    best_rates: Annotated[Path | None, option(help=_BEST_RATES)] = None,
     stop_s: Annotated[float | None, option(help="Virtual seconds at which to stop.", shows="the end")] = None,
-    no_skip: Annotated[bool, option("--no-skip", help="Step over nothing; slower, with the same outcome.")] = False,
     output_json: OutputJson = None,
-    plot: Annotated[Path | None, option(help="Folder for a plot; needs matplotlib.")] = None,
     timeline: Annotated[Path | None, option(help="Chrome trace of a single run (.json or .json.gz).")] = None,
     **_: Any,
 ) -> int:
@@ -101,24 +97,11 @@ def simulate(
     start_logging("warning")
     is_bare = not any(str(context.get_parameter_source(name)).endswith("COMMANDLINE") for name in context.params)
     given = {**context.params, **(BARE if is_bare else {})}
-    if plot is not None:
-        from medha.sim.plots import check_plots
-
-        check_plots(plot)
-    for path in (output_json, timeline, best_rates):
+    for path in (output_json, timeline):
         check_writable(path)
     systems = systems_of(given)
     if timeline is not None and len(systems) > 1:
         raise ConfigError(f"timeline={timeline} with {len(systems)} runs; accepted: one scheduler, policy and rate")
-    if best_rates is not None:
-        from medha.sim.study import rate_table
-
-        with progress("planning requests", sum(len(system.trace) for system in systems)) as done:
-            table = rate_table(systems, given, done)
-        best_rates.write_text(table.to_json(), encoding="utf-8")
-        by_load = {f"{qps:g} requests/s": rate for qps, rate in zip(table.qps, table.rates, strict=True)}
-        print_report({"title": about(systems, given)[0], "load": table.load, "improvement rates": by_load})
-        return 0
     with progress("simulating requests", sum(len(system.trace) for system in systems)) as done:
         runs = list(run_all(systems, given, done))
     reports, interrupted = [run.report for run in runs], runs[-1].interrupted
@@ -131,14 +114,10 @@ def simulate(
     }
     write_report(output_json, report)
     if timeline is not None:
-        from medha.sim.plots import write_trace
+        from medha.sim.perfetto import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
     notes = [*remarks(reports), *NOTES]
-    if plot is not None:
-        from medha.sim.plots import draw
-
-        notes.append(str(draw(runs, plot, given["long_threshold"])))
     if output_json != STDOUT:
         title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
         print_report({"title": title, **shown(reports), "notes": notes})

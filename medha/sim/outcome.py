@@ -13,6 +13,7 @@ Definitions beside those of :mod:`medha.workload.metrics`:
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,6 @@ from medha.workload.trace import Trace
 PERCENTILES = (50, 90, 99)
 DRAIN = 0.1  # see saturation_of
 _NUM_SAMPLES = 201
-_MAX_SAMPLES = 4096
 _GAP_BINS_PER_DECADE = 100
 _FIRST_GAP_BIN = -6 * _GAP_BINS_PER_DECADE
 _GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_FIRST_GAP_BIN, 6 * _GAP_BINS_PER_DECADE)]
@@ -44,26 +44,6 @@ class Requests:
         self.deadline_s = np.full(count, np.nan)  # from arrival to when the first token was due; inf for none
         self.num_tokens, self.num_preemptions = np.zeros((2, count), np.int64)  # produced; losses of its KV memory
         self.is_refused = np.zeros(count, np.bool_)  # it never fits
-
-
-@dataclass(slots=True)
-class Series:
-    """Samples (seconds, share of KV blocks in use), thinned out where they are many: every other goes, fewer come."""
-
-    rows: list[tuple[float, float]] = field(default_factory=list)
-    _every: int = 1
-    _skipped: int = 0
-
-    def add(self, now_s: float, share: float) -> None:
-        """Take a sample, or not."""
-        self._skipped += 1
-        if self._skipped < self._every:
-            return
-        self._skipped = 0
-        self.rows.append((now_s, share))
-        if len(self.rows) >= _MAX_SAMPLES:
-            self.rows = self.rows[::2]
-            self._every *= 2
 
 
 @dataclass(slots=True)
@@ -107,12 +87,12 @@ class Outcome:
     trace: Trace  # what was asked
     requests: Requests
     duration_s: float = 0.0  # from the first arrival to the last token, or to where it was stopped
-    series: Series = field(default_factory=Series)
+    usage_at_s: array[float] = field(default_factory=lambda: array("d"))  # when each batch was done
+    usage: array[float] = field(default_factory=lambda: array("d"))  # share of the KV blocks in use from then on
     gaps: Gaps = field(default_factory=Gaps)
     stage_busy_s: list[list[float]] = field(default_factory=list)  # by group and stage
     stage_bubble_s: list[list[float]] = field(default_factory=list)  # without work while another stage had some
     num_batches: int = 0
-    num_skipped: int = 0  # of them, stepped over in one go
     work_lost_s: float = 0.0  # predicted, of what was computed again, or moved to host memory and back
     is_stopped: bool = False  # it did not run to the end
     num_cached_tokens: int = 0  # of prompts, which requests before them had computed
@@ -166,7 +146,6 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
     columns = times.arrival_s, times.first_scheduled_s, times.finish_s
     policy = config.policy if isinstance(config.policy, str) else system.name
     started = np.flatnonzero(~np.isnan(outcome.requests.first_scheduled_s))
-    samples = [np.array(column) for column in zip(*outcome.series.rows, strict=True)] or [np.zeros(0)] * 2
     return {
         "label": system.label,
         "scheduler": config.scheduler,
@@ -181,7 +160,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "p99_slowdown": percentile(slowdown, 99),
         "waiting": _mean_and_most(*counted(*columns[:2], ~times.is_refused), first_s, end_s),
         "active": _mean_and_most(*counted(*columns[1:], ~np.isnan(columns[1])), first_s, end_s),
-        "kv_cache_usage": _mean_and_most(samples[0], samples[1], first_s, end_s),
+        "kv_cache_usage": _mean_and_most(np.array(outcome.usage_at_s), np.array(outcome.usage), first_s, end_s),
         "stages": [
             {"group": group, "stage": stage, "occupancy": busy_s / span_s, "bubble": idle_s / span_s * (len(busy) > 1)}
             for group, (busy, bubbles) in enumerate(zip(outcome.stage_busy_s, outcome.stage_bubble_s, strict=True))
@@ -193,6 +172,9 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "num_swaps": outcome.num_swaps,
         "saturation": saturation_of(times, end_s),
         "num_batches": outcome.num_batches,
+        "start_times": (times.arrival_s - first_s).tolist(),
+        "input_lens": times.prompt_tokens.tolist(),
+        "ttfts": [None if math.isnan(seconds) else seconds for seconds in times.ttft_s.tolist()],
     }
 
 

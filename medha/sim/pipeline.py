@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.cost.chunk_times import ChunkTimes
-from medha.cost.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
+from medha.cost.predictor import Decodes, Predictor, Work, split
 from medha.sched.memory import KVMemory
 
 
@@ -75,7 +75,7 @@ class Pipeline:
             seconds = self._seconds(batch, memory, groups)
             ready_s = max(now_s, self._last_token_s(batch, groups))
             entered_s = max(ready_s, *(self._free_s[group][0] for group in groups))
-            begins_s = [max(entered_s, self._free_s[group][-1]) for group in groups]  # see send_decodes
+            begins_s = [max(entered_s, self._free_s[group][-1]) for group in groups]  # no batch before accounts for it
             for stage, stage_s in enumerate(seconds):
                 start_s = max(ready_s, *(self._free_s[group][stage] for group in groups))
                 ready_s = start_s + stage_s
@@ -94,32 +94,6 @@ class Pipeline:
         if self._tokens_s is not None:
             self._tokens_s.update((row.slot, end_s) for row in batch.rows if row.samples)
         return Passage(first_end_s, end_s, slowest_s)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a batch on the one group takes just what the stages say, and nobody looks on."""
-        return self.num_groups == 1 and self.on_segment is None
-
-    def send_decodes(self, count: int, mean_kv: float, max_kv: int, now_s: float) -> Passage:
-        """As :meth:`send`, to the bit, for decodes of which only this is known; where it :attr:`is_plain`."""
-        seconds = {}
-        for kind in self._distinct:
-            predictor = self.stages[kind]
-            raw_s = predictor.steady_decodes(count)(mean_kv, max_kv)
-            seconds[kind] = max(raw_s * predictor.factor("decode"), MIN_SECONDS)
-        now_s += self._control_s
-        free_s, busy_s = self._free_s[0], self.busy_s[0]
-        ready_s, first_end_s = now_s, now_s
-        begins_s = max(now_s, free_s[0], free_s[-1])  # of the time that no batch before accounts for
-        for stage, kind in enumerate(self._kinds):
-            ready_s = max(ready_s, free_s[stage]) + seconds[kind]
-            free_s[stage] = ready_s
-            busy_s[stage] += seconds[kind]
-            if stage == 0:
-                first_end_s = ready_s
-        for stage, kind in enumerate(self._kinds):
-            self.bubble_s[0][stage] += ready_s - begins_s - seconds[kind]
-        return Passage(first_end_s, ready_s, max(seconds.values()))
 
     def _last_token_s(self, batch: Batch, groups: Sequence[int]) -> float:
         """When the last of the tokens is known with which the decodes of some groups go on."""

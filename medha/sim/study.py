@@ -17,9 +17,7 @@ import numpy as np
 from medha.config import CDSP, CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
 from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
-from medha.cost.roofline import shape_name
 from medha.errors import ConfigError
-from medha.sched.improvement import RateTable, best_rate
 from medha.sched.policy import DEFAULT_POLICY
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Segment
@@ -51,8 +49,8 @@ def run_all(
 ) -> Iterator[Run]:
     """Run one after the other; an interrupt ends the present one, and with it all.
 
-    Of the parameters ``stop_s`` and ``no_skip`` count, and ``timeline``, for which batches on the stages are kept;
-    ``on_progress`` is told now and then how many more requests are closed.
+    Of the parameters ``stop_s`` counts, and ``timeline``, for which batches on the stages are kept; ``on_progress`` is
+    told how many more requests are closed.
     """
     alone: dict[float | None, Floats] = {}
     for system in systems:
@@ -60,9 +58,7 @@ def run_all(
             alone[system.qps] = alone_seconds(system.replica, system.trace.prompt_tokens)
         segments: list[Segment] = []
         built = system.replica.build(on_segment=None if given["timeline"] is None else segments.append)
-        simulation = Simulation(
-            *built, system.trace, stop_s=given["stop_s"], skips=not given["no_skip"], on_progress=on_progress
-        )
+        simulation = Simulation(*built, system.trace, stop_s=given["stop_s"], on_progress=on_progress)
         start_s, interrupted = time.perf_counter(), False
         try:
             simulation.run()
@@ -73,26 +69,6 @@ def run_all(
         yield Run(system, figures, simulation.outcome, segments, wall_s, interrupted)
         if interrupted:
             return
-
-
-def rate_table(
-    systems: Sequence[System], given: Mapping[str, Any], on_progress: Callable[[int], None] = lambda count: None
-) -> RateTable:
-    """The best improvement rate of the cdsp scheduler at each load; ``on_progress`` is told of requests as they are
-    planned with all rates."""
-    rows, layout = [], ""
-    for system in sorted(systems, key=lambda system: system.qps or system.trace.qps or 0.0):
-        dealing, trace = system.replica.build()[0].dealing, system.trace
-        if dealing is None:
-            raise ConfigError(f"best_rates with scheduler={system.name!r}; accepted: --scheduler cdsp alone")
-        layout = system.replica.dealt_layout(dealing.planner.times.sizes)
-        best = best_rate(dealing.planner, trace.arrival_s.tolist(), trace.prompt_tokens.tolist())
-        rows.append((system.qps or trace.qps or 0.0, *best))
-        on_progress(len(trace))
-    replica, (qps, rates, means) = systems[0].replica, zip(*rows, strict=True)
-    what = given["trace"] or given["workload"] or "medha-mix"
-    load = f"{what}, {len(systems[0].trace):,} requests, seed {given['seed']}"
-    return RateTable(replica.spec.name, shape_name(replica.model), layout, load, qps, rates, means)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +130,7 @@ def about(systems: Sequence[System], given: Mapping[str, Any]) -> list[str]:
 def config_of(replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, as plain values, for a report."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline", "no_skip", "best_rates"):
+    for name in ("scheduler", "policy", "qps", "output_json", "timeline"):
         plain.pop(name)  # each run has its own, or it is not about the outcome
     return {
         "medha": version("medha"),

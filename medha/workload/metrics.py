@@ -177,8 +177,7 @@ class Outcome:
 class Served(NamedTuple):
     """A load that is done."""
 
-    outcomes: tuple[Outcome, ...]  # of the load, in the order of its arrivals
-    probes: tuple[Outcome, ...]  # in the order in which they came
+    outcomes: tuple[Outcome, ...]  # in the order of arrivals
     duration_s: float  # from the start to the end of the load's last request
 
     def times(self, goodput: Goodput) -> Times:
@@ -291,16 +290,9 @@ def serving_figures(
     # most within one second of the load's clock, counted from its start
     at_s = [accumulate([one.start_s + one.ttft_s, *one.itl_s]) for one in served.outcomes if one.ttft_s is not None]
     a_second = np.bincount(np.fromiter(chain.from_iterable(at_s), np.int64))
-    probes_ms = [one.e2el_s * 1e3 for one in served.probes if one.is_completed]
     return {
         **found,
         "max_output_tokens_per_s": float(a_second.max(initial=0)),
-        # what the load did to small requests that have nothing to do with it
-        "probe_completed": len(probes_ms),
-        "probe_failed": len(served.probes) - len(probes_ms),
-        "probe_median_e2el_ms": percentile(probes_ms, 50),
-        "probe_p99_e2el_ms": percentile(probes_ms, 99),
-        "probe_max_e2el_ms": max(probes_ms, default=None),
         "ttft_by_length": by_length(times, percentiles),
     }
 

@@ -1,6 +1,4 @@
-"""A load on a live engine: what becomes of its requests and of probes."""
-
-from itertools import count
+"""A load on a live engine: what becomes of its requests."""
 
 import pytest
 
@@ -37,15 +35,6 @@ def test_every_token_has_its_time(local: Local) -> None:
         assert one.e2el_s == pytest.approx(one.ttft_s + sum(one.itl_s))
         assert all(gap > 0 for gap in one.itl_s)
     assert served.duration_s == max(a.end_s, b.end_s)
-    assert served.probes == () and not local.engine.has_unfinished
-
-
-def test_probes_end_with_the_load(local: Local) -> None:
-    probes = (arrival(f"probe-{i}", i * 2e-2, tokens=1) for i in count())
-    served = serve_load(local.engine, [arrival("a", tokens=8), arrival("b", 0.02, tokens=8)], probes=probes)
-    assert [one.request_id for one in served.outcomes] == ["a", "b"]
-    assert 0 < len(served.probes) < 10_000
-    assert all(one.start_s <= served.duration_s and one.is_completed for one in served.probes)
     assert not local.engine.has_unfinished
 
 

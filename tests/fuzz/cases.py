@@ -116,7 +116,7 @@ def by_age(columns: Columns, now_s: float) -> Floats:
 
 
 _OPTIONS: dict[str, list[Any]] = {
-    "scheduler": ["medha"] * 6 + ["static", "orca", "sarathi", "sarathi", "vllm", "token-budget"],
+    "scheduler": ["medha"] * 6 + ["static", "orca", "sarathi", "sarathi", "vllm"],
     "policy": ["lars", "ilrs", "lrs", "edf", "srpt", "sjf", "fcfs", "priority", "priority:edf", f"{__name__}:by_age"],
     "admission": ["all", "all", "all", "refuse", "relegate"],
     "max_num_seqs": [1, 2, 3, 5, 8, 256],

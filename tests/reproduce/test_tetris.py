@@ -23,8 +23,9 @@ from examples.reproduce.baselines.tetris import (
 )
 from examples.reproduce.tetris import LIMIT, Trial, app, figures_of, median_rows
 from medha.cli.command import run_app
-from medha.sched.improvement import RATES, RateTable
+from medha.sched.improvement import RateTable
 from tests.reproduce.test_context_parallel import TABLE
+from tools.best_rates import RATES
 
 
 def test_times_are_those_of_table_1() -> None:

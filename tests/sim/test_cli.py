@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -149,7 +148,7 @@ def test_an_interrupt_keeps_what_was_found(simulate: Simulate, tmp_path: Path, m
         complete(simulation)
 
     monkeypatch.setattr(Simulation, "_complete", interrupted)
-    done = simulate(*SMALL, "--policy", "lars,edf", "--no-skip", "--output-json", out)
+    done = simulate(*SMALL, "--policy", "lars,edf", "--output-json", out)
     assert done.code == 130
     found = reports(out)
     assert (found["complete"], len(found["runs"])) == (False, 1)
@@ -169,23 +168,6 @@ def test_the_timeline_has_stages_requests_and_counters(simulate: Simulate, tmp_p
     assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1} == {"waiting", "prefill", "decode"}
     counters = {event["name"] for event in events if event["ph"] == "C"}
     assert counters == {"KV blocks in use (%)"}
-
-
-def test_plots_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name, more in (("one", ()), ("several", ("--policy", "lars,edf", "--qps", "2,5"))):
-        done = simulate(*SMALL, *more, "--plot", tmp_path / name)
-        assert done.code == 0
-        (path,) = (tmp_path / name).iterdir()
-        assert path.stat().st_size > 5000 and str(path) in done.out
-
-
-def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = simulate(*SMALL, "--plot", tmp_path / "plots")
-    assert (done.code, done.out) == (2, "")
-    assert "--plot needs matplotlib, which is not installed: pip install 'medha[plot]'" in done.err
-    assert not (tmp_path / "plots").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.sim.outcome import Gaps, Outcome, Requests, Series, System, alone_seconds, report
+from medha.sim.outcome import Gaps, Outcome, Requests, System, alone_seconds, report
 from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.sim.study import remarks, shown
@@ -43,17 +44,16 @@ def outcome() -> Outcome:
     gaps = Gaps()
     gaps.add(0.5, 2)
     gaps.add(1.5, 4)
-    series = Series([(10.0, 0.25), (15.0, 0.75)])
     return Outcome(
         trace=trace,
         requests=requests,
         duration_s=10.0,
-        series=series,
+        usage_at_s=array("d", [10.0, 15.0]),
+        usage=array("d", [0.25, 0.75]),
         gaps=gaps,
         stage_busy_s=[[5.0, 4.0]],
         stage_bubble_s=[[1.0, 2.0]],
         num_batches=20,
-        num_skipped=5,
         work_lost_s=0.25,
         is_stopped=True,
     )
@@ -75,6 +75,11 @@ def test_the_fields_of_a_serving_benchmark() -> None:
     ttft_ms = [500.0, 1000.0, 500.0]
     assert serving["mean_ttft_ms"] == pytest.approx(np.mean(ttft_ms))
     assert serving["median_ttft_ms"] == pytest.approx(500.0)
+    assert (serving["start_times"][0], serving["input_lens"][0], serving["ttfts"]) == (
+        0.0,
+        100,
+        [0.5, 1.0, 0.5, 7.0, None],
+    )
     assert serving["std_ttft_ms"] == pytest.approx(np.std(ttft_ms))
     assert serving["p99_ttft_ms"] == pytest.approx(np.percentile(ttft_ms, 99))
     assert serving["mean_tpot_ms"] == pytest.approx((500 + 1500) / 2)  # one token has no TPOT

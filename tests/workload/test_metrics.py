@@ -38,7 +38,7 @@ OUTCOMES = (
 
 
 def test_fields() -> None:
-    served = Served(OUTCOMES, (OUTCOMES[1], OUTCOMES[3]), 4.0)
+    served = Served(OUTCOMES, 4.0)
     goodput = Goodput(ttft_s=1.0, tpot_s=0.4)
     found = serving_figures(served, goodput=Goodput(), metrics=METRICS, percentiles=(99.0,))
     assert (found["completed"], found["failed"]) == (3, 1)
@@ -49,8 +49,7 @@ def test_fields() -> None:
     assert found["mean_tpot_ms"] == pytest.approx(375.0)  # "b" has none
     assert found["median_itl_ms"] == 500.0
     assert (found["max_concurrent_requests"], found["max_output_tokens_per_s"]) == (2, 2.0)
-    assert (found["probe_completed"], found["probe_failed"], found["probe_max_e2el_ms"]) == (1, 1, 2000.0)
-    aimed = Served(tuple(replace(one, slo=goodput.slo) for one in OUTCOMES), (), 4.0)
+    aimed = Served(tuple(replace(one, slo=goodput.slo) for one in OUTCOMES), 4.0)
     found = serving_figures(aimed, goodput=goodput, metrics=("ttft",), percentiles=(99.0,))
     assert (found["slo_attainment"], found["request_goodput"]) == (0.25, 0.25)  # "c" alone; the failed one counts
 
@@ -68,19 +67,19 @@ def test_objectives() -> None:
 
 def test_nothing_has_no_figures() -> None:
     assert set(latency_fields("ttft", [], (99.0,)).values()) == {None}
-    empty = serving_figures(Served((), (), 0.0), goodput=Goodput(), metrics=(), percentiles=())
+    empty = serving_figures(Served((), 0.0), goodput=Goodput(), metrics=(), percentiles=())
     names = ("request_throughput", "max_concurrent_requests", "max_output_tokens_per_s", "ttft_by_length")
     assert [empty[name] for name in names] == [0.0, 0, 0.0, []]
 
 
 def test_an_end_makes_room_for_an_arrival_of_the_same_time() -> None:
-    served = Served((outcome("a", 0.0, 1.0, ()), outcome("b", 1.0, 1.0, ())), (), 2.0)
+    served = Served((outcome("a", 0.0, 1.0, ()), outcome("b", 1.0, 1.0, ())), 2.0)
     assert serving_figures(served, goodput=Goodput(), metrics=(), percentiles=())["max_concurrent_requests"] == 1
 
 
 def test_buckets_hold_all_requests() -> None:
     lens = (1, 255, 256, 1023, 1024, 5000, 2_000_000)
-    served = Served(tuple(replace(OUTCOMES[0], input_len=length) for length in lens), (), 4.0)
+    served = Served(tuple(replace(OUTCOMES[0], input_len=length) for length in lens), 4.0)
     found = by_length(served.times(Goodput()), (99.0,))
     counts = {line["bucket"]: line["num_requests"] for line in found}
     assert counts == {"1-256": 2, "256-1K": 2, "1K-4K": 1, "4K-16K": 1, "1M-": 1}

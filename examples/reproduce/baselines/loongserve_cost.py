@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from examples.reproduce.baselines.context_parallel import ContextParallel, LinearCosts, block_bytes, link_of
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.hardware import HardwareSpec
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Decodes, Predictor
 from medha.cost.roofline import first_chunk_s, stage_coefficients
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens
 
@@ -63,7 +63,7 @@ class EspCosts:
         self._kv_bytes = kv_bytes_per_token(model, parallel, 0)
         self.activation_tokens = (two - one) / self._kv_bytes
         whole = stage_coefficients(spec, model, parallel, 0)
-        self._decodes = Predictor(whole, max_tokens=1)
+        self._predictor = Predictor(whole, max_tokens=1)
         self._linear_s = LinearCosts(spec, model, tp)
         degrees = (1, *range(1, num_instances + 1))
         self._rings = [ContextParallel(spec, model, cp=degree, tp=tp) for degree in degrees]
@@ -96,6 +96,9 @@ class EspCosts:
         alpha, beta, gamma = self._rows[degree]
         return float(alpha + beta * tokens + gamma * squares)
 
+    def _decodes_s(self, count: int, total_kv: float, max_kv: int) -> float:
+        return self._predictor.tick(Decodes(count, count, total_kv, max_kv)).seconds
+
     def step_s(self, num_requests: int, kv_tokens: float, longest: int, *, num_instances: int, rows: int) -> float:
         """Seconds of one decode step of a group.
 
@@ -106,11 +109,9 @@ class EspCosts:
             num_instances: over which the keys are spread.
             rows: requests of the master with the most.
         """
-        steady = self._decodes.steady_decodes(num_requests)
-        mean = kv_tokens / num_requests
-        seconds = steady(mean, min(longest, round(kv_tokens)))
+        seconds = self._decodes_s(num_requests, kv_tokens, min(longest, round(kv_tokens)))
         if rows < num_requests:
-            seconds += self._decodes.steady_decodes(rows)(0.0, 0) - steady(0.0, 0)
+            seconds += self._decodes_s(rows, 0, 0) - self._decodes_s(num_requests, 0, 0)
         if num_instances > 1:
             link = link_of(self._rings[num_instances])
             partial = 2 * num_requests * self.model.num_heads / self.tp * self.model.head_dim

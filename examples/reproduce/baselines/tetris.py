@@ -2,7 +2,7 @@
 
 Source: Tetris ("Optimizing Long-context LLM Serving via Fine-grained Sequence Parallelism"), sections 5.1 and 7.1. Each
 system plans a prompt when it arrives and keeps the plan, so a load is played with arithmetic alone
-(:func:`medha.sched.improvement.played_ttft_s`; a test holds the simulator to it). There is no memory, no decode and no
+(:func:`tools.best_rates.played_ttft_s`; a test holds the simulator to it). There is no memory, no decode and no
 transfer. Times are Eq. 1 fitted to the paper's Table 1, which is within 7 % of its 34 cells.
 
 ==================  ============================================================================================
@@ -21,8 +21,9 @@ import numpy as np
 
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times
 from medha.sched.cdsp import Planner
-from medha.sched.improvement import Floats, LoadWindow, RateTable, best_rate, played_ttft_s
+from medha.sched.improvement import LoadWindow, RateTable
 from medha.workload.synth import generators, parse_lengths
+from tools.best_rates import Floats, best_rate, played_ttft_s
 
 NUM_INSTANCES = 16
 """Two nodes of eight: half of the paper's four, as the ratio of prefill to decode is 1:1."""

@@ -1,60 +1,21 @@
-"""The plot of ``medha simulate``, TTFT over time, and the Chrome trace of a run (opens in ui.perfetto.dev)."""
+"""The Chrome trace of a simulated run (opens in ui.perfetto.dev)."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from medha.errors import ConfigError
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
-from medha.sim.study import Run
 from medha.timeline import BatchRecord, RankRecords, counter_event, name_event, slice_event, stage_events, write_events
 
 logger = logging.getLogger("medha")
-
-
-def check_plots(folder: Path) -> None:
-    """Find out before a run that its plot cannot be drawn or written; makes the folder."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'medha[plot]'") from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"plot={folder}: {error.strerror}; accepted: a folder that can be written") from error
-
-
-def draw(runs: Sequence[Run], folder: Path, long_threshold: int) -> Path:
-    """Draw TTFT over the time of arrival, a panel a run, with prompts of ``long_threshold`` tokens or more apart."""
-    from matplotlib.figure import Figure
-
-    columns = min(len(runs), 3)
-    rows = -(-len(runs) // columns)
-    figure = Figure(figsize=(max(4.2 * columns, 6), 2.9 * rows + 0.6), layout="constrained")
-    grid = figure.subplots(rows, columns, sharex="col", sharey=True, squeeze=False).ravel()
-    short = f"prompt below {long_threshold:,} tokens"
-    for axes, run in zip(grid, runs, strict=False):
-        times = run.outcome.times
-        is_long = times.prompt_tokens >= long_threshold
-        size = 14 if len(times) < 2000 else 4
-        # Okabe and Ito's colours, which differ also for those who see few
-        for chosen, label, color, s in ((~is_long, short, "#0072B2", size), (is_long, "longer", "#D55E00", 2 * size)):
-            axes.scatter(times.arrival_s[chosen], times.ttft_s[chosen], s, color, linewidths=0, alpha=0.75, label=label)
-        axes.set(yscale="log", title=run.system.label)
-        axes.grid(alpha=0.25, linewidth=0.6)
-    figure.supxlabel("arrival (s)")
-    figure.supylabel("TTFT (s)")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
-    path = folder / "ttft_over_time.png"
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    return path
 
 
 MAX_SEGMENTS = 200_000  # batches on a stage that a trace holds; those that come later are left out, with a warning
@@ -71,9 +32,9 @@ def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> No
     events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
     events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
     events += _request_events(outcome)
-    events += [
-        counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in outcome.series.rows
-    ]
+    used = zip(outcome.usage_at_s, outcome.usage, strict=True)
+    points = (counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in used)
+    events += islice(points, MAX_SEGMENTS)
     write_events(path, events)
 
 
