@@ -448,7 +448,7 @@ class BatchBuilder:
             if state.last_batch > newest and state.num_in_flight:
                 continue
             state.last_batch = batch_id
-            row = new(Row, (slot, position, 1, True, True, 0, 1))
+            row = new(Row, (slot, position, 1, True, True, 0, 1, False))
             rows.append(row)
             positions.append(position)
             state.num_scheduled_tokens = position + 1
