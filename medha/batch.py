@@ -188,10 +188,10 @@ def shifts(deals: Sequence[Deal]) -> list[Shift]:
 class Batch:
     """The plan of one step, decodes before prefills.
 
-    A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then cuts the tables of ``deals``, then
-    applies ``extents`` and ``shared``, then ``swaps_in`` into the first blocks of the slot's new table, then ``copies``,
-    then runs ``rows``: a slot or block freed by this batch may be handed out again by the same batch, and a slot that it
-    swaps out may come back with it. Blocks that are cut off are read until the batch is done.
+    A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then cuts off what ``deals`` move
+    away, then applies ``extents`` and ``shared``, then ``swaps_in`` into the first blocks of the slot's new table, then
+    ``copies``, then runs ``rows``: a slot or block freed by this batch may be handed out again by the same batch, and a
+    slot that it swaps out may come back with it. Blocks that are cut off are handed out by a later batch.
     Extents are in position order for each slot; a slot that comes back, or shares, has a row that begins at the first
     position behind what it has.
     """
@@ -230,7 +230,7 @@ class Batch:
     @property
     def has_dealt(self) -> bool:
         """Whether a row is dealt."""
-        return any([row[7] for row in self.chunks])
+        return any(row.is_dealt for row in self.chunks)
 
     @property
     def num_decodes(self) -> int:
@@ -251,9 +251,9 @@ class Batch:
             rows = tuple(sorted(rows, key=lambda row: (row.is_shared, row.is_dealt, row.span if row.is_shared else ())))
         dealt = {row.slot for row in rows if row.is_dealt} if self.deals else ()
         kinds: tuple[tuple[Any, ...], ...] = (self.extents, self.swaps_out, self.swaps_in, self.shared, self.copies)
-        extents, *others = (tuple(one for one in kind if one.group == group) for kind in kinds)
+        extents, out, back, shared, copies = (tuple(one for one in kind if one.group == group) for kind in kinds)
         deals = tuple(deal for deal in self.deals if deal.slot in dealt)
-        return Batch(self.batch_id, rows, extents, self.frees, *others, deals, group)
+        return Batch(self.batch_id, rows, extents, self.frees, out, back, shared, copies, deals, group)
 
     def __str__(self) -> str:
         lines = [f"batch {self.batch_id}: {len(self.rows)} rows, {self.num_tokens} tokens"]
