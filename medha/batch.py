@@ -168,6 +168,12 @@ class Shift(NamedTuple):
     num_tokens: int
 
 
+def even_shares(num_tokens: int, count: int) -> list[int]:
+    """Tokens spread over so many groups; the first ones have what is left over."""
+    whole, rest = divmod(num_tokens, count)
+    return [whole + (index < rest) for index in range(count)]
+
+
 def shifts(deals: Sequence[Deal]) -> list[Shift]:
     """How history moves before a dealt row runs: from the groups that hold more than their share to those that hold
     less, both in ascending order; ``deals`` are of one row."""

@@ -100,16 +100,16 @@ class Slots:
             if slot < len(self.held):
                 self._blocks[slot] = _NONE
                 self._num_blocks[slot] = self.held[slot] = 0
+        for shared in batch.shared:
+            if shared.group == self.group:
+                self._make_room(shared.slot + 1)
+                self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
         dealt = [row for row in batch.rows if row.is_dealt] if batch.deals else []
         step.sends = [move for row in dealt for move in self._cut(row, batch.deals)]
         for extent in batch.extents:
             if extent.group == self.group:
                 self._append(extent)
         step.receives = [move for row in dealt for move in self._grow(row, batch.deals)]
-        for shared in batch.shared:
-            if shared.group == self.group:
-                self._make_room(shared.slot + 1)
-                self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
         size = self.block_size
         step.copies = [(c.source * size, c.target * size, c.num_tokens) for c in batch.copies if c.group == self.group]
         step.swaps_in = self._runs(batch.swaps_in)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from itertools import count
 from typing import NamedTuple
 
-from medha.batch import Batch, Deal, Extent, Row
+from medha.batch import Batch, Deal, Extent, Row, even_shares
 
 BLOCK, NUM_BLOCKS = 16, 40
 
@@ -71,8 +71,7 @@ class Hand:
         deals, extents = [], []
         for row in rows:
             held, blocks = self.held[row.slot], self._num_blocks[row.slot]
-            for index, group in enumerate(row.groups):
-                share = row.position // row.num_groups + (index < row.position % row.num_groups)
+            for group, share in zip(row.groups, even_shares(row.position, row.num_groups), strict=True):
                 if row.is_dealt:
                     deals.append(Deal(row.slot, group, held[group], share))
                     kept = -(-(share + row.tokens_on(group)) // BLOCK)
