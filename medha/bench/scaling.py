@@ -243,17 +243,8 @@ def _run_job() -> int:
 
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
-    columns = (
-        "length",
-        "layout",
-        "timing",
-        "ratio",
-        "bubble",
-        "cpu_s",
-        "transfer_wait_s",
-        "control_wait_s",
-        "merge_wait_s",
-    )
+    waits = [f"{what}_wait_s" for what in ("transfer", "control", "merge")]
+    columns = ("length", "layout", "timing", "ratio", "bubble", "cpu_s", *waits)
     busiest = [line | line["usage"] | {"cpu_s": max(line["usage"]["cpu_s"])} for line in report["results"]]
     rows = rows_of(busiest, columns)
     notes = [
