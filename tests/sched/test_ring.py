@@ -30,7 +30,7 @@ def test_all_come_to_their_end() -> None:
         num_shifts.append(drive.num_shifts)
 
     ends()
-    print(sum(num_dealt), sum(num_shifts), sum(1 for n in num_dealt if n))
+    assert sum(map(bool, num_dealt)) > 40 and sum(num_shifts) > 10
 
 
 def test_small_chunks_are_gathered_and_large_ones_dealt() -> None:
@@ -49,7 +49,7 @@ def test_small_chunks_are_gathered_and_large_ones_dealt() -> None:
         ring_s = tick.with_chunk(own, position + (q_len - own) // 2, ring=2)
         gather_s = tick.with_chunk(q_len, position // 2, run=(0, 1))
         assert is_dealt == (ring_s < gather_s), (position, q_len)
-    assert {is_dealt for *_, is_dealt in seen} == {True}, seen[:5]
+    assert seen
 
 
 @pytest.mark.parametrize(
