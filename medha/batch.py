@@ -11,7 +11,8 @@ request, and which ones fill the blocks of one that comes back (:mod:`medha.work
 A request may begin behind tokens whose keys and values others have computed: its table begins with their blocks.
 
 With KV parallelism a batch spans groups: a row names the run of neighbouring groups on which its tokens are present,
-and each group takes the part that concerns it (:meth:`Batch.part_of`).
+and each group takes the part that concerns it (:meth:`Batch.part_of`). Of a *dealt* row each group of the run computes
+a share of the tokens and keeps their keys and values; a batch says what each of them holds before (:class:`Deal`).
 
 Printing a Batch gives one line a row, which is what scheduler tests compare.
 """
@@ -29,8 +30,8 @@ _HEADER = 4
 _ROW = 6
 _EXTENT = 4
 _KINDS = 4  # of what not every batch has: swaps out and in, shared, copies; each of four integers, as an extent
-_DECODE = 1
-_SAMPLES = 2
+_DECODE, _SAMPLES, _DEALT = 1, 2, 4  # a row's flags
+PIECES = 2  # of a dealt row on each group, so that all see as many keys: the r-th from the front and from the end
 
 
 class Row(NamedTuple):
@@ -43,6 +44,7 @@ class Row(NamedTuple):
     samples: bool  # the last query token is the last known one, so a new token is sampled after it
     group: int = 0  # first group of the run that holds the request's KV cache; it samples
     num_groups: int = 1  # of that run so far. The last of them takes the new keys and values
+    is_dealt: bool = False  # over a run of several, at least two tokens each; then each keeps its own tokens' keys
 
     @property
     def kv_len(self) -> int:
@@ -73,10 +75,23 @@ class Row(NamedTuple):
         """Whether the row's tokens are present on a group."""
         return self.group <= group <= self.writer
 
+    def spans(self, group: int) -> tuple[range, ...]:
+        """The positions that a group computes, ascending: of a dealt row two of its pieces, which lie in a zigzag, so
+        that the first group has the last token."""
+        if not self.is_dealt:
+            return (range(self.position, self.kv_len),)
+        index, count = group - self.group, PIECES * self.num_groups
+        bounds = [self.position + self.q_len * piece // count for piece in range(count + 1)]
+        return tuple(range(bounds[piece], bounds[piece + 1]) for piece in (index, count - 1 - index))
+
+    def tokens_on(self, group: int) -> int:
+        """Query tokens that a group computes."""
+        return sum(map(len, self.spans(group))) if self.is_dealt else self.q_len
+
     def __str__(self) -> str:
         where = "" if self.span == (0, 0) else f" on group {self.group}"
         if self.is_shared:
-            where = f" on groups {self.group}-{self.writer}"
+            where = f" {'dealt to' if self.is_dealt else 'on'} groups {self.group}-{self.writer}"
         if self.is_decode:
             return f"slot {self.slot} decode [{self.position}]{where}"
         last = " last" if self.samples else ""
@@ -130,13 +145,59 @@ class Copy(NamedTuple):
         return f"{self.num_tokens} tokens of block {self.source} to block {self.target}{where}"
 
 
+class Deal(NamedTuple):
+    """What a group of a dealt row's run holds of the tokens before it, in tokens.
+
+    Where ``share`` is another number than ``held``, history moves first: see :func:`shifts`.
+    """
+
+    slot: int
+    group: int
+    held: int  # when the batch comes
+    share: int  # when the row runs
+
+    def __str__(self) -> str:
+        return f"slot {self.slot} holds {self.held} on group {self.group}, then {self.share}"
+
+
+class Shift(NamedTuple):
+    """The last tokens that one group holds of a request become the last ones that another holds."""
+
+    source: int  # group
+    target: int
+    num_tokens: int
+
+
+def even_shares(num_tokens: int, count: int) -> list[int]:
+    """Tokens spread over so many groups; the first ones have what is left over."""
+    whole, rest = divmod(num_tokens, count)
+    return [whole + (index < rest) for index in range(count)]
+
+
+def shifts(deals: Sequence[Deal]) -> list[Shift]:
+    """How history moves before a dealt row runs: from the groups that hold more than their share to those that hold
+    less, both in ascending order; ``deals`` are of one row."""
+    over = [(deal.group, deal.held - deal.share) for deal in deals if deal.held > deal.share]
+    found: list[Shift] = []
+    for deal in deals:
+        missing = deal.share - deal.held
+        while missing > 0:
+            source, spare = over.pop(0)
+            found.append(Shift(source, deal.group, min(spare, missing)))
+            if spare > missing:
+                over.insert(0, (source, spare - missing))
+            missing -= spare
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The plan of one step, decodes before prefills.
 
-    A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then ``extents`` and ``shared``, then
-    ``swaps_in`` into the first blocks of the slot's new table, then ``copies``, then runs ``rows``: a slot or block
-    freed by this batch may be handed out again by the same batch, and a slot that it swaps out may come back with it.
+    A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then cuts off what ``deals`` move
+    away, then applies ``extents`` and ``shared``, then ``swaps_in`` into the first blocks of the slot's new table, then
+    ``copies``, then runs ``rows``: a slot or block freed by this batch may be handed out again by the same batch, and a
+    slot that it swaps out may come back with it. Blocks that are cut off are handed out by a later batch.
     Extents are in position order for each slot; a slot that comes back, or shares, has a row that begins at the first
     position behind what it has.
     """
@@ -149,6 +210,8 @@ class Batch:
     swaps_in: tuple[Extent, ...] = ()  # host blocks that fill the first blocks of a slot's new table
     shared: tuple[Shared, ...] = ()  # of slots that begin behind what is there of their tokens
     copies: tuple[Copy, ...] = ()  # in this order
+    deals: tuple[Deal, ...] = ()  # of each dealt row, all groups of its run in ascending order
+    group: int | None = field(default=None, repr=False, compare=False)  # whose part it is; None of a whole batch
     chunks: tuple[Row, ...] = field(init=False, repr=False, compare=False)  # the rows that are no decodes
 
     def __post_init__(self) -> None:
@@ -165,8 +228,15 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens over all rows."""
-        return self.num_decodes + sum(row.q_len for row in self.chunks)
+        """Query tokens over all rows; those that its group computes of a part."""
+        if self.group is None:
+            return self.num_decodes + sum(row.q_len for row in self.chunks)
+        return self.num_decodes + sum(row.tokens_on(self.group) for row in self.chunks)
+
+    @property
+    def has_dealt(self) -> bool:
+        """Whether a row is dealt."""
+        return any(row.is_dealt for row in self.chunks)
 
     @property
     def num_decodes(self) -> int:
@@ -180,13 +250,16 @@ class Batch:
 
     def part_of(self, group: int) -> Batch:
         """What concerns one group: its blocks, every freed slot, and its rows: those of it alone in their order, then
-        those that it shares, by span, so that each of the span's groups has them adjacent and in one order."""
+        those that it shares, by span, so that each of the span's groups has them adjacent and in one order; last those
+        that are dealt."""
         rows = tuple(row for row in self.rows if row.concerns(group))
         if any(row.is_shared for row in rows):
-            rows = tuple(sorted(rows, key=lambda row: (row.is_shared, row.span if row.is_shared else ())))
+            rows = tuple(sorted(rows, key=lambda row: (row.is_shared, row.is_dealt, row.span if row.is_shared else ())))
+        dealt = {row.slot for row in rows if row.is_dealt} if self.deals else ()
         kinds: tuple[tuple[Any, ...], ...] = (self.extents, self.swaps_out, self.swaps_in, self.shared, self.copies)
-        extents, *others = (tuple(one for one in kind if one.group == group) for kind in kinds)
-        return Batch(self.batch_id, rows, extents, self.frees, *others)
+        extents, out, back, shared, copies = (tuple(one for one in kind if one.group == group) for kind in kinds)
+        deals = tuple(deal for deal in self.deals if deal.slot in dealt)
+        return Batch(self.batch_id, rows, extents, self.frees, out, back, shared, copies, deals, group)
 
     def __str__(self) -> str:
         lines = [f"batch {self.batch_id}: {len(self.rows)} rows, {self.num_tokens} tokens"]
@@ -195,25 +268,27 @@ class Batch:
         lines += [f"  slot {slot} freed" for slot in self.frees]
         lines += [f"  slot {extent.slot} out to host blocks {extent.blocks}" for extent in self.swaps_out]
         lines += [f"  slot {extent.slot} in from host blocks {extent.blocks}" for extent in self.swaps_in]
-        lines += [f"  {one}" for one in (*self.shared, *self.copies)]
+        lines += [f"  {one}" for one in (*self.shared, *self.copies, *self.deals)]
         return "\n".join(lines)
 
     def to_ints(self) -> array[int]:
         """The batch as flat int32: header (id, rows, extents, frees), then each in turn.
 
         Behind them, only where there are some: the numbers of ``swaps_out``, ``swaps_in``, ``shared`` and ``copies``,
-        then each in turn.
+        where a row is dealt that of ``deals``, then each in turn.
 
         Raises:
             OverflowError: a number does not fit 32 bits.
         """
         out = array("i", (self.batch_id, len(self.rows), len(self.extents), len(self.frees)))
         for row in self.rows:
-            flags = _DECODE * row.is_decode + _SAMPLES * row.samples
+            flags = _DECODE * row.is_decode + _SAMPLES * row.samples + _DEALT * row.is_dealt
             out.extend((row.slot, row.position, row.q_len, flags, row.group, row.num_groups))
         out.extend(chain.from_iterable(self.extents))
         out.extend(self.frees)
-        kinds = self.swaps_out, self.swaps_in, self.shared, self.copies
+        kinds: tuple[tuple[Any, ...], ...] = (self.swaps_out, self.swaps_in, self.shared, self.copies)
+        if self.has_dealt:
+            kinds = *kinds, self.deals
         if any(kinds):
             out.extend(map(len, kinds))
             out.extend(chain.from_iterable(chain.from_iterable(kinds)))
@@ -233,18 +308,21 @@ class Batch:
         frees_at = extents_at + _EXTENT * num_extents
         end = length = frees_at + num_frees
         more = [0] * _KINDS
-        if len(ints) >= end + _KINDS and min(num_rows, num_extents, num_frees) >= 0:
-            more = list(ints[end : end + _KINDS])
-            length += _KINDS + _EXTENT * sum(more) if any(more) else 0
+        if any(flags & (_DEALT | _DECODE) == _DEALT for flags in ints[_HEADER + 3 : max(extents_at, 0) : _ROW]):
+            more = [-1] * (_KINDS + 1)
+        num_kinds = len(more)
+        if len(ints) >= end + num_kinds and min(num_rows, num_extents, num_frees) >= 0:
+            more = list(ints[end : end + num_kinds])
+            length += num_kinds + _EXTENT * sum(more) if any(more) else 0
         if min(num_rows, num_extents, num_frees, *more) < 0 or len(ints) != length:
             raise ValueError(f"a batch with header {tuple(ints[:_HEADER])} cannot have {len(ints)} integers")
         rows = tuple(
-            Row(slot, position, q_len, bool(flags & _DECODE), bool(flags & _SAMPLES), group, num_groups)
-            for slot, position, q_len, flags, group, num_groups in _parts(ints[_HEADER:extents_at], _ROW)
+            Row(slot, at, q_len, bool(flags & _DECODE), bool(flags & _SAMPLES), group, count, bool(flags & _DEALT))
+            for slot, at, q_len, flags, group, count in _parts(ints[_HEADER:extents_at], _ROW)
         )
         extents = tuple(Extent(*part) for part in _parts(ints[extents_at:frees_at], _EXTENT))
-        parts = _parts(ints[end + _KINDS :], _EXTENT)
-        kinds = zip((Extent, Extent, Shared, Copy), more, strict=True)
+        parts = _parts(ints[end + num_kinds :], _EXTENT)
+        kinds = zip((Extent, Extent, Shared, Copy, Deal)[:num_kinds], more, strict=True)
         others: list[Any] = [tuple(kind(*part) for part in islice(parts, count)) for kind, count in kinds]
         return cls(batch_id, rows, extents, tuple(ints[frees_at:end]), *others)
 

@@ -53,6 +53,7 @@ class BatchRecord(NamedTuple):
     report_wait_s: float = 0.0  # waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline
     send_wait_s: float = 0.0  # waited for a free buffer to send the hidden states of the batch before
     merge_wait_s: float = 0.0
+    cpu_s: float = 0.0  # of the compute, on the processor: of the thread that ran it, waits excluded
 
     @property
     def busy_s(self) -> float:
@@ -73,13 +74,15 @@ class RankRecords(NamedTuple):
 class Recorder:
     """Keeps the newest records of one rank, by a clock of monotonic seconds."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, cpu_clock: Callable[[], float] = time.thread_time
+    ) -> None:
         self.control_ready = True
         self.waits_for: str | None = None  # what of other ranks this one waits for at present; None while it computes
-        self._clock = clock
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._records: deque[BatchRecord] = deque(maxlen=_RECORDS_KEPT)
         self._waits: dict[str, float] = defaultdict(float)
-        self._start = 0.0
+        self._start = self._cpu_start = 0.0
 
     @contextmanager
     def waiting(self, what: _Wait) -> Iterator[None]:
@@ -93,14 +96,15 @@ class Recorder:
 
     def begin(self) -> float:
         """Compute begins now; the last call before :meth:`end` counts. Returns the time."""
-        self._start = self._clock()
+        self._start, self._cpu_start = self._clock(), self._cpu_clock()
         return self._start
 
     def end(self, batch: Batch) -> BatchRecord:
         """The compute of a batch ends now; returns its record."""
         times = (self._start, self._clock())
         waits = (self._waits[what] for what in _WAITS)
-        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, self.control_ready, *waits)
+        cpu_s = self._cpu_clock() - self._cpu_start
+        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, self.control_ready, *waits)._replace(cpu_s=cpu_s)
         self._records.append(record)
         self._waits.clear()
         return record

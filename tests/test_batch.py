@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Copy, Extent, Row, Shared
+from medha.batch import Batch, Copy, Deal, Extent, Row, Shared, Shift, shifts
 
 BATCH = Batch(
     batch_id=7,
@@ -39,16 +39,25 @@ EXTENT_FIELDS = ("slot", "first", "count", "group")
 INT32 = st.integers(-(2**31), 2**31 - 1)
 EXTENTS = st.lists(st.builds(Extent, INT32, INT32, INT32, INT32), max_size=4).map(tuple)
 NONE = st.just(())
+ROWS = st.builds(Row, INT32, INT32, INT32, st.booleans(), st.booleans(), INT32, INT32, st.just(False))
 BATCHES = st.builds(
     Batch,
     INT32,
-    st.lists(st.builds(Row, INT32, INT32, INT32, st.booleans(), st.booleans(), INT32, INT32), max_size=4).map(tuple),
+    st.lists(ROWS, max_size=4).map(tuple),
     EXTENTS,
     st.lists(INT32, max_size=4).map(tuple),
     NONE | EXTENTS,
     NONE | EXTENTS,
     NONE | st.lists(st.builds(Shared, INT32, INT32, INT32, INT32), max_size=2).map(tuple),
     NONE | st.lists(st.builds(Copy, INT32, INT32, INT32, INT32), max_size=2).map(tuple),
+    NONE,
+    st.none(),
+)
+DEALT = Batch(
+    batch_id=11,
+    rows=(Row(3, 60, 1, True, True, 2), Row(4, 20, 11, False, True, 1, 2, True), Row(5, 0, 9, False, False, 0, 2)),
+    extents=(Extent(4, 6, 1, 2),),
+    deals=(Deal(4, 1, 20, 10), Deal(4, 2, 0, 10)),
 )
 
 PRINTED = """\
@@ -134,6 +143,57 @@ def test_layout_of_the_integers() -> None:
     found = dataclasses.replace(SWAPPED, shared=(Shared(7, 1, 64, 32),), copies=(Copy(1, 3, 4, 16),))
     assert found.to_ints() == plain.to_ints() + array("i", more)
     assert str(found).endswith("slot 7 shares [64:96] on group 1\n  16 tokens of block 3 to block 4 of group 1")
+
+
+def test_a_dealt_row() -> None:
+    assert str(DEALT).splitlines()[2:] == [
+        "  slot 4 prefill [20:31] last dealt to groups 1-2",
+        "  slot 5 prefill [0:9] on groups 0-1",
+        "  slot 4 + blocks [6:7] of group 2",
+        "  slot 4 holds 20 on group 1, then 10",
+        "  slot 4 holds 0 on group 2, then 10",
+    ]
+    # Its flag and what the groups hold are the only integers that other batches do not have.
+    plain = dataclasses.replace(DEALT, rows=(DEALT.rows[0], DEALT.rows[1]._replace(is_dealt=False), DEALT.rows[2]))
+    assert len(plain.to_ints()) == 4 + 6 * 3 + 4
+    assert DEALT.to_ints()[13] == 6
+    assert DEALT.to_ints()[26:] == array("i", [0, 0, 0, 0, 2, *(4, 1, 20, 10), *(4, 2, 0, 10)])
+    assert Batch.from_ints(DEALT.to_ints()) == DEALT
+    for length in range(4, len(ints := list(DEALT.to_ints()))):
+        with pytest.raises(ValueError, match=f"cannot have {length} integers"):
+            Batch.from_ints(ints[:length])
+    parts = [DEALT.part_of(group) for group in range(3)]
+    assert [part.num_tokens for part in parts] == [9, 9 + 5, 1 + 6]
+    assert [part.rows[-1].slot for part in parts] == [5, 4, 4]  # behind the shared one
+    assert [part.deals for part in parts] == [(), DEALT.deals, DEALT.deals]
+    assert DEALT.num_tokens == 21
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 99), st.integers(2, 9), st.integers(0, 5), st.integers(0, 200))
+def test_a_zigzag_covers_a_row(position: int, count: int, group: int, more: int) -> None:
+    row = Row(0, position, 2 * count + more, False, True, group, count, True)
+    pieces = [row.spans(one) for one in row.groups]
+    assert sorted(at for spans in pieces for span in spans for at in span) == list(range(position, row.kv_len))
+    lows, highs = zip(*pieces, strict=True)
+    assert [*lows, *highs[::-1]] == sorted([*lows, *highs], key=lambda span: span.start)
+    assert max(map(len, (*lows, *highs))) - min(map(len, (*lows, *highs))) <= 1
+    assert highs[0][-1] == row.kv_len - 1  # the first group samples
+
+
+@pytest.mark.parametrize(
+    ("held", "share", "expected"),
+    [
+        ((20, 0), (10, 10), [Shift(3, 4, 10)]),
+        ((0, 21), (11, 10), [Shift(4, 3, 11)]),
+        ((10, 10, 0, 0), (5, 5, 5, 5), [Shift(3, 5, 5), Shift(4, 6, 5)]),
+        ((0, 16, 4, 0), (5, 5, 5, 5), [Shift(4, 3, 5), Shift(4, 5, 1), Shift(4, 6, 5)]),
+        ((7, 7), (7, 7), []),
+    ],
+)
+def test_how_history_moves(held: tuple[int, ...], share: tuple[int, ...], expected: list[Shift]) -> None:
+    deals = [Deal(9, group, *both) for group, both in enumerate(zip(held, share, strict=True), start=3)]
+    assert shifts(deals) == expected
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ times are compared here, and tokens in the tests. A job is a :class:`~medha.benc
 2409.17264 v5), and its bound is the number of stages, less the time in which the pipeline fills and drains. ``decode``
 and ``chunk`` run one step over a long context of random keys and values: with KV parallelism each group attends over
 its share of the keys, and what does not shrink is everything outside attention, which every group repeats, and the
-merges.
+merges. With ``ring`` as attention chunks are dealt to the groups, and nothing is repeated; all of a prompt's are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from medha.batch import Row
+from medha.batch import PIECES, Row
 from medha.bench.cli import ANY_COUNT, COUNT, Report, Shown, asked, counted, verb, warmups
 from medha.bench.harness import Local, Subject, median_text, on_ranks, random_prompt, rows_of
 from medha.bench.load import fixed_output, serve_load
@@ -41,6 +41,7 @@ from medha.timeline import RankRecords, decode_records, encode_records
 
 ONE_RANK = "1 rank"
 MODES = ("prefill", "decode", "chunk")
+GATHER, RING = "gather", "ring"
 _BLOCK_SIZE = 256
 _STEPS = 10  # of a turn
 
@@ -60,6 +61,10 @@ class ScalingOptions:
         kind=str, shown="16384, 65536 for a step",
         read=partial(parse_lengths, "input_len"),
     )  # fmt: skip
+    attention: tuple[str, ...] = asked(
+        (GATHER,), "How the groups of a layout attend to a chunk: gather, ring, or both, comma separated.", kind=str,
+        shown=GATHER, read=lambda text: tuple(word.strip() for word in text.split(",") if word),
+    )  # fmt: skip
     chunk_size: int | None = asked(None, "Prompt tokens a batch.", COUNT, shown="512, 64 for a step")
     warmup: int = warmups(1, "Prompts, or turns of 10 steps,")
     runs: int = counted(3, "Prompts, or turns of 10 steps,")
@@ -67,10 +72,25 @@ class ScalingOptions:
 
     def __post_init__(self) -> None:
         is_step = self.mode != "prefill"
-        usual = {"layouts": ("kvp2",) if is_step else ("spp2",), "lengths": (65536,) if is_step else (16384,)}
+        has_ring = RING in self.attention
+        usual = {
+            "layouts": ("kvp2",) if is_step or has_ring else ("spp2",),
+            "lengths": (65536,) if is_step else (16384,),
+        }
         for name, value in {**usual, "chunk_size": 64 if is_step else 512}.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
+        if not self.attention or set(self.attention) - {GATHER, RING}:
+            raise ConfigError(f"attention={','.join(self.attention)!r}; accepted: gather, ring, or both")
+        if has_ring and self.mode == "decode":
+            raise ConfigError("attention='ring' with mode='decode'; accepted: prefill and chunk, as decodes gather")
+        for name in self.layouts if has_ring else ():
+            least = PIECES * (kvp := parse_layout(name).kvp)
+            if kvp < 2 or (self.chunk_size or 0) < least:
+                raise ConfigError(
+                    f"attention='ring' on {name} with chunks of {self.chunk_size}; accepted: kvp of 2 at least, and "
+                    f"{PIECES} tokens a group"
+                )
         for layout in self.all_layouts.values():
             least = (layout.kvp - 1) * _BLOCK_SIZE
             if is_step and min(self.lengths) <= least:
@@ -113,7 +133,11 @@ def _one_length(options: ScalingOptions, length: int) -> list[Report]:
             name: stack.enter_context(_start(options, layout, length + q_len))
             for name, layout in options.all_layouts.items()
         }
-        turns = {name: partial(job.ask, **work) for name, job in jobs.items()}
+        turns = {
+            f"{name} {RING}" if attention == RING else name: partial(job.ask, **work, attention=attention)
+            for name, job in jobs.items()
+            for attention in ((GATHER,) if name == ONE_RANK else options.attention)
+        }
         answers = in_turn(turns, warmup=options.warmup, runs=options.runs)
     lines: list[Report] = []
     for name, found in answers.items():
@@ -129,9 +153,9 @@ def _one_length(options: ScalingOptions, length: int) -> list[Report]:
 def usage(ranks: Sequence[RankRecords]) -> Report:
     """Where the time of a prefill, or of a turn of steps, went: from its first batch's start to its last one's end.
 
-    ``busy_s`` is of each rank, and ``bubble`` the share of all ranks' time in which they did not compute. The waits are
-    the most that a rank waited once its first batch was there: for hidden states and for messages; merges are of all
-    batches.
+    ``busy_s`` is of each rank, as is ``cpu_s``, what of it was on the processor, and ``bubble`` the share of all
+    ranks' time in which they did not compute. The waits are the most that a rank waited once its first batch was there:
+    for hidden states and for messages; merges are of all batches.
     """
     active = [r.batches for r in ranks if r.batches]  # a group may have had nothing to do
     span_s = max(batches[-1].end_s for batches in active) - min(batches[0].start_s for batches in active)
@@ -139,6 +163,7 @@ def usage(ranks: Sequence[RankRecords]) -> Report:
     filled = [batches[1:] for batches in active]  # the wait for a rank's first batch is the pipeline's filling
     return {
         "busy_s": busy_s,
+        "cpu_s": [sum(batch.cpu_s for batch in r.batches) for r in ranks],
         "bubble": 1 - sum(busy_s) / (span_s * len(ranks)),
         "transfer_wait_s": max(sum(batch.hidden_wait_s for batch in batches) for batches in filled),
         "control_wait_s": max(sum(batch.control_wait_s for batch in batches) for batches in filled),
@@ -164,8 +189,13 @@ def _start(options: ScalingOptions, layout: ParallelConfig, longest: int) -> Wor
     return Worker(f"a job of {degrees}", [sys.executable, "-P", "-m", "medha.bench.scaling"], settings, stops=False)
 
 
-def _prefill(local: Local, *, prompt_len: int, seed: int) -> Report:
+def _prefill(local: Local, hand: StepRunner, *, prompt_len: int, seed: int, attention: str) -> Report:
     """Read a random prompt to its first token."""
+    if attention == RING:
+        chunk_size = local.config.scheduler.chunk_size
+        assert chunk_size is not None, "the job has one"
+        hand.read(prompt_len, chunk_size, num_groups=local.config.parallel.kvp)
+        return {"seconds": [hand.last_s]}
     prompt = random_prompt(prompt_len, local.model.vocab_size, np.random.default_rng(seed))
     (outcome,) = serve_load(local.engine, [Arrival("prompt", prompt, fixed_output(1))]).outcomes
     if outcome.ttft_s is None:
@@ -173,10 +203,10 @@ def _prefill(local: Local, *, prompt_len: int, seed: int) -> Report:
     return {"seconds": [outcome.ttft_s]}
 
 
-def _steps(local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool) -> Report:
+def _steps(local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool, attention: str) -> Report:
     """Equal steps of one row over a context that lies on all groups."""
     groups = local.config.parallel.kvp
-    step = (Row(FIRST_SLOT, context, q_len, is_decode, is_decode, num_groups=groups),)
+    step = (Row(FIRST_SLOT, context, q_len, is_decode, is_decode, 0, groups, attention == RING),)
     ran = [(hand.run(step)[0], hand.last_s) for _ in range(_STEPS)]
     return {"batch_ids": [batch_id for batch_id, _ in ran], "seconds": [seconds for _, seconds in ran]}
 
@@ -200,7 +230,7 @@ def _serve_lines(local: Local) -> Report:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         work = json.loads(line)
-        found = _prefill(local, **work) if "prompt_len" in work else _steps(local, hand, **work)
+        found = _prefill(local, hand, **work) if "prompt_len" in work else _steps(local, hand, **work)
         print(json.dumps(found | {"ranks": _records(local, found.pop("batch_ids", None))}), flush=True)
     return {}
 
@@ -213,9 +243,14 @@ def _run_job() -> int:
 
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
-    columns = ("length", "layout", "timing", "ratio", "bubble", "transfer_wait_s", "control_wait_s", "merge_wait_s")
-    rows = rows_of([line | line["usage"] for line in report["results"]], columns)
-    notes = [f"{median_text(report)}, interleaved; 1 thread a rank; ratio: one rank's time over a layout's"]
+    waits = [f"{what}_wait_s" for what in ("transfer", "control", "merge")]
+    columns = ("length", "layout", "timing", "ratio", "bubble", "cpu_s", *waits)
+    busiest = [line | line["usage"] | {"cpu_s": max(line["usage"]["cpu_s"])} for line in report["results"]]
+    rows = rows_of(busiest, columns)
+    notes = [
+        f"{median_text(report)}, interleaved; 1 thread a rank; ratio: one rank's time over a layout's",
+        "cpu_s: of the busiest rank",
+    ]
     if report["options"]["mode"] != "prefill":
         notes.append("turns of 10 steps over random keys and values; waits: of a turn")
     return {"results": rows}, notes

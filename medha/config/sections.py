@@ -113,6 +113,13 @@ class SchedulerConfig:
         is_length=True,
         shown="what a chunk of --min-chunk tokens fills a batch's time with, at least an even share of the longest",
     )
+    ring: bool = _parallel(
+        False,
+        "Spread a request that needs several KV-parallel groups over all of these at once; each computes a share of a "
+        "chunk, by a ring, where that is predicted faster. Without prefix caching, --overcommit and swap.",
+        BOOLEAN,
+        flags=("--ring",),
+    )
     t_target_s: float | None = _scheduling(
         None,
         "Seconds that a batch may take.",
@@ -240,10 +247,21 @@ class SchedulerConfig:
         if self.scheduler != "medha" and self.admission != "all":
             what = f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make"
             raise ConfigError(f"{what}; accepted: all")
+        if self.ring:
+            self._check_ring()
         if self.scheduler == CDSP:
             self._check_dealt()
         elif self.scheduler != "medha" and self.chunk_size is None:
             object.__setattr__(self, "chunk_size", self.max_batch_tokens if self.scheduler == "vllm" else 512)
+
+    def _check_ring(self) -> None:
+        """Refuse what requests that are dealt over their groups do not have."""
+        if self.scheduler != "medha":
+            raise ConfigError(f"ring with scheduler={self.scheduler!r}; accepted: medha")
+        for name in ("prefix_caching", "overcommit", "num_swap_blocks"):
+            if getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)!r} with ring; accepted: without it")
+        object.__setattr__(self, "prefix_caching", False)
 
     def _check_dealt(self) -> None:
         """Refuse what dealt chunks do not have: they are as long as planned, and are not kept, moved or preempted."""

@@ -26,12 +26,12 @@ import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig
 from medha.config.fields import are_sp_sizes
+from medha.cost.coefficients import Link, ring_steps_s
 from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import Shard, chunk_slope_s
 from medha.errors import ConfigError
 
-STEP_S = 0.6e-3
 _DTYPE_BYTES = 2
 _HALVINGS, _HISTORIES = 9, (0.0, 0.5, 1.0, 2.0, 4.0)  # chunks that a fit is made of: lengths, and histories in chunks
 
@@ -130,9 +130,9 @@ def ring_chunk_s(
     shard = Shard.of(model, parallel, 0)
     slope_s = float(chunk_slope_s(spec, own, heads=shard.heads, kv_heads=shard.kv_heads, head_dim=model.head_dim))
     link = spec.send if size * parallel.tp <= spec.gpus_per_node else spec.node_send
-    block_bytes = 2 * shard.kv_heads * model.head_dim * _DTYPE_BYTES * (history + tokens) / size
-    exposed_s = max(0.0, link.alpha_s + block_bytes / link.bytes_per_s - slope_s * (history + tokens / 2) / size)
-    return alone_s + model.num_layers * (size - 1) * (STEP_S + exposed_s)
+    layers, token_bytes = model.num_layers, 2 * shard.kv_heads * model.head_dim * _DTYPE_BYTES
+    sends = Link(layers, link.alpha_s, link.bytes_per_s, token_bytes)
+    return alone_s + ring_steps_s(sends, layers * slope_s, size=size, history=history, tokens=tokens)
 
 
 def ring_times(

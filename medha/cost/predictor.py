@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from medha.cost.coefficients import Coefficients, Line, Tiles
+from medha.batch import Row
+from medha.cost.coefficients import Coefficients, Line, Tiles, ring_steps_s
 
 MIN_SECONDS = 1e-6  # no batch is predicted to take less
 _ROUNDING = 1 - 1e-12  # share of a budget that is used, so that what is found fits when it is predicted again
@@ -40,6 +41,7 @@ class Work(NamedTuple):
     is_decode: bool  # otherwise a chunk of a prompt
     run: Run | None = None  # first and last group of a request on several, each charged the causal part; else None
     samples: bool = False  # a chunk that ends its prompt, so that the head runs on it; a decode always samples
+    ring: int = 1  # groups to which a chunk is dealt: q_len is one's share, kv_before what its tokens see in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Decodes:
     @classmethod
     def of(cls, rows: Sequence[Work]) -> Decodes:
         """Sum up at least one decode."""
-        q_lens, kvs, _, runs, _ = zip(*rows, strict=True)
+        q_lens, kvs, _, runs, *_ = zip(*rows, strict=True)
         spread = tuple((run, q_len) for run, q_len in zip(runs, q_lens, strict=True) if run is not None)
         return cls(len(rows), sum(q_lens), sum(kvs), max(kvs), spread)
 
@@ -79,7 +81,7 @@ class Predictor:
             decodes = Decodes.of(decodes) if decodes else None
         tick = Tick(self, decodes)
         for chunk in chunks:
-            tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples)
+            tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples, ring=chunk.ring)
         return tick
 
     def predict(self, rows: Sequence[Work]) -> float:
@@ -102,6 +104,14 @@ def slowest_of(stages: Sequence[Predictor]) -> Predictor:
     return max(stages, key=lambda stage: stage.predict([Work(chunk, _TYPICAL_KV, False, None, True)]))
 
 
+def dealt_work(row: Row, group: int | None = None) -> Work:
+    """A dealt row as a group of its run sees it, by default the one that samples: its tokens lie in a zigzag, so they
+    see half of the chunk's others in the mean."""
+    own = -(-row.q_len // row.num_groups)
+    samples = row.samples and group in (None, row.group)
+    return Work(own, row.position + (row.q_len - own) // 2, False, None, samples, row.num_groups)
+
+
 def split(rows: Sequence[Work]) -> tuple[list[Work], list[Work]]:
     """The decodes and the chunks of a batch."""
     return [row for row in rows if row.is_decode], [row for row in rows if not row.is_decode]
@@ -118,7 +128,7 @@ class Tick:
     def __init__(self, predictor: Predictor, decodes: Decodes | None) -> None:
         coefficients = predictor.coefficients
         self._line, self._tiles, self._head = predictor._line, predictor._tiles, predictor._head
-        self._kvp = coefficients.kvp
+        self._kvp, self._ring = coefficients.kvp, coefficients.ring
         self._decode_factor = predictor.factor("decode")
         self._chunk_factor = predictor.factor("prefill" if decodes is None else "mixed")
         self._num_decodes = self._num_samples = 0 if decodes is None else decodes.count
@@ -144,13 +154,15 @@ class Tick:
         """The correction within :attr:`seconds`, to be handed back with the observation."""
         return self._decode_factor if self.kind == "decode" else self._chunk_factor
 
-    def with_chunk(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False) -> float:
+    def with_chunk(
+        self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False, ring: int = 1
+    ) -> float:
         """Corrected seconds of the batch if this chunk, of at most ``max_tokens`` of the predictor, were added."""
-        return self._corrected(self._raw(q_len, *self._of_chunk(kv_before, run, samples)))
+        return self._corrected(self._raw(q_len, *self._of_chunk(kv_before, run, samples, ring, q_len)))
 
-    def add(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False) -> None:
+    def add(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False, ring: int = 1) -> None:
         """Add a chunk; arguments as of :meth:`with_chunk`."""
-        parts = a, kv, merge_s, fixed_s = self._of_chunk(kv_before, run, samples)
+        parts = a, kv, merge_s, fixed_s = self._of_chunk(kv_before, run, samples, ring, q_len)
         self.seconds = self._corrected(self._raw(q_len, *parts))
         tile = -(-q_len // self._tiles.tile)
         self._chunks_s += a[tile] + kv * self._tiles.b[tile]
@@ -208,7 +220,9 @@ class Tick:
         raw_s = self._fixed_s + self._line.at(self.num_tokens) + alone_s
         self.seconds = max(raw_s * self._decode_factor, MIN_SECONDS)
 
-    def _of_chunk(self, kv_before: int, run: Run | None, samples: bool) -> tuple[list[float], float, float, float]:
+    def _of_chunk(
+        self, kv_before: int, run: Run | None, samples: bool, ring: int = 1, q_len: int = 0
+    ) -> tuple[list[float], float, float, float]:
         """Offsets by tile, the KV that slopes are multiplied by, merge seconds a tile, and seconds once."""
         tiles = self._tiles
         merge_s = fixed_s = 0.0
@@ -218,6 +232,10 @@ class Tick:
         if run is not None and self._kvp is not None:
             merge_s = (run[1] - run[0]) * self._kvp.token_s * tiles.tile
             fixed_s += 0.0 if run in self._runs else self._kvp.fixed_s
+        if ring > 1 and self._ring is not None:
+            slope_s, others = tiles.b[-(-q_len // tiles.tile)], q_len * (ring - 1)
+            history = kv_before - others / 2
+            fixed_s += ring_steps_s(self._ring, slope_s, size=ring, history=history, tokens=q_len + others)
         return tiles.a if kv_before > 0 else tiles.first, kv_before, merge_s, fixed_s
 
     def _raw(self, q_len: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> float:

@@ -157,6 +157,7 @@ def stage_coefficients(
     """
     shard = Shard.of(model, parallel, stage, dtype_bytes)
     row_bytes, merged_bytes = model.hidden_size * dtype_bytes, shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
+    block_bytes = 2 * shard.kv_heads * model.head_dim * dtype_bytes
     tp, spp, kvp = _links(spec, parallel, stage)
     name, layout = f"{spec.machine} ({spec.name}, {spec.provenance})", f"{_layout(parallel)} stage {stage}"
     return Coefficients(
@@ -170,6 +171,7 @@ def stage_coefficients(
         tp=None if tp is None else Link(2 * shard.layers, tp.alpha_s, tp.bytes_per_s, row_bytes),
         spp=None if spp is None else Link(1, spp.alpha_s, spp.bytes_per_s, row_bytes),
         kvp=None if kvp is None else Link(shard.layers, kvp.alpha_s, kvp.bytes_per_s, merged_bytes),
+        ring=None if kvp is None else Link(shard.layers, kvp.alpha_s, kvp.bytes_per_s, block_bytes),
     )
 
 

@@ -364,7 +364,7 @@ class Follower:
         for slot in message.fields.get("close", ()):
             self._runner.close(slot)
         part = batch.part_of(self.ranks.group)
-        num_ids = sum(row.q_len for row in part.rows if not row.is_decode) if self.ranks.is_first_stage else 0
+        num_ids = part.num_tokens - part.num_decodes if self.ranks.is_first_stage else 0
         chunk_ids, ids = np.split(message.token_ids, [num_ids])
         for fields in message.fields.get("open", ()):
             slot, sampling, ids = decode_sampling(fields, ids)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from medha.batch import Batch, Row
-from medha.cost.predictor import Predictor, Work
+from medha.cost.predictor import Predictor, Work, dealt_work
 from medha.outputs import Explanation
 from medha.sched.decision import Admitted, Decision, Observer, SchedulerRequest
 from medha.sched.policy import Floats
@@ -249,6 +249,8 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
 
 
 def _work(row: Row) -> Work:
+    if row.is_dealt:
+        return dealt_work(row)
     # A shared context is spread evenly enough for a proportion.
     run = row.span if row.is_shared else None
     return Work(row.q_len, row.position // row.num_groups, row.is_decode, run, row.samples)
@@ -259,4 +261,4 @@ def _seconds_alone(predictor: Predictor | None, chunk: Work) -> float:
         return float(chunk.q_len)
     tick, most = predictor.tick(), predictor.max_tokens  # a whole prompt may exceed the predictor's tables
     parts = [(min(most, chunk.q_len - done), chunk.kv_before + done) for done in range(0, chunk.q_len, most)]
-    return sum(tick.with_chunk(q_len, kv_before, run=chunk.run) for q_len, kv_before in parts)
+    return sum(tick.with_chunk(q_len, kv_before, run=chunk.run, ring=chunk.ring) for q_len, kv_before in parts)

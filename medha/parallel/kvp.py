@@ -99,12 +99,7 @@ class Pending(NamedTuple):
         PlanDivergenceError where a rank of a span merges other rows, if they are compared.
         """
         for shared, group, received in self.digests:
-            theirs, ours = received(), [shared.batch_id, shared.digest]
-            if theirs != ours:
-                raise PlanDivergenceError(
-                    f"batch {ours[0]}: group {group} merges rows of batch {theirs[0]} with digest {theirs[1]:08x}, "
-                    f"this one has {ours[0]} with {ours[1]:08x}"
-                )
+            check_digest(shared, group, received())
         for work in self.works:
             work.wait()
         return [
@@ -113,13 +108,27 @@ class Pending(NamedTuple):
         ]
 
 
-def shared_rows(batch: Batch) -> list[Shared]:
-    """The rows of a rank's part of a batch that are shared, by run in ascending order: the order of all collectives."""
+def check_digest(shared: Shared, group: int, theirs: list[int]) -> None:
+    """Refuse a group whose batch id and digest are others than those of the rows here."""
+    ours = [shared.batch_id, shared.digest]
+    if theirs != ours:
+        raise PlanDivergenceError(
+            f"batch {ours[0]}: group {group} merges rows of batch {theirs[0]} with digest {theirs[1]:08x}, "
+            f"this one has {ours[0]} with {ours[1]:08x}"
+        )
+
+
+def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:
+    """The rows of a rank's part of a batch that are shared, by run in ascending order: the order of all collectives;
+    or those that are dealt."""
     found, start = [], 0
-    for run, its_rows in groupby((row for row in batch.rows if row.is_shared), key=lambda row: row.span):
+    wanted = (row for row in batch.rows if row.is_shared and row.is_dealt == dealt)
+    for run, its_rows in groupby(wanted, key=lambda row: row.span):
         rows = tuple(its_rows)
-        end = start + sum(row.q_len for row in rows)
-        found.append(Shared(batch.batch_id, run, slice(start, end), Batch(batch.batch_id, rows).digest()))
+        slots = {row.slot for row in rows}
+        end = start + sum(row.q_len if batch.group is None else row.tokens_on(batch.group) for row in rows)
+        theirs = Batch(batch.batch_id, rows, deals=tuple(deal for deal in batch.deals if deal.slot in slots))
+        found.append(Shared(batch.batch_id, run, slice(start, end), theirs.digest()))
         start = end
     return found
 

@@ -151,6 +151,8 @@ def fit(
     batch, mean_kv, beside = _medians(
         [(len(row.step), row.step[0].position, seconds) for row, seconds in zip(decode_rows, beside, strict=True)]
     )
+    kvp = _kvp_link(merges, model, parallel, num_layers, dtype_bytes) if merges else None
+    block_bytes = 2.0 * max(1, model.num_kv_heads // parallel.tp) * model.head_dim * dtype_bytes
     return Coefficients(
         key=key,
         linear=_curve([(sum(part.q_len for part in row.step), row.time.linear_s) for row in rows]),
@@ -158,7 +160,8 @@ def fit(
         decodes=fit_decodes(batch, mean_kv, beside),
         head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if stage == parallel.spp - 1 else None,
         host_s=host_s,
-        kvp=_kvp_link(merges, model, parallel, num_layers, dtype_bytes) if merges else None,
+        kvp=kvp,
+        ring=None if kvp is None else dataclasses.replace(kvp, bytes_per_token=block_bytes),
     )
 
 

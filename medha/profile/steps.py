@@ -15,7 +15,7 @@ from itertools import count
 import numpy as np
 import torch
 
-from medha.batch import Batch, Extent, Row
+from medha.batch import PIECES, Batch, Deal, Extent, Row, Shared, even_shares
 from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.step import BatchRunner
@@ -80,6 +80,28 @@ class StepRunner:
         new = [extent for slot in frees for extent in extents[slot]]
         return self._submit(step, new, frees)
 
+    def read(self, num_tokens: int, chunk_size: int, *, num_groups: int) -> list[int]:
+        """Read a prompt whose chunks are dealt to the first groups; returns its batch ids, and sets ``last_s``."""
+        self._open(1)
+        blocks = -(-num_tokens // (num_groups * self._block_size)) + 1
+        extents = [Extent(FIRST_SLOT, 0, blocks, group) for group in range(num_groups)]
+        frees: tuple[int, ...] = (FIRST_SLOT,)
+        held, pending, start_s = [0] * num_groups, [], time.perf_counter()
+        for at in range(0, num_tokens, chunk_size):
+            q_len = min(chunk_size, num_tokens - at)
+            is_dealt = num_groups > 1 and q_len >= PIECES * num_groups
+            row = Row(FIRST_SLOT, at, q_len, False, at + q_len == num_tokens, 0, num_groups, is_dealt)
+            deals = [Deal(FIRST_SLOT, group, here, here) for group, here in enumerate(held) if is_dealt]
+            batch = Batch(next(self._batch_ids), (row,), tuple(extents), frees, deals=tuple(deals))
+            pending.append((batch.batch_id, self._runner.submit(batch)))
+            for group in row.groups if is_dealt else (row.writer,):
+                held[group] += row.tokens_on(group)
+            extents, frees = [], ()
+        for _, step in pending:
+            step.result()
+        self.last_s = time.perf_counter() - start_s
+        return [batch_id for batch_id, _ in pending]
+
     def _open(self, number: int) -> None:
         """Make the first slots known; their prompts are as long as the pool, so none ever ends."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True).resolve({})
@@ -88,7 +110,10 @@ class StepRunner:
         self._num_open = max(self._num_open, number)
 
     def _submit(self, rows: Sequence[Row], extents: Sequence[Extent], frees: tuple[int, ...]) -> tuple[int, float]:
-        batch = Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees)
+        dealt = [(row.slot, *one) for row in rows if row.is_dealt for one in enumerate(_shares(row))]
+        deals = tuple(Deal(slot, group, share, share) for slot, group, share in dealt)
+        shared = tuple(Shared(slot, group, 0, share) for slot, group, share in dealt)
+        batch = Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees, shared=shared, deals=deals)
         start_s = time.perf_counter()
         busy_s = self._runner.submit(batch).result().busy_s
         self.last_s = time.perf_counter() - start_s
@@ -110,6 +135,11 @@ class StepRunner:
         return extents
 
 
+def _shares(row: Row) -> list[int]:
+    """Tokens before a dealt row that lie on each group."""
+    return even_shares(row.position, row.num_groups)
+
+
 def _share(row: Row, block_size: int) -> int:
     """Tokens that lie on each group but the last, whole blocks."""
     return -(-row.position // (row.num_groups * block_size)) * block_size
@@ -117,6 +147,8 @@ def _share(row: Row, block_size: int) -> int:
 
 def _tokens_on(row: Row, group: int, block_size: int) -> int:
     """Tokens that a group holds once the row has run."""
+    if row.is_dealt:
+        return _shares(row)[group] + row.tokens_on(group)
     share = _share(row, block_size)
     return row.kv_len - share * group if group == row.writer else share
 
@@ -128,7 +160,7 @@ def _placing(step: Step, block_size: int) -> list[list[Row]]:
     its own, while it is the last group of the run.
     """
     batches: list[list[Row]] = []
-    cached = [row for row in step if row.position]
+    cached = [row for row in step if row.position and not row.is_dealt]  # those a batch tells without one
     for group in range(max((row.num_groups for row in cached), default=0)):
         within = [(row, _share(row, block_size)) for row in cached if group < row.num_groups]
         starts = [

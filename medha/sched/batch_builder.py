@@ -13,9 +13,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from medha.batch import Batch, Copy, Extent, Row, Shared
+from medha.batch import PIECES, Batch, Copy, Deal, Extent, Row, Shared
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Decodes, Work, split
+from medha.cost.predictor import Decodes, Work, dealt_work, split
 from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.prefix import Hit, Path
@@ -52,7 +52,9 @@ class BatchBuilder:
     """A batch that is being filled.
 
     Attributes:
-        rows, extents, swaps_in, shared, copies: so far.
+        rows, extents, swaps_in, shared, copies, deals: so far.
+        prefers_ring: whether a chunk of a dealt request, of so many tokens behind a position, first group and number of
+            groups, is rather dealt than gathered.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class BatchBuilder:
         self.swaps_in: list[Extent] = []
         self.shared: list[Shared] = []
         self.copies: list[Copy] = []
+        self.deals: list[Deal] = []
+        self.prefers_ring: Callable[[int, int, int, int], bool] = lambda position, q_len, first, count: True
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
@@ -149,7 +153,8 @@ class BatchBuilder:
         """Give a prefill, whose memory is set aside, a chunk that is dealt to some groups."""
         if not state.has_started:
             self._queue.start(state)
-        self._append_row(state, self._chunk_row(state, q_len, groups.start, len(groups)))
+        row = self._chunk_row(state, q_len, groups.start, len(groups))
+        self._append_row(state, row._replace(is_dealt=len(groups) > 1))
 
     def is_held(self, state: State) -> bool:
         """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
@@ -236,7 +241,9 @@ class BatchBuilder:
             return self._decodes, chunks
         works = []
         for row in self.rows:
-            if row.concerns(group):
+            if row.is_dealt and row.concerns(group):
+                works.append(dealt_work(row, group))
+            elif row.concerns(group):
                 kv = self.memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
                 samples = row.samples and group == row.group
                 works.append(Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, samples))
@@ -250,6 +257,8 @@ class BatchBuilder:
             return 0
         row = self._chunk_row(state, q_len, first, count)
         index = self.chunked.get(state.slot)
+        if index is not None and self._width(state) > 1:
+            return 0  # it is dealt, or gathered, as a whole
         if index is not None and self.rows[index].span != row.span:
             return 0  # it would be the first chunk of another shard
         if not self._has_blocks(state, row):
@@ -276,8 +285,10 @@ class BatchBuilder:
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
-        room = self.memory.max_kv_per_group - state.num_scheduled_tokens
-        sizes = {first: self._tokens(state, first, 1, size, is_whole, room) for first in self._firsts(state)}
+        room, width_now = self.memory.max_kv_per_group - state.num_scheduled_tokens, self._width(state)
+        if width_now > 1:
+            room = state.num_left
+        sizes = {first: self._tokens(state, first, width_now, size, is_whole, room) for first in self._firsts(state)}
         open_firsts = [first for first, tokens in sizes.items() if tokens]
         if len(open_firsts) > 1:
             work, width = self._pending_work(), len(self.memory.reservation(num_tokens))
@@ -301,8 +312,8 @@ class BatchBuilder:
             self.extents += extents
             self.swaps_in += host
         else:
-            self.memory.start(state.slot, chosen, num_tokens, state.chain)
-        self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, 1))
+            self.memory.start(state.slot, chosen, num_tokens, state.chain, None, state.request.num_prompt_tokens)
+        self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, width_now))
         return sizes[chosen]
 
     def _share(self, state: State, size: SizeFn, is_whole: bool) -> int | None:
@@ -379,8 +390,30 @@ class BatchBuilder:
     def _can_start(self, state: State, first: int, q_len: int, gone: Collection[int] = ()) -> bool:
         """Whether a request finds memory for its first chunk on the span that begins at ``first``."""
         kv_len = max(state.num_scheduled_tokens + q_len, self._least_kv(state))
-        is_last = q_len == state.num_left
-        return self.memory.can_start(first, state.request.num_kv_tokens, kv_len, set_aside=is_last, gone=gone)
+        request, row = state.request, self._chunk_row(state, q_len, first, self._width(state))
+        num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
+        return self.memory.can_start(
+            first, num_tokens, kv_len, set_aside=row.samples, gone=gone, num_prompt=num_prompt, row=row
+        )
+
+    def is_spread(self, state: State) -> bool:
+        """Whether a request's chunks may be dealt."""
+        return self._width(state) > 1
+
+    def _width(self, state: State) -> int:
+        """Groups of a request's first chunk: of its span where it is dealt, else one."""
+        if not self.memory.deals:
+            return 1
+        return len(self.memory.dealt_reservation(state.request.num_kv_tokens, state.request.num_prompt_tokens) or [0])
+
+    def _is_dealt(self, state: State, q_len: int, first: int, count: int) -> bool:
+        """Whether a chunk of a dealt request is dealt; otherwise it is gathered."""
+        if q_len < PIECES * count:
+            return False  # the end of a prompt
+        request = state.request
+        room = self.memory.gather_room(state.slot, request.num_kv_tokens, request.num_prompt_tokens)
+        most = min(room - PIECES * count, *self.tokens_left[first : first + count])
+        return q_len > most or self.prefers_ring(state.num_scheduled_tokens, q_len, first, count)
 
     def _firsts(self, state: State) -> Sequence[int]:
         """The groups at which a request may begin; where it was swapped out, the one from which it was."""
@@ -420,14 +453,20 @@ class BatchBuilder:
         """Tokens of a request's next chunk within the budgets of its groups, its own, its room and what it is given."""
         most = min(state.num_left, room)
         if not is_whole:
-            most = min(most, *self.tokens_left[first : first + count])
+            width = self._width(state)
+            most = min(most, width * min(self.tokens_left[first : first + count]))
             if self.config.chunk_size is not None:
                 most = min(most, self.config.chunk_size - self.chunk_tokens(state.slot))
-        return max(min(most, size(first, count, most)), 0) if most > 0 else 0
+        tokens = max(min(most, size(first, count, most)), 0) if most > 0 else 0
+        if tokens and self.memory.deals and (width := self._width(state)) > 1:
+            least = min(PIECES * width, state.num_left)  # two tokens a group, unless it ends the prompt
+            return max(tokens, least) if least <= most else 0
+        return tokens
 
     def _chunk_row(self, state: State, q_len: int, first: int, count: int) -> Row:
         position = state.num_scheduled_tokens
-        return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count)
+        is_dealt = count > 1 and self._width(state) > 1 and self._is_dealt(state, q_len, first, count)
+        return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count, is_dealt)
 
     def _append_due(self) -> None:
         """As :meth:`add_decode` of each of :meth:`due_decodes`: on the one group that there is, where none is refused.
@@ -446,7 +485,7 @@ class BatchBuilder:
             if state.last_batch > newest and state.num_in_flight:
                 continue
             state.last_batch = batch_id
-            row = new(Row, (slot, position, 1, True, True, 0, 1))
+            row = new(Row, (slot, position, 1, True, True, 0, 1, False))
             rows.append(row)
             positions.append(position)
             state.num_scheduled_tokens = position + 1
@@ -465,10 +504,12 @@ class BatchBuilder:
         """Put a row into the batch and allocate the blocks it fills."""
         self.rows.append(row)
         state.last_batch = self._batch_id
+        if row.is_dealt:
+            self.deals += self.memory.deals_of(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)
         for group in row.groups:
-            self.tokens_left[group] -= row.q_len
+            self.tokens_left[group] -= row.tokens_on(group)
         if not row.is_decode:
             self.chunked[row.slot] = len(self.rows) - 1
             for group in row.groups:

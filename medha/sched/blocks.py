@@ -83,6 +83,15 @@ class BlockPool:
             start = next_start
         self._put_back(holding.next, holding.end)
 
+    def cut_off(self, slot: int, kept: int) -> list[tuple[int, int]]:
+        """Take from ``slot`` all blocks but its first ``kept``, in runs that :meth:`free` takes, and its promise."""
+        holding = self._holdings[slot]
+        gone = list(cut(holding.extents, kept, self.num_blocks))
+        holding.extents = list(cut(holding.extents, 0, kept))
+        self._put_back(holding.next, holding.end)
+        holding.next = holding.end = sum(holding.extents[-1]) if holding.extents else 0
+        return gone
+
     def free(self, first: int, count: int) -> None:
         """Take back adjacent blocks."""
         self.num_used -= count

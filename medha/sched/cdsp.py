@@ -33,9 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from medha.batch import PIECES
 from medha.cost.chunk_times import ChunkTimes, check_sizes
-
-PIECES = 2  # tokens of a chunk on each of its groups at least: a zigzag deals each two pieces
 
 
 class Chunk(NamedTuple):

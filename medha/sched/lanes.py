@@ -23,7 +23,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-from medha.batch import Batch
+from medha.batch import PIECES, Batch
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.sched.batch_builder import BatchBuilder, Packer
@@ -132,7 +132,8 @@ class CdspPacker(Packer):
     def _commit(self, state: State, chunks: tuple[Chunk, ...], now_s: float, factor: float) -> bool:
         """Keep a plan: its tasks join the lanes; False where its memory is not there."""
         ends = accumulate(chunk.num_tokens for chunk in chunks)
-        share = max(-(-end // (chunk.size * self.memory.block_size)) for end, chunk in zip(ends, chunks, strict=True))
+        tokens = max(-(-end // chunk.size) for end, chunk in zip(ends, chunks, strict=True))
+        share = -(-(tokens + self.memory.block_size + PIECES) // self.memory.block_size)  # even to a block, and a piece
         if not self.memory.set_aside(state.slot, range(chunks[-1].first, chunks[-1].first + chunks[-1].size), share):
             return False
         tasks = self._plans[state.slot] = deque()

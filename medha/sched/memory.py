@@ -14,6 +14,10 @@ Blocks whose tokens are known by ids are kept after their request ends (:mod:`me
 begin with some that others have computed. Those that nobody holds count as free. Of those that it shares a request is
 not counted on to give any back, so the test errs on the safe side.
 
+A request that is *dealt* lies on all groups of its span from its first chunk on. Of what is dealt of its prompt each
+keeps an even share, of the rest the last one keeps all; where they come to differ by more than a block, history moves
+before a dealt row runs. Its blocks are not kept for others.
+
 The host may have a pool for each group as well: a preempted request that lies on one group can be *swapped out* to it,
 and comes back to the same group. The file is long because all of this reads and writes the same accounts.
 """
@@ -21,12 +25,12 @@ and comes back to the same group. The file is long because all of this reads and
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, pairwise
 
-from medha.batch import Extent, Row, Shared, append_extent
+from medha.batch import PIECES, Deal, Extent, Row, Shared, append_extent, even_shares
 from medha.sched.blocks import BlockPool
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 
@@ -45,7 +49,8 @@ class _Account:
     starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
     end: int | None = None  # position at which the last of them was told to end, before it is full
     is_set_aside: bool = False  # nobody else may take the rest of its reservation
-    is_dealt: bool = False  # its tokens lie evenly on the groups of its chunks, and not shard after shard
+    tokens: list[int] | None = None  # of one that is dealt: how many lie on each group
+    num_outputs: int = 0  # likewise: tokens of its reservation behind its prompt
     # what follows is of requests with ids alone
     chain: Chain | None = None
     hit: Hit = field(default_factory=Hit)  # what it shares
@@ -77,6 +82,7 @@ class KVMemory:
         num_groups: KV-parallel groups.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
         overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
+        deals: requests that need several groups are dealt, where the pools have room for that.
         prefix_eviction, prefix_cost_s: as of :class:`medha.sched.prefix.PrefixCache`.
 
     Attributes:
@@ -93,6 +99,7 @@ class KVMemory:
         overcommit: bool = False,
         num_swap_blocks: int = 0,
         swap_block_s: float = 0.0,
+        deals: bool = False,
         prefix_eviction: str = "lru",
         prefix_cost_s: Callable[[int], float] = lambda depth: 1.0,
     ) -> None:
@@ -109,9 +116,11 @@ class KVMemory:
         self.max_span: int | None = None  # groups of one request at most, where that is not all of them
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
+        self.deals = deals
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
         self.prefix = PrefixCache(self.pools, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction)
+        self._cut: list[tuple[int, int, int]] = []  # (group, first, count): the next batch moves history out of them
         self._copied: list[tuple[Path, int, int]] = []  # held as the next batch copies a part of them
         self._swapped: dict[int, tuple[int, list[Extent]]] = {}  # group and host blocks of those swapped out
         self._swapped_in: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
@@ -158,9 +167,27 @@ class KVMemory:
         """The groups at which the span of a request of ``num_tokens`` may begin; empty if it can never fit."""
         return range(self.num_groups - len(self.reservation(num_tokens)) + 1)
 
-    def _account(self, first: int, num_tokens: int) -> _Account:
-        reserved = self.reservation(num_tokens)
-        return _Account(first, reserved, [0] * len(reserved), [0] * len(reserved))
+    def dealt_reservation(self, num_tokens: int, num_prompt: int) -> list[int] | None:
+        """Blocks on each group of a request of ``num_tokens`` in all that is dealt; None where it is not.
+
+        A group may be a block ahead of the others and a piece longer than half of its share. The last one takes the new
+        tokens too, and chunks that are gathered, as long as it is two blocks ahead at most.
+        """
+        count, size = len(self.reservation(num_tokens)), self.block_size
+        if not self.deals or count == 1:
+            return None
+        share, spare = -(-num_tokens // count), size + PIECES
+        last = -(-num_prompt // count) + num_tokens - num_prompt + 2 * spare + PIECES * count
+        reserved = [-(-tokens // size) for tokens in [share + spare] * (count - 1) + [last]]
+        return reserved if max(reserved) <= self.num_blocks else None
+
+    def _account(self, first: int, num_tokens: int, num_prompt: int | None = None) -> _Account:
+        dealt = None if num_prompt is None else self.dealt_reservation(num_tokens, num_prompt)
+        reserved = self.reservation(num_tokens) if dealt is None else dealt
+        account = _Account(first, reserved, [0] * len(reserved), [0] * len(reserved))
+        if dealt is not None and num_prompt is not None:
+            account.tokens, account.num_outputs = [0] * len(dealt), num_tokens - num_prompt
+        return account
 
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
@@ -178,18 +205,37 @@ class KVMemory:
     # -- one request -------------------------------------------------------------------------------------------------
 
     def can_start(
-        self, first: int, num_tokens: int, kv_len: int, *, set_aside: bool, gone: Collection[int] = ()
+        self,
+        first: int,
+        num_tokens: int,
+        kv_len: int,
+        *,
+        set_aside: bool,
+        gone: Collection[int] = (),
+        num_prompt: int | None = None,
+        row: Row | None = None,
     ) -> bool:
         """Whether a request of ``num_tokens`` in all may begin on group ``first`` with its first ``kv_len`` tokens.
 
-        ``set_aside``: these are all of its prompt; ``gone``: slots of requests that would be preempted for it.
+        ``set_aside``: these are all of its prompt; ``gone``: slots of requests that would be preempted for it;
+        ``num_prompt``: of one that may be dealt, whose first row is ``row``.
         """
-        account, needed = self._account(first, num_tokens), -(-kv_len // self.block_size)
-        return self._is_safe(account, first, needed, set_aside=set_aside, is_new=True, gone=gone)
+        account, needed = self._account(first, num_tokens, num_prompt), {first: -(-kv_len // self.block_size)}
+        if account.tokens is not None and row is not None:
+            needed = self._dealt_needs(account, row)
+        return self._is_safe(account, needed, set_aside=set_aside, is_new=True, gone=gone)
 
-    def start(self, slot: int, first: int, num_tokens: int, chain: Chain | None = None, hit: Hit | None = None) -> None:
+    def start(
+        self,
+        slot: int,
+        first: int,
+        num_tokens: int,
+        chain: Chain | None = None,
+        hit: Hit | None = None,
+        num_prompt: int | None = None,
+    ) -> None:
         """Bind a request to the span that begins at ``first``; it holds nothing yet, or what is there of its tokens."""
-        account = self._account(first, num_tokens)
+        account = self._account(first, num_tokens, num_prompt)
         account.chain = chain
         if hit is not None and (shards := hit.shards):
             starts = [start for _, start in shards]
@@ -218,24 +264,67 @@ class KVMemory:
             return False
         count = len(groups)
         none = [0] * count
-        account = _Account(groups.start, [num_blocks] * count, none, list(none), is_set_aside=True, is_dealt=True)
+        account = _Account(groups.start, [num_blocks] * count, none, list(none), is_set_aside=True, tokens=list(none))
         self._accounts[slot] = account
         self._count(account, +1)
         return True
 
+    def deals_of(self, row: Row) -> list[Deal]:
+        """What each group holds before a dealt row, and what it is to hold: the same, while that is even to a block."""
+        account = self._accounts[row.slot]
+        assert account.tokens is not None, "a dealt request"
+        held = account.tokens[row.group - account.first :][: row.num_groups]
+        shares = even_shares(row.position, row.num_groups)
+        if all(abs(here - share) <= self.block_size for here, share in zip(held, shares, strict=True)):
+            shares = held
+        return [Deal(row.slot, *one) for one in zip(row.groups, held, shares, strict=True)]
+
+    def gather_room(self, slot: int, num_tokens: int, num_prompt: int) -> int:
+        """Tokens of a dealt request's prompt that its last group may take, beyond those that are dealt to it."""
+        account = self._accounts.get(slot) or self._account(0, num_tokens, num_prompt)
+        assert account.tokens is not None, "a dealt request"
+        return account.reserved[-1] * self.block_size - account.num_outputs - account.tokens[-1]
+
+    def _after(self, account: _Account, row: Row) -> list[tuple[int, int]]:
+        """(group, tokens that it holds once a row of a dealt request has run) where the row changes that."""
+        assert account.tokens is not None, "a dealt request"
+        if not row.is_dealt:
+            return [(row.writer, account.tokens[row.writer - account.first] + row.q_len)]
+        if row.slot not in self._accounts:
+            return [(group, row.tokens_on(group)) for group in row.groups]
+        return [(deal.group, deal.share + row.tokens_on(deal.group)) for deal in self.deals_of(row)]
+
+    def _dealt_needs(self, account: _Account, row: Row) -> dict[int, int]:
+        """Blocks by group that a row of a dealt request needs beyond those that it has."""
+        after = ((g, -(-tokens // self.block_size)) for g, tokens in self._after(account, row))
+        return {g: blocks - account.held[g - account.first] for g, blocks in after}
+
     def _deal(self, account: _Account, row: Row) -> list[Extent]:
-        """Allocate an even share of a dealt row's tokens, and of those before them, on each of its groups."""
-        extents, share = [], -(-row.kv_len // (row.num_groups * self.block_size))
-        for group in row.groups:
+        """Allocate what a row of a dealt request fills, and take back what history leaves."""
+        assert account.tokens is not None, "a dealt request"
+        extents = []
+        for group, tokens in self._after(account, row):
             index = group - account.first
-            needed = share - account.held[index]
-            if needed > 0:
+            change = -(-tokens // self.block_size) - account.held[index]
+            if change < 0:
+                gone = self.pools[group].cut_off(row.slot, account.held[index] + change)
+                self._cut += [(group, *run) for run in gone]
+            elif change > 0:
                 rest = account.reserved[index] - account.held[index]
-                extents += self.pools[group].allocate(row.slot, needed, reserved=rest)
-                account.held[index] += needed
-                self._open[group] -= needed
-                self._set_aside[group] -= needed
+                extents += self.pools[group].allocate(row.slot, change, reserved=rest)
+            account.held[index] += change
+            account.tokens[index] = tokens
+            self._open[group] -= change
+            self._set_aside[group] -= change * account.is_set_aside
+        self._set_rest_aside(account, row)
         return extents
+
+    def _set_rest_aside(self, account: _Account, row: Row) -> None:
+        """With the last chunk of a prompt nobody else may take the rest of its reservation."""
+        if row.samples and not account.is_set_aside:
+            account.is_set_aside = True
+            for group, blocks in account.rest():
+                self._set_aside[group] += blocks
 
     def undo_start(self, slot: int, hit: Hit) -> None:
         """As if a request had not started, which has taken nothing beyond its hit."""
@@ -311,6 +400,8 @@ class KVMemory:
     def place(self, slot: int, position: int) -> tuple[int, int]:
         """(first group, number of groups) of a row that begins at ``position``; one more where a shard is full."""
         account = self._accounts[slot]
+        if account.tokens is not None:
+            return account.first, len(account.reserved)
         num_begun = len(account.starts)
         is_next = position == self._shard_end(account) and num_begun < len(account.reserved)  # else nothing to write
         return account.first, num_begun + is_next
@@ -323,6 +414,8 @@ class KVMemory:
     def kv_before(self, slot: int, position: int, group: int) -> int:
         """Tokens before ``position`` that a group holds of a request."""
         account = self._accounts[slot]
+        if account.tokens is not None:
+            return position // len(account.tokens)  # to a block
         index = group - account.first
         if index >= len(account.starts):
             return 0
@@ -331,6 +424,8 @@ class KVMemory:
     def room(self, slot: int, position: int) -> int:
         """Tokens from ``position`` to the end of the shard that takes it: no row may cross that end."""
         account = self._accounts[slot]
+        if account.tokens is not None:
+            return self.max_request_tokens
         end = self._shard_end(account)
         return self.max_kv_per_group if position == end else end - position
 
@@ -347,7 +442,7 @@ class KVMemory:
         filled = -(-(end - account.starts[-1]) // self.block_size)
         self._count(account, -1)
         account.reserved = [*before[:index], filled, *moved, *[0] * (later - len(moved))]
-        is_safe = self._is_safe(account, account.first + index, 0, set_aside=False, is_new=True)
+        is_safe = self._is_safe(account, {}, set_aside=False, is_new=True)
         if is_safe:
             account.end = end
         else:
@@ -360,15 +455,20 @@ class KVMemory:
         account = self._accounts[row.slot]
         if account.is_set_aside and not self.overcommit:
             return True
+        if account.tokens is not None:
+            needs = self._dealt_needs(account, row)
+            if any(needs.get(g, 0) > max(rest, 0) for g, rest in account.rest()):
+                return False
+            return self._is_safe(account, needs, set_aside=row.samples, gone=gone)
         needed = self._needed(account, row)
         if needed <= 0 and (self.overcommit or not row.samples):
             return True
-        return self._is_safe(account, row.writer, needed, set_aside=row.samples, gone=gone)
+        return self._is_safe(account, {row.writer: needed}, set_aside=row.samples, gone=gone)
 
     def take(self, row: Row) -> list[Extent]:
         """Allocate the blocks that a row fills."""
         account = self._accounts[row.slot]
-        if account.is_dealt:
+        if account.tokens is not None:
             return self._deal(account, row)
         needed = self._needed(account, row)
         if needed <= 0 and account.is_set_aside:
@@ -384,10 +484,7 @@ class KVMemory:
             account.held[index] += needed
             self._open[group] -= needed
             self._set_aside[group] -= needed * account.is_set_aside
-        if row.samples and not account.is_set_aside:
-            account.is_set_aside = True
-            for group, blocks in account.rest():
-                self._set_aside[group] += blocks
+        self._set_rest_aside(account, row)
         return extents
 
     def _allocate(self, account: _Account, row: Row, needed: int, rest: int) -> list[Extent]:
@@ -462,6 +559,9 @@ class KVMemory:
         for group, slot in self._swapped_in:
             self.host_pools[group].release(slot)
         self._swapped_in.clear()
+        for group, first, count in self._cut:
+            self.pools[group].free(first, count)
+        self._cut.clear()
         for copied in self._copied:
             self.prefix.let_go(*copied)
         self._copied.clear()
@@ -487,10 +587,10 @@ class KVMemory:
     # -- the banker's test -------------------------------------------------------------------------------------------
 
     def _is_safe(
-        self, taker: _Account, group: int, num_blocks: int, *, set_aside: bool, is_new: bool = False,
+        self, taker: _Account, needs: Mapping[int, int], *, set_aside: bool, is_new: bool = False,
         gone: Collection[int] = (),
     ) -> bool:  # fmt: skip
-        """Whether everybody can come to an end after ``taker`` gets blocks of ``group``.
+        """Whether everybody can come to an end after ``taker`` gets so many blocks of some groups.
 
         What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after
         the other in some order, must each find free what they may still take. With overcommit: whether they are free.
@@ -507,7 +607,7 @@ class KVMemory:
         for path in {path for account in accounts for path, _ in account.paths()}:
             if path.owner is None or path.owner in gone:  # what only these share comes back with them
                 free[path.group] += path.shared - path.shared_without(set(gone))
-        if num_blocks > free[group]:
+        if any(blocks > free[g] for g, blocks in needs.items()):
             return False
         if self.overcommit:
             return True
@@ -516,7 +616,7 @@ class KVMemory:
             wanted[g] += blocks
         if all(w <= f for w, f in zip(wanted, free, strict=True)):
             return True  # enough for everybody at once
-        if any(promised[g] + blocks > free[g] for g, blocks in (rest if set_aside else [(group, num_blocks)])):
+        if any(promised[g] + blocks > free[g] for g, blocks in (rest if set_aside else needs.items())):
             return False
         prefills = [
             (a.rest(), a.holds())
@@ -524,8 +624,8 @@ class KVMemory:
             if not a.is_set_aside and a is not taker and slot not in gone
         ]
         if not set_aside:
-            left = [(g, blocks - num_blocks * (g == group)) for g, blocks in rest]
-            prefills.append((left, [(g, blocks + num_blocks * (g == group)) for g, blocks in taker.holds()]))
+            left = [(g, blocks - needs.get(g, 0)) for g, blocks in rest]
+            prefills.append((left, [(g, blocks + needs.get(g, 0)) for g, blocks in taker.holds()]))
         available = [self.num_blocks - pinned for pinned in self.prefix.num_pinned]
         for _, held in prefills:
             for g, blocks in held:

@@ -38,13 +38,16 @@ The file is long because of what stands above, and because the budget and what i
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick
+from medha.cost.predictor import Predictor, Tick, dealt_work
 from medha.cost.prefill_time import chunk_rules
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
@@ -93,6 +96,7 @@ class MedhaPacker(Packer):
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
+        builder.prefers_ring = self._prefers_ring
         builder.add_decodes()
         self._groups, decodes = [], len(builder.rows)
         lone_s = 0.0
@@ -304,6 +308,12 @@ class MedhaPacker(Packer):
         position = position if has_chunk else row.position  # more may be there than was thought
         for index in row.groups:
             group = self._groups[index]
+            if row.is_dealt:
+                work = dealt_work(row, index)
+                group.tick.add(work.q_len, work.kv_before, samples=work.samples, ring=work.ring)
+                if is_long:
+                    group.long_slot = state.slot
+                continue
             kv = builder.memory.kv_before(state.slot, position, index)
             if index < row.writer:
                 kv += joined  # which attends with what is added, though its keys are elsewhere
@@ -345,12 +355,39 @@ class MedhaPacker(Packer):
     def _is_long(self, state: State) -> bool:
         return state.num_own_prefill >= self.config.long_threshold
 
+    def _prefers_ring(self, position: int, q_len: int, first: int, count: int) -> bool:
+        """Whether a chunk of a dealt request is predicted to end its batch sooner where it is dealt than where all of
+        its groups compute it."""
+        if q_len > self.predictor.max_tokens:
+            return True
+        groups = self._groups[first : first + count]
+        work = dealt_work(Row(0, position, q_len, False, False, first, count))
+        ring_s = max(group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for group in groups)
+        run = first, first + count - 1
+        return ring_s < max(group.tick.with_chunk(q_len, position // count, run=run) for group in groups)
+
+    def _ring_fitting(self, position: int, groups: Sequence[GroupTime], limits: Sequence[float], most: int) -> int:
+        """The most tokens of a chunk that is dealt to groups and fits their time."""
+        count, step = len(groups), self.config.chunk_granularity
+        most = min(most, self.predictor.max_tokens * count)
+
+        def fits(q_len: int) -> bool:
+            work = dealt_work(Row(0, position, q_len, False, False, 0, count))
+            return all(
+                group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) <= limit_s
+                for group, limit_s in zip(groups, limits, strict=True)
+            )
+
+        if most < PIECES * count or fits(most):
+            return most if most >= PIECES * count else 0
+        return step * (bisect_left(range(1, most // step + 1), True, key=lambda steps: not fits(steps * step)))
+
     def _fitting(
         self, state: State, builder: BatchBuilder, first: int, count: int, most: int, share: float | None = None
     ) -> int:
         """The most tokens that fit the time of each group, of which ``share`` is left to others; without one, all that
         a batch may take."""
-        tokens = most
+        tokens, limits = most, []
         run = (first, first + count - 1) if count > 1 else None
         for index in range(first, first + count):
             group = self._groups[index]
@@ -362,10 +399,14 @@ class MedhaPacker(Packer):
             limit_s = group.most_s
             if share is not None:
                 limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
+            limits.append(limit_s)
             samples = tokens == state.num_left and index == first
             tokens = group.tick.largest_chunk(
                 kv, limit_s, tokens, self.config.chunk_granularity, run=run, samples=samples
             )
+        if builder.memory.deals and count > 1 and builder.is_spread(state):
+            groups = self._groups[first : first + count]
+            tokens = max(tokens, self._ring_fitting(state.num_scheduled_tokens, groups, limits, most))
         return tokens
 
     def _has_room(self, builder: BatchBuilder, *, may_exceed: bool) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
-from medha.batch import Batch
+from medha.batch import PIECES, Batch
 from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
@@ -69,6 +69,7 @@ class Scheduler:
             overcommit=config.overcommit,
             num_swap_blocks=config.num_swap_blocks,
             swap_block_s=config.swap_block_s,
+            deals=config.ring,
             prefix_eviction=config.prefix_eviction,
             prefix_cost_s=self._block_s,
         )
@@ -290,6 +291,7 @@ class Scheduler:
             tuple(builder.swaps_in),
             tuple(builder.shared),
             tuple(builder.copies),
+            tuple(builder.deals),
         )
         for slot in builder.chunked:
             self.memory.note(slot, self._queue.running[slot].num_scheduled_tokens)
@@ -392,6 +394,10 @@ def complete_config(
     """
     if config.scheduler == CDSP and parallel.spp > 1:
         raise ConfigError(f"spp={parallel.spp} with scheduler='cdsp'; accepted: 1, as its chunks are of whole groups")
+    least = PIECES * parallel.kvp
+    if config.ring and config.chunk_size is not None and config.chunk_size < least:
+        what = f"chunk_size={config.chunk_size} with ring on {parallel.kvp} groups"
+        raise ConfigError(f"{what}; accepted: {least} at least")
     depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else config.num_in_flight)
     most = config.max_kv_per_group
     if most is None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.cost.chunk_times import ChunkTimes
-from medha.cost.predictor import Decodes, Predictor, Work, split
+from medha.cost.predictor import Decodes, Predictor, Work, dealt_work, split
 from medha.sched.memory import KVMemory
 
 
@@ -120,7 +120,9 @@ def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequ
     """The decodes and the chunks of a batch as a group sees them, right after it was scheduled."""
     if memory.num_groups > 1:
         works = [
-            Work(
+            dealt_work(row, group)
+            if row.is_dealt
+            else Work(
                 row.q_len,
                 memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
                 row.is_decode,

@@ -97,3 +97,29 @@ class KVCache:
                 pool[targets] = new if kept is None else new[kept]
             for source, target, count in pieces:
                 pool[target : target + count] = new[source : source + count]
+
+    def block(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [P, num_kv_heads, head_dim] in contiguous memory of their numbers, laid out as the pools."""
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        if memory.device.type == "cpu":
+            k_PKH, v_PKH = memory.view(2, heads, -1, dim).transpose(1, 2)
+        else:
+            k_PKH, v_PKH = memory.view(2, -1, heads, dim)
+        return k_PKH, v_PKH
+
+    def block_size_of(self, num_tokens: int) -> int:
+        """Numbers of the memory of :meth:`block` for so many tokens."""
+        return 2 * num_tokens * self.shape.num_kv_heads * self.shape.head_dim
+
+    def pack(self, layer: int, runs: Sequence[tuple[int, int, int]], memory: torch.Tensor) -> torch.Tensor:
+        """Copy tokens of a layer's pool into a :meth:`block`, in place: (first, first in the block, count)."""
+        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory), strict=True):
+            for source, target, count in runs:
+                block[target : target + count] = pool[source : source + count]
+        return memory
+
+    def unpack(self, layer: int, runs: Sequence[tuple[int, int, int]], memory: torch.Tensor) -> None:
+        """The inverse of :meth:`pack`."""
+        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory), strict=True):
+            for target, source, count in runs:
+                pool[target : target + count] = block[source : source + count]

@@ -3,7 +3,8 @@
 A batch is first prepared, on the host alone (:mod:`.step_input`); then it runs: every linear layer once over all rows
 together (decodes and chunks of several prefills), new keys and values are written, the rows attend, and those that end
 at the last known token are sampled. With KV parallelism the rows that lie on several groups are attended to over this
-group's shard and merged with the others', while the other rows are computed.
+group's shard and merged with the others', while the other rows are computed; those that are dealt attend to blocks of
+keys that go around a ring.
 
 A decode reads its token where it was noted when it was drawn (``last_tokens``), so its batch may be prepared, and on a
 device that runs behind the host launched, before anybody knows the token.
@@ -23,6 +24,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +38,12 @@ from medha.attention.staging import record_event
 from medha.batch import Batch
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.layers import cos_sin, inverse_frequencies
-from medha.parallel.kvp import Merge, shared_rows
+from medha.parallel.kvp import Merge, Partial, shared_rows
+from medha.parallel.ring import Moving, Ring
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
 from medha.timeline import Recorder
+from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import Greedy, SlotSampling, draw
@@ -64,6 +69,7 @@ class Runner:
     samples: bool = True  # whether this rank draws tokens; it must hold the head
     group: int = 0  # the KV-parallel one
     merge: Merge | None = None  # over KV-parallel groups, if there are several
+    ring: Ring | None = None  # likewise
     host: HostCache | None = None  # where blocks are swapped to; None if they never are
 
     def __post_init__(self) -> None:
@@ -240,10 +246,11 @@ class Runner:
         parts = [np.empty(0, np.int32)]
         for row in batch.chunks:
             prompt = self._prompts[row.slot]
-            parts.append(prompt[row.position : row.kv_len])
-            if row.kv_len > len(prompt):  # computed again after it was preempted
-                first = max(row.position - len(prompt), 0)
-                parts.append(np.array(self._drawn[row.slot][first : row.kv_len - len(prompt)], np.int32))
+            for span in row.spans(self.group if batch.group is None else batch.group):
+                parts.append(prompt[span.start : span.stop])
+                if span.stop > len(prompt):  # computed again after it was preempted
+                    first = max(span.start - len(prompt), 0)
+                    parts.append(np.array(self._drawn[row.slot][first : span.stop - len(prompt)], np.int32))
         return np.concatenate(parts)
 
     def _graphs_for(self, step: StepInput) -> DecodeGraphs | None:
@@ -289,19 +296,25 @@ class Runner:
     def _attention(self, step: StepInput, sent: DeviceStep, copies: list[Wait]) -> LayerAttendFn:
         """What writes a layer's new keys and values and attends over all of them."""
         num_own = 0 if step.own is None else step.own.num_tokens
+        num_undealt = num_own + (0 if step.shared is None else step.shared.num_tokens)
         own_plan, shared_plan = (None if rows is None else self.backend.plan(rows) for rows in (step.own, step.shared))
         spans = [] if step.shared is None else shared_rows(step.batch)
+        dealt = [(rows, [self.backend.plan(seen) for seen in rows.seen]) for rows in step.dealt]
+        moving = self._move(step, 0)
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             if copies:
                 copies[layer]()
             self.cache.copy(layer, step.copies)
+            nonlocal moving
+            if moving is not None:
+                self._land(step, layer, moving)
             self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept, pieces=sent.pieces)
             pools = self.cache.k[layer], self.cache.v[layer]
             pending = None
             if shared_plan is not None:
                 assert self.merge is not None, "rows are shared where there are several groups"
-                out_TNH, lse_TN = self.backend.run(q_TNH[num_own:], *pools, shared_plan)
+                out_TNH, lse_TN = self.backend.run(q_TNH[num_own:num_undealt], *pools, shared_plan)
                 parts = [(span, (out_TNH[span.tokens], lse_TN[span.tokens])) for span in spans]
                 pending = self.merge.start(parts, compare=layer == 0)
             outs = []
@@ -310,6 +323,42 @@ class Runner:
             if pending is not None:
                 with self.recorder.waiting("merge"):
                     outs += pending.result()
+            outs += [self._ring(layer, q_TNH[num_undealt:], rows, plans) for rows, plans in dealt]
+            if moving is not None:
+                moving = self._move(step, layer + 1)
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         return attend
+
+    def _ring(self, layer: int, q_TNH: torch.Tensor, rows: DealtRows, plans: list[Any]) -> torch.Tensor:
+        """Attention of this rank's tokens of the dealt rows of a run."""
+        assert self.ring is not None, "rows are dealt where there are several groups"
+        q_TNH, pools = q_TNH[rows.shared.tokens], (self.cache.k[layer], self.cache.v[layer])
+        sizes = [self.cache.block_size_of(tokens) for tokens in rows.block_tokens]
+        block = self.cache.pack(layer, rows.packed, self.ring.buffer(0, sizes[rows.own], pools[0]))
+
+        def over(owner: int, block: torch.Tensor) -> Partial:
+            its_pools = pools if owner == rows.own else self.cache.block(block)
+            return self.backend.run(q_TNH, *its_pools, plans[owner])
+
+        waiting = partial(self.recorder.waiting, "merge")
+        return self.ring.attend(rows.shared, block, sizes, over, compare=layer == 0, waiting=waiting)
+
+    def _move(self, step: StepInput, layer: int) -> Moving | None:
+        """Begin to move a layer's history between groups, if some is to move before the dealt rows run."""
+        if not (step.sends or step.receives) or layer == len(self.cache.k):
+            return None
+        assert self.ring is not None, "history moves where there are several groups"
+
+        def memory(move: Move) -> torch.Tensor:
+            return self.cache.k[layer].new_empty(self.cache.block_size_of(move.num_tokens))
+
+        sends = [(move.group, self.cache.pack(layer, move.runs, memory(move))) for move in step.sends]
+        return self.ring.move(sends, [(move.group, memory(move)) for move in step.receives])
+
+    def _land(self, step: StepInput, layer: int, moving: Moving) -> None:
+        """Put a layer's history that has come into its pool."""
+        with self.recorder.waiting("merge"):
+            arrived = moving.result()
+        for move, memory in zip(step.receives, arrived, strict=False):
+            self.cache.unpack(layer, move.runs, memory)

@@ -20,7 +20,8 @@ import torch
 
 from medha.attention.interface import AttentionRows, adjacent_runs
 from medha.attention.staging import to_device
-from medha.batch import Batch, Extent, Row
+from medha.batch import Batch, Deal, Extent, Row, shifts
+from medha.worker.dealt import DealtRows, Move, dealt_rows, runs_of
 from medha.worker.swap import Run
 
 Ints = npt.NDArray[np.int64]
@@ -34,12 +35,15 @@ _NEXT_DECODE = np.array([name == "position" for name in Row._fields], np.int64) 
 class StepInput:
     """A batch on one rank, ready to run. Integers are int64 where nothing else is said."""
 
-    batch: Batch  # the part that concerns this rank's group; rows of one group first, then those of several
+    batch: Batch  # the part that concerns this rank's group; its own rows, those of several groups, those dealt
     positions: Ints = field(default_factory=_NO_INTS.copy)  # of each token in its request [T]
     targets: Ints = field(default_factory=_NO_INTS.copy)  # pool token of each new key that is kept here
     kept: Ints | None = None  # index of those tokens among the T; None if they are all of them
     own: AttentionRows | None = None  # what the rows of this group alone attend to, if there are any
     shared: AttentionRows | None = None  # and those of several groups
+    dealt: Sequence[DealtRows] = ()
+    sends: Sequence[Move] = ()  # history that goes to other groups before dealt rows run, and comes from others
+    receives: Sequence[Move] = ()
     decode_tokens: Ints = field(default_factory=_NO_INTS.copy)  # index of each decode's token among the T
     decode_slots: Ints = field(default_factory=_NO_INTS.copy)
     drawn_rows: tuple[Row, ...] = ()  # after which a token is drawn on this group
@@ -96,13 +100,16 @@ class Slots:
             if slot < len(self.held):
                 self._blocks[slot] = _NONE
                 self._num_blocks[slot] = self.held[slot] = 0
-        for extent in batch.extents:
-            if extent.group == self.group:
-                self._append(extent)
         for shared in batch.shared:
             if shared.group == self.group:
                 self._make_room(shared.slot + 1)
                 self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
+        dealt = [row for row in batch.rows if row.is_dealt] if batch.deals else []
+        step.sends = [move for row in dealt for move in self._cut(row, batch.deals)]
+        for extent in batch.extents:
+            if extent.group == self.group:
+                self._append(extent)
+        step.receives = [move for row in dealt for move in self._grow(row, batch.deals)]
         size = self.block_size
         step.copies = [(c.source * size, c.target * size, c.num_tokens) for c in batch.copies if c.group == self.group]
         step.swaps_in = self._runs(batch.swaps_in)
@@ -129,6 +136,46 @@ class Slots:
             self._blocks[extent.slot] = blocks
         blocks[start:end] = np.arange(extent.first, extent.first + extent.count)
 
+    def _cut(self, row: Row, deals: Sequence[Deal]) -> list[Move]:
+        """Take off a request's table here what goes to other groups before its dealt row runs."""
+        its = [deal for deal in deals if deal.slot == row.slot]
+        own, slot = its[self.group - row.group], row.slot
+        self._make_room(slot + 1)
+        if self.held[slot] != own.held:
+            raise ValueError(
+                f"slot {slot} has {self.held[slot]} tokens on group {self.group}, the batch says {own.held}"
+            )
+        moves, end = [], own.held
+        for shift in shifts(its):
+            if shift.source == self.group:
+                moves.append(Move(shift.target, self._tokens(slot, end - shift.num_tokens, end), shift.num_tokens))
+                end -= shift.num_tokens
+        if moves:
+            kept = -(-(own.share + row.tokens_on(self.group)) // self.block_size)
+            self._num_blocks[slot] = min(self._num_blocks[slot], kept)
+        return moves
+
+    def _grow(self, row: Row, deals: Sequence[Deal]) -> list[Move]:
+        """Give what comes from other groups its place behind what a request has here; it has its share then."""
+        its = [deal for deal in deals if deal.slot == row.slot]
+        own, slot = its[self.group - row.group], row.slot
+        moves, end = [], own.held
+        for shift in shifts(its):
+            if shift.target == self.group:
+                start, end = end, end + shift.num_tokens
+                moves.append(Move(shift.source, self._tokens(slot, start, end), shift.num_tokens))
+        self.held[slot] = own.share
+        self._first[slot] = row.position - own.share  # as if what is here were adjacent positions before the row
+        return moves
+
+    def _tokens(self, slot: int, start: int, end: int) -> list[Run]:
+        """Pool tokens of some of a slot's tokens here, and where they lie in a buffer of these."""
+        at = np.arange(start, end)
+        blocks = self.blocks(slot)
+        if end > len(blocks) * self.block_size:
+            raise IndexError(f"slot {slot} has {len(blocks)} blocks, {end} tokens are to lie there")
+        return runs_of(blocks[at // self.block_size] * np.int64(self.block_size) + at % self.block_size)
+
     def _gather(self, step: StepInput) -> None:
         batch, last, self._last = step.batch, self._last, None
         flat = np.fromiter(chain.from_iterable(batch.rows), np.int64, len(Row._fields) * len(batch.rows))
@@ -141,9 +188,13 @@ class Slots:
 
     def _gather_anew(self, step: StepInput, columns: Ints) -> None:
         rows, size = step.batch.rows, self.block_size
-        slot, position, q_len, is_decode, samples, group, num_groups = columns.T
+        slot, position, q_len, is_decode, samples, group, num_groups, is_dealt = columns.T
         self._make_room(1 + int(slot.max()))
-        is_writer = group + num_groups - 1 == self.group
+        is_writer = (group + num_groups - 1 == self.group) | (is_dealt > 0)
+        dealt = np.flatnonzero(is_dealt).tolist()  # the last rows
+        if dealt:
+            q_len = q_len.copy()
+            q_len[dealt] = [rows[row].tokens_on(self.group) for row in dealt]
         begins = is_writer & (self.held[slot] == 0)  # also behind what is swapped in, which lies on one group
         self._first[slot[begins]] = (position * (num_groups > 1))[begins]
         before = np.where(is_writer, position - self._first[slot], self.held[slot])
@@ -158,7 +209,7 @@ class Slots:
         num_own = int((num_groups == 1).sum())
         parts = [
             AttentionRows.of(q_len[at], kv_len[at], is_writer[at], tables[at], size) if len(slot[at]) else None
-            for at in (slice(num_own), slice(num_own, None))
+            for at in (slice(num_own), slice(num_own, len(rows) - len(dealt)))
         ]
         step.own, step.shared = parts
 
@@ -166,6 +217,13 @@ class Slots:
         token, first = np.arange(ends[-1]), ends - q_len
         step.positions = np.repeat(position - first, q_len) + token
         pages = [part.pages for part in parts if part is not None]
+        for row in dealt:
+            spans = [np.arange(span.start, span.stop) for span in rows[row].spans(self.group)]
+            step.positions[first[row] : ends[row]] = np.concatenate(spans)
+            pages.append(tables[row][: -(-kv_len[row] // size)])
+            self._first[slot[row]] = rows[row].kv_len - kv_len[row]
+        if dealt:
+            step.dealt = dealt_rows(step.batch, {rows[row].slot: tables[row] for row in dealt}, size)
         page_start = np.cumsum(counts := -(-kv_len // size)) - counts
         is_kept = slice(None) if is_writer.all() else np.repeat(is_writer, q_len)
         local = (np.repeat(before - first, q_len) + token)[is_kept]
@@ -250,7 +308,8 @@ class DeviceStep:
         ids = _NONE if step.token_ids is None else step.token_ids
         rows = (step.decode_tokens, step.decode_slots, step.drawn_tokens, step.drawn_slots)
         arrays: list[npt.NDArray[Any]] = [targets, step.positions, ids, *rows]
-        parts = [part for part in (step.own, step.shared) if part is not None and with_pages]
+        dealt = [seen for rows in step.dealt for seen in rows.seen]
+        parts = [part for part in (step.own, step.shared, *dealt) if part is not None and with_pages]
         kept_parts = [] if kept is None else [kept]
         sent = iter(to_device([*kept_parts, *(part.pages for part in parts), *arrays], device))
         kept_on_device = None if kept is None else next(sent)

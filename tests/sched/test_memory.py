@@ -249,7 +249,9 @@ TestMemoryMachine = MemoryMachine.TestCase
 def grants_everything(patch: pytest.MonkeyPatch) -> None:
     """Mutation: whoever finds blocks free gets them."""
     patch.setattr(
-        KVMemory, "_is_safe", lambda self, taker, group, num_blocks, **_: num_blocks <= self.pools[group].num_free
+        KVMemory,
+        "_is_safe",
+        lambda self, taker, needs, **_: all(blocks <= self.pools[group].num_free for group, blocks in needs.items()),
     )
 
 

@@ -1,14 +1,14 @@
 """A scheduler on a virtual clock: arrivals, cancels and batches that take a given time, played to their end."""
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Extent, Row
+from medha.batch import Batch, Deal, Extent, Row
 from medha.config import SCHEDULERS, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
@@ -194,6 +194,9 @@ class Drive:
         self._owner: dict[tuple[int, int], int] = {}  # slot that holds each (group, block)
         self._to_free: list[int] = []
         self._shards: dict[int, dict[int, int]] = {}  # by slot and group: where its shard begins
+        self._dealt: defaultdict[int, Counter[int]] = defaultdict(Counter)  # tokens of dealt requests by group
+        self._deals: Sequence[Deal] = ()
+        self.num_dealt = self.num_shifts = 0
         self._host: dict[tuple[int, int], int] = {}  # slot that holds each (group, host block)
         self._swaps: dict[int, list[Extent]] = {}  # host blocks of those swapped out
         self._to_swap: set[int] = set()  # slots whose blocks go with the next batch
@@ -333,6 +336,7 @@ class Drive:
             for block in range(extent.first, extent.first + extent.count):
                 assert (extent.group, block) not in self._owner
                 self._owner[extent.group, block] = extent.slot
+        self._deals = batch.deals
         for row in batch.rows:
             self._check_shards(row)
         held = [0] * self.scheduler.memory.num_groups
@@ -341,7 +345,12 @@ class Drive:
         assert [pool.num_used for pool in self.scheduler.memory.pools] == held
 
     def _check_shards(self, row: Row) -> None:
-        """A row lies on neighbouring groups, each with the blocks for its shard and not one more."""
+        """A row lies on neighbouring groups, each with the blocks for its shard and not one more, or of a dealt request
+        for what it was dealt and gathered."""
+        live, memory = self.live[row.slot].request, self.scheduler.memory
+        if memory.dealt_reservation(live.num_kv_tokens, live.num_prompt_tokens) is not None:
+            self._check_dealt(row)
+            return
         shards = self._shards.setdefault(row.slot, {})
         if row.position == 0 or row.group not in shards:
             shards.clear()
@@ -353,6 +362,32 @@ class Drive:
             assert 0 < end - start <= self.scheduler.memory.max_kv_per_group
             num_blocks = sum(place[0] == group and slot == row.slot for place, slot in self._owner.items())
             assert num_blocks == -(-(end - start) // self.scheduler.memory.block_size)
+
+    def _check_dealt(self, row: Row) -> None:
+        held, size = self._dealt[row.slot], self.scheduler.memory.block_size
+        assert row.num_groups > 1
+        if row.position == 0:
+            held.clear()
+        assert sum(held.values()) == row.position
+        for group in row.groups:
+            if row.is_dealt:
+                (deal,) = [deal for deal in self._deals if (deal.slot, deal.group) == (row.slot, group)]
+                assert deal.held == held[group]
+                assert abs(deal.share - row.position / row.num_groups) <= size + 1
+                held[group] = deal.share + row.tokens_on(group)
+                self.num_dealt += 1
+                if deal.share < deal.held:
+                    self.num_shifts += 1
+                    kept, its = -(-held[group] // size), [*self._blocks(row.slot, group)]
+                    for block in its[kept:]:
+                        del self._owner[group, block]
+            elif group == row.writer:
+                held[group] += row.q_len
+            assert len([*self._blocks(row.slot, group)]) == -(-held[group] // size)
+
+    def _blocks(self, slot: int, group: int) -> Iterator[int]:
+        """The blocks of a request on a group, as they were given."""
+        return (block for (place, block), owner in self._owner.items() if (place, owner) == (group, slot))
 
     def _check_swaps(self, batch: Batch) -> None:
         """What goes out goes to host blocks of nobody; what comes in is what went out, to as many first blocks."""

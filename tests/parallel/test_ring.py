@@ -1,0 +1,252 @@
+"""Dealt rows in real gloo processes, planned by hand: tokens, hidden states, where keys lie, and seeded faults."""
+
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import medha.worker.dealt as dealt
+import medha.worker.step_input as step_input
+from medha.batch import Batch, Deal, Row
+from medha.config import ParallelConfig
+from medha.errors import PlanDivergenceError
+from medha.parallel.kvp import Shared, shared_rows
+from medha.parallel.mesh import make_merge_group
+from medha.parallel.ring import Ring
+from medha.parallel.spp import Digests
+from medha.params import SamplingParams
+from medha.worker.runner import Runner
+from medha.worker.step_input import StepInput
+from tests.checkpoints import make_checkpoint, random_prompt
+from tests.parallel.dealing import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
+from tests.parallel.workers import WorkerPool
+
+NUM_TOKENS = 5
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+PENALTIES = GREEDY | {"repetition_penalty": 1.3, "presence_penalty": 0.7}
+
+
+# -- seeded faults ---------------------------------------------------------------------------------------------
+
+
+def wrong_piece(patch: pytest.MonkeyPatch) -> None:
+    """The tokens of a group see of those in front what they should see of those behind."""
+    seen = dealt._seen
+
+    def mistaken(rows: list[Row], deals: Any, here: int, owner: int, tables: Any, page_size: int) -> Any:
+        of, size = seen(rows, deals, here, owner, tables, page_size)
+        if owner < here:
+            of.kv_len[0] = min(of.kv_len[0] + 3, size)
+        return of, size
+
+    patch.setattr(dealt, "_seen", mistaken)
+
+
+def lost_shift(patch: pytest.MonkeyPatch) -> None:
+    """History that should have moved is not received."""
+    patch.setattr(Runner, "_land", lambda self, step, layer, moving: moving.result())
+
+
+def wrong_buffer(patch: pytest.MonkeyPatch) -> None:
+    """In each step but the first, the block is read from the other one of the two buffers."""
+    attend = Ring.attend
+
+    def mistaken(self: Ring, shared: Shared, block: torch.Tensor, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
+        own = self._own - shared.run[0]
+
+        def other(owner: int, block: torch.Tensor) -> Any:
+            is_second = block.data_ptr() == self.buffer(1, 1, block).data_ptr()
+            return over(owner, block if owner == own else self.buffer(1 - is_second, len(block), block))
+
+        return attend(self, shared, block, sizes, other, **more)
+
+    patch.setattr(Ring, "attend", mistaken)
+
+
+FAULTS = {fault.__name__: fault for fault in (wrong_piece, lost_shift, wrong_buffer)}
+
+
+# -- on each rank ----------------------------------------------------------------------------------------------
+
+
+def serve(
+    folder: str, options: dict[str, Any], prompts: list[list[int]], plans: list[Plan], params: list[Any], fault: str
+) -> Any:
+    """The tokens on rank 0; on each rank the hidden states of slot 0 by position, the tokens computed in each batch,
+    and those held of each slot behind it."""
+    from medha import LLM
+
+    hidden: dict[int, torch.Tensor] = {}
+    computed, held = [], []
+    eager, prepare = Runner._eager, step_input.Slots.prepare
+
+    def watched(self: Runner, step: StepInput, copies: Any) -> Any:
+        def keep(module: Any, args: Any, x_TD: torch.Tensor) -> None:
+            tokens = [row.tokens_on(self.group) for row in step.batch.rows]
+            at = np.repeat([row.slot for row in step.batch.rows], tokens) == 0
+            hidden.update(zip(step.positions[at].tolist(), x_TD[at].clone(), strict=True))
+
+        handle = self.model.register_forward_hook(keep)
+        try:
+            return eager(self, step, copies)
+        finally:
+            handle.remove()
+
+    def noted(self: step_input.Slots, batch: Batch) -> StepInput:
+        step = prepare(self, batch)
+        computed.append(batch.num_tokens)
+        held.append(self.held[: len(prompts)].tolist())
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            FAULTS[fault](patch)
+        patch.setattr(Runner, "_eager", watched)
+        patch.setattr(step_input.Slots, "prepare", noted)
+        with LLM(folder, **options) as llm:
+            tokens: list[list[int]] = [[] for _ in prompts]
+            if llm.is_driver:
+                runner, hand = llm.engine.runner, Hand(plans)
+                for slot, prompt in enumerate(prompts):
+                    resolved = SamplingParams(**params[slot]).resolve({})
+                    runner.open(slot, np.array(prompt, np.int32), resolved, seed=slot, end_ids=())
+                pending = [runner.submit(batch) for batch in hand.prefills()]
+                results = [step.result() for step in pending]
+                results += [runner.submit(hand.decode()).result() for _ in range(NUM_TOKENS - 1)]
+                for result in results:
+                    for row, sampled in zip(result.rows, result.sampled, strict=True):
+                        tokens[row.slot].append(sampled.token_id)
+    return tokens, hidden, computed, held
+
+
+def plain(folder: str, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
+    """The tokens of one rank."""
+    from medha import LLM
+
+    with LLM(folder, block_size=BLOCK, num_kv_blocks=NUM_BLOCKS) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], [SamplingParams(**p) for p in params])
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+class Served(NamedTuple):
+    tokens: list[list[int]]
+    hidden: dict[int, torch.Tensor]  # of slot 0 by position
+    computed: list[list[int]]  # by rank, by batch
+    held: list[list[list[int]]]  # by rank, by batch, by slot
+
+
+def run(
+    workers: WorkerPool, folder: Path, plans: list[Plan], layout: tuple[int, int, int], fault: str = ""
+) -> tuple[Served, list[list[int]], list[list[int]]]:
+    """What a layout (kvp, spp, tp) says of the plans, greedy and with penalties in turn; the prompts, and what one rank
+    says."""
+    kvp, spp, tp = layout
+    prompts = [random_prompt(sum(chunk.q_len for chunk in plan), seed=slot) for slot, plan in enumerate(plans)]
+    params = [(GREEDY, PENALTIES)[slot % 2] for slot in range(len(plans))]
+    options = {"kvp": kvp, "spp": spp, "tp": tp, "block_size": BLOCK, "num_kv_blocks": NUM_BLOCKS}
+    answers = workers.run(serve, kvp * spp * tp, str(folder), options, prompts, plans, params, fault)
+    tokens, hidden, computed, held = zip(*answers, strict=True)
+    whole = {at: state for one in hidden[spp * tp - tp :: spp * tp] for at, state in one.items()}
+    return Served(tokens[0], whole, list(computed), list(held)), prompts, plain(str(folder), prompts, params)
+
+
+CASES = {
+    "kvp2": (TWO, (2, 1, 1)),
+    "kvp3": (THREE, (3, 1, 1)),
+    "kvp4": (FOUR, (4, 1, 1)),
+    "kvp2 x spp2 x tp2": (TWO, (2, 2, 2)),
+    "kvp8": (EIGHT, (8, 1, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ring")
+    make_checkpoint(path, "llama", num_hidden_layers=3)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_rank(workers: WorkerPool, folder: Path, case: str) -> None:
+    plans, layout = CASES[case]
+    served, _, expected = run(workers, folder, plans, layout)
+    assert served.tokens == expected
+    check_shares(served, plans, layout)
+
+
+def check_shares(served: Served, plans: list[Plan], layout: tuple[int, int, int]) -> None:
+    """Each rank computes an even share of a dealt chunk, and holds one of what is there behind it."""
+    kvp, spp, tp = layout
+    for at in range(max(map(len, plans))):
+        for slot, plan in enumerate(plans):
+            if at < len(plan) and plan[at].is_dealt:
+                whole = sum(chunk.q_len for chunk in plan[: at + 1])
+                for group in range(plan[at].group, plan[at].group + plan[at].num_groups):
+                    for rank in range(group * spp * tp, (group + 1) * spp * tp):
+                        assert abs(served.held[rank][at][slot] - whole / plan[at].num_groups) <= 3
+        chunks = [plan[at] for plan in plans if at < len(plan)]
+        for group in range(kvp):
+            here = [chunk for chunk in chunks if chunk.group <= group < chunk.group + chunk.num_groups]
+            share = sum(chunk.q_len / (chunk.num_groups if chunk.is_dealt else 1) for chunk in here)
+            assert abs(served.computed[group * spp * tp][at] - share) <= len(here) * 1.5
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_changes_tokens(workers: WorkerPool, folder: Path, fault: str) -> None:
+    plans = [[Chunk(70, 0, 1), Chunk(90, 0, 2), Chunk(50, 0, 2)], [Chunk(65, 1, 1), Chunk(70, 0, 2)]]
+    served, _, expected = run(workers, folder, plans, (2, 1, 1), fault)
+    assert served.tokens != expected
+
+
+def test_hidden_states(workers: WorkerPool, folder: Path) -> None:
+    """No worse than twice those of a KVP merge, and within 1e-5 of them, against float64."""
+    errors = {}
+    for name, is_dealt in (("ring", True), ("merge", False)):
+        plans = [[Chunk(100, 0, 1), Chunk(100, 0, 2, is_dealt), Chunk(120, 0, 2, is_dealt)]]
+        served, (prompt,), _ = run(workers, folder, plans, (2, 1, 1))
+        found = torch.stack([served.hidden[at] for at in range(len(prompt))])
+        want = exact_hidden(folder, prompt)
+        errors[name] = float((found - want).norm() / want.norm())
+    assert errors["ring"] <= min(2 * errors["merge"], 1e-5), errors
+
+
+@torch.inference_mode()
+def exact_hidden(folder: Path, prompt: list[int]) -> torch.Tensor:
+    """What goes into the last norm, by transformers in float64."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    found: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda module, args: found.append(args[0][0]))
+    model(torch.tensor([prompt]))
+    return found[0]
+
+
+def deal_different_rows(row: Row, odd: int) -> str:
+    """On each rank: go around with rows that one rank has otherwise; returns what is wrong with it."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=30))
+    assert group is not None
+    ring = Ring(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank)
+    deals = tuple(Deal(row.slot, g, 4, 4 + (rank == odd)) for g in row.groups)
+    (shared,) = shared_rows(Batch(7, (row,), deals=deals, group=rank), dealt=True)
+    part = torch.zeros(shared.tokens.stop, 2, 8), torch.zeros(shared.tokens.stop, 2)
+    message = ""
+    try:
+        ring.attend(shared, torch.zeros(8), [8] * size, lambda *_: part, compare=True, waiting=nullcontext)
+    except PlanDivergenceError as error:
+        message = str(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    return message
+
+
+def test_other_rows_on_one_rank_are_a_divergence(workers: WorkerPool) -> None:
+    """Who receives from the odd one, and it itself, refuse."""
+    messages = workers.run(deal_different_rows, 2, Row(3, 100, 12, False, False, 0, 2, True), 1)
+    assert [f"group {other} merges rows of batch 7" in messages[rank] for rank, other in ((0, 1), (1, 0))] == [True] * 2

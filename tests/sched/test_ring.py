@@ -1,0 +1,73 @@
+"""Requests that are dealt over their groups: what a packer prefers, their memory, and that all come to their end."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.errors import ConfigError
+from medha.sched.scheduler import complete_config
+from tests.sched.virtual import BLOCK, Drive, Job, make_predictor, make_scheduler, worlds
+
+
+def dealt(world: dict[str, Any]) -> dict[str, Any]:
+    config = replace(world["config"], overcommit=False, ring=True)
+    return world | {"config": config, "num_blocks": 3 * world["num_blocks"] // 2 + 8}
+
+
+def test_all_come_to_their_end() -> None:
+    """Under any load, with history that moves; the drive holds each group to what it is dealt."""
+    num_dealt, num_shifts = [], []
+
+    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(worlds())
+    def ends(world: dict[str, Any]) -> None:
+        drive = Drive(make_scheduler(dealt(world)), world["load"], lambda batch: 0.1)
+        drive.run()
+        num_dealt.append(drive.num_dealt)
+        num_shifts.append(drive.num_shifts)
+
+    ends()
+    assert sum(map(bool, num_dealt)) > 40 and sum(num_shifts) > 10
+
+
+def test_small_chunks_are_gathered_and_large_ones_dealt() -> None:
+    """The choice is that of the less predicted seconds, and history is moved where the last group gets ahead."""
+    config = SchedulerConfig(ring=True, max_kv_per_group=4096, chunk_size=64, max_batch_tokens=2048)
+    world = {"config": config, "num_groups": 2, "num_blocks": 1000, "load": [Job(0.0, 8000, 20)], "seed": 0}
+    drive = Drive(make_scheduler(world), world["load"], lambda batch: 0.1)
+    seen: list[tuple[int, int, bool]] = []
+    drive.on_schedule = lambda batch: seen.extend(  # type: ignore[method-assign]
+        (row.position, row.q_len, row.is_dealt) for row in (batch.chunks if batch else ()) if row.is_shared
+    )
+    drive.run()
+    tick = make_predictor(max_tokens=2048, kvp=2).tick()
+    for position, q_len, is_dealt in seen:
+        own = -(-q_len // 2)
+        ring_s = tick.with_chunk(own, position + (q_len - own) // 2, ring=2)
+        gather_s = tick.with_chunk(q_len, position // 2, run=(0, 1))
+        assert is_dealt == (ring_s < gather_s), (position, q_len)
+    assert seen
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheduler": "sarathi"}, "ring with scheduler='sarathi'; accepted: medha"),
+        ({"prefix_caching": True}, "prefix_caching=True with ring; accepted: without it"),
+        ({"overcommit": True}, "overcommit=True with ring; accepted: without it"),
+        ({"num_swap_blocks": 3}, "num_swap_blocks=3 with ring; accepted: without it"),
+    ],
+)
+def test_what_dealt_requests_do_not_have(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SchedulerConfig(ring=True, **options)
+
+
+def test_a_chunk_has_two_tokens_a_group() -> None:
+    config = SchedulerConfig(ring=True, chunk_size=7)
+    sizes = {"longest": 1000, "num_blocks": 100, "block_size": BLOCK}
+    with pytest.raises(ConfigError, match="chunk_size=7 with ring on 4 groups; accepted: 8 at least"):
+        complete_config(config, make_predictor(kvp=4), ParallelConfig(kvp=4), **sizes)
