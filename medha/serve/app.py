@@ -22,9 +22,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.arrivals import is_long
@@ -42,7 +42,6 @@ logger = logging.getLogger("medha")
 T = TypeVar("T")
 
 _PING_S = 10.0
-_READER_S = 300.0  # for which a reader may take nothing
 _SLOWEST_BYTES_S = 1e6  # of a body
 _BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
@@ -187,10 +186,10 @@ class Front:
             del body
             key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
             submitted = self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
-            answer = await _unless_gone(request, submitted)
+            answer = await _unless_gone(request.receive, submitted)
             leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
             if not asked.flags.stream:
-                return await _unless_gone(request, self._whole(asked, answer))
+                return await _unless_gone(request.receive, self._whole(asked, answer))
             return Events(self._stream(asked, answer), leave.pop_all())
 
     async def _whole(self, asked: Asked, answer: Answer) -> Response:
@@ -210,23 +209,19 @@ class Front:
         while len(ended) < len(asked.arrivals):
             reports = bool(asked.flags.return_progress) and not has_begun
             news = await answer.read(_PROGRESS_S if reports else _PING_S)
-            for index, output in news:
-                if output.finished:
-                    ended[index] = output
-                for chunk in chunks.of(index, output):
-                    has_begun = True
-                    yield _event(chunk)
+            ended |= {index: output for index, output in news if output.finished}
+            said = [chunk for index, output in news for chunk in chunks.of(index, output)]
+            has_begun |= bool(said)
             if not news and reports:
-                yield _event(chunks.progress(answer.requests, self.service.eta_s(answer.requests)))
-            elif not news:
+                said = [chunks.progress(answer.requests, self.service.eta_s(answer.requests))]
+            if not news and not reports:
                 yield b": ping\n\n"
+            elif len(ended) < len(asked.arrivals):
+                yield b"".join(map(_event, said))
         ordered = [ended[index] for index in range(len(asked.arrivals))]
-        if (error := _error_of(ordered)) is not None:
-            yield _event(error.body)
-        else:
-            for chunk in chunks.last(ordered):
-                yield _event(chunk)
-        yield b"data: [DONE]\n\n"
+        error = _error_of(ordered)
+        said += chunks.last(ordered) if error is None else [error.body]
+        yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
         self.service.reset_prefix_cache()
@@ -283,20 +278,27 @@ class Front:
             await asyncio.sleep(EVENTS_S)
 
 
-class Events(StreamingResponse):
-    """A stream of events; ``leave`` is closed when it is over, also where it never began."""
+class Events(Response):
+    """A stream of events; ``leave`` is closed when it is over, also where it never began.
+
+    As starlette's, with half of its work a token: no group of tasks, and who leaves is noticed as everywhere here.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], leave: contextlib.ExitStack | None = None) -> None:
-        super().__init__(events, headers=_SSE, media_type="text/event-stream")
+        super().__init__(headers=_SSE, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
         self._leave = leave or contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(_READER_S):
-                await send(message)
+        with self._leave, contextlib.suppress(ClientDisconnect):
+            await _unless_gone(receive, self._tell(send))
 
-        with self._leave, contextlib.suppress(TimeoutError):
-            await super().__call__(scope, receive, send_in_time)
+    async def _tell(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
@@ -308,11 +310,11 @@ def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
     return stopped() if was_cut else None
 
 
-async def _unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What some work returns; it is cancelled where the client, whose body has been read, leaves before."""
 
     async def until_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
 
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())

@@ -51,8 +51,10 @@ class Answer:
 
     async def read(self, wait_s: float | None = None) -> list[tuple[int, RequestOutput]]:
         """Wait for news; by the index of a prompt what is new, nothing where there was none for so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), wait_s)
+        timer = None if wait_s is None else asyncio.get_running_loop().call_later(wait_s, self._news.set)
+        await self._news.wait()
+        if timer is not None:
+            timer.cancel()
         self._news.clear()
         news = [(index, _together(pieces)) for index, pieces in enumerate(self._pieces) if pieces]
         for pieces in self._pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -19,6 +20,9 @@ from medha.errors import ConfigError
 
 KEEP_ALIVE_S = 75
 """For which a connection may be silent, or send the head of a request."""
+
+READER_S = 300
+"""For which a client may take nothing of what is sent to it."""
 
 END_S = 1.0
 """For which streams may end with what has become of them."""
@@ -71,15 +75,34 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection on which no head is whole within the keep-alive time, from its beginning or its last answer.
+    """Closes a connection on which no head is whole within the keep-alive time, from its beginning or its last answer,
+    and one whose client takes nothing for :data:`READER_S`.
 
-    uvicorn's timer begins with an answer, and ends with a byte.
+    uvicorn's timer begins with an answer, and ends with a byte; for readers it has none.
     """
+
+    _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def pause_writing(self) -> None:
+        """Start the timer of a reader, who has as much to take as may wait."""
+        super().pause_writing()
+        self._stuck = self.loop.call_later(READER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """End it."""
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End it."""
+        self.resume_writing()
+        super().connection_lost(exc)
 
     def _unset_keepalive_if_required(self) -> None:
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():

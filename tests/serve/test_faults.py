@@ -61,6 +61,25 @@ def test_a_slow_reader_holds_up_itself_alone(start: Start, bytes_model: Model) -
     assert text[-1]["choices"][0]["finish_reason"] == "length"
 
 
+def test_who_takes_nothing_for_long_is_let_go(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the answer is larger than what sockets hold."""
+    monkeypatch.setattr(web, "READER_S", 0.5)
+    server = start(bytes_model.engine(num_blocks=512))
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        wide = {"n": 32, "logprobs": True, "top_logprobs": 20, "temperature": 1.0, "stream": True}
+        messages = [{"role": "user", "content": "x"}]
+        sent = json.dumps(asked(0, 1500, messages=messages, prompt=None, **wide)).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}"
+        client.sendall(head.encode() + b"\r\n\r\n" + sent)
+        wait_until(lambda: 'finished_reason="' in server.get("/metrics")[1], 120)
+    assert 'finished_reason="abort"' in server.get("/metrics")[1]
+    assert_empty(server.engine)
+
+
 def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine(), limits=Limits(body_timeout_s=0.2))
     with socket.create_connection(("127.0.0.1", server.port)) as client:
