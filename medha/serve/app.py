@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import re
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -28,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.arrivals import is_long
+from medha.engine.jsonl import KNOWN_FIELDS
 from medha.errors import not_accepted
 from medha.outputs import RequestOutput
 from medha.params import CHAT_OPTIONS
@@ -35,7 +37,7 @@ from medha.serve.body import BodyReader
 from medha.serve.keys import Key, Keys
 from medha.serve.metrics import Metrics
 from medha.serve.page import EVENTS_S, PAGE, Snapshots
-from medha.serve.protocol import ApiError, Asked, Chunks, Json, api_error, read_asked, stopped, whole_answer
+from medha.serve.protocol import ApiError, Asked, Chunks, Flags, Json, api_error, read_asked, stopped, whole_answer
 from medha.serve.service import Answer, Service
 
 logger = logging.getLogger("medha")
@@ -45,6 +47,7 @@ _PING_S = 10.0
 _SLOWEST_BYTES_S = 1e6  # of a body
 _BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
+_MOST_NAMES = 100  # of fields that nobody knows are logged
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -71,7 +74,10 @@ class Front:
         self._limits = limits
         self.bodies = BodyReader()
         self._num_bytes = 0  # of bodies that are being read
-        self._snapshots = Snapshots(service.engine, models[0])
+        self._snapshots = Snapshots(service, models[0])
+        self._metrics = metrics
+        self._ignored: set[str] = set()  # names of fields
+        self._start_s = int(time.time())
         service.on_end = metrics.ended
         get, post = partial(self._route, "GET"), partial(self._route, "POST")
         self.app = Starlette(
@@ -183,6 +189,7 @@ class Front:
             body = await self._body(request)
             objectives, name = key.objectives(body, request.headers), _name_of(request)
             asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
+            self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
             del body
             key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
             submitted = self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
@@ -191,6 +198,13 @@ class Front:
             if not asked.flags.stream:
                 return await _unless_gone(request.receive, self._whole(asked, answer))
             return Events(self._stream(asked, answer), leave.pop_all())
+
+    def _note_ignored(self, names: Set[str]) -> None:
+        """Count fields of a body that nobody knows, and log each of their names once."""
+        self._metrics.ignored.inc(len(names))
+        for name in sorted(names - self._ignored)[: _MOST_NAMES - len(self._ignored)]:
+            self._ignored.add(name)
+            logger.warning("request field %.80r is ignored", name)
 
     async def _whole(self, asked: Asked, answer: Answer) -> Response:
         """The answer when all of it is there."""
@@ -258,7 +272,13 @@ class Front:
 
     def _list_models(self, request: HttpRequest, key: Key) -> Response:
         length, wanted = self.service.engine.limits.max_model_len, request.path_params.get("name")
-        fields = {"object": "model", "created": 0, "owned_by": "medha", "root": self.models[0], "max_model_len": length}
+        fields = {
+            "object": "model",
+            "created": self._start_s,
+            "owned_by": "medha",
+            "root": self.models[0],
+            "max_model_len": length,
+        }
         found = [{"id": name, **fields} for name in self.models if wanted in (None, name)]
         if not found:
             raise ApiError(404, "there is no such model", param="model", code="model_not_found")
@@ -292,12 +312,13 @@ class Events(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._leave, contextlib.suppress(ClientDisconnect):
-            await _unless_gone(receive, self._tell(send))
+            await _unless_gone(receive, self._tell(send, only_head=scope["method"] == "HEAD"))
 
-    async def _tell(self, send: Send) -> None:
+    async def _tell(self, send: Send, *, only_head: bool) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        if not only_head:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import h11
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from medha.errors import ConfigError
+from medha.serve.protocol import ApiError
 
 KEEP_ALIVE_S = 75
-"""For which a connection may be silent, or send the head of a request."""
+"""For which a connection may be silent."""
+
+HEAD_S = 30
+"""For which a client may take to send the head of a request."""
 
 READER_S = 300
 """For which a client may take nothing of what is sent to it."""
@@ -75,8 +81,8 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection on which no head is whole within the keep-alive time, from its beginning or its last answer,
-    and one whose client takes nothing for :data:`READER_S`.
+    """Closes a connection that is silent for :data:`KEEP_ALIVE_S`, one on which no head is whole within :data:`HEAD_S`,
+    and one whose client takes nothing for :data:`READER_S`; what is no request gets an error in OpenAI's shape.
 
     uvicorn's timer begins with an answer, and ends with a byte; for readers it has none.
     """
@@ -86,7 +92,10 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
 
     def pause_writing(self) -> None:
         """Start the timer of a reader, who has as much to take as may wait."""
@@ -105,5 +114,21 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _unset_keepalive_if_required(self) -> None:
+        timer = self.timeout_keep_alive_task
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             super()._unset_keepalive_if_required()
+        elif timer is not None and timer.when() > self.loop.time() + HEAD_S:  # the first byte of a further head
+            timer.cancel()
+            self._await_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Tell what is wrong with a head."""
+        status = getattr(sys.exception(), "error_status_hint", 400)  # uvicorn handles h11's error by this call
+        body = msgspec.json.encode(
+            ApiError(status, "the request is no HTTP that can be read, or its head too large").body
+        )
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        response = h11.Response(status_code=status, headers=list(headers.items()))
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
