@@ -229,7 +229,11 @@ def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
         patch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
         for folder, options, message in (
             (ids_alone, ["x"], "prompt needs a tokenizer, and the model has none; accepted: prompt_token_ids"),
-            (tmp_path / "plain", ["x", "--chat"], "messages need a chat template, and the model has none; accepted: prompt"),
+            (
+                tmp_path / "plain",
+                ["x", "--chat"],
+                "messages need a chat template, and the model has none; accepted: prompt",
+            ),
             (model, [""], "the prompt is empty; accepted: at least one token"),
         ):
             done = bare(folder, "--prompt", *options, "--log-level", "error")
