@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import sys
@@ -28,7 +27,7 @@ HEAD_S = 30
 """For which a client may take to send the head of a request."""
 
 READER_S = 300
-"""For which a client may take nothing of what is sent to it."""
+"""For which a client may take nothing of what is sent to it, where the kernel counts that."""
 
 END_S = 1.0
 """For which streams may end with what has become of them."""
@@ -40,6 +39,8 @@ def bound(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # its connections have it from it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * READER_S))
         listener.bind(address)
     except OSError as error:
         raise ConfigError(f"{host}:{port} cannot be listened at: {error.strerror or error}") from error
@@ -81,13 +82,11 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection that is silent for :data:`KEEP_ALIVE_S`, one on which no head is whole within :data:`HEAD_S`,
-    and one whose client takes nothing for :data:`READER_S`; what is no request gets an error in OpenAI's shape.
+    """Closes a connection that is silent for :data:`KEEP_ALIVE_S`, or on which no head is whole within :data:`HEAD_S`;
+    what is no request gets an error in OpenAI's shape.
 
-    uvicorn's timer begins with an answer, and ends with a byte; for readers it has none.
+    uvicorn's timer begins with an answer, and ends with a byte.
     """
-
-    _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
@@ -96,22 +95,6 @@ class TimedProtocol(H11Protocol):
 
     def _await_head(self) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
-
-    def pause_writing(self) -> None:
-        """Start the timer of a reader, who has as much to take as may wait."""
-        super().pause_writing()
-        self._stuck = self.loop.call_later(READER_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """End it."""
-        super().resume_writing()
-        if self._stuck is not None:
-            self._stuck.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End it."""
-        self.resume_writing()
-        super().connection_lost(exc)
 
     def _unset_keepalive_if_required(self) -> None:
         timer = self.timeout_keep_alive_task
