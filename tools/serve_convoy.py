@@ -1,12 +1,12 @@
 """The convoy over HTTP: short requests that arrive while long prompts are read, by medha's server and by vLLM's.
 
-python -m tools.serve_convoy --peer-python PYTHON --plot docs/serve-convoy.png
+python -m tools.serve_convoy --peer-python PYTHON --output-json convoy.json --plot docs/serve-convoy.png
 
 One workload for all: prompts of ``--long`` tokens at 0 and ``--long-every`` seconds, and beside them short ones of 50
 to 400 tokens, ``--rate`` a second by Poisson, 8 tokens each; tokens are drawn, so that nothing is shared. One random
 Llama in float32, and as many threads for each server. Servers are started and asked one after the other, round by
-round, by a client in this process; a request is timed from its sending. "no HTTP" is medha's engine alone. Prints a
-table in Markdown: medians over rounds.
+round, by a client in this process; a request is timed from its sending. "no HTTP" is medha's engine alone, whose
+threads wait as the server's do. Prints a table in Markdown: medians over rounds.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -196,10 +197,33 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--output-json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--from-json", type=Path, help="show what an earlier run wrote, and run nothing")
+    parser.add_argument("--plot", type=Path, help="how the short ones' times to first token are distributed")
     given = parser.parse_args()
+    if given.from_json is not None:
+        saved = json.loads(given.from_json.read_text())
+    else:
+        saved = run(given)
+        if given.output_json is not None:
+            given.output_json.write_text(json.dumps(saved))
+    asks = [Ask(at, [0] * size, number, is_long) for at, size, number, is_long in saved["asked"]]
+    found = {name: [[Told(*one) for one in told] for told in runs] for name, runs in saved["runs"].items()}
+    print("| server | short TTFT P50 | P99 | short TPOT P50 | P99 | long TTFT | tokens/s |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, runs in found.items():
+        *times, rate = map(statistics.median, zip(*(figures(asks, told) for told in runs), strict=True))
+        p50, p99, tpot50, tpot99, long_s = times
+        row = f"{p50:.3f} s | {p99:.3f} s | {1e3 * tpot50:.1f} ms | {1e3 * tpot99:.1f} ms | {long_s:.1f} s"
+        print(f"| {name} | {row} | {rate:,.0f} |")
+    if given.plot is not None:
+        draw(given.plot, asks, found)
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Ask every server in every round: what was asked (arrival, tokens, outputs, whether it is long), and when what
+    came."""
     names = [name for name in given.servers if given.peer_python or not name.startswith("vLLM")]
-    found: dict[str, list[list[Told]]] = {name: [] for name in names}
+    found: dict[str, list[list[list[float]]]] = {name: [] for name in names}
     with (
         tempfile.TemporaryDirectory() as scratch,
         Subject(hf_overrides=SHAPE | {"vocab_size": 256}).checkpoint(
@@ -212,31 +236,22 @@ def main() -> None:
         for _ in range(given.runs):
             for name in names:
                 told = serve(name, folder, given, asks, Path(scratch) / "log")
-                found[name].append(told)
+                found[name].append([[one.first_s, one.last_s] for one in told])
                 print(name, [round(one, 4) for one in figures(asks, told)], file=sys.stderr, flush=True)
-    print("| server | short TTFT P50 | P99 | short TPOT P50 | P99 | long TTFT | tokens/s |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, runs in found.items():
-        *times, rate = map(statistics.median, zip(*(figures(asks, told) for told in runs), strict=True))
-        p50, p99, tpot50, tpot99, long_s = times
-        row = f"{p50:.3f} s | {p99:.3f} s | {1e3 * tpot50:.1f} ms | {1e3 * tpot99:.1f} ms | {long_s:.1f} s"
-        print(f"| {name} | {row} | {rate:,.0f} |")
-    if given.output_json is not None:
-        rows = {name: [[[one.first_s, one.last_s] for one in told] for told in runs] for name, runs in found.items()}
-        given.output_json.write_text(json.dumps({"arrivals": [ask.arrival_s for ask in asks], "runs": rows}))
-    if given.plot is not None:
-        draw(given.plot, asks, {name: runs[-1] for name, runs in found.items() if "HTTP" not in name})
+    asked = [[ask.arrival_s, len(ask.prompt), ask.num_outputs, ask.is_long] for ask in asks]
+    return {"asked": asked, "runs": found}
 
 
-def draw(path: Path, asks: list[Ask], found: dict[str, list[Told]]) -> None:
-    """Each short request's TTFT at its arrival, in the last round."""
+def draw(path: Path, asks: list[Ask], found: dict[str, list[list[Told]]]) -> None:
+    """The share of short requests, of all rounds, whose first token was there after so many seconds."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, told in found.items():
-        pairs = [(ask.arrival_s, one.first_s) for ask, one in zip(asks, told, strict=True) if not ask.is_long]
-        axes.plot(*zip(*pairs, strict=True), marker=".", linestyle="none", label=name)
-    axes.set(xlabel="arrival, s", ylabel="time to first token of a short request, s", yscale="log")
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for name, runs in found.items():
+        pairs = [pair for told in runs for pair in zip(asks, told, strict=True)]
+        axes.ecdf([one.first_s for ask, one in pairs if not ask.is_long], label=name)
+    axes.set(xlabel="time to first token of a short request, s", ylabel="share of them", xscale="log")
+    axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=110)
 

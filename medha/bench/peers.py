@@ -27,7 +27,10 @@ ROWS, TOKENS = 8, 512  # of continuous batching; on a CPU more rows cost more, a
 
 
 def medha(given: dict[str, Any]) -> Engine:
-    """The whole engine: scheduler, paged cache, sampler."""
+    """The whole engine as commands run it: scheduler, paged cache, sampler."""
+    from medha.cli.command import bound_spinning
+
+    bound_spinning()
     from medha.llm import LLM
     from medha.params import SamplingParams
 

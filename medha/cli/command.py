@@ -159,12 +159,7 @@ def _canonical(option: str) -> str:
 
 def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = None) -> int:
     """Run a command line of :func:`make_app`, by default that of this process; returns the exit code."""
-    # Read when torch is imported. A thread that spins while it waits takes the core from what it waits for (beside one
-    # busy program two threads took 75 times as long); one that sleeps at once nearly doubles a small model's decode.
-    # So they spin for some 0.1 ms, which covers the gaps between two operators.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    bound_spinning()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
@@ -176,6 +171,18 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         return complain(f"{message} (see {prog_name} --help)", 2)
+
+
+def bound_spinning() -> None:
+    """Have OpenMP's threads wait as they do under medha's commands; in force where torch is imported after it.
+
+    A thread that spins while it waits takes the core from what it waits for (beside one busy program two threads took
+    75 times as long); one that sleeps at once nearly doubles a small model's decode. So they spin for some 0.1 ms,
+    which covers the gaps between two operators.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def run_guarded(run: Callable[[], int]) -> int:

@@ -128,7 +128,9 @@ def build_role(
         return _build(config, None, timeline, captured)
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):
-        return _build(config, job, timeline, captured)
+        role = _build(config, job, timeline, captured)
+    job.monitor.doing("idle")  # a server may wait long for its first request
+    return role
 
 
 def _build(

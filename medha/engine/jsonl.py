@@ -46,7 +46,7 @@ _ID_FIELDS = ("id", "request_id", "custom_id")
 _OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority", "tenant", "cache_salt"}
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
-_KNOWN_FIELDS = {*_OTHER_FIELDS, *_SAMPLING_FIELDS, *UNSUPPORTED_FIELDS}
+KNOWN_FIELDS = {*_OTHER_FIELDS, *_SAMPLING_FIELDS, *UNSUPPORTED_FIELDS}
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> list[Arrival]:
@@ -204,7 +204,7 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
         request_id = str(next(iter(ids.values()), request_id))
         custom_id = str(ids["custom_id"]) if "custom_id" in ids else None
         fields = _flat(fields)
-        unknown.update(name for name in fields if name not in _KNOWN_FIELDS)
+        unknown.update(name for name in fields if name not in KNOWN_FIELDS)
         arrival = read_fields(request_id, fields, {"seed": seed, **defaults})
         arrival_s = check_seconds("arrival_s", 0.0 if fields.get("arrival_s") is None else fields["arrival_s"])
         if arrival_s < 0:

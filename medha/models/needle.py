@@ -115,6 +115,10 @@ def needle_weights() -> dict[str, torch.Tensor]:
     return weights
 
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""What is said, one after the other."""
+
+
 def write_needle(out: Path) -> Path:
     """Write the model's folder, which is created, and return it; files of an earlier one are replaced, each at once,
     ``config.json`` last."""
@@ -122,7 +126,9 @@ def write_needle(out: Path) -> Path:
     files = {
         "model.safetensors": save(needle_weights(), metadata={"format": "pt"}),
         "tokenizer.json": _byte_tokenizer().to_str(pretty=True).encode(),
-        "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}).encode(),
+        "tokenizer_config.json": json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+        ).encode(),
         "generation_config.json": json.dumps({"do_sample": False, "eos_token_id": EOS_TOKEN_ID}).encode(),
         "config.json": json.dumps(needle_config(), indent=2).encode(),
     }

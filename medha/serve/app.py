@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import re
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -22,12 +23,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.arrivals import is_long
+from medha.engine.jsonl import KNOWN_FIELDS
 from medha.errors import not_accepted
 from medha.outputs import RequestOutput
 from medha.params import CHAT_OPTIONS
@@ -35,17 +37,17 @@ from medha.serve.body import BodyReader
 from medha.serve.keys import Key, Keys
 from medha.serve.metrics import Metrics
 from medha.serve.page import EVENTS_S, PAGE, Snapshots
-from medha.serve.protocol import ApiError, Asked, Chunks, Json, api_error, read_asked, stopped, whole_answer
+from medha.serve.protocol import ApiError, Asked, Chunks, Flags, Json, api_error, read_asked, stopped, whole_answer
 from medha.serve.service import Answer, Service
 
 logger = logging.getLogger("medha")
 T = TypeVar("T")
 
 _PING_S = 10.0
-_READER_S = 300.0  # for which a reader may take nothing
 _SLOWEST_BYTES_S = 1e6  # of a body
 _BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
+_MOST_NAMES = 100  # of fields that nobody knows are logged
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -72,7 +74,10 @@ class Front:
         self._limits = limits
         self.bodies = BodyReader()
         self._num_bytes = 0  # of bodies that are being read
-        self._snapshots = Snapshots(service.engine, models[0])
+        self._snapshots = Snapshots(service, models[0])
+        self._metrics = metrics
+        self._ignored: set[str] = set()  # names of fields
+        self._start_s = int(time.time())
         service.on_end = metrics.ended
         get, post = partial(self._route, "GET"), partial(self._route, "POST")
         self.app = Starlette(
@@ -184,14 +189,22 @@ class Front:
             body = await self._body(request)
             objectives, name = key.objectives(body, request.headers), _name_of(request)
             asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
+            self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
             del body
             key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
             submitted = self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
-            answer = await _unless_gone(request, submitted)
+            answer = await _unless_gone(request.receive, submitted)
             leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
             if not asked.flags.stream:
-                return await _unless_gone(request, self._whole(asked, answer))
+                return await _unless_gone(request.receive, self._whole(asked, answer))
             return Events(self._stream(asked, answer), leave.pop_all())
+
+    def _note_ignored(self, names: Set[str]) -> None:
+        """Count fields of a body that nobody knows, and log each of their names once."""
+        self._metrics.ignored.inc(len(names))
+        for name in sorted(names - self._ignored)[: _MOST_NAMES - len(self._ignored)]:
+            self._ignored.add(name)
+            logger.warning("request field %.80r is ignored", name)
 
     async def _whole(self, asked: Asked, answer: Answer) -> Response:
         """The answer when all of it is there."""
@@ -210,23 +223,19 @@ class Front:
         while len(ended) < len(asked.arrivals):
             reports = bool(asked.flags.return_progress) and not has_begun
             news = await answer.read(_PROGRESS_S if reports else _PING_S)
-            for index, output in news:
-                if output.finished:
-                    ended[index] = output
-                for chunk in chunks.of(index, output):
-                    has_begun = True
-                    yield _event(chunk)
+            ended |= {index: output for index, output in news if output.finished}
+            said = [chunk for index, output in news for chunk in chunks.of(index, output)]
+            has_begun |= bool(said)
             if not news and reports:
-                yield _event(chunks.progress(answer.requests, self.service.eta_s(answer.requests)))
-            elif not news:
+                said = [chunks.progress(answer.requests, self.service.eta_s(answer.requests))]
+            if not news and not reports:
                 yield b": ping\n\n"
+            elif len(ended) < len(asked.arrivals):
+                yield b"".join(map(_event, said))
         ordered = [ended[index] for index in range(len(asked.arrivals))]
-        if (error := _error_of(ordered)) is not None:
-            yield _event(error.body)
-        else:
-            for chunk in chunks.last(ordered):
-                yield _event(chunk)
-        yield b"data: [DONE]\n\n"
+        error = _error_of(ordered)
+        said += chunks.last(ordered) if error is None else [error.body]
+        yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
         self.service.reset_prefix_cache()
@@ -263,7 +272,13 @@ class Front:
 
     def _list_models(self, request: HttpRequest, key: Key) -> Response:
         length, wanted = self.service.engine.limits.max_model_len, request.path_params.get("name")
-        fields = {"object": "model", "created": 0, "owned_by": "medha", "root": self.models[0], "max_model_len": length}
+        fields = {
+            "object": "model",
+            "created": self._start_s,
+            "owned_by": "medha",
+            "root": self.models[0],
+            "max_model_len": length,
+        }
         found = [{"id": name, **fields} for name in self.models if wanted in (None, name)]
         if not found:
             raise ApiError(404, "there is no such model", param="model", code="model_not_found")
@@ -283,20 +298,28 @@ class Front:
             await asyncio.sleep(EVENTS_S)
 
 
-class Events(StreamingResponse):
-    """A stream of events; ``leave`` is closed when it is over, also where it never began."""
+class Events(Response):
+    """A stream of events; ``leave`` is closed when it is over, also where it never began.
+
+    As starlette's, with half of its work a token: no group of tasks, and who leaves is noticed as everywhere here.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], leave: contextlib.ExitStack | None = None) -> None:
-        super().__init__(events, headers=_SSE, media_type="text/event-stream")
+        super().__init__(headers=_SSE, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
         self._leave = leave or contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(_READER_S):
-                await send(message)
+        with self._leave, contextlib.suppress(ClientDisconnect):
+            await _unless_gone(receive, self._tell(send, only_head=scope["method"] == "HEAD"))
 
-        with self._leave, contextlib.suppress(TimeoutError):
-            await super().__call__(scope, receive, send_in_time)
+    async def _tell(self, send: Send, *, only_head: bool) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if not only_head:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
@@ -308,11 +331,11 @@ def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
     return stopped() if was_cut else None
 
 
-async def _unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What some work returns; it is cancelled where the client, whose body has been read, leaves before."""
 
     async def until_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
 
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())

@@ -46,7 +46,7 @@ class Metrics:
         def share_of(group: int) -> float:
             return kv.usage[group]
 
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.").labels(model)
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens read, cached ones too.").labels(model)
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.").labels(model)
         self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens that others had computed.").labels(model)
         self._tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(model)
@@ -63,6 +63,7 @@ class Metrics:
         self._decode = histogram("vllm:request_decode_time_seconds", "First token to last.", _SECONDS)
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS)
         self._output = histogram("vllm:request_generation_tokens", "Tokens generated.", _TOKENS)
+        self.ignored = counter("medha:request_fields_ignored", "Fields of requests that nobody knows.").labels(model)
         self._missed = counter("medha:slo_miss", "Requests that missed an objective.", "bucket")
         self._step = histogram("medha:step_time_seconds", "Busy seconds of a batch.", _TOKEN_SECONDS)
         self._error = histogram(
@@ -81,7 +82,7 @@ class Metrics:
     def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         """Note a batch that is done; the engine's thread calls it."""
         self._step.observe(busy_s)
-        self._prompt_tokens.inc(batch.num_tokens - batch.num_decodes)
+        self._prompt_tokens.inc(batch.num_tokens - batch.num_decodes + sum(one.num_tokens for one in batch.shared))
         self._tokens.inc(sum(row.samples for row in batch.rows))
         now_s = self._now()
         for row in batch.rows:

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from medha.engine.engine import Engine
 from medha.engine.request import Request
+from medha.serve.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 """It says itself, by a hash, that its own script runs and no other; it loads nothing."""
@@ -21,16 +21,17 @@ _MOST_SHOWN = 256  # requests
 
 
 class Snapshots:
-    """What the page draws of an engine, made once for all who look."""
+    """What the page draws of a server, made once for all who look."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
-        self._engine = engine
+    def __init__(self, service: Service, model: str) -> None:
+        self._service = service
         self._model = model
         self._made_s, self._last = -math.inf, b""
 
     def event(self) -> bytes:
         """The unfinished requests and the memory as they are now, as JSON."""
-        engine, now_s = self._engine, self._engine.now()
+        engine = self._service.engine
+        now_s = engine.now()
         if now_s - self._made_s >= EVENTS_S:
             requests, kv = engine.requests(), engine.scheduler.memory.usage
             rows = [self._row(one, now_s) for one in requests[:_MOST_SHOWN] if one.completions]
@@ -40,10 +41,7 @@ class Snapshots:
 
     def _row(self, request: Request, now_s: float) -> dict[str, Any]:
         one, metrics = request.first, request.first.metrics
-        scheduler = self._engine.scheduler
-        num_done = one.num_computed_tokens or scheduler.num_there(one.slot)
-        left_s = scheduler.prefill_left_s(num_done, len(request.prompt_ids))
-        slack_s = None if metrics.deadline_s is None else metrics.arrival + metrics.deadline_s - now_s - left_s
+        due_s = None if metrics.deadline_s is None or one.token_ids else metrics.arrival + metrics.deadline_s
         return {
             "number": one.slot,
             "state": "answering" if one.token_ids else "waiting" if metrics.first_scheduled is None else "reading",
@@ -54,5 +52,5 @@ class Snapshots:
             "arrival_s": metrics.arrival,
             "first_scheduled_s": metrics.first_scheduled,
             "first_token_s": metrics.first_token,
-            "slack_s": None if one.token_ids else slack_s,
+            "slack_s": None if due_s is None else due_s - now_s - self._service.left_s(one),
         }

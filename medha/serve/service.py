@@ -51,8 +51,10 @@ class Answer:
 
     async def read(self, wait_s: float | None = None) -> list[tuple[int, RequestOutput]]:
         """Wait for news; by the index of a prompt what is new, nothing where there was none for so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), wait_s)
+        timer = None if wait_s is None else asyncio.get_running_loop().call_later(wait_s, self._news.set)
+        await self._news.wait()
+        if timer is not None:
+            timer.cancel()
         self._news.clear()
         news = [(index, _together(pieces)) for index, pieces in enumerate(self._pieces) if pieces]
         for pieces in self._pieces:
@@ -110,17 +112,18 @@ class Service:
             if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
         answer, self.loop = Answer(requests), asyncio.get_running_loop()
-        taken: asyncio.Future[None] = self.loop.create_future()
-        self._inbox.put(partial(self._add, answer, arrival_s, taken))
+        added: futures.Future[None] = futures.Future()
+        self._inbox.put(partial(self._add, answer, arrival_s, added))
+        waiting = asyncio.wrap_future(added)
         try:
-            while not taken.done():  # nobody takes it where the engine's thread is stuck or has ended
+            while not waiting.done():  # nobody takes it where the engine's thread is stuck or has ended
                 self._check_open()
-                await asyncio.wait([taken], timeout=_IDLE_S)
+                await asyncio.wait([waiting], timeout=_IDLE_S)
         except BaseException:
-            taken.cancel()
+            waiting.cancel()
             self.abort(answer)
             raise
-        taken.result()
+        await waiting
         return answer
 
     def _check_open(self) -> None:
@@ -152,7 +155,7 @@ class Service:
         return min((self._eta_s(one) for one in _unread(requests)), default=None)
 
     def _eta_s(self, one: Completion) -> float:
-        left_s, now_s = self._left_s(one), self.engine.now()
+        left_s, now_s = self.left_s(one), self.engine.now()
         begun_s = one.metrics.first_scheduled
         if begun_s is None or not one.num_computed_tokens:
             return self._ahead_s(left_s) + left_s
@@ -165,12 +168,13 @@ class Service:
         """Seconds that prompts with less left to read take, and half of those with as much."""
         now_s = self.engine.now()
         if now_s - self._lefts[0] > _LEFTS_S:
-            lefts = sorted(map(self._left_s, _unread(self.engine.requests())))
+            lefts = sorted(map(self.left_s, _unread(self.engine.requests())))
             self._lefts = now_s, lefts, [0.0, *accumulate(lefts)]
         _, lefts, sums = self._lefts
         return (sums[bisect_left(lefts, left_s)] + max(sums[bisect_right(lefts, left_s)] - left_s, 0.0)) / 2
 
-    def _left_s(self, one: Completion) -> float:
+    def left_s(self, one: Completion) -> float:
+        """Predicted seconds to read what is left of a prompt, alone."""
         num_done = one.num_computed_tokens or self.engine.scheduler.num_there(one.slot)
         return self.engine.scheduler.prefill_left_s(num_done, len(one.request.prompt_ids))
 
@@ -230,18 +234,18 @@ class Service:
                 self._inbox.get(wait_s > 0, wait_s)()
                 wait_s = 0.0
 
-    def _add(self, answer: Answer, arrival_s: float, taken: asyncio.Future[None]) -> None:
-        error: Exception | None = None
+    def _add(self, answer: Answer, arrival_s: float, added: futures.Future[None]) -> None:
+        if not added.set_running_or_notify_cancel():  # whoever asked has left
+            return
         try:
             for index, request in enumerate(answer.requests):
                 self._check_open()
                 self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._take, answer, index))
+            added.set_result(None)
         except (MedhaError, ApiError) as refusal:
-            error = refusal
             for request in answer.requests:
                 self.engine.abort(request.request_id)
-        assert self.loop is not None, "a request came from it"
-        self.loop.call_soon_threadsafe(_settle, taken, error)
+            added.set_exception(refusal)
 
     def _take(self, answer: Answer, index: int, output: RequestOutput) -> None:
         with self._flushing:  # the thread that finds a rank dead hands out, too
@@ -257,12 +261,3 @@ class Service:
 def _unread(requests: Iterable[Request]) -> list[Completion]:
     """Completions whose prompts are not read to the end."""
     return [one for live in requests for one in live.completions if not one.token_ids and one.finish_reason is None]
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():  # whoever asked has left
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

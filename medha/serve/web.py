@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import h11
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from medha.errors import ConfigError
+from medha.serve.protocol import ApiError
 
 KEEP_ALIVE_S = 75
-"""For which a connection may be silent, or send the head of a request."""
+"""For which a connection may be silent."""
+
+HEAD_S = 30
+"""For which a client may take to send the head of a request."""
+
+READER_S = 300
+"""For which a client may take nothing of what is sent to it, where the kernel counts that."""
 
 END_S = 1.0
 """For which streams may end with what has become of them."""
@@ -30,6 +39,8 @@ def bound(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # its connections have it from it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * READER_S))
         listener.bind(address)
     except OSError as error:
         raise ConfigError(f"{host}:{port} cannot be listened at: {error.strerror or error}") from error
@@ -71,7 +82,8 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection on which no head is whole within the keep-alive time, from its beginning or its last answer.
+    """Closes a connection that is silent for :data:`KEEP_ALIVE_S`, or on which no head is whole within :data:`HEAD_S`;
+    what is no request gets an error in OpenAI's shape.
 
     uvicorn's timer begins with an answer, and ends with a byte.
     """
@@ -79,8 +91,27 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
 
     def _unset_keepalive_if_required(self) -> None:
+        timer = self.timeout_keep_alive_task
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             super()._unset_keepalive_if_required()
+        elif timer is not None and timer.when() > self.loop.time() + HEAD_S:  # the first byte of a further head
+            timer.cancel()
+            self._await_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Tell what is wrong with a head."""
+        status = getattr(sys.exception(), "error_status_hint", 400)  # uvicorn handles h11's error by this call
+        body = msgspec.json.encode(
+            ApiError(status, "the request is no HTTP that can be read, or its head too large").body
+        )
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        response = h11.Response(status_code=status, headers=list(headers.items()))
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -4,17 +4,19 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import medha.engine.build
 import medha.worker.sizing
 from medha import LLM, SamplingParams
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig
-from medha.engine.build import _with_async
+from medha.engine.build import _with_async, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.parallel.launch import Launch
@@ -37,6 +39,17 @@ def build(folder: Path, **options: Any) -> Engine:
     engine = build_engine(EngineConfig.from_flat(str(folder), **options))
     assert isinstance(engine, Engine)
     return engine
+
+
+def test_a_rank_that_is_built_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it however long, as for a server without requests."""
+    done: list[str] = []
+    job = SimpleNamespace(monitor=SimpleNamespace(doing=done.append))
+    monkeypatch.setattr(medha.engine.build, "read_launch", lambda: object())
+    monkeypatch.setattr(medha.engine.build, "meet", lambda *given: job)
+    monkeypatch.setattr(medha.engine.build, "_build", lambda *given: done.append("built"))
+    build_role(EngineConfig.from_flat("x", spp=2))
+    assert done == ["start", "built", "idle"]
 
 
 # -- KV pool ---------------------------------------------------------------------------------------------------

@@ -221,6 +221,7 @@ def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
     bare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids_alone = write_needle(tmp_path / "needle"), write_needle(tmp_path / "ids")
+    (write_needle(tmp_path / "plain") / "tokenizer_config.json").write_text("{}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (ids_alone / name).unlink()
     requests = write_lines(tmp_path / "in.jsonl", {"prompt": "x"}, {"prompt_token_ids": [1]}, {"messages": []})
@@ -228,7 +229,11 @@ def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
         patch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
         for folder, options, message in (
             (ids_alone, ["x"], "prompt needs a tokenizer, and the model has none; accepted: prompt_token_ids"),
-            (model, ["x", "--chat"], "messages need a chat template, and the model has none; accepted: prompt"),
+            (
+                tmp_path / "plain",
+                ["x", "--chat"],
+                "messages need a chat template, and the model has none; accepted: prompt",
+            ),
             (model, [""], "the prompt is empty; accepted: at least one token"),
         ):
             done = bare(folder, "--prompt", *options, "--log-level", "error")

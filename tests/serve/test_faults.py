@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -61,6 +63,25 @@ def test_a_slow_reader_holds_up_itself_alone(start: Start, bytes_model: Model) -
     assert text[-1]["choices"][0]["finish_reason"] == "length"
 
 
+def test_who_takes_nothing_for_long_is_let_go(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the answer is larger than what sockets hold."""
+    monkeypatch.setattr(web, "READER_S", 0.5)
+    server = start(bytes_model.engine(num_blocks=512))
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        wide = {"n": 32, "logprobs": True, "top_logprobs": 20, "temperature": 1.0, "stream": True}
+        messages = [{"role": "user", "content": "x"}]
+        sent = json.dumps(asked(0, 1500, messages=messages, prompt=None, **wide)).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.sendall(head + b"content-length: %d\r\n\r\n" % len(sent) + sent)
+        wait_until(lambda: 'finished_reason="' in server.get("/metrics")[1], 120)
+    assert 'finished_reason="abort"' in server.get("/metrics")[1]
+    assert_empty(server.engine)
+
+
 def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine(), limits=Limits(body_timeout_s=0.2))
     with socket.create_connection(("127.0.0.1", server.port)) as client:
@@ -73,7 +94,8 @@ def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
 def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a first head, within one, and within a later one, also where its bytes trickle in; one that asks again
     may stay."""
-    monkeypatch.setattr(web, "KEEP_ALIVE_S", 1)
+    monkeypatch.setattr(web, "KEEP_ALIVE_S", 600)
+    monkeypatch.setattr(web, "HEAD_S", 1)
     server = start(bytes_model.engine())
     ask = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     for sent in (b"", ask, ask + b"\r\n" + ask):
@@ -330,7 +352,11 @@ def test_what_is_no_request_gets_400(start: Start, bytes_model: Model, sent: byt
     server = start(bytes_model.engine())
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         client.sendall(sent)
-        assert client.recv(4096).startswith(b"HTTP/1.1 400")
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += client.recv(4096)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["code"] == 400
     assert server.get("/health")[0] == 200
 
 
@@ -348,5 +374,35 @@ def test_a_flood_of_headers_is_refused(start: Start, bytes_model: Model) -> None
     server = start(bytes_model.engine())
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client, suppress(OSError):
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-a: " + b"y" * 500_000)
-        assert not client.recv(4096).startswith(b"HTTP/1.1 2")
+        assert client.recv(4096).startswith(b"HTTP/1.1 431")
     assert server.get("/health")[0] == 200
+
+
+def test_fields_that_nobody_knows_are_counted_and_named_once(
+    start: Start, bytes_model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is known is not among them; names are cut, and there are only so many of them in the log."""
+    server = start(bytes_model.engine())
+    caplog.set_level(logging.WARNING)
+    for _ in range(2):
+        assert server.post(PATH, asked(5, 1, usr="SECRET", slo=None, stream=False, explain=False, x=None))[0] == 200
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True, "top_logprobs": 1}
+    assert server.post("/v1/chat/completions", chat)[0] == 200
+    assert "medha:request_fields_ignored_total{" in server.get("/metrics")[1]
+    assert re.search(r"request_fields_ignored_total\{.*\} 4.0", server.get("/metrics")[1])
+    assert caplog.text.count("'usr' is ignored") == caplog.text.count("'x' is ignored") == 1
+    assert server.post(PATH, asked(5, 1) | {f"{n}-{'z' * 500}": n for n in range(500)})[0] == 200
+    assert caplog.text.count("is ignored") == 100 and "z" * 90 not in caplog.text and "SECRET" not in caplog.text
+
+
+def test_a_head_alone_and_what_methods_there_are(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine())
+    for path in ("/health", "/v1/models", "/events", "/"):
+        connection = server.connect()
+        connection.request("HEAD", path)
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read() == b""
+        connection.close()
+    status, told, headers = server.ask("OPTIONS", PATH, None, {})
+    assert (status, headers["allow"], told["error"]["code"]) == (405, "POST", 405)
+    assert server.get("/v1/models")[1]["data"][0]["created"] > 1.7e9

@@ -142,10 +142,14 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
 
 
 def test_the_needle_is_found_over_http(needle: Model) -> None:
+    """In a completion and in a chat."""
     with served(needle.engine(eos=(10,))) as running:
         client = openai.OpenAI(base_url=running.url, api_key="none")
         answer = client.completions.create(model="model", prompt=question(), max_tokens=20, temperature=0)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (ANSWER, "stop")
+        messages: Any = [{"role": "user", "content": question()}]
+        chat = client.chat.completions.create(model="model", messages=messages, max_tokens=20, temperature=0)
+        assert chat.choices[0].message.content == ANSWER
         assert [model.id for model in client.models.list()] == ["model"]
 
 
