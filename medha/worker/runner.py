@@ -296,7 +296,7 @@ class Runner:
             if copies:
                 copies[layer]()
             self.cache.copy(layer, step.copies)
-            self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept, pieces=sent.pieces)
+            self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept)
             pools = self.cache.k[layer], self.cache.v[layer]
             pending = None
             if shared_plan is not None:
