@@ -27,10 +27,10 @@ def packed_linear(
     function, fixed = _function("linear", dtype), (num_in, num_out, gate is not None)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        out = x.new_empty(len(x), num_out)
+        x, rows = x.contiguous(), x.size(0)  # len() of a tensor takes longer
+        out = x.new_empty(rows, num_out)
         at_bias = None if bias is None else bias.data_ptr()
-        function(x.data_ptr(), packed.data_ptr(), at_bias, out.data_ptr(), len(x), *fixed, torch.get_num_threads())
+        function(x.data_ptr(), packed.data_ptr(), at_bias, out.data_ptr(), rows, *fixed, torch.get_num_threads())
         return out
 
     return linear
@@ -52,7 +52,8 @@ def fused_add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Ten
 def _rmsnorm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
 ) -> None:
-    sizes = x.numel() // len(weight), len(weight), torch.get_num_threads()
+    dim = weight.size(0)
+    sizes = x.numel() // dim, dim, torch.get_num_threads()
     pointers = (None if one is None else one.data_ptr() for one in (x, residual, weight, out))
     _function("rmsnorm", x.dtype)(*pointers, *sizes, eps)
 
@@ -74,7 +75,7 @@ def write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], targets: torch.Ten
         if new_TNH.stride()[1:] != (new_TNH.size(2), 1):
             new_TNH = new_TNH.contiguous()
         strides = (size * pool.itemsize for size in (*pool.stride()[:2], new_TNH.stride(0)))
-        sizes = len(targets), new_TNH.size(1), new_TNH.size(2) * pool.itemsize
+        sizes = targets.size(0), new_TNH.size(1), new_TNH.size(2) * pool.itemsize
         _function("write_tokens")(pool.data_ptr(), new_TNH.data_ptr(), targets.data_ptr(), at_kept, *strides, *sizes)
 
 
