@@ -27,6 +27,7 @@ def packed_linear(
     function, fixed = _function("linear", dtype), (num_in, num_out, gate is not None)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == dtype and x.size(1) == num_in, "the kernel is given pointers alone"
         x, rows = x.contiguous(), x.size(0)  # len() of a tensor takes longer
         out = x.new_empty(rows, num_out)
         at_bias = None if bias is None else bias.data_ptr()
@@ -53,6 +54,7 @@ def _rmsnorm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
 ) -> None:
     dim = weight.size(0)
+    assert x.dtype == weight.dtype and x.size(-1) == dim, "the kernel is given pointers alone"
     sizes = x.numel() // dim, dim, torch.get_num_threads()
     pointers = (None if one is None else one.data_ptr() for one in (x, residual, weight, out))
     _function("rmsnorm", x.dtype)(*pointers, *sizes, eps)
@@ -72,6 +74,7 @@ def write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], targets: torch.Ten
     (pool, tokens)."""
     at_kept = None if kept is None else kept.data_ptr()
     for pool, new_TNH in pairs:
+        assert pool.dtype == new_TNH.dtype and pool.shape[1:] == new_TNH.shape[1:], "the kernel is given pointers alone"
         if new_TNH.stride()[1:] != (new_TNH.size(2), 1):
             new_TNH = new_TNH.contiguous()
         strides = (size * pool.itemsize for size in (*pool.stride()[:2], new_TNH.stride(0)))
