@@ -4,7 +4,6 @@ A row is cut into its past, which every query sees in full, and its tail, the ch
 The past is read extent by extent as it lies in the pool, without a mask and, for grouped-query attention, with the
 group folded into the query rows; the parts are merged by log-sum-exp. Measured against one call with a mask tensor
 this is 1.2 to 12 times faster on the CPU, and it is the same code path for one query (decode) and many (a chunk).
-A tail of a few hundred tokens on the CPU goes in tiles of queries (:func:`_cpu_causal`).
 
 Legend: L query tokens of a row, S keys, N query heads, K KV heads, G = N / K, H head dimension, P pool tokens.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -34,10 +32,6 @@ _MOST_KEYS = 1 << 18
 
 # The first GPUs that torch's FlashAttention-2 has code for.
 _FLASH_SM = (8, 0)
-
-# Queries of a tile of causal attention on the CPU, and tokens of the longest chunk that is cut into tiles.
-_TILE = 64
-_MOST_TILED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,52 +149,11 @@ def _cpu_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, ca
     """torch's CPU flash kernel; S >= 1 and, when causal, S == L (its mask is aligned upper left)."""
     k_1KSH, v_1KSH = k_SKH.transpose(0, 1).unsqueeze(0), v_SKH.transpose(0, 1).unsqueeze(0)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if causal and _is_tiled(q_LNH, k_SKH):
-        return _cpu_causal(q_LNH, k_1KSH, v_1KSH)
     if causal:
         out_1NLH, lse_1NL = flash(q_LNH.transpose(0, 1).unsqueeze(0), k_1KSH, v_1KSH, is_causal=True)
         return out_1NLH[0].transpose(0, 1), lse_1NL[0].transpose(0, 1)
     out, lse = flash(_fold(q_LNH, k_SKH.shape[1]).unsqueeze(0), k_1KSH, v_1KSH)
     return _unfold(out[0], q_LNH.shape), _unfold(lse[0], q_LNH.shape[:2])
-
-
-def _is_tiled(q_LNH: torch.Tensor, k_LKH: torch.Tensor) -> bool:
-    """Whether :func:`_cpu_causal` is the faster; of more tokens the kernel itself leaves out what the mask hides."""
-    most = _MOST_TILED if q_LNH.shape[1] > k_LKH.shape[1] else _MOST_TILED // 2
-    return 2 * _TILE <= len(q_LNH) <= most
-
-
-def _cpu_causal(q_LNH: torch.Tensor, k_1KLH: torch.Tensor, v_1KLH: torch.Tensor) -> Partial:
-    """Causal attention of a few hundred tokens, tiles of queries over the keys up to them.
-
-    The kernel scores 512 keys at a time, hidden ones too, and every query head by itself; here a tile leaves out most
-    hidden keys and folds the group into its rows. Measured on 2 threads against one call, float32 and bfloat16: 1.3
-    to 1.5 times as fast at 384 to 640 tokens, 1.1 to 1.3 at 128 to 256 and at 768 to 1,024, without groups 1.0 to 1.2.
-    """
-    L, N, _ = q_LNH.shape
-    K = k_1KLH.shape[1]
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    band = _causal_band(N // K, q_LNH.dtype)
-    out_LNH = torch.empty_like(q_LNH)
-    lse_LN = q_LNH.new_empty((L, N), dtype=torch.float32)
-    for first in range(0, L, _TILE):
-        end = min(first + _TILE, L)
-        rows = slice(first, end)
-        mask = band[:, : end - first, _MOST_TILED - first : _MOST_TILED - first + end].flatten(0, 1)
-        out, lse = flash(
-            _fold(q_LNH[rows], K).unsqueeze(0), k_1KLH[:, :, :end], v_1KLH[:, :, :end], attn_mask=mask[None, None]
-        )
-        out_LNH[rows] = _unfold(out[0], out_LNH[rows].shape)
-        lse_LN[rows] = _unfold(lse[0], lse_LN[rows].shape)
-    return out_LNH, lse_LN
-
-
-@cache
-def _causal_band(group: int, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to a tile's scores, [G, tile, keys]: 0 for the keys before the tile, and causal within it."""
-    row, key = torch.arange(_TILE)[:, None], torch.arange(_MOST_TILED + _TILE)
-    band = torch.zeros(_TILE, _MOST_TILED + _TILE, dtype=dtype).masked_fill_(key > _MOST_TILED + row, -torch.inf)
-    return band.repeat(group, 1, 1)
 
 
 def _cpu_decodes(

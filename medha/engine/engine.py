@@ -476,7 +476,7 @@ class Engine:
     def _hand_out(self, changed: Iterable[Request]) -> None:
         """Emit what a batch has changed: first the requests that have ended, then those that report as they go."""
         requests = dict.fromkeys(changed)  # of several completions once
-        for request in [request for request in requests if request.has_ended]:
+        for request in [request for request in requests if not request.num_running]:
             self._retire(request)
             del requests[request]
         for request in requests:

@@ -111,11 +111,6 @@ class Request:
         times = [completion.metrics.first_token for completion in self.completions]
         return self.completions[times.index(min((time for time in times if time is not None), default=None))]
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all of its completions have."""
-        return self.num_running == 0
-
     def emit(self) -> None:
         """Hand out the request as it is now; with ``output_kind`` ``delta``, what was not handed out before."""
         is_delta, chosen = self._is_delta, self.completions
@@ -180,7 +175,7 @@ class Completion:
         self._streams_text = self._detokenizer is not None and bool(request.reports_progress or params.stop_strings)
         self._hides_end = False  # its last token is not part of the text
         self._stops = StopChecker(params.stop_strings, include_stop_str_in_output=params.include_stop_str_in_output)
-        self._has_stops = bool(params.stop_strings)
+        self._has_stops, self._has_logprobs = bool(params.stop_strings), params.logprobs is not None
         self._pieces: list[str] = []  # of the text, one or more a token
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative_logprob = 0.0
@@ -226,7 +221,8 @@ class Completion:
             self._cumulative_logprob += logprobs[0][1]  # of the drawn one; then come the likeliest
             self._logprobs.append({i: Logprob(value, rank, self._text_of(i)) for i, value, rank in logprobs})
         ends = token in self.end_ids
-        self._hides_end = ends and not self.request.params.include_stop_str_in_output
+        if ends:
+            self._hides_end = not self.request.params.include_stop_str_in_output
         if self._streams_text and not self._hides_end:
             assert self._detokenizer is not None, "text is streamed where there is any"
             text = self._detokenizer.push(token)
@@ -234,7 +230,7 @@ class Completion:
                 self._add_text(text)
             elif text:
                 self._pieces.append(text)
-        if ends or self._stops.matched is not None:
+        if ends or (self._has_stops and self._stops.matched is not None):
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
         elif len(ids) >= self._max_tokens:
@@ -281,10 +277,12 @@ class Completion:
     def output(self, *, is_delta: bool) -> CompletionOutput:
         """It as it is now, or what the last call did not return."""
         first, first_piece, _ = self._reported if is_delta else (0, 0, False)
-        ids, texts, reason = self.token_ids, self._pieces, self.finish_reason
-        self._reported = len(ids), len(texts), reason is not None
-        text = None if self._detokenizer is None else "".join(texts[first_piece:])
-        if self.request.params.logprobs is None:
+        ids, texts, reason, num_pieces = self.token_ids, self._pieces, self.finish_reason, len(self._pieces)
+        self._reported = len(ids), num_pieces, reason is not None
+        text = None
+        if self._detokenizer is not None:
+            text = texts[first_piece] if num_pieces == first_piece + 1 else "".join(texts[first_piece:])
+        if not self._has_logprobs:
             return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason)
         logprobs, total = self._logprobs[first:], self._cumulative_logprob
         return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason, logprobs, total)

@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from medha.config import ModelConfig, RopeConfig
+from medha.cpu.decoder import packed_linear as cpu_linear
+from medha.cpu.library import serves
 
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
 AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,12 +45,12 @@ class TensorShard(NamedTuple):
 
 
 class FusedKernels(NamedTuple):
-    """FlashInfer's functions that do in one launch what modules do in several, for 16 bits on CUDA. The plain modules
-    are the reference."""
+    """Functions that do at once what modules do in several: FlashInfer's for 16 bits on CUDA, our own on the CPU. The
+    plain modules are the reference."""
 
     rmsnorm: Callable[..., torch.Tensor]
     fused_add_rmsnorm: Callable[..., None]
-    silu_and_mul: LinearFn
+    silu_and_mul: LinearFn | None  # None where the product does it
     apply_rope: Callable[..., None]  # apply_rope_with_cos_sin_cache_inplace
 
 
@@ -176,13 +178,15 @@ def packed_linear(*linears: nn.Linear) -> LinearFn:
 
 
 def packed_swiglu(gate_proj: nn.Linear, up_proj: nn.Linear, fused: FusedKernels | None = None) -> LinearFn:
-    """``silu(gate(x)) * up(x)`` of this rank's part: with oneDNN silu within the product, elsewhere one product."""
+    """``silu(gate(x)) * up(x)`` of this rank's part, on the CPU within the products, elsewhere of one product."""
+    if _own_kernel_packs(local_part(gate_proj.weight)):
+        return cpu_linear(local_part(up_proj.weight), gate=local_part(gate_proj.weight))
     if _onednn_packs(local_part(gate_proj.weight)):
         silu_gate, up = packed_weight(local_part(gate_proj.weight), activation="swish"), packed_linear(up_proj)
         return lambda x: silu_gate(x).mul_(up(x))
     gate_up = packed_linear(gate_proj, up_proj)
-    if fused is not None:
-        return lambda x: fused.silu_and_mul(gate_up(x))
+    if fused is not None and (silu_and_mul := fused.silu_and_mul) is not None:
+        return lambda x: silu_and_mul(gate_up(x))
 
     def swiglu(x: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up(x).chunk(2, dim=-1)
@@ -213,11 +217,14 @@ _KEPT_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 def packed_weight(weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str = "none") -> LinearFn:
     """``F.linear`` with a weight [out, in] that is prepared once for the machine.
 
-    On the CPU it is reordered for oneDNN where that library has the dtype: measured 1.1 times faster than ``F.linear``
-    at 2,048 rows and 2 to 4 times at 16. Its kernels read a weight from memory fastest at 4 to 6 rows (1.1 to 1.4 times
-    as fast as at 1 row, 1.2 to 1.6 times as fast as at 2: float32 and bfloat16, 1 and 2 threads), so fewer are padded.
+    On the CPU our own kernel takes it, 1 to 1.6 times as fast as oneDNN's (float32, AVX2, 1 to 2,048 rows). Where that
+    cannot be built, or the CPU multiplies in 16 bits, oneDNN takes it if it has the dtype: 1.1 times as fast as
+    ``F.linear`` at 2,048 rows and 2 to 4 times at 16. It reads a weight from memory fastest at 4 to 6 rows (1.1 to 1.4
+    times as fast as at 1 row, 1.2 to 1.6 times as fast as at 2), so fewer are padded.
     ``activation`` is oneDNN's name of a function of the outputs, for a weight that oneDNN packs.
     """
+    if activation == "none" and _own_kernel_packs(weight):
+        return cpu_linear(weight, bias)
     if not _onednn_packs(weight):
         assert activation == "none", "an activation needs oneDNN"
         return partial(F.linear, weight=weight, bias=bias)
@@ -238,6 +245,10 @@ def packed_weight(weight: torch.Tensor, bias: torch.Tensor | None = None, *, act
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _own_kernel_packs(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and serves(weight.dtype)
 
 
 def _onednn_packs(weight: torch.Tensor) -> bool:

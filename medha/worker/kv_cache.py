@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from medha.attention.interface import LayerShape
+from medha.cpu import decoder as cpu
+from medha.cpu.library import library
 from medha.errors import ConfigError
 
 
@@ -83,20 +85,20 @@ class KVCache:
         targets: torch.Tensor,
         *,
         kept: torch.Tensor | None = None,
-        pieces: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         """Copy a batch's new keys and values into a layer's pool, in place.
 
         Args:
-            targets: pool tokens of those that are written one by one, int64 on the pool's device.
+            k_TKH, v_TKH: on the CPU any strides between tokens, alike, and heads and dimensions beside each other.
+            targets: pool tokens where they go, int64 on the pool's device.
             kept: index of each of these in the batch, int64; None if they are all of it.
-            pieces: (first batch token, first pool token, count) of the others.
         """
-        for pool, new in ((self.k[layer], k_TKH), (self.v[layer], v_TKH)):
-            if len(targets):
-                pool[targets] = new if kept is None else new[kept]
-            for source, target, count in pieces:
-                pool[target : target + count] = new[source : source + count]
+        pairs = (self.k[layer], k_TKH), (self.v[layer], v_TKH)
+        if targets.device.type == "cpu" and library()[0] is not None:
+            cpu.write(pairs, targets, kept)
+            return
+        for pool, new in pairs:
+            pool[targets] = new if kept is None else new[kept]
 
     def block(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [P, num_kv_heads, head_dim] in contiguous memory of their numbers, laid out as the pools."""

@@ -309,7 +309,7 @@ class Runner:
             nonlocal moving
             if moving is not None:
                 self._land(step, layer, moving)
-            self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept, pieces=sent.pieces)
+            self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept)
             pools = self.cache.k[layer], self.cache.v[layer]
             pending = None
             if shared_plan is not None:

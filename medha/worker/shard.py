@@ -21,6 +21,8 @@ import torch
 from medha.attention.flashinfer_backend import FlashInferBackend, wrong_with
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.config import ATTENTION_BACKENDS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from medha.cpu import decoder as cpu
+from medha.cpu.library import serves
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.layers import FusedKernels, TensorShard, local_part
@@ -152,7 +154,9 @@ def make_pipe(
 def _fused_kernels(
     backend: AttentionBackend, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> FusedKernels | None:
-    """FlashInfer's, where it serves attention on CUDA: both have the same dtypes."""
+    """FlashInfer's, where it serves attention on CUDA: both have the same dtypes; our own on the CPU, if they serve."""
+    if device.type == "cpu" and serves(dtype):
+        return FusedKernels(cpu.rmsnorm, cpu.fused_add_rmsnorm, None, cpu.apply_rope)
     if device.type != "cuda" or not isinstance(backend, FlashInferBackend):
         return None
     api = backend.api
@@ -163,7 +167,7 @@ def _fused_kernels(
     def try_out() -> None:
         x = torch.zeros(2, model.hidden_size, dtype=dtype, device=device)
         fused.fused_add_rmsnorm(fused.rmsnorm(x, x[0], 1e-6), x, x[0].clone(), 1e-6)
-        fused.silu_and_mul(x)
+        api.silu_and_mul(x)
         q = torch.zeros(2, 1, model.head_dim, dtype=dtype, device=device)
         fused.apply_rope(
             torch.zeros(2, dtype=torch.int32, device=device), q, q.clone(), model.head_dim, q[:, 0].float()

@@ -288,9 +288,8 @@ def _rows_at(rows: tuple[Row, ...], at: Ints) -> tuple[Row, ...]:
 class DeviceStep:
     """The arrays of a :class:`StepInput` on the device, and where its new keys and values go."""
 
-    pieces: Sequence[tuple[int, int, int]]  # (first batch token, first pool token, count) that are written as one
     kept: torch.Tensor | None  # batch token and
-    targets: torch.Tensor  # pool token of each of the others
+    targets: torch.Tensor  # pool token of each new key that is kept here
     positions: torch.Tensor
     token_ids: torch.Tensor
     decode_tokens: torch.Tensor
@@ -301,13 +300,10 @@ class DeviceStep:
     @classmethod
     def of(cls, step: StepInput, device: torch.device, *, with_pages: bool) -> DeviceStep:
         """Send a step in one copy, with the page tables of its rows if they are read."""
-        pieces: list[tuple[int, int, int]] = []
-        targets, kept = step.targets, step.kept
-        if device.type == "cpu" and len(step.decode_slots) < len(step.positions):
-            pieces, targets, kept = _in_pieces(targets, kept)
+        kept = step.kept
         ids = _NONE if step.token_ids is None else step.token_ids
         rows = (step.decode_tokens, step.decode_slots, step.drawn_tokens, step.drawn_slots)
-        arrays: list[npt.NDArray[Any]] = [targets, step.positions, ids, *rows]
+        arrays: list[npt.NDArray[Any]] = [step.targets, step.positions, ids, *rows]
         dealt = [seen for rows in step.dealt for seen in rows.seen]
         parts = [part for part in (step.own, step.shared, *dealt) if part is not None and with_pages]
         kept_parts = [] if kept is None else [kept]
@@ -315,16 +311,4 @@ class DeviceStep:
         kept_on_device = None if kept is None else next(sent)
         for part in parts:
             part.device_pages = next(sent)
-        return cls(pieces, kept_on_device, *sent)
-
-
-def _in_pieces(targets: Ints, kept: Ints | None) -> tuple[list[tuple[int, int, int]], Ints, Ints | None]:
-    """Runs of several tokens as (first batch token, first pool token, count), then what is left, token by token."""
-    sources = np.arange(len(targets)) if kept is None else kept
-    bounds = adjacent_runs(targets, adjacent_runs(sources)[:-1])
-    if len(bounds) > len(targets):
-        return [], targets, kept
-    counts = np.diff(bounds)
-    firsts, is_single = bounds[:-1], np.repeat(counts == 1, counts)
-    runs = np.stack([sources[firsts], targets[firsts], counts], axis=1)[counts > 1].tolist()
-    return [(source, target, count) for source, target, count in runs], targets[is_single], sources[is_single]
+        return cls(kept_on_device, *sent)

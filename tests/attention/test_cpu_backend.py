@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from medha.attention import cpu_backend
 from medha.attention.cpu_backend import CpuBackend
 from medha.attention.interface import LayerShape
+from medha.cpu import library
 from medha.errors import ConfigError
 from medha.worker.shard import choose_backend
 from tests.attention.reference import assert_rows_close
@@ -28,15 +28,15 @@ SHAPE = LayerShape(8, 2, 64, torch.float32)
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The library is looked for again, and again after the test."""
-    cpu_backend._library.cache_clear()
+    library.library.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    cpu_backend._library.cache_clear()
+    library.library.cache_clear()
 
 
 @pytest.mark.parametrize("width", [4, 8, 16])
 def test_every_width_of_vector(width: int, anew: pytest.MonkeyPatch) -> None:
-    anew.setattr(cpu_backend, "_FLAGS", (*cpu_backend._FLAGS, f"-DMEDHA_WIDTH={width}"))
+    anew.setattr(library, "_FLAGS", (*library._FLAGS, f"-DMEDHA_WIDTH={width}"))
     batch = [Shape(1, (3000, 7), True), Shape(150, (64, 200), True), Shape(13, (70,), False), Shape(2, (), False)]
     for model in (Model(6, 1, 80), Model(8, 2, 64, sharpness=4.0), Model(16, 1, 16), Model(4, 4, 48, head_major=False)):
         qkv, rows = build(model, batch, page_size=16, seed=width)
@@ -91,7 +91,7 @@ def compiler(folder: Path, script: str) -> None:
 def test_torch_serves_where_it_cannot_be_built(
     script: str | None, why: str, anew: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    anew.setattr(cpu_backend, "_BUILD_S", 0.5)
+    anew.setattr(library, "_BUILD_S", 0.5)
     anew.delenv("CXX", raising=False)
     anew.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     anew.setenv("PATH", str(tmp_path) if script is None else f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

@@ -192,7 +192,7 @@ def test_what_is_written_at_a_position_is_read_back_at_it(
                 sent = DeviceStep.of(step, CPU, with_pages=True)
                 values = [v for row in step.batch.rows for v in plans.live[row.slot].values[row.position : row.kv_len]]
                 new = torch.tensor(values).view(-1, 1, 1)
-                cache.write(0, new, -new, sent.targets, kept=sent.kept, pieces=sent.pieces)
+                cache.write(0, new, -new, sent.targets, kept=sent.kept)
                 for part in filter(None, (step.own, step.shared)):
                     assert part.device_pages is not None and part.device_pages.tolist() == part.pages.tolist()
             assert tables.num_blocks == sum(len(request.blocks[group]) for request in plans.live.values())

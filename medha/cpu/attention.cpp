@@ -1,73 +1,21 @@
-// Partial attention over a paged pool of keys and values on the CPU; cpu_backend.py compiles and calls it.
+// Partial attention over a paged pool of keys and values on the CPU; attention/cpu_backend.py calls it.
 //
 // One call serves all rows of a step. The queries of a row that read one KV head, its whole group, are cut into tiles. A
 // tile goes over the row's keys 64 at a time: they are packed for the first-level cache, the keys transposed, and an
 // online softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1) adds them to what came before. Strips of a few queries
 // keep their sums in registers. Sums are float32 whatever the pool holds. What a query gets does not depend on the number of
-// threads, on the other rows or on where its keys lie. Vectors are those of GCC and clang, as wide as the machine has them.
+// threads, on the other rows or on where its keys lie.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include "vectors.h"
 
 namespace {
 
-#if !defined(MEDHA_WIDTH) && defined(__AVX512F__)
-#define MEDHA_WIDTH 16
-#elif !defined(MEDHA_WIDTH) && defined(__AVX__)
-#define MEDHA_WIDTH 8
-#elif !defined(MEDHA_WIDTH)
-#define MEDHA_WIDTH 4
-#endif
-constexpr int W = MEDHA_WIDTH, STRIP = W == 16 ? 12 : 6;  // floats of a vector; most queries of a strip
 constexpr int KEYS = 64, QUERIES = 96;                         // of a tile
 constexpr int FEW_QUERIES = 32, PART = 2048, MOST_PARTS = 64;  // so few queries read parts of a row's keys independently
 constexpr int64_t WINDOW = 1 << 15;  // keys whose sums are kept in one float32: over millions they would lose digits
 constexpr float LN_2 = 0.6931471805599453f;
 
-typedef float Floats __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
-
-inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
-inline void store(float* at, Floats x) { *reinterpret_cast<Floats*>(at) = x; }
-
-struct BFloat16 {
-    uint16_t bits;
-};
-typedef _Float16 Float16;
-
-inline float widened(float x) { return x; }
-inline float widened(Float16 x) { return x; }
-inline float widened(BFloat16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}
-inline void narrow(float x, float* to) { *to = x; }
-inline void narrow(float x, Float16* to) { *to = Float16(x); }
-inline void narrow(float x, BFloat16* to) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-// 2^x for x <= 0, within 2e-7 of it, and 0 where that is no normal number. The polynomial is a minimax fit on [-0.5, 0.5].
-inline Floats exp2_(Floats x) {
-    const Floats shifted = x + 12582912.0f;  // behind 1.5 * 2^23 the low bits are the rounded number
-    const Floats rest = x - (shifted - 12582912.0f);
-    Floats power = rest * 1.53533616e-04f + 1.33988744e-03f;
-    power = power * rest + 9.61843736e-03f;
-    power = power * rest + 5.55033247e-02f;
-    power = power * rest + 2.40226479e-01f;
-    power = power * rest + 6.93147203e-01f;
-    power = power * rest + 1.0f;
-    const Ints scaled = reinterpret_cast<Ints>(power) + (reinterpret_cast<Ints>(shifted) << 23);
-    return x < -126.0f ? Floats{} : reinterpret_cast<Floats>(scaled);
-}
 
 // Keys, `stride` apart, as kt[h * KEYS + key].
 template <class T>

@@ -1,0 +1,166 @@
+// What lies around attention in a decoder's layer, on the CPU: products with weights, norms, RoPE; decoder.py calls it.
+//
+// A product goes over a weight in columns of BLOCK outputs, DEPTH inputs at a time, which stay in the first-level cache
+// while all rows of x read them, and asks for what comes next meanwhile; strips of a few rows keep their sums in registers.
+// So few rows read a weight as fast as memory gives it. Numbers of 16 bits are widened a tile at a time; sums are float32.
+// What a row gets depends neither on the other rows nor on the number of threads.
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int BLOCK = 2 * W, DEPTH = 128, ROWS = 96;
+constexpr int64_t SMALL = 1 << 14;  // numbers that one thread is done with sooner than another has woken up
+constexpr float LOG2_E = 1.44269504f;
+
+// c[R, BLOCK] += a[R, depth] b[depth, BLOCK]; a's rows are `row` apart. Bytes from `next` on are asked for, `line` a step.
+template <int R>
+void product(const float* a, int64_t row, const float* b, int depth, float* c, const char* next, int line) {
+    Floats x[R][2];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < 2; n++) x[r][n] = load(c + r * BLOCK + n * W);
+    for (int i = 0; i < depth; i++) {
+        __builtin_prefetch(next + line * i, 0, 2);
+        const Floats first = load(b + i * BLOCK), second = load(b + i * BLOCK + W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            x[r][0] += a[r * row + i] * first;
+            x[r][1] += a[r * row + i] * second;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < 2; n++) store(c + r * BLOCK + n * W, x[r][n]);
+}
+
+template <int R>
+void product(int num, const float* a, int64_t row, const float* b, int depth, float* c, const char* next, int line) {
+    if (num == R) return product<R>(a, row, b, depth, c, next, line);
+    if constexpr (R > 1) product<R - 1>(num, a, row, b, depth, c, next, line);
+}
+
+// out[M, N] = x[M, K] w^T + bias. w lies as [N / BLOCK, K, BLOCK]; of gated products as [N / BLOCK, 2, K, BLOCK], the gate
+// and what it gates, of which silu(gate) * gated is the output.
+template <class T>
+void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K, int64_t N, bool gated, int num_threads) {
+    constexpr bool is_wide = sizeof(T) == 4;
+    const int64_t blocks = (N + BLOCK - 1) / BLOCK, parts = 1 + gated;
+#pragma omp parallel num_threads(num_threads)
+    {
+        std::vector<float> wide(is_wide ? 0 : std::min<int64_t>(M, ROWS) * K);
+        alignas(64) float sums[2][ROWS * BLOCK], widened_tile[is_wide ? 1 : DEPTH * BLOCK];
+        for (int64_t first = 0; first < M; first += ROWS) {
+            const int rows = int(std::min<int64_t>(ROWS, M - first));
+            const float* a = reinterpret_cast<const float*>(x + first * K);
+            if constexpr (!is_wide) {
+                for (int64_t i = 0; i < rows * K; i++) wide[i] = widened(x[first * K + i]);
+                a = wide.data();
+            }
+#pragma omp for schedule(dynamic, 2) nowait
+            for (int64_t block = 0; block < blocks; block++) {
+                const int num = int(std::min<int64_t>(BLOCK, N - block * BLOCK));
+                for (int64_t part = 0; part < parts; part++) {
+                    float* c = sums[part];
+                    std::fill(c, c + BLOCK, 0.0f);
+                    for (int n = 0; bias && n < num; n++) c[n] = widened(bias[block * BLOCK + n]);
+                    for (int m = 1; m < rows; m++) std::copy(c, c + BLOCK, c + m * BLOCK);
+                    for (int64_t k = 0; k < K; k += DEPTH) {
+                        const int depth = int(std::min<int64_t>(DEPTH, K - k));
+                        const T* tile = w + ((block * parts + part) * K + k) * BLOCK;
+                        const char* next = reinterpret_cast<const char*>(tile + depth * BLOCK);
+                        const float* b = reinterpret_cast<const float*>(tile);
+                        if constexpr (!is_wide) {
+                            for (int i = 0; i < depth * BLOCK; i++) widened_tile[i] = widened(tile[i]);
+                            b = widened_tile;
+                        }
+                        for (int m = 0; m < rows; m += STRIP)
+                            product<STRIP>(std::min(STRIP, rows - m), a + m * K + k, K, b, depth, c + m * BLOCK, next,
+                                           int(BLOCK * sizeof(T)));
+                    }
+                }
+                for (int at = 0; gated && at < rows * BLOCK; at += W) {
+                    const Floats gate = load(sums[0] + at), power = gate * -LOG2_E, most = Floats{} + 126.0f;
+                    store(sums[0] + at, gate / (1.0f + exp2_(power > most ? most : power)) * load(sums[1] + at));
+                }
+                for (int m = 0; m < rows; m++)
+                    for (int n = 0; n < num; n++) narrow(sums[0][m * BLOCK + n], out + (first + m) * N + block * BLOCK + n);
+            }
+        }
+    }
+}
+
+// out = the norm of x, or of x + residual, which is put in residual. out may be x.
+template <class T>
+void rmsnorm(const T* x, T* residual, const T* weight, T* out, int64_t M, int64_t D, float eps, int num_threads) {
+#pragma omp parallel num_threads(num_threads) if (M * D > SMALL)
+    {
+        std::vector<float> row(D);
+#pragma omp for
+        for (int64_t m = 0; m < M; m++) {
+            const int64_t at = m * D;
+            for (int64_t i = 0; i < D; i++) row[i] = widened(x[at + i]);
+            for (int64_t i = 0; residual && i < D; i++) {
+                narrow(row[i] + widened(residual[at + i]), residual + at + i);
+                row[i] = widened(residual[at + i]);
+            }
+            Floats squares = {};
+            int64_t i = 0;
+            for (; i + W <= D; i += W) squares += load(&row[i]) * load(&row[i]);
+            float sum = 0;
+            for (; i < D; i++) sum += row[i] * row[i];
+            for (int n = 0; n < W; n++) sum += squares[n];
+            const float scale = 1 / std::sqrt(sum / float(D) + eps);
+            for (i = 0; i < D; i++) {
+                T rounded;
+                narrow(row[i] * scale, &rounded);
+                narrow(widened(rounded) * widened(weight[i]), out + at + i);
+            }
+        }
+    }
+}
+
+// Turns the pairs (i, i + H / 2) of the heads of x, whose tokens are `stride` apart, in place; cos_sin is [T, 2, H / 2].
+template <class T>
+void rotate(T* x, const float* cos_sin, int64_t tokens, int64_t heads, int64_t H, int64_t stride, int num_threads) {
+    const int64_t half = H / 2;
+#pragma omp parallel for num_threads(num_threads) if (tokens * heads * H > SMALL)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t head = 0; head < heads; head++) {
+            T *first = x + t * stride + head * H, *second = first + half;
+            const float *cosine = cos_sin + t * H, *sine = cosine + half;
+            for (int64_t i = 0; i < half; i++) {
+                const float a = widened(first[i]), b = widened(second[i]);
+                narrow(a * cosine[i] - b * sine[i], first + i);
+                narrow(b * cosine[i] + a * sine[i], second + i);
+            }
+        }
+}
+
+}  // namespace
+
+extern "C" int64_t block_of_outputs() { return BLOCK; }
+
+// Heads of `bytes` bytes from token kept[i] of x, or i, to token targets[i] of a pool; strides are in bytes.
+extern "C" void write_tokens(char* pool, const char* x, const int64_t* targets, const int64_t* kept, int64_t token_stride,
+                             int64_t head_stride, int64_t x_stride, int64_t num, int64_t heads, int64_t bytes) {
+    for (int64_t head = 0; head < heads; head++)
+        for (int64_t i = 0; i < num; i++)
+            std::memcpy(pool + targets[i] * token_stride + head * head_stride,
+                        x + (kept ? kept[i] : i) * x_stride + head * bytes, bytes);
+}
+
+#define MEDHA_DECODER(NAME, T)                                                                                           \
+    extern "C" void linear_##NAME(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K, int64_t N,        \
+                                  int64_t gated, int64_t num_threads) {                                                  \
+        linear(x, w, bias, out, M, K, N, gated, int(num_threads));                                                       \
+    }                                                                                                                    \
+    extern "C" void rmsnorm_##NAME(const T* x, T* residual, const T* weight, T* out, int64_t M, int64_t D,               \
+                                   int64_t num_threads, double eps) {                                                    \
+        rmsnorm(x, residual, weight, out, M, D, float(eps), int(num_threads));                                           \
+    }                                                                                                                    \
+    extern "C" void rotate_##NAME(T* x, const float* cos_sin, int64_t tokens, int64_t heads, int64_t H, int64_t stride,  \
+                                  int64_t num_threads) {                                                                 \
+        rotate(x, cos_sin, tokens, heads, H, stride, int(num_threads));                                                  \
+    }
+MEDHA_DECODER(float32, float)
+MEDHA_DECODER(float16, Float16)
+MEDHA_DECODER(bfloat16, BFloat16)

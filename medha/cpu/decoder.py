@@ -1,0 +1,108 @@
+"""The CPU's own kernels of ``decoder.cpp`` over tensors: packed products, norms, RoPE, writes to the KV pool.
+
+Legend: T tokens, D model dimension, N heads, H head dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from medha.cpu.library import library
+
+
+def packed_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, gate: torch.Tensor | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``F.linear`` with a weight [out, in], which is laid out once for the kernel; with a gate of the same shape
+    ``silu(F.linear(x, gate)) * F.linear(x, weight)``."""
+    (num_out, num_in), dtype = weight.shape, weight.dtype
+    parts = [_in_blocks(one) for one in (gate, weight) if one is not None]
+    packed = torch.stack(parts, dim=1) if gate is not None else parts[0]
+    bias = None if bias is None else bias.contiguous()
+    function, fixed = _function("linear", dtype), (num_in, num_out, gate is not None)
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == dtype and x.size(1) == num_in, "the kernel is given pointers alone"
+        x, rows = x.contiguous(), x.size(0)  # len() of a tensor takes longer
+        out = x.new_empty(rows, num_out)
+        at_bias = None if bias is None else bias.data_ptr()
+        function(x.data_ptr(), packed.data_ptr(), at_bias, out.data_ptr(), rows, *fixed, torch.get_num_threads())
+        return out
+
+    return linear
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm over the last dimension."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _rmsnorm(x, None, weight, out, eps)
+    return out
+
+
+def fused_add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Add ``x`` to the residual, and put the norm of the sum in ``x``; both are contiguous."""
+    _rmsnorm(x, residual, weight, x, eps)
+
+
+def _rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+) -> None:
+    dim = weight.size(0)
+    assert x.dtype == weight.dtype and x.size(-1) == dim, "the kernel is given pointers alone"
+    sizes = x.numel() // dim, dim, torch.get_num_threads()
+    pointers = (None if one is None else one.data_ptr() for one in (x, residual, weight, out))
+    _function("rmsnorm", x.dtype)(*pointers, *sizes, eps)
+
+
+def apply_rope(
+    _: torch.Tensor, q_TNH: torch.Tensor, k_TNH: torch.Tensor, head_dim: int, cos_sin_TH: torch.Tensor
+) -> None:
+    """Rotate queries and keys in place; heads of a token lie beside each other. Angles are those of each token."""
+    for x in (q_TNH, k_TNH):
+        sizes = *x.shape, x.stride(0), torch.get_num_threads()
+        _function("rotate", x.dtype)(x.data_ptr(), cos_sin_TH.data_ptr(), *sizes)
+
+
+def write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], targets: torch.Tensor, kept: torch.Tensor | None) -> None:
+    """Put tokens [T, N, H] into pools [P, N, H] at ``targets``: all of them, or those of the indices ``kept``; for each
+    (pool, tokens)."""
+    at_kept = None if kept is None else kept.data_ptr()
+    for pool, new_TNH in pairs:
+        assert pool.dtype == new_TNH.dtype and pool.shape[1:] == new_TNH.shape[1:], "the kernel is given pointers alone"
+        if new_TNH.stride()[1:] != (new_TNH.size(2), 1):
+            new_TNH = new_TNH.contiguous()
+        strides = (size * pool.itemsize for size in (*pool.stride()[:2], new_TNH.stride(0)))
+        sizes = targets.size(0), new_TNH.size(1), new_TNH.size(2) * pool.itemsize
+        _function("write_tokens")(pool.data_ptr(), new_TNH.data_ptr(), targets.data_ptr(), at_kept, *strides, *sizes)
+
+
+def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] as [out / block, in, block], zeros behind the last outputs."""
+    kernels, missing = library()
+    assert kernels is not None, missing
+    block = int(kernels.block_of_outputs())
+    padded = F.pad(weight, (0, 0, 0, -len(weight) % block))
+    return padded.view(-1, block, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+_ARGUMENTS = {
+    "linear": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5,
+    "rmsnorm": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_double],
+    "rotate": [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5,
+    "write_tokens": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6,
+}
+
+
+@cache
+def _function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
+    kernels, missing = library()
+    assert kernels is not None, missing
+    function = getattr(kernels, name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}")
+    function.argtypes, function.restype = _ARGUMENTS[name], None
+    return function  # type: ignore[no-any-return]

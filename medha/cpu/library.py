@@ -1,0 +1,72 @@
+"""The library of the CPU's own kernels, ``*.cpp`` beside this file, which the machine's compiler builds at first start.
+
+It is kept under ``$XDG_CACHE_HOME/medha`` (``~/.cache/medha``), named by its sources, the compiler and the CPU. It is
+put there whole by a rename, so that processes which build it at once do not meet; what torch has for this
+(``torch.utils.cpp_extension.load``) waits without end for the lock of a build that was killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+_HEADER = Path(__file__).with_name("vectors.h")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
+_BUILD_S = 120.0
+
+
+def has_16_bit_products() -> bool:
+    """Whether this CPU multiplies matrices of 16 bits itself, which torch's libraries use and our kernels do not."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether our kernels are here and the fastest for a dtype."""
+    return library()[0] is not None and not (dtype.itemsize == 2 and has_16_bit_products())
+
+
+@cache
+def library() -> tuple[ctypes.CDLL | None, str | None]:
+    """The kernels, compiled now if they have not been; or in words what is missing for that."""
+    compiler = next(
+        filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None
+    )
+    if compiler is None:
+        return None, "a C++ compiler (c++, g++, clang++ or $CXX)"
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medha"
+    try:
+        path = kept / f"cpu-{_name_of_build(compiler)}.so"
+        if not path.exists():
+            kept.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=kept) as scratch:
+                made = Path(scratch) / path.name
+                command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(made)]
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
+                made.replace(path)
+        return ctypes.CDLL(str(path)), None
+    except subprocess.CalledProcessError as error:
+        said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
+        return None, f"a C++ compiler that takes {Path(__file__).parent.name}/*.cpp ({compiler}: {said[:200]})"
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        return None, f"its kernel, which {compiler} could not build in {kept} ({error})"
+
+
+def _name_of_build(compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=_BUILD_S
+    ).stdout
+    facts = Path("/proc/cpuinfo")
+    cpu = next((line for line in facts.open() if line.startswith("flags")), "") if facts.exists() else ""
+    sources = (path.read_text() for path in (*_SOURCES, _HEADER))
+    parts = (*sources, *_FLAGS, version, platform.machine(), platform.processor(), cpu)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
