@@ -96,16 +96,17 @@ def run_overhead(options: Options) -> FigureResult:
     attention = {n: [overhead(large, n, c) for c in SIZES] for n in lengths}
     ttft_s = [float(pipeline_ends(chunk_seconds(small, M, c))[-1]) for c in SIZES]
     whole = [seconds / ttft_s[-1] - 1 for seconds in ttft_s]
-    attention_lines = lines(SIZES, {f"spec, {token_label(n)} context": attention[n] for n in lengths}, scale=100)
-    hidden = {"reading hidden in full": [roofline_overhead(_70B, c) for c in SIZES]}
+    shown = {f"spec, {token_label(n)} context": [max(v, 0.0) or None for v in attention[n]] for n in lengths}
+    attention_lines = lines(SIZES, shown, scale=100)
+    hidden = {"reading hidden in full": [roofline_overhead(_70B, c) or None for c in SIZES]}
     panels = [
         Panel(
             "Attention, Llama-3 70B, TP 8, H100",
             "chunk, tokens",
             "longer than with 2K chunks, %",
-            [*attention_lines, *lines(SIZES, hidden, scale=100, color="black", marker="", linestyle="--")],
+            [*attention_lines, *lines(SIZES, hidden, scale=100, color="black", marker="_", linestyle="--")],
             paper={"v5 section 3.1: 11 %": (32, 11)},
-            log="x",
+            log="xy",
         ),
         Panel(
             "Whole prefill of 1M, Llama-3 8B, TP 8, H100",
