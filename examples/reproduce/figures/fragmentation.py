@@ -1,4 +1,5 @@
-"""What prefills and decodes ask for over time, memory against compute: v4 section 2.3 and figure 4.
+"""What prefills and decodes ask for over time, memory against compute (v4 section 2.3 and figure 4), and how many
+requests are active (v4 section 5.4 and figure 21).
 
 Demand is that of Medha's play at 0.75 QPS with 5 % long requests (:mod:`examples.reproduce.load`): a prompt's FLOPs are
 spread over its wait for the first token, those of its answer over the decoding; keys and values count from the
@@ -16,11 +17,13 @@ from examples.reproduce.load import MIX, run_of, window_s
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.served import Floats, Served
-from examples.reproduce.systems import MEDHA
+from examples.reproduce.systems import LOONGSERVE, MEDHA
 from examples.reproduce.timing import MODELS
 
 _MODEL = MODELS["Llama-3 8B"]
 _QPS, _BIN_S = 0.75, 10.0
+SAWTOOTH = 2.0
+"""So many times the swing of another is a sawtooth beside something stable."""
 APART = 10.0
 """Ratios that differ so many times diverge significantly; the paper's axis is logarithmic and it gives no number."""
 
@@ -46,6 +49,21 @@ def demands(served: Served, end_s: float) -> dict[str, Floats]:
         at = (start_s[None] <= times[:, None]) & (times[:, None] < stop_s[None])
         found |= {f"{kind} FLOPs/s": at @ flops, f"{kind} bytes": at @ num_bytes}
     return found
+
+
+def active(served: Served, end_s: float) -> Floats:
+    """Requests that have arrived and not finished, at the middle of each bin."""
+    times = np.arange(_BIN_S / 2, end_s, _BIN_S)
+    finish_s = np.sort(np.where(np.isnan(served.finish_s), np.inf, served.finish_s))
+    begun, ended = (np.searchsorted(of, times, side="right") for of in (served.trace.arrival_s, finish_s))
+    return (begun - ended).astype(np.float64)
+
+
+def swing(counts: Floats) -> float:
+    """P95 less P5 of what lies above or below the linear trend."""
+    at = np.arange(len(counts))
+    low, high = np.percentile(counts - np.polyval(np.polyfit(at, counts, 1), at), (5, 95))
+    return float(high - low)
 
 
 @figure("fragmentation", "Memory and compute that prefills and decodes ask for over time (v4 fig. 4)")
@@ -75,6 +93,10 @@ def run(options: Options) -> FigureResult:
             ("memory", "KV, GB", "bytes", 1e-9),
         )
     ]
+    counts = {one.label: active(run_of(one, MIX, _QPS, options), window_s(options)) for one in (MEDHA, LOONGSERVE)}
+    rows = lines(minutes, {name: row.tolist() for name, row in counts.items()}, marker="")
+    panels.append(Panel(f"active requests, 5 % long, {_QPS:g} QPS", "time, min", "requests", rows))
+    ours, theirs = (swing(row) for row in counts.values())
     apart = compute / memory
     p5, p95 = np.percentile(found["prefill FLOPs/s"][both], (5, 95)).tolist()
     return FigureResult(
@@ -91,6 +113,12 @@ def run(options: Options) -> FigureResult:
                 f"P95 over P5 of the compute that prefills ask for, where there are any: {1e-12 * p95:.0f} and "
                 f"{1e-12 * p5:.2g} TFLOP/s; "
                 f"shooting up is taken as {APART:g} times.",
+            ),
+            "active-sawtooth": Answer(
+                theirs / max(ours, 1.0),
+                f"P95 less P5 of the active requests around their linear trend at {_QPS:g} QPS: LoongServe "
+                f"{theirs:.0f}, Medha {ours:.0f}; at the end {counts[LOONGSERVE.label][-1]:.0f} and "
+                f"{counts[MEDHA.label][-1]:.0f} are active. A sawtooth is taken as {SAWTOOTH:g} times the swing.",
             ),
         },
     )
