@@ -1,108 +1,144 @@
-"""Hardware specs from public kernel tables, and how far off they are.
+"""Hardware specs from public kernel tables, and how far off they are; what no table tells follows from another spec.
 
-    python -m tools.fit_spec --data DIR --out medha/cost/specs/a100-80g.json    # fits, and prints the errors
-    python -m tools.fit_spec derive --out medha/cost/specs                      # the other specs, from that one
+    python -m tools.fit_spec a100-80g --data DIR/vidur --data DIR/a100_sxm --without generation_attention_sglang
+    python -m tools.fit_spec h100-80g --data DIR/h100_sxm --base a100-80g --out medha/cost/specs/h100-80g.json
+    python -m tools.fit_spec h200-141g --base h100-80g --out medha/cost/specs/h200-141g.json
+    python -m tools.fit_spec mine.json --data TABLES --base h100-80g --out mine-spec.json
 
-DIR holds copies of the public files that the spec's sources name, under ``vidur/`` and ``aiconfigurator/``. Rates of
+The specs that come along are from tables of github.com/microsoft/vidur (data/profiling @7d47513; of @e2d00e9 the
+attention of CodeLlama-34b and the host's times) and github.com/ai-dynamo/aiconfigurator (systems/data: a100_sxm
+@095f58a, h100_sxm of November 2026).
+
+A GPU is one of PUBLISHED or a JSON file with its fields; :mod:`tools.gpu_tables` says which files are read. Rates of
 one kind of kernel are fitted together by descent along one after the other, to the mean absolute logarithm of predicted
 over measured. Rows weigh as the root of their time, as a long context consists of long ones, and each table the same.
-
-Errors on the A100 tables (median of the rows, and of the sum): products 4 to 6 %, prefills up to 16K 6 % (-1 % for
-vLLM's kernel, +11 % for SGLang's), FlashInfer chunks 8 % (-8 %), decodes 9 to 18 % (-5 to +1 %). Collectives are 16 to
-26 % off, as no line fits their middle.
-Whole prefills, to which nothing is fitted: 0.80 to 0.88 of MInference's times from 10K to 200K (a plain Hugging Face
-forward), 1.07 to 1.15 of Tetris's from 4K to 128K (tests/cost/test_hardware.py).
+Errors are of the fit; of fits from which a quarter of the shapes is held out in turn; and, where there are several
+tables of a kind, of a fit without that table. docs/simulator.md has those of the specs that come along.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import typer
 
+from medha.cli.command import end_process, make_app, run_app
 from medha.cost.coefficients import Floats
 from medha.cost.hardware import AttentionRates, ElementwiseRates, GemmRates, HardwareSpec, LinkRates, load_spec
-from medha.cost.roofline import chunk_slope_s, decode_lines, elementwise_s, first_chunk_s, gemm_s
 from medha.errors import ConfigError
-from tools.tables import read_records
+from tools import gpu_tables
+from tools.gpu_tables import Folders, Table
 
-_VIDUR = "github.com/microsoft/vidur @7d47513 data/profiling"
-_VIDUR_OLD = "github.com/microsoft/vidur @e2d00e9 data/profiling/a100"
-_AICONF = "github.com/ai-dynamo/aiconfigurator @095f58a aic-core/src/aiconfigurator_core/systems/data/a100_sxm"
-_MLP = ("Meta-Llama-3-8B", "CodeLlama-34b")
-_ELEMENTWISE = ("input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act", "add")
 _GEMM_RATES = ("flops_per_s", "bytes_per_s", "launch_s", "overlap_power", "wave_share")
 _DECODE_RATES = (
     *("bytes_per_s", "decode_launch_s", "decode_split_s", "decode_head_s"),
     *("short_bytes_per_s", "block_bytes_per_s"),
 )
-_CHUNK_RATES = ("flops_per_s", "block_flops_per_s", "overlap_power", "launch_s", "cached_launch_s")
-_HEAD_DIM = 128
-_ROUNDS = 60
+_CHUNK_RATES: tuple[str, ...] = ("flops_per_s", "block_flops_per_s", "overlap_power", "launch_s", "cached_launch_s")
+_CHUNKS_DERIVED = (
+    "chunks behind a cache are derived: differences of prompts, decodes as chunks of one token, and the launch of a "
+    "decode whose keys are split"
+)
+_ROUNDS, _FOLDS = 60, 4
 
-Predict = Callable[[HardwareSpec, Floats], Floats]
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """An accelerator's published figures.
+
+    Attributes:
+        name, machine: of the spec.
+        peak_flops_per_s, hbm_bytes_per_s, memory_mib, num_sms: dense bfloat16; as nvidia-smi shows the memory.
+        nvlink_bytes_per_s: both ways together.
+        product_share: of its peak that the largest matrix products reach (github.com/stas00/ml-engineering, maximum
+            achievable matmul FLOPS).
+        network: latency and bytes a second of a transfer to another node, one accelerator.
+        gpus_per_node: that the fast links join.
+    """
+
+    name: str
+    machine: str
+    peak_flops_per_s: float
+    product_share: float
+    hbm_bytes_per_s: float
+    memory_mib: int
+    num_sms: int
+    nvlink_bytes_per_s: float
+    network: tuple[float, float] = (1.9e-5, 0.72 * 50e9)  # fitted to Vidur's h100_dgx/send_recv, two nodes, 400 Gbit/s
+    gpus_per_node: int = 8
+
+
+PUBLISHED = {
+    one.name: one
+    for one in (
+        Published("a100-80g", "NVIDIA A100 80GB SXM", 312e12, 0.859, 2.039e12, 81920, 108, 600e9),
+        Published("h100-80g", "NVIDIA H100 80GB SXM", 989e12, 0.803, 3.35e12, 81559, 132, 900e9),
+        Published("h200-141g", "NVIDIA H200 141GB SXM", 989e12, 0.803, 4.8e12, 143771, 132, 900e9),
+        Published("b200-180g", "NVIDIA B200 180GB SXM", 2250e12, 0.776, 8.0e12, 183359, 148, 1800e9),
+    )
+}
+_A100 = PUBLISHED["a100-80g"]
+
+
+def start() -> HardwareSpec:
+    """From where the rates of kernels are sought: an A100's about; another GPU's are by published ratios."""
+    return replace(
+        load_spec(_A100.name),
+        gemm=GemmRates((2.0e14, 2.3e14, 2.3e14), 1.6e12, 5e-6, overlap_power=2.4, wave_share=0.2),
+        attention=AttentionRates(
+            splits_kv=True,
+            flops_per_s=1.9e14,
+            block_flops_per_s=2.4e12,
+            tile_rows=128,
+            overlap_power=1.3,
+            launch_s=1.2e-5,
+            cached_launch_s=3e-5,
+            bytes_per_s=1.6e12,
+            decode_launch_s=1.3e-5,
+            decode_split_s=2e-5,
+            decode_head_s=5e-8,
+            short_kv=4096.0,
+            short_bytes_per_s=2e11,
+            block_bytes_per_s=2.2e10,
+        ),
+        elementwise=ElementwiseRates(1.4e12, 3e-6),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fits
 
 
 class FitError(NamedTuple):
     """Errors of predicted over measured on a table; shares, 0.01 is 1 %."""
 
-    table: str
-    rows: int
     median: float  # absolute, like the P90
     p90: float
     total: float  # of the sums, signed
 
     @classmethod
-    def of(cls, table: str, predicted: Floats, real: Floats) -> FitError:
+    def of(cls, predicted: Floats, real: Floats) -> FitError:
         """From seconds of each row."""
         median, p90 = np.percentile(np.abs(predicted / real - 1), [50, 90]).tolist()
-        return cls(table, len(real), median, p90, float(predicted.sum() / real.sum() - 1))
+        return cls(median, p90, float(predicted.sum() / real.sum() - 1))
 
 
-_FittedLink = tuple[LinkRates, list[FitError]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A table: columns as ``predict`` reads them."""
+class TableErrors(NamedTuple):
+    """Those of a table; None where nothing was held out, or no other table is of its kind."""
 
     table: str
-    sizes: Floats
-    seconds: Floats
-    predict: Predict
-
-    def error(self, spec: HardwareSpec) -> FitError:
-        return FitError.of(self.table, self.predict(spec, self.sizes), self.seconds)
+    rows: int
+    fitted: FitError
+    held_out: FitError | None
+    left_out: FitError | None
 
 
-def fit_a100(data: Path) -> tuple[HardwareSpec, list[FitError]]:
-    """The A100 spec and its errors.
-
-    Args:
-        data: folder of the tables.
-
-    Raises:
-        ConfigError: a table cannot be read.
-    """
-    spec, link_errors = _start(data)
-    errors: list[FitError] = []
-    for part, names, tables in (
-        ("gemm", _GEMM_RATES, _gemms(data)),
-        ("elementwise", ("bytes_per_s", "launch_s"), _elementwise(data)),
-        ("attention", _DECODE_RATES, _decodes(data)),
-        ("attention", _CHUNK_RATES, _chunks(data)),
-    ):
-        spec = _fit(spec, part, names, tables)
-        errors += [rows.error(spec) for rows in tables]
-    return spec, errors + link_errors
-
-
-def _fit(spec: HardwareSpec, part: str, names: Sequence[str], tables: list[_Rows]) -> HardwareSpec:
+def fit(spec: HardwareSpec, part: str, names: Sequence[str], tables: Sequence[Table]) -> HardwareSpec:
     """Descent along the logarithm of one rate after the other; a step grows where it helps and shrinks where not."""
 
     def tried_with(values: Floats) -> tuple[float, HardwareSpec]:
@@ -110,7 +146,7 @@ def _fit(spec: HardwareSpec, part: str, names: Sequence[str], tables: list[_Rows
             tried = replace(spec, **{part: _with_rates(getattr(spec, part), names, values)})
         except ConfigError:  # out of its bounds
             return np.inf, spec
-        return sum(_distance(rows.predict(tried, rows.sizes), rows.seconds) for rows in tables), tried
+        return sum(_distance(table.predicted(tried), table.seconds) for table in tables), tried
 
     values = np.concatenate([np.atleast_1d(getattr(getattr(spec, part), name)) for name in names])
     best, fitted = tried_with(values)
@@ -147,287 +183,125 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-def _floats(record: dict[str, str], *names: str) -> list[float]:
-    return [float(record[name] or 0) for name in names]
-
-
-def _rows(table: str, values: list[list[float]], predict: Predict) -> _Rows:
-    """A table from rows that end in milliseconds; failed ones, of 0, are left out."""
-    array = np.array(values)
-    array = array[array[:, -1] > 0]
-    return _Rows(table, array[:, :-1], array[:, -1] * 1e-3, predict)
-
-
-def _mlp(data: Path, model: str) -> list[tuple[list[float], dict[str, float]]]:
-    """Tokens, hidden size, this rank's widths of queries, keys and MLP; and milliseconds of each operation."""
+def _errors(
+    before: HardwareSpec, fitted: HardwareSpec, part: str, names: Sequence[str], tables: Sequence[Table]
+) -> list[TableErrors]:
+    """Errors of a fit by table, and of those from the same start that did not see a row's shape, or its table."""
+    unseen = [np.empty(len(table.seconds)) for table in tables]
+    for fold in range(_FOLDS):
+        held = [table.shapes % _FOLDS == fold for table in tables]
+        seen = fit(before, part, names, [table.part(~out) for table, out in zip(tables, held, strict=True)])
+        for table, out, predicted in zip(tables, held, unseen, strict=True):
+            predicted[out] = table.part(out).predicted(seen)
     found = []
-    for record in read_records(data / f"vidur/a100/{model}/mlp.csv.gz"):
-        tp, tokens, hidden, inner, heads, kv = _floats(
-            record, "num_tensor_parallel_workers", "num_tokens", "n_embd", "n_expanded_embd", "n_head", "n_kv_head"
-        )
-        timed = {name.split(".")[1]: float(ms) for name, ms in record.items() if name.startswith("time_stats.")}
-        found.append(([tokens, hidden, hidden / tp, hidden / heads * kv / tp, inner / tp], timed))
+    for table, predicted in zip(tables, unseen, strict=True):
+        others = [other for other in tables if other is not table]
+        left_out = FitError.of(table.predicted(fit(before, part, names, others)), table.seconds) if others else None
+        own, held_out = (FitError.of(seconds, table.seconds) for seconds in (table.predicted(fitted), predicted))
+        found.append(TableErrors(table.name, len(table.seconds), own, held_out, left_out))
     return found
 
 
-def _gemms(data: Path) -> list[_Rows]:
-    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
-        return gemm_s(spec, *sizes.T)
-
-    records = read_records(data / "aiconfigurator/a100_sxm/gemm_vllm_0.14.0.csv.gz")
-    tables = [_rows("products, vLLM", [_floats(r, "m", "n", "k", "latency") for r in records], predict)]
-    for model in _MLP:
-        rows = []
-        for (m, hidden, width, kv, inner), ms in _mlp(data, model):
-            rows += [[m, width + 2 * kv, hidden, ms["attn_pre_proj"]], [m, hidden, width, ms["attn_post_proj"]]]
-            rows += [[m, 2 * inner, hidden, ms["mlp_up_proj"]], [m, hidden, inner, ms["mlp_down_proj"]]]
-        tables.append(_rows(f"products, {model}", rows, predict))
-    return tables
-
-
-def _elementwise(data: Path) -> list[_Rows]:
-    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
-        return elementwise_s(spec, 2 * sizes[:, 0] * sizes[:, 1], kernels=len(_ELEMENTWISE))
-
-    tables = []
-    for model in _MLP:
-        rows = [
-            [m, 7 * hidden + 2 * (width + kv) + 3 * inner, sum(ms[name] for name in _ELEMENTWISE)]
-            for (m, hidden, width, kv, inner), ms in _mlp(data, model)
-        ]
-        tables.append(_rows(f"elementwise, {model}", rows, predict))
-    return tables
-
-
-def _chunks(data: Path) -> list[_Rows]:
-    """Columns: tokens, cached tokens, query heads, KV heads. Rows of one prompt."""
-
-    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
-        c, kv, heads, _ = sizes.T
-        first = first_chunk_s(spec, c, heads=heads, head_dim=_HEAD_DIM)
-        slope = np.zeros_like(c)
-        for pair in np.unique(sizes[kv > 0, 2:], axis=0):
-            at = (sizes[:, 2:] == pair).all(axis=1)
-            slope[at] = chunk_slope_s(spec, c[at], heads=pair[0], kv_heads=pair[1], head_dim=_HEAD_DIM)
-        later = np.maximum(first, spec.attention.cached_launch_s) + slope * kv
-        return np.asarray(np.where(kv > 0, later, first), dtype=np.float64)
-
-    tables = []
-    for name in ("vllm_0.14.0", "sglang_0.5.10"):
-        records = read_records(data / f"aiconfigurator/a100_sxm/context_attention_{name}.csv.gz")
-        columns = ("isl", "step", "num_heads", "num_key_value_heads", "latency")
-        rows = [_floats(record, *columns) for record in records if float(record["batch_size"]) == 1]
-        tables.append(_rows(f"prefill attention, {name}", rows, predict))
-    names = ("prefill_chunk_size", "kv_cache_size")
-    records = read_records(data / "vidur/a100/Meta-Llama-3-8B/attention_sample_flashinfer_kv_le_7744.csv")
-    rows = [[*_floats(r, *names), 32.0, 8.0, float(r["attn_prefill_median_ms"])] for r in records]
-    return [*tables, _rows("chunks, FlashInfer", rows, predict)]
-
-
-def _decodes(data: Path) -> list[_Rows]:
-    """Columns: decodes times KV heads, cached tokens. vLLM splits no keys where each query head has its own."""
-
-    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
-        units, kv = sizes.T
-        a, b, short_a, short_b = decode_lines(spec, units, head_dim=_HEAD_DIM)
-        long = a + b * np.maximum(kv, spec.attention.short_kv)
-        short = np.where(kv < spec.attention.short_kv, short_a + short_b * kv, np.inf)
-        return np.asarray(np.minimum(short, long), dtype=np.float64)
-
-    def predict_unsplit(spec: HardwareSpec, sizes: Floats) -> Floats:
-        whole = replace(spec, attention=replace(spec.attention, splits_kv=False))
-        a, b = decode_lines(whole, sizes[:, 0], head_dim=_HEAD_DIM)
-        return np.asarray(a + b * sizes[:, 1], dtype=np.float64)
-
-    records = read_records(data / "aiconfigurator/a100_sxm/generation_attention_vllm_0.14.0.csv.gz")
-    columns = ("batch_size", "num_heads", "num_key_value_heads", "step", "latency")
-    tables = []
-    for shares, what, form in ((True, "vllm_0.14.0", predict), (False, "vllm_0.14.0, not split", predict_unsplit)):
-        measured = [_floats(record, *columns) for record in records]
-        rows = [[batch * own, kv, ms] for batch, heads, own, kv, ms in measured if (heads > own) == shares]
-        tables.append(_rows(f"decodes, {what}", rows, form))
-    records = read_records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
-    names = ("batch_size", "kv_cache_size", "time_stats.attn_decode.median")
-    rows = [_floats(record, *names) for record in records if record["is_prefill"] != "True"]
-    rows = [[4 * batch, kv, ms] for batch, kv, ms in rows]
-    return [*tables, _rows("decodes, FlashAttention-2 of early 2024", rows, predict)]
-
-
-def _link(data: Path, ranks: int, op: str, *, per_node: int = 0, nccl: bool = False) -> _FittedLink:
-    """Latency and bandwidth by least squares of the relative error, each table counting the same.
-
-    Tables are Vidur's (there is none of gathers) and, where asked for, NCCL's. The sizes in the latter are bytes: as
-    elements of 2 bytes, as they are said to be, they would take 1.4 times the published bandwidth of the links, and as
-    bytes they agree with Vidur's. Of a gather a rank's own part is not received.
-    """
-    tables, received = {}, 1 - 1 / ranks if op == "all_gather" else 1.0
-    if op != "all_gather":
-        here = {"num_workers": str(ranks), "devices_per_node": str(per_node or ranks)}
-        records = read_records(data / f"vidur/network/a100_dgx/{op}.csv.gz")
-        rows = [_floats(r, "size", f"time_stats.{op}.median") for r in records if r.items() >= here.items()]
-        tables[f"{op}, {ranks} ranks, {per_node or ranks} a node, Vidur"] = rows
-    if nccl:
-        here = {"op_name": op, "num_gpus": str(ranks)}
-        records = read_records(data / "aiconfigurator/a100_sxm/nccl_2.27.3.csv.gz")
-        rows = [_floats(r, "message_size", "latency") for r in records if r.items() >= here.items()]
-        tables[f"{op}, {ranks} ranks, NCCL 2.27"] = [[size * received, ms] for size, ms in rows]
-    measured = {name: np.array(rows)[np.array(rows)[:, 1] > 0] * [1.0, 1e-3] for name, rows in tables.items()}
-    size, seconds = np.concatenate(list(measured.values())).T
-    weight = np.concatenate([np.full(len(rows), len(rows) ** -0.5) for rows in measured.values()])
+def _fit_link(ranks: int, tables: Sequence[tuple[str, Floats]]) -> tuple[LinkRates, list[TableErrors]]:
+    """Latency and bandwidth by least squares of the relative error, each table counting the same."""
+    size, seconds = np.concatenate([rows for _, rows in tables]).T
+    weight = np.concatenate([np.full(len(rows), len(rows) ** -0.5) for _, rows in tables])
     matrix = np.stack([weight / seconds, weight * size / seconds], axis=1)
     alpha_s, byte_s = np.linalg.lstsq(matrix, weight, rcond=None)[0].tolist()
     link = LinkRates(_rounded(alpha_s), _rounded(1 / byte_s), ranks)
     return link, [
-        FitError.of(name, link.alpha_s + rows[:, 0] / link.bytes_per_s, rows[:, 1]) for name, rows in measured.items()
+        TableErrors(name, len(rows), FitError.of(link.alpha_s + rows[:, 0] / link.bytes_per_s, rows[:, 1]), None, None)
+        for name, rows in tables
     ]
 
 
-def _host(data: Path) -> tuple[float, float]:
-    """Seconds of a step on the host with a batch of none, and of sampling one token."""
-    records = read_records(data / "vidur/a100/cpu_overheads_codellama34b_tp2.csv")
-    batch = [float(record["batch_size"]) for record in records]
-    names = ("schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median")
-    _, own_ms = np.polyfit(batch, [sum(_floats(record, *names)) for record in records], 1)
-    sample_ms, fixed_ms = np.polyfit(batch, [_floats(record, "sampler_e2e_median")[0] for record in records], 1)
-    return _rounded((max(own_ms, 0.0) + fixed_ms) * 1e-3), _rounded(sample_ms * 1e-3)
+def fit_spec(gpu: Published, data: Folders, base: HardwareSpec | None) -> tuple[HardwareSpec, list[TableErrors]]:
+    """The spec of a GPU and its errors by table.
 
+    Args:
+        gpu: what is published of it.
+        data: its tables.
+        base: a spec from which what no table tells follows by published ratios.
 
-def _start(data: Path) -> tuple[HardwareSpec, list[FitError]]:
-    """The A100 spec before its kernels are fitted, links and host done; errors of the links."""
-    reduces, gathers = (
-        [_link(data, ranks, op, nccl=True) for ranks in (2, 4, 8)] for op in ("all_reduce", "all_gather")
-    )
-    singles = [
-        _link(data, 2, "send_recv"),
-        _link(data, 16, "all_reduce", per_node=8),
-        _link(data, 2, "send_recv", per_node=1),
-    ]
-    host_s, sample_s = _host(data)
-    spec = HardwareSpec(
-        name="a100-80g",
-        machine="NVIDIA A100 80GB SXM",
-        provenance="measured",
-        peak_flops_per_s=312e12,
-        hbm_bytes_per_s=2.039e12,
-        memory_bytes=81920 * 2**20,
-        num_sms=108,
-        gpus_per_node=8,
-        gemm=GemmRates((2.0e14, 2.3e14, 2.3e14), 1.6e12, 5e-6, overlap_power=2.4, wave_share=0.2),
-        attention=AttentionRates(
-            splits_kv=True,
-            flops_per_s=1.9e14,
-            block_flops_per_s=2.4e12,
-            tile_rows=128,
-            overlap_power=1.3,
-            launch_s=1.2e-5,
-            cached_launch_s=3e-5,
-            bytes_per_s=1.6e12,
-            decode_launch_s=1.3e-5,
-            decode_split_s=2e-5,
-            decode_head_s=5e-8,
-            short_kv=4096.0,
-            short_bytes_per_s=2e11,
-            block_bytes_per_s=2.2e10,
-        ),
-        elementwise=ElementwiseRates(1.4e12, 3e-6),
-        host_s=host_s,
-        sample_s=sample_s,
-        control_s=1e-3,
-        all_reduce=tuple(link for link, _ in reduces),
-        all_gather=tuple(link for link, _ in gathers),
-        send=singles[0][0],
-        node_all_reduce=singles[1][0],
-        node_send=singles[2][0],
-        sources=_SOURCES,
-    )
-    return spec, [error for _, errors in (*reduces, *gathers, *singles) for error in errors]
+    Raises:
+        ConfigError: a table cannot be read, or neither a table nor a base tells a rate.
+    """
+    spec = derived(start(), _A100, gpu)
+    basis = None if base is None else derived(base, published(base.name), gpu)
+    sources = dict.fromkeys(("peak_flops_per_s", "hbm_bytes_per_s", "num_sms"), "published; dense bfloat16")
+    sources |= {"memory_bytes": "published, as nvidia-smi shows it", "gpus_per_node": "published"}
+    errors: list[TableErrors] = []
 
+    def is_fitted(name: str, files: set[str], *more: str) -> bool:
+        """Whether files tell a part; else it is taken from the basis."""
+        nonlocal spec
+        if files:
+            sources.update(dict.fromkeys((name, *more), f"fit to {', '.join(sorted(files))}"))
+            return True
+        if basis is None:
+            raise ConfigError(f"no table tells {name} of {gpu.name}; accepted: data that has one, or the option base")
+        spec = replace(spec, **{one: getattr(basis, one) for one in (name, *more)})
+        sources.update({one: basis.sources[one] for one in (name, *more)})
+        return False
 
-_MLP_SOURCE = f"{_VIDUR}/compute/a100: mlp.csv of Meta-Llama-3-8B and CodeLlama-34b"
-_SOURCES = {
-    **dict.fromkeys(("peak_flops_per_s", "hbm_bytes_per_s", "num_sms"), "NVIDIA A100 80GB SXM data sheet, white paper"),
-    "memory_bytes": "81,920 MiB, as nvidia-smi shows it",
-    "gpus_per_node": "NVIDIA DGX A100 data sheet",
-    "gemm": f"fit to {_AICONF}/gemm/vllm/0.14.0 and {_MLP_SOURCE}",
-    "attention": (
-        f"fit to {_AICONF}/attention: vllm/0.14.0 (prefill, decode), sglang/0.5.10 (prefill); {_VIDUR}/compute/a100: a "
-        f"sample of attention.csv of Meta-Llama-3-8B (FlashInfer chunks); {_VIDUR_OLD}/attention.csv (decodes). "
-        "tile_rows and short_kv are set, not fitted"
-    ),
-    "elementwise": f"fit to {_MLP_SOURCE}",
-    "host_s": f"fit to {_VIDUR_OLD}/cpu_overheads.csv: scheduling, input, sampling and output of a batch of none",
-    "sample_s": f"fit to {_VIDUR_OLD}/cpu_overheads.csv: sampler over batch size",
-    "control_s": "assumed",
-    "all_reduce": f"fit to {_VIDUR}/network/a100_dgx/all_reduce.csv and {_AICONF}/comm/nccl/2.27.3",
-    "all_gather": f"fit to {_AICONF}/comm/nccl/2.27.3",
-    "send": f"fit to {_VIDUR}/network/a100_dgx/send_recv.csv, one node",
-    "node_all_reduce": f"fit to {_VIDUR}/network/a100_dgx/all_reduce.csv, 16 ranks on two nodes",
-    "node_send": f"fit to {_VIDUR}/network/a100_dgx/send_recv.csv, two nodes; 31 % of the published 200 Gbit/s",
-}
+    chunks, chunk_rates = gpu_tables.chunks(data), _CHUNK_RATES
+    if chunks and not gpu_tables.has_cached(chunks):
+        chunks, chunk_rates = [*chunks, *gpu_tables.derived_chunks(data)], _CHUNK_RATES[:-1]
+    parts: dict[str, list[tuple[tuple[str, ...], list[Table]]]] = {
+        "gemm": [(_GEMM_RATES, gpu_tables.gemms(data))],
+        "elementwise": [(("bytes_per_s", "launch_s"), gpu_tables.elementwise(data))],
+        "attention": [(_DECODE_RATES, gpu_tables.decodes(data)), (chunk_rates, chunks)],
+    }
+    for part, kinds in parts.items():
+        whole = all(tables for _, tables in kinds)
+        if is_fitted(part, {table.source for _, tables in kinds for table in tables if table.source and whole}):
+            for names, tables in kinds:
+                before, spec = spec, fit(spec, part, names, tables)
+                errors += _errors(before, spec, part, names, tables)
+            if part == "attention" and "cached_launch_s" not in chunk_rates:
+                rates = spec.attention
+                least_s = max(rates.launch_s, rates.decode_split_s)
+                spec = replace(spec, attention=replace(rates, cached_launch_s=least_s))
+                sources[part] += f"; {_CHUNKS_DERIVED}"
+    for name, op, across in (
+        ("all_reduce", "all_reduce", False),
+        ("all_gather", "all_gather", False),
+        ("send", "send_recv", False),
+        ("node_all_reduce", "all_reduce", True),
+        ("node_send", "send_recv", True),
+    ):
+        found = gpu_tables.links(data, op, gpu.nvlink_bytes_per_s)
+        measured = [
+            (ranks, tables)
+            for (ranks, per_node), tables in sorted(found.items())
+            if per_node == (min(ranks - 1, gpu.gpus_per_node) if across else ranks)
+        ]
+        is_one = isinstance(getattr(spec, name), LinkRates)
+        measured = measured[-1:] if is_one else measured
+        if is_fitted(name, {table.split(":")[0] for _, tables in measured for table, _ in tables}):
+            fits = [_fit_link(ranks, tables) for ranks, tables in measured]
+            links = tuple(link for link, _ in fits)
+            found_links: dict[str, Any] = {name: links[0] if is_one else links}
+            spec = replace(spec, **found_links)
+            errors += [error._replace(table=f"{name}, {error.table}") for _, more in fits for error in more]
+    host = gpu_tables.host(data)
+    if is_fitted("host_s", set() if host is None else {host[0]}, "sample_s") and host is not None:
+        spec = replace(spec, host_s=_rounded(host[1]), sample_s=_rounded(host[2]))
+    provenance = "measured" if all(sources[part].startswith("fit") for part in ("gemm", "attention")) else "derived"
+    return replace(spec, provenance=provenance, sources={**sources, "control_s": "assumed"}), errors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Other accelerators, by published ratios
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """An accelerator's figures, and the share of its peak that the largest matrix products reach."""
-
-    name: str
-    machine: str
-    peak_flops_per_s: float
-    product_share: float
-    hbm_bytes_per_s: float
-    memory_mib: int
-    num_sms: int
-    nvlink_bytes_per_s: float
-
-
-_A100_SHARE, _A100_NVLINK = 0.859, 600e9
-_OTHERS = (
-    _Published("h100-80g", "NVIDIA H100 80GB SXM", 989e12, 0.803, 3.35e12, 81559, 132, 900e9),
-    _Published("h200-141g", "NVIDIA H200 141GB SXM", 989e12, 0.803, 4.8e12, 143771, 132, 900e9),
-    _Published("b200-180g", "NVIDIA B200 180GB SXM", 2250e12, 0.776, 8.0e12, 183359, 148, 1800e9),
-)
-_NETWORK = LinkRates(1.9e-5, 0.72 * 50e9)
-_KERNELS_DERIVED = (
-    "derived, not measured: arithmetic of a100-80g by the ratio of peaks times that of the shares which the largest "
-    "products reach (A100 0.859, H100 and H200 0.803, B200 0.776: github.com/stas00/ml-engineering, "
-    "maximum achievable matmul FLOPS); bytes by the ratio of HBM bandwidths; launches unchanged"
-)
-_LINKS_DERIVED = "derived, not measured: a100-80g by the ratio of NVLink bandwidths, 600 GB/s there; latency unchanged"
-_DERIVED = {
-    **dict.fromkeys(
-        ("peak_flops_per_s", "hbm_bytes_per_s", "num_sms"), "NVIDIA data sheet, white paper; dense bfloat16"
-    ),
-    "memory_bytes": "as nvidia-smi shows it",
-    "gpus_per_node": "NVIDIA DGX data sheet",
-    **dict.fromkeys(("gemm", "attention", "elementwise"), _KERNELS_DERIVED),
-    **dict.fromkeys(("host_s", "sample_s", "control_s"), "that of a100-80g"),
-    **dict.fromkeys(("all_reduce", "all_gather", "send"), _LINKS_DERIVED),
-    "node_all_reduce": "derived, not measured: that of a100-80g by the ratio of node_send, latency unchanged",
-    "node_send": (
-        "derived, not measured: 0.72 of 400 Gbit/s an accelerator and 19 us, as fitted to "
-        f"{_VIDUR}/network/h100_dgx/send_recv.csv, two nodes"
-    ),
-}
-
-
-def derived_specs(a100: HardwareSpec) -> list[HardwareSpec]:
-    """H100, H200 and B200 from the fitted A100 spec and published ratios: derived, not measured."""
-    return [_derived(a100, published) for published in _OTHERS]
-
-
-def _derived(a100: HardwareSpec, to: _Published) -> HardwareSpec:
-    flops = to.peak_flops_per_s * to.product_share / (a100.peak_flops_per_s * _A100_SHARE)
-    memory = to.hbm_bytes_per_s / a100.hbm_bytes_per_s
-    block = a100.num_sms / to.num_sms  # a machine's rate is shared by its multiprocessors
-    nvlink = to.nvlink_bytes_per_s / _A100_NVLINK
+def derived(spec: HardwareSpec, of: Published, to: Published) -> HardwareSpec:
+    """A spec for another accelerator: arithmetic by the ratio of peaks times that of the shares which the largest
+    products reach, bytes by that of HBM bandwidths, links by that of NVLink's; launches and latencies unchanged."""
+    flops = to.peak_flops_per_s * to.product_share / (of.peak_flops_per_s * of.product_share)
+    memory = to.hbm_bytes_per_s / of.hbm_bytes_per_s
+    block = of.num_sms / to.num_sms  # a machine's rate is shared by its multiprocessors
+    nvlink = to.nvlink_bytes_per_s / of.nvlink_bytes_per_s
     attention = {
         "flops_per_s": flops,
         "block_flops_per_s": flops * block,
@@ -435,27 +309,44 @@ def _derived(a100: HardwareSpec, to: _Published) -> HardwareSpec:
         "short_bytes_per_s": memory * block,
         "block_bytes_per_s": memory * block,
     }
+    network = LinkRates(*to.network)
+    by_peak, by_links = (
+        f"derived, not measured: {spec.name} by the ratio of {ratio}"
+        for ratio in (
+            "peaks times that of the shares which products reach, bytes by that of HBM bandwidths, launches unchanged",
+            "NVLink bandwidths, latency unchanged",
+        )
+    )
     return replace(
-        a100,
+        spec,
         name=to.name,
         machine=to.machine,
-        provenance="derived",
         peak_flops_per_s=to.peak_flops_per_s,
         hbm_bytes_per_s=to.hbm_bytes_per_s,
         memory_bytes=to.memory_mib * 2**20,
         num_sms=to.num_sms,
+        gpus_per_node=to.gpus_per_node,
         gemm=replace(
-            _times(a100.gemm, bytes_per_s=memory),
-            flops_per_s=tuple(_rounded(rate * flops) for rate in a100.gemm.flops_per_s),
+            _times(spec.gemm, bytes_per_s=memory),
+            flops_per_s=tuple(_rounded(rate * flops) for rate in spec.gemm.flops_per_s),
         ),
-        attention=_times(a100.attention, **attention),
-        elementwise=_times(a100.elementwise, bytes_per_s=memory),
-        all_reduce=tuple(_times(link, bytes_per_s=nvlink) for link in a100.all_reduce),
-        all_gather=tuple(_times(link, bytes_per_s=nvlink) for link in a100.all_gather),
-        send=_times(a100.send, bytes_per_s=nvlink),
-        node_all_reduce=_times(a100.node_all_reduce, bytes_per_s=_NETWORK.bytes_per_s / a100.node_send.bytes_per_s),
-        node_send=_NETWORK,
-        sources=_DERIVED,
+        attention=_times(spec.attention, **attention),
+        elementwise=_times(spec.elementwise, bytes_per_s=memory),
+        all_reduce=tuple(_times(link, bytes_per_s=nvlink) for link in spec.all_reduce),
+        all_gather=tuple(_times(link, bytes_per_s=nvlink) for link in spec.all_gather),
+        send=_times(spec.send, bytes_per_s=nvlink),
+        node_all_reduce=_times(spec.node_all_reduce, bytes_per_s=network.bytes_per_s / spec.node_send.bytes_per_s),
+        node_send=network,
+        sources={
+            **dict.fromkeys(("gemm", "attention", "elementwise"), by_peak),
+            **dict.fromkeys(("host_s", "sample_s"), f"that of {spec.name}"),
+            **dict.fromkeys(("all_reduce", "all_gather", "send"), by_links),
+            "node_all_reduce": f"derived, not measured: {spec.name} by the ratio of node_send, latency unchanged",
+            "node_send": (
+                "derived, not measured: 0.72 of 400 Gbit/s an accelerator and 19 us, as fitted to Vidur's "
+                "h100_dgx/send_recv, two nodes"
+            ),
+        },
     )
 
 
@@ -464,30 +355,42 @@ def _times(part: Any, **ratios: float) -> Any:
     return replace(part, **{name: _rounded(getattr(part, name) * ratio) for name, ratio in ratios.items()})
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
-    """The command; see the module. Returns 0, or 2 where a table or spec is bad."""
-    parser = argparse.ArgumentParser(prog="python -m tools.fit_spec", description="Fit and check hardware specs.")
-    parser.add_argument("command", nargs="?", choices=("fit", "derive"), default="fit")
-    parser.add_argument("--data", type=Path, help="folder of the tables (fit)")
-    parser.add_argument("--out", type=Path, required=True, help="file (fit) or folder (derive) to write")
-    given = parser.parse_args(arguments)
-    if given.command == "fit" and given.data is None:
-        parser.error("fit needs --data")
+def published(name_or_path: str) -> Published:
+    """One of PUBLISHED, or that of a JSON file with its fields."""
+    if name_or_path in PUBLISHED:
+        return PUBLISHED[name_or_path]
     try:
-        if given.command == "derive":
-            for spec in derived_specs(load_spec("a100-80g")):
-                (given.out / f"{spec.name}.json").write_text(spec.to_json())
-            return 0
-        spec, errors = fit_a100(given.data)
-        given.out.write_text(spec.to_json())
-    except (ConfigError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{'table':<44}{'rows':>8}{'median':>9}{'P90':>8}{'total':>9}")
-    for e in errors:
-        print(f"{e.table:<44}{e.rows:>8,}{e.median:>9.1%}{e.p90:>8.1%}{e.total:>+9.1%}")
+        found = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
+        return Published(**found | ({"network": tuple(found["network"])} if "network" in found else {}))
+    except (OSError, ValueError, TypeError) as error:
+        accepted = f"{', '.join(PUBLISHED)}, or a JSON file of {', '.join(Published.__slots__)}"
+        raise ConfigError(f"GPU {name_or_path!r} is not known ({error}); accepted: {accepted}") from error
+
+
+app = make_app()
+
+
+@app.command()
+def fit_spec_command(
+    gpu: Annotated[str, typer.Argument(help="A known GPU, or a JSON file of what is published of one.")],
+    data: Annotated[list[Path] | None, typer.Option(help="Folder or file of its tables; may be given again.")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Leave out files whose names begin so.")] = None,
+    base: Annotated[str | None, typer.Option(help="Spec from which what no table tells is derived.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the spec here.")] = None,
+) -> int:
+    """Fit a hardware spec to kernel tables, and print how far off it is on each."""
+    tables = Folders(data or [], without or [])
+    spec, errors = fit_spec(published(gpu), tables, None if base is None else load_spec(base))
+    if out is not None:
+        out.write_text(spec.to_json(), encoding="utf-8")
+    if errors:
+        print(f"{'':<84}{'fitted':>22} {'shapes held out':>16} {'table left out':>16}")
+        print(f"{'table':<76}{'rows':>8}{'median':>8}{'P90':>7}{'total':>7}" + f" {'median':>9}{'total':>7}" * 2)
+    for table, rows, fitted, *others in errors:
+        more = "".join(f" {e.median:>9.1%}{e.total:>+7.1%}" if e else f"{'':>17}" for e in others)
+        print(f"{table:<76}{rows:>8,}{fitted.median:>8.1%}{fitted.p90:>7.1%}{fitted.total:>+7.1%}{more}".rstrip())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    end_process(run_app(app, "python -m tools.fit_spec"))

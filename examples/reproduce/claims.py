@@ -1,6 +1,8 @@
-"""The numeric claims of the two Medha papers, as data: ``claims.toml``.
+"""The numeric claims of the two Medha papers, of Tetris and of a post, as data: ``claims.toml``.
 
-v5 is arXiv:2409.17264v5 (*No Request Left Behind*), v4 its earlier version. A claim names the figure of ours that gives
+v5 is arXiv:2409.17264v5 (*No Request Left Behind*), v4 its earlier version, Tetris "Optimizing Long-context LLM Serving
+via Fine-grained Sequence Parallelism", the post "Dynamic Batching: Orca, Sarathi, and Iteration-Level Scheduling
+Algorithms". A claim names the figure of ours that gives
 a verdict on it, or the reason why none does.
 """
 
@@ -22,7 +24,7 @@ class Claim:
 
     Attributes:
         id: unique.
-        versions: of the paper that make it: ``v4``, ``v5``.
+        versions: of the paper that make it: ``v4``, ``v5``, or ``Tetris``, ``post``.
         where: section and figure.
         says: what it says, in our words.
         kind: ``value`` (about so much), ``range`` (from, to), ``at-least``, ``at-most``, or ``statement`` (no number of

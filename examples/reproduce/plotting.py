@@ -15,6 +15,7 @@ PAPER = "#7A7A7A"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _HEIGHT = 4.2
 _MAX_TICKS = 12
+_FEW_DECADES = 3e3  # a logarithmic axis that spans less has ticks within its decades
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,12 @@ def shares_below(rows: Mapping[str, Sequence[float | None]], *, scale: float = 1
     """Distributions from 101 quantiles each: the percent below, over the value times a scale."""
     known = {name: [(scale * v, n) for n, v in enumerate(values) if v is not None] for name, values in rows.items()}
     return [
-        Line(name, [value for value, _ in points], [share for _, share in points], {"color": COLORS[index]})
+        Line(
+            name,
+            [value for value, _ in points],
+            [share for _, share in points],
+            {"color": COLORS[index], "linestyle": ("-", "--")[index % 2]},
+        )
         for index, (name, points) in enumerate(known.items())
     ]
 
@@ -120,7 +126,8 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.annotate(text, (x, y), textcoords="offset points", xytext=(4, 5), fontsize=8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, **{f"{name}scale": "log" for name in panel.log})
     for axis in [{"x": axes.xaxis, "y": axes.yaxis}[name] for name in panel.log]:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < _FEW_DECADES else (1,)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
     places = sorted({x for line in panel.lines for x in line.x})

@@ -10,7 +10,8 @@ from medha.errors import ConfigError, hint
 
 _MODULES = (
     *("requirements", "chunks", "adaptive", "stages", "versus", "kvp", "utilization", "example", "lengths"),
-    *("disaggregation", "capacity", "decode_load", "schedulers", "pools", "layouts"),
+    *("disaggregation", "capacity", "decode_load", "schedulers", "pools", "layouts", "fragmentation"),
+    *("tetris", "batching"),
 )
 _PLACES = {import_module(f"examples.reproduce.figures.{name}").__name__: at for at, name in enumerate(_MODULES)}
 FIGURES = {one.name: one for one in sorted(REGISTERED, key=lambda one: _PLACES[one.run.__module__])}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,14 +16,19 @@ from examples.reproduce.claims import Claim
 from examples.reproduce.plotting import Panel, draw
 from examples.reproduce.registry import FIGURES
 from examples.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
+from medha.cost.hardware import SPECS
 from medha.errors import ConfigError
 
+UNDER_LOAD = ("capacity", "decode-under-load", "schedulers", "pools", "2d-3d", "tetris", "batching")
+"""Figures of many requests that compete."""
+_USED_SPECS = ("a100-80g", "h100-80g")
 _DPI = 130
 _NUM_COLORS = 96
 _SIGNS = {"at-least": "at least ", "at-most": "at most "}
 _SPECS = (
     "Times are simulated, with the cost specs of `medha/cost/specs`: `a100-80g` is fitted to public kernel tables; "
-    "`h100-80g` is derived from it by published ratios, so absolute times on H100s are estimates. 1M tokens are 2^20, "
+    "`h100-80g` likewise, but for chunks behind a cache, elementwise kernels and links between nodes, which are "
+    "derived (docs/simulator.md has the errors). 1M tokens are 2^20, "
     "except in `requirements`, where a million is 10^6. Nothing here ran on a GPU."
 )
 
@@ -101,11 +108,15 @@ def report(
     lines = [
         "# What the papers claim, and what we get",
         "",
-        "v5 is arXiv:2409.17264v5, v4 the version before it.",
+        "v5 is arXiv:2409.17264v5, v4 the version before it, Tetris *Optimizing Long-context LLM Serving via "
+        "Fine-grained Sequence Parallelism*, the post *Dynamic Batching: Orca, Sarathi, and Iteration-Level Scheduling "
+        "Algorithms*.",
         _SPECS,
+        _made_from(),
         "",
         f"**Rule.** {RULE}",
         "",
+        *_summary(rows),
         f"{'All' if whole else 'Some'} figures, {'quick' if options.quick else 'in full'}, seed {options.seed}: "
         f"{_counts(rows)}.",
         "",
@@ -119,6 +130,45 @@ def report(
         lines += ["", f"`{figure.name}`: {figure.title}"]
         lines += ["", f"![{figure.title}]({figure.name}.png)"] if drawn else []
     return "\n".join(lines) + "\n"
+
+
+def _made_from() -> str:
+    """The commit, and the specs by their contents."""
+    folder = Path(__file__).parent
+    try:
+        found = [
+            subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+            for words in (("rev-parse", "--short=10", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "-z"))
+        ]
+        commit = f"`{found[0].strip()}`{' with changes' if _changed(found[1]) else ''}"
+    except (OSError, subprocess.CalledProcessError):
+        commit = "a checkout without git"
+    sums = {name: hashlib.sha256((SPECS / f"{name}.json").read_bytes()).hexdigest()[:10] for name in _USED_SPECS}
+    return f"Made at {commit}; SHA-256 of the specs: {', '.join(f'{name} `{of}`' for name, of in sums.items())}."
+
+
+def _changed(status: str) -> bool:
+    """Whether anything but a former report differs from the commit."""
+    return any(line and "/results/" not in line for line in status.split("\0"))
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """What holds under load, first."""
+    loaded = [row for row in rows if row.claim.figure in UNDER_LOAD]
+    if not loaded:
+        return []
+    holds = [f"{row.claim.says} ({_amount(row.claim, row.ours)})" for row in loaded if _holds(row)]
+    alone = [row for row in rows if row.claim.figure not in UNDER_LOAD]
+    return [
+        f"**Under load** {_counts(loaded)}. What holds: {'; '.join(holds) or 'nothing'}.",
+        "",
+        f"**Of one request, one batch or a formula** {_counts(alone)}.",
+        "",
+    ]
+
+
+def _holds(row: Row) -> bool:
+    return row.verdict == "reproduced" and not row.claim.basis
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

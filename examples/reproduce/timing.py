@@ -33,7 +33,7 @@ _NEAR, _FAR = 1 << 10, 1 << 22
 
 
 def h100() -> HardwareSpec:
-    """The spec of the H100: derived from that of the A100 by published ratios, not measured."""
+    """The spec of the H100, fitted to public kernel tables; chunks behind a cache are derived from them."""
     return load_spec("h100-80g")
 
 
@@ -164,7 +164,7 @@ def pipeline_ends(seconds: Floats) -> Floats:
     return np.asarray(ready, dtype=np.float64)
 
 
-def decode_s(predictors: Sequence[Predictor], kv_tokens: int, *, kvp: int = 1) -> float:
-    """Seconds of one decode of one request through all stages, its keys evenly on the groups."""
-    work = Work(1, -(-kv_tokens // kvp), True, _run(kvp), True)
-    return sum(predictor.predict([work]) for predictor in predictors)
+def decode_s(predictors: Sequence[Predictor], kv_tokens: int, *, kvp: int = 1, batch: int = 1) -> float:
+    """Seconds of one decode of one request, or of several alike, in all stages, keys evenly on the groups."""
+    works = [Work(1, -(-kv_tokens // kvp), True, _run(kvp), True)] * batch
+    return sum(predictor.predict(works) for predictor in predictors)

@@ -1,7 +1,8 @@
 """A hardware spec: the rates of an accelerator and its links, whatever the model, each with its source.
 
-In ``medha/cost/specs/``, ``a100-80g`` is fitted to public kernel tables by :mod:`tools.fit_spec`, whose docstring gives
-the errors; the other GPUs are derived from it by published ratios, not measured; ``cpu`` is one thread, assumed.
+In ``medha/cost/specs/``, ``a100-80g`` and ``h100-80g`` are fitted to public kernel tables by :mod:`tools.fit_spec`
+(docs/simulator.md has the errors); ``h200-141g`` and ``b200-180g`` follow from the latter by published ratios, not
+measured; ``cpu`` is one thread, assumed.
 """
 
 from __future__ import annotations

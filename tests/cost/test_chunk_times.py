@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from examples.reproduce.baselines.tetris import BETWEEN_NODES, CELLS, table_times
 from medha.config import ParallelConfig
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times, ring_chunk_s, ring_times
 from medha.cost.hardware import LinkRates, load_spec
@@ -12,28 +13,12 @@ from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.replica import KNOWN_MODELS
 
-LENGTHS = tuple(4096 << i for i in range(7))
-TABLE_1 = {
-    1: (0.28, 0.57, 1.29, 3.22, 9.05, 29.20),
-    2: (0.16, 0.31, 0.69, 1.67, 4.61, 14.30, 50.07),
-    4: (0.13, 0.20, 0.39, 0.92, 2.43, 7.32, 24.77),
-    8: (0.21, 0.24, 0.31, 0.58, 1.37, 3.96, 12.81),
-    16: (0.39, 0.43, 0.46, 0.53, 0.96, 2.31, 7.02),
-}
-"""Prefill seconds by SP size: Llama-3 8B, TP 1, A100s in nodes of eight. K is 1024."""
 SPEC, MODEL = load_spec("a100-80g"), KNOWN_MODELS["llama-3-8b"]
 
 
-def table_times() -> ChunkTimes:
-    return fit_chunk_times(
-        {size: [(0, n, s) for n, s in zip(LENGTHS, row, strict=False)] for size, row in TABLE_1.items()}
-    )
-
-
 def test_table_1_is_met_within_seven_percent() -> None:
-    times, off = table_times(), []
-    for size, row in TABLE_1.items():
-        off += [abs(times.seconds(size, 0, n) / s - 1) for n, s in zip(LENGTHS, row, strict=False)]
+    times = table_times()
+    off = [abs(times.seconds(size, 0, n) / s - 1) for (size, n), s in CELLS.items()]
     assert len(off) == 34 and max(off) < 0.07
     for a, b, c, d, e in times.coefficients:
         assert c == 2 * d and e == 0 and min(a, b, d) > 0
@@ -74,12 +59,11 @@ def test_the_ring_is_met_by_its_fit() -> None:
 def test_the_ring_against_table_1() -> None:
     """As the striped ring of the reproduction: 6 to 15 % of it is the spec's single rank. The testbed's links have the
     share of their published rate that the H100 spec has."""
-    spec = replace(SPEC, node_send=LinkRates(29e-6, 0.72 * 25e9))
+    spec = replace(SPEC, node_send=BETWEEN_NODES)
     one, off = predictor(), []
-    for size, row in TABLE_1.items():
-        for n, s in zip(LENGTHS, row, strict=False):
-            ours = ring_chunk_s(spec, MODEL, ParallelConfig(kvp=16), one, size=size, history=0, tokens=n)
-            off.append(abs(ours / s - 1))
+    for (size, n), s in CELLS.items():
+        ours = ring_chunk_s(spec, MODEL, ParallelConfig(kvp=16), one, size=size, history=0, tokens=n)
+        off.append(abs(ours / s - 1))
     assert sorted(off)[len(off) // 2] < 0.13 and sorted(off)[-4] < 0.16 and max(off) < 0.3
 
 

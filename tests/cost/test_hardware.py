@@ -5,22 +5,20 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.config import ModelConfig, ParallelConfig
-from medha.cost.coefficients import Coefficients, Floats
+from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import Shard, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
+from medha.cost.roofline import Shard, chunk_slope_s, first_chunk_s, linear_layer_s, stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.replica import KNOWN_MODELS, activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
 from medha.worker.shard import ModelShard
 from tests.sched.costs import changed as changed_file
-from tools.fit_spec import _fit, _rows, run
 
 NAMES = ("a100-80g", "b200-180g", "h100-80g", "h200-141g")
 A100, H100 = load_spec("a100-80g"), load_spec("h100-80g")
@@ -56,18 +54,20 @@ def test_the_specs_that_come_along() -> None:
     for name in NAMES:
         spec = load_spec(name)
         assert spec.name == name
-        assert spec.provenance == ("measured" if name == "a100-80g" else "derived")
+        assert spec.provenance == ("measured" if name in ("a100-80g", "h100-80g") else "derived")
         assert HardwareSpec.from_json(spec.to_json()) == spec
         assert set(spec.sources) == {item.name for item in fields(spec)} - {"name", "machine", "provenance", "sources"}
-        assert all("derived, not measured" in spec.sources[part] for part in ("gemm", "all_reduce", "node_send")) == (
+        assert all("derived, not measured" in spec.sources[part] for part in ("gemm", "all_reduce", "attention")) == (
             spec.provenance == "derived"
         )
+    assert "derived, not measured: a100-80g" in H100.sources["elementwise"]  # no table has them
+    assert "chunks behind a cache are derived" in H100.sources["attention"]
 
 
 def test_every_rate_is_below_what_is_published() -> None:
     for spec in map(load_spec, NAMES):
         assert max(spec.gemm.flops_per_s) < 0.8 * spec.peak_flops_per_s
-        assert 0.4 * spec.peak_flops_per_s < spec.attention.flops_per_s < 0.7 * spec.peak_flops_per_s
+        assert 0.4 * spec.peak_flops_per_s < spec.attention.flops_per_s < 0.75 * spec.peak_flops_per_s
         for bytes_per_s in (spec.gemm.bytes_per_s, spec.attention.bytes_per_s, spec.elementwise.bytes_per_s):
             assert 0.4 * spec.hbm_bytes_per_s < bytes_per_s < 0.95 * spec.hbm_bytes_per_s
         assert spec.node_send.bytes_per_s < spec.send.bytes_per_s
@@ -116,7 +116,7 @@ def test_coefficients_are_of_the_stage() -> None:
     assert first.tp.bytes_per_token == 8192 * 2
     assert first.kvp is not None and first.kvp.calls == 40
     assert first.kvp.bytes_per_token == 8 * (128 * 2 + 4)
-    assert "derived" in first.key.machine and first.key.layout == "tp8 spp2 kvp2 stage 0"
+    assert "measured" in first.key.machine and first.key.layout == "tp8 spp2 kvp2 stage 0"
     assert Coefficients.from_json(first.to_json()) == first
     alone = stage_coefficients(A100, LLAMA_8B, ParallelConfig(), 0)
     assert alone.tp is alone.spp is alone.kvp is None
@@ -252,28 +252,3 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     assert kv_pool_tokens(A100, LLAMA_70B, ParallelConfig(tp=4)) > 100_000
     with pytest.raises(ConfigError, match=r"utilization=1\.5; accepted"):
         kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), utilization=1.5)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-
-
-def test_a_fit_nearly_finds_the_rates_that_made_the_rows() -> None:
-    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
-        return gemm_s(spec, *sizes.T)
-
-    sizes = np.array([(m, n, k) for m in (1, 64, 200, 1024, 8192) for n in (1024, 6144) for k in (1024, 4096)], float)
-    rows = _rows("made up", np.column_stack([sizes, predict(A100, sizes) * 1e3]).tolist(), predict)
-    names = ("flops_per_s", "bytes_per_s", "launch_s")
-    start = replace(A100, gemm=replace(A100.gemm, flops_per_s=(1e14, 1e14, 1e14), bytes_per_s=1e12, launch_s=1e-5))
-    fitted = _fit(start, "gemm", names, [rows])
-    error = rows.error(fitted)
-    assert error.median < 0.02 and error.p90 < 0.05 and abs(error.total) < 0.01
-    assert fitted.gemm.bytes_per_s == pytest.approx(A100.gemm.bytes_per_s, rel=0.05)
-    assert max(fitted.gemm.flops_per_s) == pytest.approx(max(A100.gemm.flops_per_s), rel=0.05)
-
-
-def test_command_derives_the_committed_specs(tmp_path: Path) -> None:
-    assert run(["derive", "--out", str(tmp_path)]) == 0
-    for name in NAMES[1:]:
-        assert (tmp_path / f"{name}.json").read_text() == (SPECS / f"{name}.json").read_text()

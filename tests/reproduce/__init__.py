@@ -1,4 +1,4 @@
 """Tests of :mod:`examples.reproduce`."""
 
-PLAYED = {"capacity", "decode-under-load", "schedulers", "pools", "2d-3d"}
+PLAYED = {"capacity", "decode-under-load", "schedulers", "pools", "2d-3d", "fragmentation"}
 """Figures that play traces for a minute; tests/reproduce/test_load_figures.py runs them on made-up plays."""

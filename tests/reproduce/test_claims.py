@@ -45,7 +45,7 @@ def test_each_figure_answers_its_claims_and_is_drawn(name: str, tmp_path: Path) 
 def test_what_was_not_simulated_is_not_counted() -> None:
     claims = load_claims()
     assert {one.figure for one in claims if one.basis == "input"} == {"lengths"}
-    assert len([one for one in claims if one.basis]) == 32
+    assert len([one for one in claims if one.basis]) == 33
     _, rows = run_figure(FIGURES["intensity"], claims, Options())
     assert _counts(rows) == "0 reproduced, 0 partly, 0 not; not counted: 3 arithmetic"
 
@@ -54,7 +54,9 @@ def test_fields_of_claims() -> None:
     claims = load_claims()
     assert len({one.id for one in claims}) == len(claims)
     for one in claims:
-        assert {version for version in ("v4", "v5") if version in one.where} == set(one.versions), one.id
+        assert {version for version in ("v4", "v5", "Tetris", "post") if version in one.where} == set(one.versions), (
+            one.id
+        )
         assert one.kind in KINDS and one.basis in BASES, one.id
         assert one.versions and all(text.strip() for text in (one.id, one.where, one.says, one.unit)), one.id
         assert one.value == 1 if one.kind == "statement" else np.isfinite(one.value).all(), one.id

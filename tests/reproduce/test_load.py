@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from examples.reproduce.figures.capacity import Capacity, capacity, stretches_s, sustains
+from examples.reproduce.figures.fragmentation import active, demands, swing
+from examples.reproduce.flops import kv_bytes, prefill_flops
 from examples.reproduce.load import MIX, SHORT, Load, System, ratio_says, serve
 from examples.reproduce.result import Options
 from examples.reproduce.served import LONG_TOKENS, Bounded, Served, curve
 from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_2048, WHOLE
+from examples.reproduce.timing import MODELS
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 
@@ -83,6 +86,25 @@ def test_stretches() -> None:
     assert stretches_s(arrival_s[:0], slow[:0]) == []
 
 
+def test_demands_are_spread_over_waits_and_answers() -> None:
+    """One prompt of 100K tokens that waits 40 s, and decodes for 40: FLOPs and KV of both in bins of 10 s."""
+    model = MODELS["Llama-3 8B"]
+    found = demands(served([0.0, 5.0], [40.0, NEVER], prompt_tokens=[100_000, 1000], decode_s=40.0), 100.0)
+    flops, held = prefill_flops(model, 100_000), kv_bytes(model, 100_000)
+    assert found["prefill FLOPs/s"] == pytest.approx([flops / 40] * 4 + [0] * 6)
+    assert found["prefill bytes"] == pytest.approx([held / 2] * 4 + [0] * 6)
+    assert found["decode bytes"] == pytest.approx([0] * 4 + [held] * 4 + [0] * 2)
+    token = prefill_flops(model, 100_001) - prefill_flops(model, 100_000)
+    assert found["decode FLOPs/s"][4] == pytest.approx(11 * token / 40, rel=1e-3)
+
+
+def test_active_requests_and_their_swing() -> None:
+    play = served([0.0, 20.0, 30.0], [10.0, 10.0, NEVER], decode_s=5.0)
+    assert active(play, 100.0).tolist() == [1, 0, 1, 1, *[1] * 6]
+    assert swing(np.arange(50.0)) == pytest.approx(0.0, abs=1e-9)
+    assert swing(np.arange(50.0) + 10 * (np.arange(50) % 2)) == pytest.approx(10.0, rel=0.1)
+
+
 def test_effective_capacity() -> None:
     fine = served([0.0, 10.0, 60.0], [9.0, 10.0, 1.0])
     assert sustains(fine, 100.0)
@@ -90,6 +112,8 @@ def test_effective_capacity() -> None:
     assert sustains(served([0.0, 95.0], [1.0, NEVER]), 100.0)  # the second had no time
     assert sustains(served([0.0, 1.0], [1.0, 50.0], prompt_tokens=[1000, 100_000]), 100.0)  # long ones may wait
     assert not sustains(served([0.0, 1.0], [1.0, NEVER], prompt_tokens=[1000, 100_000]), 100.0)  # but have to end
+    many = served([0.0] * 20, [*[1.0] * 19, NEVER], prompt_tokens=[*[1000] * 19, 100_000])
+    assert not sustains(many, 100.0)  # 95 % of all, and none of the long ones
     assert fine.finished_share(50.0) == 1.0
     found = capacity(Fake("grows", 15.0), (0.25, 0.5, 1.0, 2.0), Options(quick=True))
     assert found == Capacity(0.5, 1.0) and found.says == "0.5 QPS and fails at 1"

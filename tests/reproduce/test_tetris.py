@@ -1,19 +1,14 @@
 """Tetris and its baselines: what they are, and that a comparison says what its plays say."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from examples.reproduce.baselines.tetris import (
     CDSP,
     LOONGSERVE,
-    PROMPTS,
     SINGLE,
     SP8,
     SP16,
-    SYSTEMS,
     TABLE_1,
     Stream,
     Tetris,
@@ -21,22 +16,9 @@ from examples.reproduce.baselines.tetris import (
     table_times,
     ttft_s,
 )
-from examples.reproduce.tetris import LIMIT, Trial, app, figures_of, median_rows
-from medha.cli.command import run_app
+from examples.reproduce.figures.tetris import LIMIT, Trial, medians
 from medha.sched.improvement import RateTable
-from tests.reproduce.test_context_parallel import TABLE
 from tools.best_rates import RATES
-
-
-def test_times_are_those_of_table_1() -> None:
-    assert TABLE_1 == TABLE
-    off = [
-        abs(table_times().seconds(size, 0, tokens) / seconds - 1)
-        for size, row in TABLE_1.items()
-        for tokens, seconds in zip(PROMPTS, row, strict=True)
-        if seconds is not None
-    ]
-    assert len(off) == 34 and max(off) < 0.07
 
 
 @pytest.mark.parametrize(("system", "size"), [(SP8, 8), (SP16, 16)])
@@ -75,21 +57,8 @@ def test_a_trial_finds_capacities_and_ratios() -> None:
     before, after = (trial.quantiles(SP8, factor * trial.sp8_qps)[0] for factor in (0.98, 1.02))
     assert before <= trial.limit_s * 1.001 and after > 0.98 * trial.limit_s
     assert trial.limit_s == LIMIT * trial.quantiles(SP8, 0.1)[0]
-    found = figures_of(trial)
+    found = trial.figures()
     assert found["capacity, Tetris"] > 1 > found["capacity, fixed SP16"]
-    times = trial.at(0.9)
-    assert found["P99 at 0.9, fixed SP8 over Tetris"] == times[SP8.label][1] / times[CDSP.label][1]
-    rows = median_rows({"a": [{"x": 1.0}, {"x": 3.0}, {"x": 2.0}]})
-    assert rows == [{"figure": "x", "a": "2.00 (1.00 to 3.00)"}]
-
-
-def test_the_command_writes_figures_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tetris.json"
-    assert run_app(app, "tetris", ["--count", "100", "--seeds", "1", "--output-json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert set(found["figures"]) == set(found["curves"]) == {"tetris-short", "tetris-medium", "tetris-long"}
-    for rows in found["curves"].values():
-        assert all(f"{system.label}, P50 s" in rows[0] for system in SYSTEMS)
-        light, heavy = rows[0]["fixed SP8, P50 s"], rows[-1]["fixed SP8, P50 s"]
-        assert light < heavy
-    assert "capacity, Tetris" in capsys.readouterr().out
+    times = [trial.quantiles(system, 0.9 * trial.sp8_qps)[1] for system in (SP8, CDSP)]
+    assert found["P99 at 0.9, fixed SP8"] == times[0] / times[1]
+    assert medians({"a": [{"x": 1.0}, {"x": 3.0}, {"x": 2.0}], "b": [{"x": 5.0}]}, "x") == [2.0, 5.0]

@@ -40,13 +40,13 @@ def reports(path: Path) -> dict[str, Any]:
 def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path) -> None:
     done = simulate(*SMALL, "--output-json", tmp_path / "out.json")
     assert done.code == 0
-    assert done.out.startswith("llama-3-8b on 1 x h100-80g (derived): tp 1, spp 1, kvp 1, ")
+    assert done.out.startswith("llama-3-8b on 1 x h100-80g (measured): tp 1, spp 1, kvp 1, ")
     assert "Slowdown: TTFT over" in " ".join(done.out.split()) and "Over-saturated: the queue" in done.out
     assert "requests/s" in done.err and "batches/s" in done.err
     found = reports(tmp_path / "out.json")
     assert (found["format"], found["version"], found["complete"]) == ("medha-simulation", 1, True)
     assert found["config"]["workload"] == "uniform:100-900,1-20"
-    assert found["config"]["hardware_spec"]["provenance"] == "derived"
+    assert found["config"]["hardware_spec"]["provenance"] == "measured"
     (run,) = found["runs"]
     assert (run["scheduler"], run["policy"], run["completed"], run["failed"]) == ("medha", "priority", 20, 0)
     assert run["request_rate"] == 5.0

@@ -335,7 +335,7 @@ def test_stages_are_simulated_as_they_run() -> None:
 def test_a_tenant_that_floods_holds_the_other_up_no_more_than_half_a_machine_would() -> None:
     """Prompts of 32K from one, short ones from the other, first come first served: the worst that it could be."""
     short = synthesize("sharegpt4-8k", qps=1.0, duration_s=400, seed=1)
-    num_long, count = 800, len(short)
+    num_long, count = 1100, len(short)
     times = np.append(short.arrival_s, np.sort(np.random.default_rng(0).uniform(0, 400, num_long)))
     order = np.argsort(times, kind="stable")
     lengths = (

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from medha.cli.command import run_app
 from medha.cli.report import print_report
 from medha.config import EngineConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
+from medha.cost.hardware import LinkRates
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from tests.bench.shapes import TINY
 from tests.tools import write
 from tools.fidelity import app, fidelity
 from tools.kernels import fit_kernels, read_kernels
-from tools.live_fidelity import LiveOptions, figures_of, live_fidelity, make_mix, simulate, spread
+from tools.live_fidelity import LIVE_LLAMA, LiveOptions, figures_of, live_fidelity, make_mix, simulate, spread
 from tools.vllm_run import read_run
 
 LAYERS = 32
@@ -134,7 +136,7 @@ def test_tables_become_costs_of_all_layers(folder: Path) -> None:
 def test_a_run_is_read_in_order_of_arrival(folder: Path) -> None:
     run = read_run(folder / "vllm_run")
     assert run.trace.arrival_s[0] == 0.0 and run.trace.request_ids[0] == "r0"
-    assert (run.block_size, run.num_blocks, run.model.num_layers) == (16, None, LAYERS)
+    assert (run.block_size, run.num_blocks, run.model.num_layers, run.tp) == (16, None, LAYERS, 1)
     config = run.config
     assert (config.scheduler, config.max_num_seqs, config.max_batch_tokens, config.chunk_size) == ("vllm", 8, 512, 512)
 
@@ -155,10 +157,83 @@ def test_a_small_pool_makes_requests_wait(folder: Path) -> None:
         ttft_s(100)
 
 
-def with_settings(path: Path, **settings: object) -> Path:
+@pytest.mark.parametrize(
+    ("settings", "pool", "expected"),
+    [
+        ({}, {"num_gpu_blocks": 101}, (16, 100)),  # one is nobody's
+        ({"block_size": 32}, {"num_gpu_blocks": 101}, (32, 100)),
+        ({"block_size": 32}, {"block_size": 128, "num_kv_tokens": 1000}, (128, 7)),
+        ({}, {"num_kv_tokens": 1000}, (16, 62)),
+        ({"page_size": 64}, {}, (64, None)),
+    ],
+)
+def test_the_pool_is_what_the_run_says(
+    folder: Path, tmp_path: Path, settings: dict[str, object], pool: dict[str, int], expected: tuple[int, int | None]
+) -> None:
+    path = with_settings(changed(folder, tmp_path), kv_cache=pool, **settings)
+    run = read_run(path / "vllm_run")
+    assert (run.block_size, run.num_blocks) == expected
+
+
+def test_a_pool_of_the_run_makes_requests_wait(folder: Path, tmp_path: Path) -> None:
+    path = with_settings(changed(folder, tmp_path), kv_cache={"num_kv_tokens": 1500})
+    small, ample = (fidelity(one)["TTFT"]["mean"]["simulated_s"] for one in (path, folder))
+    assert small > 1.5 * ample
+
+
+def test_another_engines_names_and_a_model_from_a_path(folder: Path, tmp_path: Path) -> None:
+    path = with_settings(
+        changed(folder, tmp_path), max_num_seqs=None, max_num_batched_tokens=None, disable_radix_cache=True
+    )
+    with_settings(path, max_running_requests=8, chunked_prefill_size=512)
+    config = path / "model" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({**LIVE_LLAMA, **TINY, "model_type": "llama", "num_hidden_layers": LAYERS}))
+    run = read_run(path / "vllm_run", model=str(config))
+    assert (run.config.max_num_seqs, run.config.max_batch_tokens, run.config.prefix_caching) == (8, 512, False)
+    assert run.model.hidden_size == TINY["hidden_size"]
+    report = fidelity(path, model=str(config))
+    assert report["TTFT"]["mean"] == fidelity(folder)["TTFT"]["mean"]  # the tables say what layers cost
+
+
+def test_what_prompts_share_is_computed_once(folder: Path, tmp_path: Path) -> None:
+    """Two prompts of 1,024 tokens, one after the other, the same but for what ``hash_ids`` says."""
+    path = changed(folder, tmp_path)
+    header = "input_tokens,output_tokens,queued_s,first_token_s,last_token_s"
+    rows = [(1024, 2, 0.0, 1.0, 2.0), (1100, 2, 5.0, 6.0, 7.0)]
+
+    def second_s(*hashes: str, **settings: object) -> float:
+        lines = [(*row, text) for row, text in zip(rows, hashes, strict=True)] if hashes else rows
+        write(path / "vllm_run" / "requests.csv", header + (",hash_ids" if hashes else ""), lines)
+        report = fidelity(with_settings(path, **settings))
+        return float(report["TTFT"]["P99"]["simulated_s"] + report["TTFT"]["median"]["simulated_s"])
+
+    alone_s, shared_s = second_s(), second_s("1 2", "1 2")
+    assert shared_s < 0.8 * alone_s
+    assert second_s("1 2", "3 4") == second_s("1 2", "1 2", enable_prefix_caching=False) == alone_s
+    with pytest.raises(ConfigError, match=r"requests\.csv, hash_ids: .*'x'.*accepted: whole numbers with blanks"):
+        second_s("1 x", "1 2")
+
+
+def test_several_ranks_need_a_link(folder: Path, tmp_path: Path) -> None:
+    path = with_settings(changed(folder, tmp_path), tensor_parallel_size=2)
+    none, fast, slow = (
+        fidelity(one, link=link)["makespan"]["simulated_s"]
+        for one, link in ((folder, None), (path, LinkRates(0.0, 1e15)), (path, LinkRates(2e-4, 1e10)))
+    )
+    assert fast == pytest.approx(none, rel=1e-4) and slow > 1.1 * none
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=1 .*accepted: a link, .* and none with one"):
+        fidelity(folder, link=LinkRates(1e-5, 1e11))
+    arguments = ["--run", str(path), "--link-bandwidth"]
+    assert run_app(app, "fidelity", [*arguments, "100"]) == 2
+    assert run_app(app, "fidelity", [*arguments, "100", "--link-latency", "10"]) == 0
+
+
+def with_settings(path: Path, *, kv_cache: object = None, **settings: object) -> Path:
     """The folder with other settings of the engine."""
     meta = json.loads((path / "vllm_run" / "meta.json").read_text())
     meta["engine_kwargs"] |= settings
+    meta |= {"kv_cache": kv_cache} if kv_cache is not None else {}
     (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
     return path
 
@@ -204,11 +279,14 @@ def test_what_is_wrong_in_a_folder_is_named(
         ({"max_num_seqs": None}, r"meta\.json: max_num_seqs=None; accepted: a whole number$"),
         ({"max_num_batched_tokens": 4096}, r"max_num_batched_tokens=4096 .*accepted: at most 512"),
         ({"data_parallel_size": 2}, r"data_parallel_size=2; accepted: 1$"),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2; accepted: 1$"),
+        ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2; accepted: 1$"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 .* and link=None; accepted: a link"),
+        ({"kv_cache": 7}, r"meta\.json: kv_cache=7; accepted: an object with num_gpu_blocks or num_kv_tokens$"),
+        ({"kv_cache": {"num_kv_tokens": "7"}}, r"num_kv_tokens='7'; accepted: a whole number$"),
     ],
 )
 def test_settings_that_cannot_be_simulated(
-    folder: Path, tmp_path: Path, settings: dict[str, object], message: str
+    folder: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         fidelity(with_settings(changed(folder, tmp_path), **settings))

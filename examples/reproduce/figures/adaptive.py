@@ -61,7 +61,7 @@ def run(options: Options) -> FigureResult:
     by_median = _gains_at_equal_median(static, fitted)
     sentence = (
         f"For each static size, adaptive chunks under its longest batch as the budget: prefill {min(gains):.2f} to "
-        f"{max(gains):.2f} times as fast, {token_label(tokens)} tokens, derived H100 spec; at equal median latency "
+        f"{max(gains):.2f} times as fast, {token_label(tokens)} tokens; at equal median latency "
         f"{min(by_median):.2f} to {max(by_median):.2f} times. The gain is for small chunks and the longest latency."
     )
     share = float(np.mean([gain >= 1 - 1e-9 for gain in (*gains, *by_median)]))

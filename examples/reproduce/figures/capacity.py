@@ -4,8 +4,8 @@ v5 sections 1, 2.5, 6.2 and 6.4, figures 1 and 9; v4 section 5.2, figures 1, 15 
 :mod:`examples.reproduce.load`.
 
 *Effective capacity*, which the papers do not define, is here the highest rate tested at which, and at all lower ones,
-90 % of the short requests have their first token within 10 s (what v5 section 6.4 promises of Medha) and 90 % of all
-that arrived in the first half of the window finish within it.
+90 % of the short requests have their first token within 10 s (what v5 section 6.4 promises of Medha), and 90 % of all
+and of the long ones that arrived in the first half of the window finish within it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ SLO_S = 10.0
 ENOUGH = 0.9
 ALIKE, BEHIND = 3.0, 2.0
 """Medians within such a factor of each other are alike; who has so many times the P90 is behind."""
+BETTER = 1.5
+"""Who has so many times the P90 TTFT is considerably worse."""
 ONE_PERCENT = 0.01
 _RATE = 0.75
 _DEFINITION = (
     f"Effective capacity: the highest rate up to which {ENOUGH:.0%} of the short requests have TTFT within {SLO_S:g} s "
-    f"and {ENOUGH:.0%} of all that came in the first half of the window finish within it."
+    f"and {ENOUGH:.0%} of all and of the long ones that came in the first half of the window finish within it."
 )
 
 
@@ -67,7 +69,9 @@ def sustains(served: Served, stop_s: float) -> bool:
     arrival_s = served.trace.arrival_s
     short = ~served.is_long & (arrival_s <= stop_s - SLO_S)  # the others had not the time to be late
     within = float(np.mean(served.ttft_s[short] <= SLO_S)) if short.any() else 1.0
-    return within >= ENOUGH and not served.finished_share(stop_s / 2) < ENOUGH
+    early = served.trace.arrival_s < stop_s / 2
+    finished = [served.is_finished[early], served.is_finished[early & served.is_long]]
+    return within >= ENOUGH and all(one.mean() >= ENOUGH for one in finished if len(one))
 
 
 def capacity(system: System, rates_qps: Sequence[float], options: Options) -> Capacity:
@@ -93,6 +97,7 @@ def run(options: Options) -> FigureResult:
         **_ttft(options),
         **_sensitivity(options),
         "short-alike": _short_alike(options),
+        "short-sarathi": _short_sarathi(options),
         "truncated-60min": _truncated(options),
     }
     panels = [
@@ -201,6 +206,21 @@ def _short_alike(options: Options) -> Answer:
     )
 
 
+def _short_sarathi(options: Options) -> Answer:
+    cases, listed = [], []
+    for qps in RATES_QPS:
+        ours, *theirs = (
+            run_of(system, SHORT, qps, options).ttft_quantile(0.9).seconds
+            for system in (MEDHA, SARATHI_512, SARATHI_2048)
+        )
+        cases += [other >= BETTER * ours for other in theirs]
+        listed.append(f"{qps:g} QPS {', '.join(f'{1e3 * seconds:.0f}' for seconds in (ours, *theirs))} ms")
+    return Answer(
+        float(np.mean(cases)),
+        f"P90 TTFT of Medha, Sarathi 512 and 2048: {'; '.join(listed)} (considerably: {BETTER:g} times).",
+    )
+
+
 def _truncated(options: Options) -> Answer:
     stop_s = window_s(options)
     cases, listed = [], []
@@ -235,17 +255,22 @@ def _rates_panel(share: str, runs: Mapping[str, Sequence[Served]]) -> Panel:
         "load, QPS (hollow: a lower bound)",
         "TTFT, s: P50 solid, P90 dotted",
         rows,
-        levels={f"{SLO_S:g} s": SLO_S},
+        levels={f"{SLO_S:g} s": SLO_S} if share != "none" else {},
         log="xy",
     )
 
 
 def _arrivals_panel(runs: Sequence[tuple[str, Served]]) -> Panel:
-    """TTFT by arrival at 0.75 QPS (v5 figure 1b, v4 figure 21)."""
+    """TTFT by arrival at 0.75 QPS (v5 figure 1b): the P90 of short requests by minute, and each long one."""
     rows = []
     for (index, (name, served)), kind in itertools.product(enumerate(runs), ("short", "long")):
         chosen = np.isfinite(served.ttft_s) & (served.is_long == (kind == "long"))
-        style = {"color": COLORS[index], "marker": "." if kind == "short" else "^", "linestyle": ""}
-        minutes = served.trace.arrival_s[chosen] / 60
-        rows.append(Line(f"{name}, {kind}", minutes.tolist(), served.ttft_s[chosen].tolist(), style))
+        minutes, ttft_s = served.trace.arrival_s[chosen] / 60, served.ttft_s[chosen]
+        style = {"color": COLORS[index], "marker": "^", "linestyle": "", "alpha": 0.6}
+        if kind == "short":
+            of = minutes.astype(int)
+            ttft_s = np.array([np.percentile(ttft_s[of == minute], 90) for minute in np.unique(of)])
+            minutes, style = np.unique(of) + 0.5, {"color": COLORS[index]}
+        label = f"{name}, {'P90 of short, by minute' if kind == 'short' else 'long'}"
+        rows.append(Line(label, minutes.tolist(), ttft_s.tolist(), style))
     return Panel(f"5 % long, {_RATE:g} QPS", "arrival, min", "TTFT, s", rows, log="y")

@@ -20,7 +20,6 @@ STAGES = (1, 2, 4, 8, 16)
 _LINEAR = {"color": PAPER, "linestyle": ":"}
 _MISFIT = {"color": "red", "marker": "x", "linestyle": "", "markersize": 10, "zorder": 3}
 _LENGTHS = (M, 4 * M, 10 * M)
-_DERIVED = "The H100 spec is derived, not measured."
 
 
 def layout(spp: int, *, tp: int = 8, kvp: int = 1) -> ParallelConfig:
@@ -43,7 +42,24 @@ def run_scaling(options: Options) -> FigureResult:
     }
     crossing = simulate(spec, MODELS["Llama-3 8B"], layout(1, tp=16), M).ttft_s
     return FigureResult(
-        [_scaling_panel(name, rows) for name, rows in ttft_s.items()], _scaling_answers(ttft_s, crossing)
+        [panel(name, rows) for panel in (_scaling_panel, _efficiency_panel) for name, rows in ttft_s.items()],
+        _scaling_answers(ttft_s, crossing),
+    )
+
+
+def _efficiency_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
+    """What of the stages shows in TTFT."""
+    shares = {
+        f"{token_label(n)} tokens": [row[0] / t / s for t, s in zip(row, STAGES, strict=True)]
+        for n, row in rows.items()
+    }
+    return Panel(
+        f"{name}, against one stage",
+        "stages of 8 H100s (TP 8)",
+        "efficiency, %",
+        lines(STAGES, shares, scale=100),
+        levels={"80 % (v5 fig. 17)": 80},
+        log="x",
     )
 
 
@@ -82,7 +98,7 @@ def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: 
         "spp-efficiency": Answer(
             100 * min(at_16),
             f"The least of both models over 1M to 10M at 16 stages, relative to 8 GPUs whose "
-            f"memory is taken as large enough; up to {100 * max(at_16):.0f} % at 10M. {_DERIVED}",
+            f"memory is taken as large enough; up to {100 * max(at_16):.0f} % at 10M.",
         ),
         "spp-8b-efficiency": Answer(
             100 * min(row[-1] for row in small.values()),
@@ -90,7 +106,7 @@ def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: 
         ),
         "spp-70b-efficiency": Answer(
             100 * large[M][STAGES.index(8)],
-            f"1M tokens, 8 stages against one; we lose only the filling of the pipeline. {_DERIVED}",
+            "1M tokens, 8 stages against one; we lose only the filling of the pipeline.",
         ),
         "spp-10m": Answer(
             float(np.mean([fit_10m[name, 16] for name in MODELS])),

@@ -41,7 +41,7 @@ def run(options: Options) -> FigureResult:
     best = (
         f"Striped attention, the paper's baseline, takes {striped:.1f} s against {spp:.1f} s: at 64K tokens a rank our "
         "model hides every transfer and has both run kernels of the same rate, while SPP has to fill its pipeline; "
-        f"plain ring attention, whose causal work is uneven, takes {ring:.1f} s. Derived H100 spec."
+        f"plain ring attention, whose causal work is uneven, takes {ring:.1f} s."
     )
     answers = {
         "spp-over-cp": Answer(striped / spp, best),
@@ -52,9 +52,7 @@ def run(options: Options) -> FigureResult:
         "spp-over-ring": Answer(
             ring / spp, f"Plain ring attention, all ranks waiting for the slowest; striped: {striped / spp:.2f} times."
         ),
-        "spp-15s": Answer(
-            spp, f"4K chunks, derived H100 spec: {_mfu(spp):.0f} % of the peak of 128 GPUs; 15 s is {_mfu(15):.0f} %."
-        ),
+        "spp-15s": Answer(spp, f"4K chunks: {_mfu(spp):.0f} % of the peak of 128 GPUs; 15 s is {_mfu(15):.0f} %."),
         "ring-24k": Answer(
             hidden / 1024,
             f"Peak over bandwidth, one KV head a query head; {hidden_8b / 1024:.1f}K with the 4 of Llama-3 8B.",

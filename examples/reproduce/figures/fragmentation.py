@@ -1,0 +1,124 @@
+"""What prefills and decodes ask for over time, memory against compute (v4 section 2.3 and figure 4), and how many
+requests are active (v4 section 5.4 and figure 21).
+
+Demand is that of Medha's play at 0.75 QPS with 5 % long requests (:mod:`examples.reproduce.load`): a prompt's FLOPs are
+spread over its wait for the first token, those of its answer over the decoding; keys and values count from the
+chunk as far as they are read, half of them on average, and whole from then on.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from examples.reproduce.flops import kv_bytes, linear_parameters, prefill_flops
+from examples.reproduce.load import MIX, run_of, window_s
+from examples.reproduce.plotting import Panel, lines
+from examples.reproduce.result import Answer, FigureResult, Options, figure
+from examples.reproduce.served import Floats, Served
+from examples.reproduce.systems import LOONGSERVE, MEDHA
+from examples.reproduce.timing import MODELS
+
+_MODEL = MODELS["Llama-3 8B"]
+_QPS, _BIN_S = 0.75, 10.0
+SAWTOOTH = 2.0
+"""So many times the swing of another is a sawtooth beside something stable."""
+APART = 10.0
+"""Ratios that differ so many times diverge significantly; the paper's axis is logarithmic and it gives no number."""
+
+
+def demands(served: Served, end_s: float) -> dict[str, Floats]:
+    """FLOPs a second and bytes of KV, of prefills and of decodes, at the middle of each bin."""
+    begun, times = ~np.isnan(served.first_token_s), np.arange(_BIN_S / 2, end_s, _BIN_S)
+    prompts, outputs = served.trace.prompt_tokens[begun], served.trace.output_tokens[begun]
+    first_s, finish_s = served.first_token_s[begun], served.finish_s[begun]
+    spans = (served.trace.arrival_s[begun], first_s, np.where(np.isnan(finish_s), end_s, finish_s))
+    prompt_flops, prompt_bytes = (
+        np.array([of(_MODEL, tokens) for tokens in prompts.tolist()]) for of in (prefill_flops, kv_bytes)
+    )
+    attention = 4 * _MODEL.head_dim * _MODEL.num_heads * _MODEL.num_layers  # FLOPs of a token and a key
+    seconds = [np.maximum(b - a, 1e-3) for a, b in pairwise(spans)]
+    token_flops = 2 * linear_parameters(_MODEL) + attention * prompts
+    rates = (prompt_flops / seconds[0], token_flops * outputs / seconds[1])
+    held = (prompt_bytes / 2, prompt_bytes)
+    found: dict[str, Floats] = {}
+    for kind, (start_s, stop_s), flops, num_bytes in zip(
+        ("prefill", "decode"), pairwise(spans), rates, held, strict=True
+    ):
+        at = (start_s[None] <= times[:, None]) & (times[:, None] < stop_s[None])
+        found |= {f"{kind} FLOPs/s": at @ flops, f"{kind} bytes": at @ num_bytes}
+    return found
+
+
+def active(served: Served, end_s: float) -> Floats:
+    """Requests that have arrived and not finished, at the middle of each bin."""
+    times = np.arange(_BIN_S / 2, end_s, _BIN_S)
+    finish_s = np.sort(np.where(np.isnan(served.finish_s), np.inf, served.finish_s))
+    begun, ended = (np.searchsorted(of, times, side="right") for of in (served.trace.arrival_s, finish_s))
+    return (begun - ended).astype(np.float64)
+
+
+def swing(counts: Floats) -> float:
+    """P95 less P5 of what lies above or below the linear trend."""
+    at = np.arange(len(counts))
+    low, high = np.percentile(counts - np.polyval(np.polyfit(at, counts, 1), at), (5, 95))
+    return float(high - low)
+
+
+@figure("fragmentation", "Memory and compute that prefills and decodes ask for over time (v4 fig. 4)")
+def run(options: Options) -> FigureResult:
+    """Demand over an hour; ``quick`` plays five minutes."""
+    found = demands(run_of(MEDHA, MIX, _QPS, options), window_s(options))
+    minutes = ((np.arange(len(found["decode bytes"])) + 0.5) * _BIN_S / 60).tolist()
+    both = (found["decode bytes"] > 0) & (found["prefill bytes"] > 0)
+    compute, memory = (
+        found[f"prefill {unit}"][both] / np.maximum(found[f"decode {unit}"][both], 1) for unit in ("FLOPs/s", "bytes")
+    )
+    panels = [
+        Panel(
+            f"{what}, 5 % long, {_QPS:g} QPS",
+            "time, min",
+            label,
+            lines(
+                minutes,
+                {kind: [v or None for v in found[f"{kind} {unit}"].tolist()] for kind in ("prefill", "decode")},
+                scale=scale,
+                marker="",
+            ),
+            log="y",
+        )
+        for what, label, unit, scale in (
+            ("compute", "TFLOP/s asked for", "FLOPs/s", 1e-12),
+            ("memory", "KV, GB", "bytes", 1e-9),
+        )
+    ]
+    counts = {one.label: active(run_of(one, MIX, _QPS, options), window_s(options)) for one in (MEDHA, LOONGSERVE)}
+    rows = lines(minutes, {name: row.tolist() for name, row in counts.items()}, marker="")
+    panels.append(Panel(f"active requests, 5 % long, {_QPS:g} QPS", "time, min", "requests", rows))
+    ours, theirs = (swing(row) for row in counts.values())
+    apart = compute / memory
+    p5, p95 = np.percentile(found["prefill FLOPs/s"][both], (5, 95)).tolist()
+    return FigureResult(
+        panels,
+        {
+            "fragmentation-diverges": Answer(
+                float(np.mean(apart >= APART)),
+                f"Share of {len(apart)} bins of {_BIN_S:g} s with both, in which prefills ask for at least {APART:g} "
+                "times as much compute over that of decodes as memory over theirs; medians: compute "
+                f"{np.median(compute):.0f} to 1, memory {np.median(memory):.2g} to 1.",
+            ),
+            "fragmentation-shoots-up": Answer(
+                p95 / p5,
+                f"P95 over P5 of the compute that prefills ask for, where there are any: {1e-12 * p95:.0f} and "
+                f"{1e-12 * p5:.2g} TFLOP/s; "
+                f"shooting up is taken as {APART:g} times.",
+            ),
+            "active-sawtooth": Answer(
+                theirs / max(ours, 1.0),
+                f"P95 less P5 of the active requests around their linear trend at {_QPS:g} QPS: LoongServe "
+                f"{theirs:.0f}, Medha {ours:.0f}; at the end {counts[LOONGSERVE.label][-1]:.0f} and "
+                f"{counts[MEDHA.label][-1]:.0f} are active. A sawtooth is taken as {SAWTOOTH:g} times the swing.",
+            ),
+        },
+    )
