@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from medha.cli.command import end_process, make_app, run_app
 from medha.cli.report import check_writable, print_report, progress
 from medha.config import CDSP
+from medha.cost.improvement import MAX_RATE, LoadWindow, RateTable
 from medha.cost.roofline import shape_name
 from medha.sched.cdsp import Planner
-from medha.sched.improvement import MAX_RATE, LoadWindow, RateTable
 from medha.sim.cli import simulate
 from medha.sim.study import about, systems_of
 

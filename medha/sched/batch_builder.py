@@ -348,7 +348,7 @@ class BatchBuilder:
             self._no_room[tail or end, num_units] = len(memory.frees), num_tokens
             self.refused.append(state.slot)
             return 0
-        extents, shared = memory.hit_extents(state.slot, hit)
+        extents, shared = memory.hit_extents(state.slot)
         self.extents += extents
         self.shared += shared
         self._queue.start(state)

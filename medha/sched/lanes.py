@@ -25,11 +25,11 @@ from itertools import accumulate, takewhile
 
 from medha.batch import PIECES, Batch
 from medha.config import SchedulerConfig
+from medha.cost.improvement import LoadWindow, RateTable
 from medha.cost.predictor import Predictor
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.cdsp import Chunk, Planner
 from medha.sched.decision import Prediction, SchedulerRequest
-from medha.sched.improvement import LoadWindow, RateTable
 from medha.sched.memory import KVMemory
 from medha.sched.policy import load_policy, order
 from medha.sched.queue import Queue, State

@@ -26,52 +26,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, pairwise
+from itertools import pairwise
 
-from medha.batch import PIECES, Deal, Extent, Row, Shared, append_extent, even_shares
+from medha.batch import PIECES, Deal, Extent, Row, Shared
+from medha.sched.account import Account, can_all_end
 from medha.sched.blocks import BlockPool
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 
-_Blocks = list[tuple[int, int]]  # (group, blocks)
 _MOST_AHEAD = 1 << 18  # tokens of a prompt for which room is made at once: it takes some milliseconds
-
-
-@dataclass(slots=True)
-class _Account:
-    """What is reserved for a request and what it holds on each group of its span, in blocks."""
-
-    first: int  # group of the span
-    reserved: list[int]  # by group of the span
-    held: list[int]  # likewise
-    given: list[int]  # of those, how many it shares since it began
-    starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
-    end: int | None = None  # position at which the last of them was told to end, before it is full
-    is_set_aside: bool = False  # nobody else may take the rest of its reservation
-    tokens: list[int] | None = None  # of one that is dealt: how many lie on each group
-    num_outputs: int = 0  # likewise: tokens of its reservation behind its prompt
-    # what follows is of requests with ids alone
-    chain: Chain | None = None
-    hit: Hit = field(default_factory=Hit)  # what it shares
-    own: list[Path] = field(default_factory=list)  # what others may share of what it computes
-    num_units: int = 0  # whose ids are known
-    last: Path | None = None  # that with the last of the whole blocks of these, or its own that goes on behind
-
-    def rest(self) -> _Blocks:
-        """Reserved and not yet held."""
-        return [(self.first + i, blocks - self.held[i]) for i, blocks in enumerate(self.reserved)]
-
-    def paths(self) -> list[tuple[Path, int]]:
-        """What it shares and what others may share of its own: paths, and up to which block it holds them."""
-        return [*self.hit.parts, *((path, path.end) for path in self.own)]
-
-    def holds(self) -> _Blocks:
-        """What comes back when it ends."""
-        own = [held - given for held, given in zip(self.held, self.given, strict=True)]
-        for path in self.own:
-            own[path.group - self.first] -= path.shared - path.start
-        return list(enumerate(own, self.first))
 
 
 class KVMemory:
@@ -126,7 +89,7 @@ class KVMemory:
         self._swapped_in: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
         self.frees: list[int] = []  # slots whose blocks the next batch frees
         self.swaps_out: list[Extent] = []  # host blocks that take with the next batch what its slots held
-        self._accounts: dict[int, _Account] = {}
+        self._accounts: dict[int, Account] = {}
         self._open = [0] * num_groups  # blocks reserved and not yet held, over all requests
         self._set_aside = [0] * num_groups  # the same over those that decode
 
@@ -181,13 +144,11 @@ class KVMemory:
         reserved = [-(-tokens // size) for tokens in [share + spare] * (count - 1) + [last]]
         return reserved if max(reserved) <= self.num_blocks else None
 
-    def _account(self, first: int, num_tokens: int, num_prompt: int | None = None) -> _Account:
+    def _account(self, first: int, num_tokens: int, num_prompt: int | None = None) -> Account:
         dealt = None if num_prompt is None else self.dealt_reservation(num_tokens, num_prompt)
-        reserved = self.reservation(num_tokens) if dealt is None else dealt
-        account = _Account(first, reserved, [0] * len(reserved), [0] * len(reserved))
-        if dealt is not None and num_prompt is not None:
-            account.tokens, account.num_outputs = [0] * len(dealt), num_tokens - num_prompt
-        return account
+        if dealt is None or num_prompt is None:
+            return Account.of(first, self.reservation(num_tokens))
+        return Account.of(first, dealt, num_outputs=num_tokens - num_prompt)
 
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
@@ -222,7 +183,7 @@ class KVMemory:
         """
         account, needed = self._account(first, num_tokens, num_prompt), {first: -(-kv_len // self.block_size)}
         if account.tokens is not None and row is not None:
-            needed = self._dealt_needs(account, row)
+            needed = account.dealt_needs(row, self.block_size)
         return self._is_safe(account, needed, set_aside=set_aside, is_new=True, gone=gone)
 
     def start(
@@ -262,22 +223,14 @@ class KVMemory:
         """
         if any(self._set_aside[group] + num_blocks > self.num_free(group) for group in groups):
             return False
-        count = len(groups)
-        none = [0] * count
-        account = _Account(groups.start, [num_blocks] * count, none, list(none), is_set_aside=True, tokens=list(none))
-        self._accounts[slot] = account
+        account = self._accounts[slot] = Account.of(groups.start, [num_blocks] * len(groups), num_outputs=0)
+        account.is_set_aside = True
         self._count(account, +1)
         return True
 
     def deals_of(self, row: Row) -> list[Deal]:
-        """What each group holds before a dealt row, and what it is to hold: the same, while that is even to a block."""
-        account = self._accounts[row.slot]
-        assert account.tokens is not None, "a dealt request"
-        held = account.tokens[row.group - account.first :][: row.num_groups]
-        shares = even_shares(row.position, row.num_groups)
-        if all(abs(here - share) <= self.block_size for here, share in zip(held, shares, strict=True)):
-            shares = held
-        return [Deal(row.slot, *one) for one in zip(row.groups, held, shares, strict=True)]
+        """What each group holds before a dealt row, and what it is to hold."""
+        return self._accounts[row.slot].deals(row, self.block_size)
 
     def gather_room(self, slot: int, num_tokens: int, num_prompt: int) -> int:
         """Tokens of a dealt request's prompt that its last group may take, beyond those that are dealt to it."""
@@ -285,25 +238,11 @@ class KVMemory:
         assert account.tokens is not None, "a dealt request"
         return account.reserved[-1] * self.block_size - account.num_outputs - account.tokens[-1]
 
-    def _after(self, account: _Account, row: Row) -> list[tuple[int, int]]:
-        """(group, tokens that it holds once a row of a dealt request has run) where the row changes that."""
-        assert account.tokens is not None, "a dealt request"
-        if not row.is_dealt:
-            return [(row.writer, account.tokens[row.writer - account.first] + row.q_len)]
-        if row.slot not in self._accounts:
-            return [(group, row.tokens_on(group)) for group in row.groups]
-        return [(deal.group, deal.share + row.tokens_on(deal.group)) for deal in self.deals_of(row)]
-
-    def _dealt_needs(self, account: _Account, row: Row) -> dict[int, int]:
-        """Blocks by group that a row of a dealt request needs beyond those that it has."""
-        after = ((g, -(-tokens // self.block_size)) for g, tokens in self._after(account, row))
-        return {g: blocks - account.held[g - account.first] for g, blocks in after}
-
-    def _deal(self, account: _Account, row: Row) -> list[Extent]:
+    def _deal(self, account: Account, row: Row) -> list[Extent]:
         """Allocate what a row of a dealt request fills, and take back what history leaves."""
         assert account.tokens is not None, "a dealt request"
         extents = []
-        for group, tokens in self._after(account, row):
+        for group, tokens in account.after(row, self.block_size):
             index = group - account.first
             change = -(-tokens // self.block_size) - account.held[index]
             if change < 0:
@@ -319,7 +258,7 @@ class KVMemory:
         self._set_rest_aside(account, row)
         return extents
 
-    def _set_rest_aside(self, account: _Account, row: Row) -> None:
+    def _set_rest_aside(self, account: Account, row: Row) -> None:
         """With the last chunk of a prompt nobody else may take the rest of its reservation."""
         if row.samples and not account.is_set_aside:
             account.is_set_aside = True
@@ -341,26 +280,15 @@ class KVMemory:
 
     def held_by_others(self, slot: int) -> int:
         """Tokens of a bound request that stay where they are if it goes, as others hold them."""
-        num_blocks = 0
-        for path, end in self._accounts[slot].paths():
-            held = path.end if path.owner not in (None, slot) else path.shared_without({slot})
-            num_blocks = max(num_blocks, min(held, end)) if held > path.start else num_blocks
-        return num_blocks * self.block_size
+        return self._accounts[slot].held_by_others(slot) * self.block_size
 
     def is_bound(self, slot: int) -> bool:
         """Whether a request has a span."""
         return slot in self._accounts
 
-    def hit_extents(self, slot: int, hit: Hit) -> tuple[list[Extent], list[Shared]]:
+    def hit_extents(self, slot: int) -> tuple[list[Extent], list[Shared]]:
         """The blocks of a request's hit as extents of its own table, and what lies on each group of its span."""
-        account, runs = self._accounts[slot], dict[int, list[tuple[int, int]]]()
-        for path, end in hit.parts:
-            for run in path.blocks(path.start, end):
-                append_extent(runs.setdefault(path.group, []), *run)
-        extents = [Extent(slot, *run, group) for group, of_group in runs.items() for run in of_group]
-        ends = [*account.starts[1:], hit.num_tokens(self.block_size)]
-        spans = zip(account.starts, ends, strict=True)
-        return extents, [Shared(slot, account.first + i, start, end - start) for i, (start, end) in enumerate(spans)]
+        return self._accounts[slot].hit_extents(slot, self.block_size)
 
     def forget_prefixes(self) -> None:
         """Nobody shares what has been computed by now."""
@@ -413,13 +341,7 @@ class KVMemory:
 
     def kv_before(self, slot: int, position: int, group: int) -> int:
         """Tokens before ``position`` that a group holds of a request."""
-        account = self._accounts[slot]
-        if account.tokens is not None:
-            return position // len(account.tokens)  # to a block
-        index = group - account.first
-        if index >= len(account.starts):
-            return 0
-        return next(iter(account.starts[index + 1 :]), position) - account.starts[index]
+        return self._accounts[slot].kv_before(position, group)
 
     def room(self, slot: int, position: int) -> int:
         """Tokens from ``position`` to the end of the shard that takes it: no row may cross that end."""
@@ -456,11 +378,11 @@ class KVMemory:
         if account.is_set_aside and not self.overcommit:
             return True
         if account.tokens is not None:
-            needs = self._dealt_needs(account, row)
+            needs = account.dealt_needs(row, self.block_size)
             if any(needs.get(g, 0) > max(rest, 0) for g, rest in account.rest()):
                 return False
             return self._is_safe(account, needs, set_aside=row.samples, gone=gone)
-        needed = self._needed(account, row)
+        needed = account.needed(row, self.block_size)
         if needed <= 0 and (self.overcommit or not row.samples):
             return True
         return self._is_safe(account, {row.writer: needed}, set_aside=row.samples, gone=gone)
@@ -470,7 +392,7 @@ class KVMemory:
         account = self._accounts[row.slot]
         if account.tokens is not None:
             return self._deal(account, row)
-        needed = self._needed(account, row)
+        needed = account.needed(row, self.block_size)
         if needed <= 0 and account.is_set_aside:
             return []  # a decode within its last block, as most are
         if row.num_groups > len(account.starts):
@@ -487,7 +409,7 @@ class KVMemory:
         self._set_rest_aside(account, row)
         return extents
 
-    def _allocate(self, account: _Account, row: Row, needed: int, rest: int) -> list[Extent]:
+    def _allocate(self, account: Account, row: Row, needed: int, rest: int) -> list[Extent]:
         """``needed`` blocks for a row, of the ``rest`` of what is reserved on its group."""
         group, pool, idle = row.writer, self.pools[row.writer], self.prefix.num_idle
         if idle[group] and pool.num_free < rest:  # room for what its prompt will fill too, so that this lies together
@@ -568,18 +490,12 @@ class KVMemory:
         self.frees.clear()
         self.swaps_out.clear()
 
-    def _shard_end(self, account: _Account) -> int:
+    def _shard_end(self, account: Account) -> int:
         if account.end is not None:
             return account.end
         return account.starts[-1] + self.max_kv_per_group if account.starts else 0
 
-    def _needed(self, account: _Account, row: Row) -> int:
-        """Blocks that a row needs beyond those that its holder group has."""
-        index = row.num_groups - 1
-        start = account.starts[index] if index < len(account.starts) else row.position
-        return -(-(row.kv_len - start) // self.block_size) - account.held[index]
-
-    def _count(self, account: _Account, sign: int) -> None:
+    def _count(self, account: Account, sign: int) -> None:
         for group, rest in account.rest():
             self._open[group] += sign * rest
             self._set_aside[group] += sign * rest * account.is_set_aside
@@ -587,7 +503,7 @@ class KVMemory:
     # -- the banker's test -------------------------------------------------------------------------------------------
 
     def _is_safe(
-        self, taker: _Account, needs: Mapping[int, int], *, set_aside: bool, is_new: bool = False,
+        self, taker: Account, needs: Mapping[int, int], *, set_aside: bool, is_new: bool = False,
         gone: Collection[int] = (),
     ) -> bool:  # fmt: skip
         """Whether everybody can come to an end after ``taker`` gets so many blocks of some groups.
@@ -630,12 +546,4 @@ class KVMemory:
         for _, held in prefills:
             for g, blocks in held:
                 available[g] -= blocks
-        while prefills:  # whoever can end gives back what it held
-            ending = [all(blocks <= available[g] for g, blocks in rest) for rest, _ in prefills]
-            if not any(ending):
-                return False
-            for _, held in compress(prefills, ending):
-                for g, blocks in held:
-                    available[g] += blocks
-            prefills = [prefill for prefill, ends in zip(prefills, ending, strict=True) if not ends]
-        return True
+        return can_all_end(prefills, available)

@@ -10,13 +10,13 @@ from pathlib import Path
 from medha.config import CDSP, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from medha.cost.chunk_times import ring_times
 from medha.cost.hardware import HardwareSpec
+from medha.cost.improvement import RateTable
 from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.roofline import MAX_SAMPLES, Shard, shape_name, stage_coefficients
 from medha.errors import ConfigError, hint
 from medha.models.hf_config import load_model_config
 from medha.sched.cdsp import Planner
-from medha.sched.improvement import RateTable
 from medha.sched.lanes import Dealing
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline, Segment

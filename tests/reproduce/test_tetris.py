@@ -17,7 +17,7 @@ from examples.reproduce.baselines.tetris import (
     ttft_s,
 )
 from examples.reproduce.figures.tetris import LIMIT, Trial, medians
-from medha.sched.improvement import RateTable
+from medha.cost.improvement import RateTable
 from tools.best_rates import RATES
 
 

@@ -12,13 +12,13 @@ from medha.batch import Batch
 from medha.config import EngineConfig, ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes
 from medha.cost.hardware import load_spec
+from medha.cost.improvement import LoadWindow, RateTable
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
-from medha.sched.improvement import LoadWindow, RateTable
 from medha.sched.lanes import CdspPacker, Dealing
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.replica import KNOWN_MODELS

@@ -272,8 +272,8 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
     elif mutation == "shifted":
         hit_extents = KVMemory.hit_extents
 
-        def shifted(self: KVMemory, slot: int, hit: Any) -> Any:
-            extents, shared = hit_extents(self, slot, hit)
+        def shifted(self: KVMemory, slot: int) -> Any:
+            extents, shared = hit_extents(self, slot)
             return extents, [one._replace(start=one.start + 1) for one in shared]
 
         monkeypatch.setattr(KVMemory, "hit_extents", shifted)

@@ -15,7 +15,7 @@ import pytest
 from medha.cli.command import run_app
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.sched.improvement import LoadWindow, RateTable
+from medha.cost.improvement import LoadWindow, RateTable
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica, find_model

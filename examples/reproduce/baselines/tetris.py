@@ -21,8 +21,8 @@ import numpy as np
 
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times
 from medha.cost.hardware import LinkRates
+from medha.cost.improvement import LoadWindow, RateTable
 from medha.sched.cdsp import Planner
-from medha.sched.improvement import LoadWindow, RateTable
 from medha.workload.synth import generators, parse_lengths
 from tools.best_rates import Floats, best_rate, played_ttft_s
 

@@ -1,0 +1,129 @@
+"""The account of one request: what is reserved for it and what it holds of each group, and who can come to an end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+from medha.batch import Deal, Extent, Row, Shared, append_extent, even_shares
+from medha.sched.prefix import Chain, Hit, Path
+
+Blocks = list[tuple[int, int]]  # (group, blocks)
+
+
+@dataclass(slots=True)
+class Account:
+    """What is reserved for a request and what it holds on each group of its span, in blocks."""
+
+    first: int  # group of the span
+    reserved: list[int]  # by group of the span
+    held: list[int]  # likewise
+    given: list[int]  # of those, how many it shares since it began
+    starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
+    end: int | None = None  # position at which the last of them was told to end, before it is full
+    is_set_aside: bool = False  # nobody else may take the rest of its reservation
+    tokens: list[int] | None = None  # of one that is dealt: how many lie on each group
+    num_outputs: int = 0  # likewise: tokens of its reservation behind its prompt
+    # what follows is of requests with ids alone
+    chain: Chain | None = None
+    hit: Hit = field(default_factory=Hit)  # what it shares
+    own: list[Path] = field(default_factory=list)  # what others may share of what it computes
+    num_units: int = 0  # whose ids are known
+    last: Path | None = None  # that with the last of the whole blocks of these, or its own that goes on behind
+
+    @classmethod
+    def of(cls, first: int, reserved: list[int], *, num_outputs: int | None = None) -> Account:
+        """One that holds nothing yet; with the tokens behind its prompt one that is dealt."""
+        account = cls(first, reserved, [0] * len(reserved), [0] * len(reserved))
+        if num_outputs is not None:
+            account.tokens, account.num_outputs = [0] * len(reserved), num_outputs
+        return account
+
+    def rest(self) -> Blocks:
+        """Reserved and not yet held."""
+        return [(self.first + i, blocks - self.held[i]) for i, blocks in enumerate(self.reserved)]
+
+    def paths(self) -> list[tuple[Path, int]]:
+        """What it shares and what others may share of its own: paths, and up to which block it holds them."""
+        return [*self.hit.parts, *((path, path.end) for path in self.own)]
+
+    def holds(self) -> Blocks:
+        """What comes back when it ends."""
+        own = [held - given for held, given in zip(self.held, self.given, strict=True)]
+        for path in self.own:
+            own[path.group - self.first] -= path.shared - path.start
+        return list(enumerate(own, self.first))
+
+    def held_by_others(self, slot: int) -> int:
+        """Blocks of its first tokens that stay where they are if it goes, as others hold them."""
+        num_blocks = 0
+        for path, end in self.paths():
+            held = path.end if path.owner not in (None, slot) else path.shared_without({slot})
+            num_blocks = max(num_blocks, min(held, end)) if held > path.start else num_blocks
+        return num_blocks
+
+    def kv_before(self, position: int, group: int) -> int:
+        """Tokens before ``position`` that a group holds."""
+        if self.tokens is not None:
+            return position // len(self.tokens)  # to a block
+        index = group - self.first
+        if index >= len(self.starts):
+            return 0
+        return next(iter(self.starts[index + 1 :]), position) - self.starts[index]
+
+    def needed(self, row: Row, block_size: int) -> int:
+        """Blocks that a row needs beyond those that its writer has."""
+        index = row.num_groups - 1
+        start = self.starts[index] if index < len(self.starts) else row.position
+        return -(-(row.kv_len - start) // block_size) - self.held[index]
+
+    def deals(self, row: Row, block_size: int) -> list[Deal]:
+        """What each group holds before a dealt row, and what it is to hold: the same, while that is even to a block."""
+        assert self.tokens is not None, "a dealt request"
+        held = self.tokens[row.group - self.first :][: row.num_groups]
+        shares = even_shares(row.position, row.num_groups)
+        if all(abs(here - share) <= block_size for here, share in zip(held, shares, strict=True)):
+            shares = held
+        return [Deal(row.slot, *one) for one in zip(row.groups, held, shares, strict=True)]
+
+    def after(self, row: Row, block_size: int) -> list[tuple[int, int]]:
+        """(group, tokens that it holds once a row of a dealt request has run) where the row changes that."""
+        assert self.tokens is not None, "a dealt request"
+        if not row.is_dealt:
+            return [(row.writer, self.tokens[row.writer - self.first] + row.q_len)]
+        return [(deal.group, deal.share + row.tokens_on(deal.group)) for deal in self.deals(row, block_size)]
+
+    def dealt_needs(self, row: Row, block_size: int) -> dict[int, int]:
+        """Blocks by group that a row of a dealt request needs beyond those that it has."""
+        after = ((g, -(-tokens // block_size)) for g, tokens in self.after(row, block_size))
+        return {g: blocks - self.held[g - self.first] for g, blocks in after}
+
+    def hit_extents(self, slot: int, block_size: int) -> tuple[list[Extent], list[Shared]]:
+        """The blocks of its hit as extents of its own table, and what lies on each group of its span."""
+        runs = dict[int, list[tuple[int, int]]]()
+        for path, end in self.hit.parts:
+            for run in path.blocks(path.start, end):
+                append_extent(runs.setdefault(path.group, []), *run)
+        extents = [Extent(slot, *run, group) for group, of_group in runs.items() for run in of_group]
+        ends = [*self.starts[1:], self.hit.num_tokens(block_size)]
+        spans = zip(self.starts, ends, strict=True)
+        return extents, [Shared(slot, self.first + i, start, end - start) for i, (start, end) in enumerate(spans)]
+
+
+def can_all_end(prefills: Sequence[tuple[Blocks, Blocks]], available: list[int]) -> bool:
+    """Whether prefills come to their ends in some order: each by what it may still take, then gives back what it holds.
+
+    Args:
+        prefills: what each may still take, and what it holds.
+        available: by group, what nobody holds; it is changed.
+    """
+    while prefills:
+        ending = [all(blocks <= available[g] for g, blocks in rest) for rest, _ in prefills]
+        if not any(ending):
+            return False
+        for _, held in compress(prefills, ending):
+            for g, blocks in held:
+                available[g] += blocks
+        prefills = [prefill for prefill, ends in zip(prefills, ending, strict=True) if not ends]
+    return True
