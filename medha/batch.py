@@ -287,9 +287,9 @@ class Batch:
         out.extend(chain.from_iterable(self.extents))
         out.extend(self.frees)
         kinds: tuple[tuple[Any, ...], ...] = (self.swaps_out, self.swaps_in, self.shared, self.copies)
-        if self.has_dealt:
+        if has_dealt := self.has_dealt:
             kinds = *kinds, self.deals
-        if any(kinds):
+        if has_dealt or any(kinds):
             out.extend(map(len, kinds))
             out.extend(chain.from_iterable(chain.from_iterable(kinds)))
         return out
@@ -313,7 +313,7 @@ class Batch:
         num_kinds = len(more)
         if len(ints) >= end + num_kinds and min(num_rows, num_extents, num_frees) >= 0:
             more = list(ints[end : end + num_kinds])
-            length += num_kinds + _EXTENT * sum(more) if any(more) else 0
+            length += num_kinds + _EXTENT * sum(more) if any(more) or num_kinds > _KINDS else 0
         if min(num_rows, num_extents, num_frees, *more) < 0 or len(ints) != length:
             raise ValueError(f"a batch with header {tuple(ints[:_HEADER])} cannot have {len(ints)} integers")
         rows = tuple(

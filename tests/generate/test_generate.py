@@ -407,7 +407,7 @@ BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ({"prompt": ""}, "ValidationError"),
     ({"prompt": "x" * 256}, "ContextLengthError"),
     ({"id": "twice", "prompt": "x"}, "ValidationError"),
-    ({"messages": [{"role": "user", "content": "hi"}]}, "ValidationError"),
+    ({"messages": [{"role": "user", "content": "x" * 256}]}, "ContextLengthError"),
     ({"id": "\ud800", "prompt": ""}, "ValidationError"),
 ]
 
@@ -421,7 +421,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     wrong, ignored, text = done.err.splitlines()
     assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
     assert re.fullmatch(rf"medha: \d of 9 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
-    assert text == "medha: 3 of 9 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
+    assert text == "medha: 2 of 9 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
     served = [row for row in rows if row["error"] is None]
