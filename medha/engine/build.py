@@ -122,9 +122,10 @@ def build_role(
     launch = read_launch()
     if launch is None:
         if (size := config.parallel.world_size) > 1:
-            layout = "tp={tp} x spp={spp} x kvp={kvp}".format_map(dataclasses.asdict(config.parallel))
             start = f"OMP_NUM_THREADS=1 torchrun --nproc-per-node {size} {_this_program()}"
-            raise ParallelConfigError(f"{layout} needs {size} ranks, this is one process; start it as: {start}")
+            raise ParallelConfigError(
+                f"{config.parallel} needs {size} ranks, this is one process; start it as: {start}"
+            )
         return _build(config, None, timeline, captured)
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):

@@ -148,7 +148,7 @@ class Slots:
         moves, end = [], own.held
         for shift in shifts(its):
             if shift.source == self.group:
-                moves.append(Move(shift.target, self._tokens(slot, end - shift.num_tokens, end), shift.num_tokens))
+                moves.append(Move(shift.target, self.tokens(slot, end - shift.num_tokens, end), shift.num_tokens))
                 end -= shift.num_tokens
         if moves:
             kept = -(-(own.share + row.tokens_on(self.group)) // self.block_size)
@@ -163,12 +163,12 @@ class Slots:
         for shift in shifts(its):
             if shift.target == self.group:
                 start, end = end, end + shift.num_tokens
-                moves.append(Move(shift.source, self._tokens(slot, start, end), shift.num_tokens))
+                moves.append(Move(shift.source, self.tokens(slot, start, end), shift.num_tokens))
         self.held[slot] = own.share
         self._first[slot] = row.position - own.share  # as if what is here were adjacent positions before the row
         return moves
 
-    def _tokens(self, slot: int, start: int, end: int) -> list[Run]:
+    def tokens(self, slot: int, start: int, end: int) -> list[Run]:
         """Pool tokens of some of a slot's tokens here, and where they lie in a buffer of these."""
         at = np.arange(start, end)
         blocks = self.blocks(slot)
