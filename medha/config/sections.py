@@ -360,11 +360,13 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.decode_tp is not None and not self.decode_replicas:
-            raise ConfigError(f"decode_tp={self.decode_tp} without decode instances; accepted: with decode_replicas")
 
     def check_model(self, model: ModelConfig) -> None:
         """Refuse degrees that do not split a model."""
+        if self.decode_tp is not None and not self.decode_replicas:
+            raise ParallelConfigError(
+                f"decode_tp={self.decode_tp} without decode_replicas; accepted: 1 of them or more"
+            )
         if self.spp > model.num_layers:
             what = f"spp={self.spp} stages for {model.num_layers} layers"
             raise ParallelConfigError(f"{what}; accepted: 1 to {model.num_layers}")

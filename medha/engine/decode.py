@@ -1,0 +1,86 @@
+"""Decode instances: which one takes a request over once its first token is drawn, and when.
+
+A request that has its first token waits where it was prefilled for a *grant*: room for its whole claim on an instance,
+and one of the transfers that the instance takes at once. Grants go out in the order in which requests began to wait,
+each to the instance with the greatest ``(free - virtual) / max(1, batch)``: free blocks, less what is claimed and not
+there yet, for each request that decodes there (Tetris, "Optimizing Long-context LLM Serving via Fine-grained Sequence
+Parallelism"). Whatever a decoding request may come to need is its own already, so each comes to its end, gives its
+blocks back, and nobody waits for ever; what waits keeps its blocks, so that prefills wait for memory in the end.
+
+Each instance has a scheduler of its own, which knows one group, 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from medha.batch import Batch
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class DecodeInstance:
+    """A decode instance."""
+
+    group: int  # behind the KV-parallel ones
+    scheduler: Scheduler
+    coming: dict[int, SchedulerRequest] = field(default_factory=dict)  # by slot: granted, and not here
+
+    @property
+    def freeness(self) -> float:
+        """Blocks for each request that decodes here, those apart that are claimed for requests on their way."""
+        memory = self.scheduler.memory
+        claimed = sum(sum(memory.reservation(one.num_kv_tokens)) for one in self.coming.values())
+        held = sum(sum(memory.reservation(one.num_prompt_tokens)) for one in self.coming.values())
+        return (memory.num_free(0) + held - claimed) / max(1, self.scheduler.num_running)
+
+
+class Grant(NamedTuple):
+    """A request goes to an instance; ``batch``, on the instance's group, says where its keys and values go."""
+
+    request: SchedulerRequest
+    instance: DecodeInstance
+    batch: Batch
+
+
+class HandOvers:
+    """The requests between their first token and their second.
+
+    Args:
+        instances: at least one.
+        most: requests that come to an instance at once.
+    """
+
+    def __init__(self, instances: list[DecodeInstance], most: int) -> None:
+        self.instances = instances
+        self.waiting: dict[int, SchedulerRequest] = {}  # by slot, the first to wait first
+        self._most = most
+
+    @property
+    def max_request_tokens(self) -> int:
+        """KV tokens of the longest request that can decode."""
+        return max(instance.scheduler.memory.max_request_tokens for instance in self.instances)
+
+    def grants(self) -> Iterator[Grant]:
+        """Grant what can be granted; a request that finds no room holds up those behind it."""
+        while self.waiting:
+            request = next(iter(self.waiting.values()))
+            able = [
+                one
+                for one in self.instances
+                if len(one.coming) < self._most and one.scheduler.has_room(request, len(one.coming))
+            ]
+            if not able:
+                return
+            instance = max(able, key=lambda one: one.freeness)
+            del self.waiting[request.slot]
+            batch = instance.scheduler.receive(request).on_group(instance.group)
+            instance.coming[request.slot] = request
+            yield Grant(request, instance, batch)
+
+    def coming_to(self, slot: int) -> DecodeInstance | None:
+        """The instance to which a request is on its way."""
+        return next((one for one in self.instances if slot in one.coming), None)
