@@ -12,13 +12,16 @@ Each instance has a scheduler of its own, which knows one group, 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
+
+Begin = Callable[[int, Sequence[tuple[int, int]], Batch], "Future[None]"]
 
 
 @dataclass(slots=True)
@@ -52,12 +55,19 @@ class HandOvers:
     Args:
         instances: at least one.
         most: requests that come to an instance at once.
+        begin: of :class:`medha.engine.distributed.DrivingRunner`, ``hand_over``.
+
+    Attributes:
+        waiting: by slot, the first to wait first.
+        transfers: by slot, those on their way.
     """
 
-    def __init__(self, instances: list[DecodeInstance], most: int) -> None:
+    def __init__(self, instances: list[DecodeInstance], most: int, begin: Begin) -> None:
         self.instances = instances
-        self.waiting: dict[int, SchedulerRequest] = {}  # by slot, the first to wait first
+        self.waiting: dict[int, SchedulerRequest] = {}
+        self.transfers: dict[int, Future[None]] = {}
         self._most = most
+        self._begin = begin
 
     @property
     def max_request_tokens(self) -> int:
@@ -81,6 +91,17 @@ class HandOvers:
             instance.coming[request.slot] = request
             yield Grant(request, instance, batch)
 
-    def coming_to(self, slot: int) -> DecodeInstance | None:
-        """The instance to which a request is on its way."""
-        return next((one for one in self.instances if slot in one.coming), None)
+    def waits(self, slot: int) -> bool:
+        """Whether a request waits for a grant, or is on its way."""
+        return slot in self.waiting or slot in self.transfers
+
+    def begin(self, request: SchedulerRequest, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> None:
+        """Begin a hand-over that was granted: the request's first token, the groups that hold its KV and how many
+        tokens each, and the batch of the grant."""
+        self.transfers[request.slot] = self._begin(token, held, batch)
+
+    def arrived(self, slot: int) -> tuple[DecodeInstance, SchedulerRequest]:
+        """A request has been handed over; to which instance."""
+        del self.transfers[slot]
+        instance = next(one for one in self.instances if slot in one.coming)
+        return instance, instance.coming.pop(slot)

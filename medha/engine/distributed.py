@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ from medha.timeline import RankRecords, Timeline, decode_records, encode_records
 from medha.worker.runner import Runner
 from medha.worker.step import InOrder, PendingStep, StepResult, sampling_rows
 from medha.worker.step_input import StepInput
+from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
 
@@ -104,6 +106,10 @@ class TokenLine:
                 tokens = post_receive(buffer, sampler, self._ranks.report_group, _TOKENS_TAG)
                 self._receives.append((batch.batch_id, slots, tokens))
 
+    def note(self, batch_id: int, slot: int, token: int) -> None:
+        """Take a token that another instance drew: a request comes from there with the hand-over of this id."""
+        self._receives.append((batch_id, [slot], lambda: torch.tensor([token])))
+
     def take_from(self, report: PendingStep, batch: Batch) -> None:
         """Take a batch's tokens from the report of rank 0's group, on rank 0."""
         slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
@@ -154,7 +160,7 @@ class TokenLine:
         here = self._ranks.group
         tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
         last = max((row.writer for row in result.rows), default=here) + 1
-        for group in range(here, min(last, self._ranks.config.kvp - 1) + 1):
+        for group in range(here, max(here, min(last, self._ranks.config.kvp - 1)) + 1):
             slots = _slots_for(batch, here, group)
             embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
             if slots and embedders:
@@ -182,23 +188,28 @@ def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
 class DrivingRunner:
     """Rank 0's runner: sends each batch to everybody and runs its own stage of it."""
 
-    def __init__(self, runner: Runner, ranks: Ranks, sender: ControlSender) -> None:
+    def __init__(
+        self, runner: Runner, ranks: Ranks, sender: ControlSender, transfers: TransferLine | None = None
+    ) -> None:
         self._runner = runner
         self._ranks = ranks
         self._sender = sender
+        self._transfers = transfers  # where there are decode instances
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner)
         self._steps = InOrder(self._run_own, at_once=False)
         # The others answer a call once they have run the batches before it, and for that need this rank.
         sender.before_calls = lambda: self._steps.run_while(lambda step: True)
-        self._closed: list[int] = []
+        instances = [range(ranks.config.kvp), *((g,) for g in range(ranks.config.kvp, ranks.config.num_groups))]
+        self._groups_of = {group: groups for groups in instances for group in groups}  # of the same instance
+        self._closed: dict[Sequence[int], list[int]] = {groups: [] for groups in instances}  # that each is to forget
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
         self._num_in_pipeline = 0
         self._is_interrupted = False
-        groups = range(ranks.config.kvp)
+        groups = range(ranks.config.num_groups)
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
         embedders = {rank for group in self._embedders for rank in group}
-        self._others = [rank for rank in range(1, ranks.config.world_size) if rank not in embedders]
+        self._others = [rank for rank in range(1, ranks.config.num_prefill_ranks) if rank not in embedders]
 
     def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], params: SamplingParams, **its: Any) -> None:
         """See :meth:`medha.worker.runner.Runner.open`; the others hear of it with the rows that concern them."""
@@ -209,7 +220,8 @@ class DrivingRunner:
         """See :meth:`medha.worker.runner.Runner.close`."""
         self._runner.close(slot)
         if self._sampled_on.pop(slot, None) is not None:
-            self._closed.append(slot)
+            for closed in self._closed.values():
+                closed.append(slot)
 
     def reset(self) -> None:
         """Raise EngineDeadError: an interrupted step cannot be undone on other ranks."""
@@ -217,7 +229,8 @@ class DrivingRunner:
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
     def submit(self, batch: Batch) -> PendingStep:
-        """Send a batch to every rank and prepare this rank's part of it, which runs after those before it.
+        """Send a batch to every rank of its instance and prepare this rank's part of it, which runs after those before
+        it.
 
         Raises:
             RankFailedError: another rank failed; the message is the first error that any rank reported.
@@ -227,13 +240,13 @@ class DrivingRunner:
             return self._submit(batch)
 
     def _submit(self, batch: Batch) -> PendingStep:
-        closed = {"close": self._closed} if self._closed else {}
-        self._closed = []
-        parts = [batch.part_of(group) for group in range(self._ranks.config.kvp)]
-        own_ids = self._runner.chunk_ids(parts[0])
+        groups = self._groups_of[batch.rows[0].group]
+        closed = {"close": self._closed[groups]} if self._closed[groups] else {}
+        self._closed[groups] = []
+        parts = {group: batch.part_of(group) for group in groups}
         told = set()
-        for group, (part, embedders) in enumerate(zip(parts, self._embedders, strict=True)):
-            tokens = own_ids if group == 0 else self._runner.chunk_ids(part)
+        for group, part in parts.items():
+            tokens, embedders = self._runner.chunk_ids(part), self._embedders[group]
             sampler, (opened, ids) = self._ranks.sampler_rank(group), self._opened(part, group)
             if opened:
                 told.add(sampler)
@@ -241,16 +254,36 @@ class DrivingRunner:
                 self._sender.send(Message("batch", {**closed, "open": opened}, batch, ids), only=[sampler])
             if plain := [rank for rank in embedders if rank not in told]:
                 self._sender.send(Message("batch", closed, batch, tokens), only=plain)
-        if plain := [rank for rank in self._others if rank not in told]:
+        if plain := [rank for rank in self._others if rank not in told and 0 in groups]:
             self._sender.send(Message("batch", closed, batch), only=plain)
-        concerned = [group for group, part in enumerate(parts) if part.rows]
+        concerned = [group for group, part in parts.items() if part.rows]
         reports = [
             self._reports.post(parts[group], group) for group in concerned if self._ranks.sampler_rank(group) != 0
         ]
-        if self._ranks.sampler_rank(0) != 0 and parts[0].rows:
-            self._tokens.take_from(reports[0], parts[0])
-        own = self._steps.add(self._runner.prepare(parts[0], own_ids))
+        own: Callable[[], StepResult | None] = lambda: None  # noqa: E731
+        if 0 in groups:
+            if self._ranks.sampler_rank(0) != 0 and parts[0].rows:
+                self._tokens.take_from(reports[0], parts[0])
+            own = self._steps.add(self._runner.prepare(parts[0], self._runner.chunk_ids(parts[0])))
         return PendingStep(partial(self._completed, batch, own, reports))
+
+    def hand_over(self, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
+        """Begin to hand a request over to a decode instance, with the last token drawn of it; what is returned is done
+        when the instance has all.
+
+        Args:
+            token: what the instance embeds first.
+            held, batch: as of :meth:`medha.worker.transfer.TransferLine.begin`.
+        """
+        assert self._transfers is not None, "there are decode instances"
+        receipt = self._transfers.receipt(batch)
+        ranks = self._transfers.ranks_of([*(group for group, _ in held), batch.shared[0].group])
+        with failures_named(self._ranks.monitor, batch):
+            message = Message("handover", {"token": token, "held": held}, batch)
+            self._sender.send(message, only=[rank for rank in ranks if rank != 0])
+        if 0 in ranks:
+            self._transfers.begin(held, batch)
+        return receipt
 
     def _run_own(self, step: StepInput) -> Callable[[], StepResult | None]:
         result = self._tokens.run(step, "report")
@@ -314,8 +347,9 @@ class DrivingRunner:
 class Follower:
     """What every rank but 0 does: run its stage of each batch in the order of the messages."""
 
-    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+    def __init__(self, runner: Runner, ranks: Ranks, transfers: TransferLine | None = None) -> None:
         self._runner = runner
+        self._transfers = transfers
         self.ranks = ranks
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner)
@@ -346,7 +380,7 @@ class Follower:
                         self._reports.send(result)
                 elif message.kind == "records":
                     self._send_records()
-                else:
+                elif message.kind != "handover":
                     return message
 
     def _take(self, message: Message) -> tuple[Message, StepInput | Exception | None]:
@@ -355,7 +389,10 @@ class Follower:
         if message.batch is None:
             return message, None
         try:
-            return message, self._prepare(message, message.batch)
+            if message.kind != "handover":
+                return message, self._prepare(message, message.batch)
+            self._hand_over(message, message.batch)
+            return message, None
         except Exception as error:
             return message, error
 
@@ -374,6 +411,14 @@ class Follower:
         if self.ranks.is_first_stage:
             self._tokens.post(batch)
         return self._runner.prepare(part, chunk_ids)
+
+    def _hand_over(self, message: Message, batch: Batch) -> None:
+        """Begin to send or receive the KV of a request."""
+        assert self._transfers is not None, "there are decode instances"
+        slot, target = batch.shared[0][:2]
+        if target == self.ranks.group:
+            self._tokens.note(batch.batch_id, slot, message.fields["token"])
+        self._transfers.begin(message.fields["held"], batch)
 
     def _send_records(self) -> None:
         """Answer :meth:`DrivingRunner.gather_records`."""
@@ -400,6 +445,8 @@ class Follower:
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()
             self._reports.drain()
+            if self._transfers is not None:
+                self._transfers.close()
             leave(self.ranks)
 
     def _follow_to(self, name: str, kind: str) -> Message:
@@ -420,8 +467,15 @@ class Caller:
     """Rank 0's side of the front door: tells the others which call begins, and how it ended; ``timeline`` gets what
     they have recorded before they leave."""
 
-    def __init__(self, sender: ControlSender, ranks: Ranks, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        sender: ControlSender,
+        ranks: Ranks,
+        timeline: Timeline | None = None,
+        transfers: TransferLine | None = None,
+    ) -> None:
         self._sender = sender
+        self._transfers = transfers
         self._timeline = timeline
         self.ranks = ranks
 
@@ -453,6 +507,8 @@ class Caller:
                 self._timeline.close()
             self._sender.send(Message("stop"))
             self._sender.drain()
+            if self._transfers is not None:
+                self._transfers.close()
             leave(self.ranks)
 
     def _tell(self, message: Message) -> None:

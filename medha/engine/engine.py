@@ -16,12 +16,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 
 from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
+from medha.engine.decode import HandOvers
 from medha.engine.explain import Explainer
 from medha.engine.journal import Journal
 from medha.engine.prefix import PrefixIds
@@ -88,12 +90,13 @@ def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenat
 
 
 class _InFlight(NamedTuple):
-    """A batch that was submitted: when it was decided, and as what."""
+    """A batch that was submitted: when it was decided, as what, and by which scheduler."""
 
     start_s: float
     decision: Decision
-    batch: Batch
+    batch: Batch  # on the groups where it runs
     pending: PendingStep
+    scheduler: Scheduler
 
 
 class Engine:
@@ -110,6 +113,7 @@ class Engine:
         tokenizer: None serves token ids alone, with ``text`` None.
         clock: monotonic seconds; the engine's time starts at 0.
         timeline: records what ran when, if given.
+        hand_overs: to the decode instances, where there are some; ``scheduler`` has the prefills alone then.
 
     Attributes:
         turns: who has the engine; held from one call to the next (``with engine.turns:``) it lets nobody between.
@@ -126,6 +130,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.perf_counter,
         timeline: Timeline | None = None,
+        hand_overs: HandOvers | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -142,6 +147,7 @@ class Engine:
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight: deque[_InFlight] = deque()
+        self.hand_overs = hand_overs
         self._completed_s = 0.0  # when the last batch was
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
@@ -155,7 +161,12 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything left to do or to return."""
-        return bool(self._live or self._unreturned or self._in_flight)
+        return bool(self._live or self._unreturned or self._in_flight or self._transfers)
+
+    @property
+    def _transfers(self) -> dict[int, Future[None]]:
+        """By slot, requests on their way to a decode instance."""
+        return {} if self.hand_overs is None else self.hand_overs.transfers
 
     @property
     def num_unfinished(self) -> int:
@@ -197,6 +208,8 @@ class Engine:
         with self.turns:
             if self._num_added:
                 raise ConfigError("a journal begins before the first request; this engine has served some")
+            if self.hand_overs is not None:
+                raise ConfigError("a journal holds the decisions of one scheduler; accepted: without decode_replicas")
             self.observers.append(Journal(self.scheduler, journal))
 
     def explain(self, request_id: str) -> Explanation:
@@ -211,6 +224,7 @@ class Engine:
             if (live := self._find(request_id)) is None:
                 message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
                 raise ValidationError(message, param="request_id", value=request_id)
+            self._keep_wait(live.first)
             return live.first.metrics.explanation or self._explainer.of(live.first.slot)
 
     def now(self) -> float:
@@ -265,6 +279,7 @@ class Engine:
         return prepare_request(
             request_id, prompt, params, slo, priority, tenant,
             limits=self.limits, tokenizer=self.tokenizer, kv=kv, prefix=self._prefix,
+            most_decoding=None if self.hand_overs is None else self.hand_overs.max_request_tokens,
         )  # fmt: skip
 
     @_in_turn
@@ -282,11 +297,9 @@ class Engine:
             message = f"request_id={request.request_id!r} is in flight already; accepted: an id not in use"
             raise ValidationError(message, param="request_id", value=request.request_id)
         slots, now_s = self._unused_slots(request.params.n), self.now()
-        length, priority = len(request.prompt_ids), PRIORITIES.index(request.priority)
-        asked = SchedulerRequest(
-            slots[0], length, request.max_tokens, arrival_s, request.slo, priority, tenant=request.tenant,
-            prefix=request.prefix,
-        )  # fmt: skip
+        asked = _asked(request, slots[0], arrival_s)
+        if self.hand_overs is not None:
+            asked = replace(asked, max_new_tokens=1)
         admitted = [self.scheduler.add(replace(asked, slot=slot), now_s) for slot in slots]
         sink = sink or self._unreturned.append
         request.begin(slots, arrival_s, limits=self.limits, tokenizer=self.tokenizer, sink=sink)
@@ -336,10 +349,20 @@ class Engine:
         self._abort(live)
         for one in running:
             self._extend(one)
-            closed = self.scheduler.cancel(one.slot)
+            closed = self._cancel(one.slot)
             for observer in self.observers:
                 observer.cancelled(one.slot, closed)
             self._release(closed)
+
+    def _cancel(self, slot: int) -> tuple[int, ...]:
+        """Stop scheduling a request, wherever it is; returns the slots closed by that."""
+        for instance in () if self.hand_overs is None else self.hand_overs.instances:
+            if instance.scheduler.knows(slot):
+                return instance.scheduler.cancel(slot)
+        closed = self.scheduler.cancel(slot)
+        if self.hand_overs is not None and self.hand_overs.waiting.pop(slot, None) is not None:
+            return self.scheduler.let_go(slot)
+        return closed
 
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
@@ -375,6 +398,9 @@ class Engine:
             if self._in_flight:
                 self._complete_oldest()
                 return True
+            if self._transfers:
+                self._take_over(next(iter(self._transfers)))
+                return True
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of the unfinished requests:\n{self.describe()}")
             return False
@@ -398,6 +424,10 @@ class Engine:
 
     def _fill_pipeline(self) -> None:
         """Schedule and submit batches until no more may enter."""
+        for slot in [slot for slot, transfer in self._transfers.items() if transfer.done()]:
+            self._take_over(slot)
+        if self.hand_overs is not None:
+            self._fill_decodes(self.hand_overs)
         while (decision := self._schedule(start := self.now())).batch is not None:
             batch = decision.batch
             for metrics in [self._by_slot[row.slot].metrics for row in batch.chunks]:
@@ -408,7 +438,32 @@ class Engine:
                 one = self._by_slot[shared.slot]
                 if one.metrics.num_chunks == 1:  # not what it finds again after it was preempted
                     one.metrics.num_cached_tokens += shared.num_tokens
-            self._in_flight.append(_InFlight(start, decision, batch, self.runner.submit(batch)))
+            self._in_flight.append(_InFlight(start, decision, batch, self.runner.submit(batch), self.scheduler))
+
+    def _fill_decodes(self, hand_overs: HandOvers) -> None:
+        """Begin the hand-overs that are granted, and submit the batches of the decode instances."""
+        for request, _, batch in hand_overs.grants():
+            held = self.scheduler.memory.held_by_group(request.slot, request.num_prompt_tokens)
+            token = self._by_slot[request.slot].token_ids[0]
+            hand_overs.begin(request, token, held, batch)
+        for instance in hand_overs.instances:
+            while (decision := instance.scheduler.schedule(start := self.now())).batch is not None:
+                batch = decision.batch.on_group(instance.group)
+                sent = _InFlight(start, decision, batch, self.runner.submit(batch), instance.scheduler)
+                self._in_flight.append(sent)
+
+    def _take_over(self, slot: int) -> None:
+        """Wait until a request has been handed over; from then on its decode instance has it."""
+        assert self.hand_overs is not None, "there are decode instances"
+        one = self._by_slot[slot]
+        self._transfers[slot].result()
+        self._keep_wait(one)
+        instance, request = self.hand_overs.arrived(slot)
+        self.scheduler.let_go(slot)
+        wanted = one.finish_reason is None
+        instance.scheduler.arrived(request, wanted=wanted)
+        if not wanted:
+            self._release((slot,))
 
     def _schedule(self, now: float) -> Decision:
         """Ask for the next batch; note who was preempted for it."""
@@ -429,6 +484,7 @@ class Engine:
         oldest = self._in_flight[0]
         batch, prediction, result = oldest.batch, oldest.decision.prediction, oldest.pending.result()
         self._in_flight.popleft()
+        hand_overs = self.hand_overs if oldest.scheduler is self.scheduler else None
         now, busy_s = self.now(), result.busy_s
         for row in batch.chunks:
             chunked = self._by_slot[row.slot]
@@ -443,13 +499,17 @@ class Engine:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []
         begun: list[Completion] = []
+        kept: list[Completion] = []  # that wait for a decode instance
         told: list[Request] = []
         by_slot = self._by_slot
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             one = by_slot[slot := row[0]]
             if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
                 ends = one.take(sampled, now)
-                results.append((slot, 1, ends))
+                is_kept = hand_overs is not None and not ends
+                results.append((slot, 0 if is_kept else 1, ends))
+                if is_kept:
+                    kept.append(one)
                 if one.metrics.explanation is None:
                     begun.append(one)
                 if ends or one.request.reports_progress:
@@ -458,8 +518,12 @@ class Engine:
                     self.reset_prefix_cache()
                 elif ends or not len(one.token_ids) % _EXTEND_EVERY:
                     self._extend(one)
-        closed = self.scheduler.complete(batch, now, results, busy_s)
-        for observer in self.observers:
+        closed = oldest.scheduler.complete(batch, now, results, busy_s)
+        for one in kept:
+            assert hand_overs is not None, "somebody is kept for them"
+            self.scheduler.keep(one.slot)
+            hand_overs.waiting[one.slot] = _asked(one.request, one.slot, one.metrics.arrival)
+        for observer in self.observers if oldest.scheduler is self.scheduler else ():
             observer.completed(batch, now, results, busy_s, closed)
         for one in begun:
             self._keep_explanation(one)
@@ -494,6 +558,13 @@ class Engine:
         """Note where the time of a completion went that has its first token, or ends without one."""
         if one.metrics.explanation is None:
             one.metrics.explanation = self._explainer.of(one.slot)
+
+    def _keep_wait(self, one: Completion) -> None:
+        """Note for how long a completion has waited for a decode instance, if it does."""
+        metrics, waits = one.metrics, self.hand_overs is not None and self.hand_overs.waits(one.slot)
+        if waits and metrics.explanation is not None and metrics.first_token is not None:
+            wait_s = self.now() - metrics.first_token
+            metrics.explanation = replace(metrics.explanation, decode_wait_s=wait_s)
 
     def _abort(self, live: Request) -> None:
         """End what still runs of a request, and hand out its last output."""
@@ -539,4 +610,13 @@ class Engine:
             dead.outputs = self._unreturned.copy()
             self._unreturned.clear()
             self._in_flight.clear()
+            self._transfers.clear()
             return dead
+
+
+def _asked(request: Request, slot: int, arrival_s: float) -> SchedulerRequest:
+    """What a scheduler is to know of a completion."""
+    length, priority = len(request.prompt_ids), PRIORITIES.index(request.priority)
+    return SchedulerRequest(
+        slot, length, request.max_tokens, arrival_s, request.slo, priority, tenant=request.tenant, prefix=request.prefix
+    )

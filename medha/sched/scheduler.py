@@ -123,6 +123,10 @@ class Scheduler:
         """Batches scheduled and not yet complete, oldest first."""
         return tuple(batch for batch, _ in self._in_flight)
 
+    def knows(self, slot: int) -> bool:
+        """Whether a slot's request is not closed."""
+        return slot in self._queue
+
     def longest_s(self) -> float:
         """Seconds that the longest batch in flight is predicted to take, 0 where none is; any thread may ask."""
         return max((sent.seconds for _, sent in list(self._in_flight) if sent is not None), default=0.0)

@@ -298,7 +298,9 @@ def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.
     return config.cuda_graphs and device.type == "cuda" and isinstance(backend, FlashInferBackend)
 
 
-def capture_graphs(runner: Runner, config: EngineConfig, captured: Callable[[int, int], None]) -> None:
-    """Capture graphs of decodes."""
+def capture_graphs(
+    runner: Runner, config: EngineConfig, captured: Callable[[int, int], None], *, is_alone: bool
+) -> None:
+    """Capture graphs of decodes; ``is_alone``: without tensor parallelism."""
     sizes = graph_sizes(config.scheduler.max_num_seqs)
-    runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=config.parallel.tp == 1)
+    runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=is_alone)

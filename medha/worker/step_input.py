@@ -104,6 +104,7 @@ class Slots:
             if shared.group == self.group:
                 self._make_room(shared.slot + 1)
                 self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
+                self._last = None  # whoever had the slot may have ended just before the position that comes next
         dealt = [row for row in batch.rows if row.is_dealt] if batch.deals else []
         step.sends = [move for row in dealt for move in self._cut(row, batch.deals)]
         for extent in batch.extents:
@@ -180,7 +181,7 @@ class Slots:
         batch, last, self._last = step.batch, self._last, None
         flat = np.fromiter(chain.from_iterable(batch.rows), np.int64, len(Row._fields) * len(batch.rows))
         columns = flat.reshape(len(batch.rows), -1)
-        is_next = last is not None and np.array_equal(columns, last[0]) and not (batch.swaps_in or batch.shared)
+        is_next = last is not None and np.array_equal(columns, last[0]) and not batch.swaps_in
         if last is None or not is_next or not self._go_on(step, last[1]):
             self._gather_anew(step, columns)
         if step.is_of_decodes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,12 +22,19 @@ import torch
 import torch.distributed as dist
 
 from medha.attention.staging import record_event
-from medha.parallel.handover import Part
+from medha.batch import Batch
+from medha.errors import PlanDivergenceError, RankFailedError
+from medha.parallel.handover import Part, parts_of
+from medha.parallel.health import tell_failure
+from medha.parallel.mesh import Ranks
 from medha.worker.kv_cache import KVCache
+from medha.worker.runner import Runner
+from medha.worker.shard import ModelShard
 from medha.worker.step import Lane
 from medha.worker.step_input import Slots
 from medha.worker.swap import Run
 
+_RECEIPTS_TAG = 4  # the report group's others are in medha/engine/distributed.py
 PIECE_TOKENS = 1 << 14  # 64 MiB of 8 heads of 128 in 16 bits
 
 
@@ -72,7 +80,7 @@ class Transfers:
     """
 
     def __init__(
-        self, cache: KVCache, group: dist.ProcessGroup, *, num_buffers: int, failed: Callable[[Exception], None]
+        self, cache: KVCache, group: dist.ProcessGroup, *, num_buffers: int, failed: Callable[[Exception], object]
     ) -> None:
         self._cache = cache
         self._group = group
@@ -135,3 +143,71 @@ class Transfers:
         if len(self._buffers[index]) < size:
             self._buffers[index] = self._buffers[index].new_empty(size)
         return self._buffers[index][:size]
+
+
+class TransferLine:
+    """A rank's end of hand-overs: what it sends and receives, and the receipts of the decode ranks on rank 0."""
+
+    def __init__(self, ranks: Ranks, runner: Runner, shard: ModelShard) -> None:
+        self._ranks = ranks
+        self._runner = runner
+        self._shard = shard
+        assert ranks.transfer_group is not None, "there are decode instances"
+        buffers = ranks.config.transfer_buffers
+        self._transfers = Transfers(runner.cache, ranks.transfer_group, num_buffers=buffers, failed=self._failed)
+        # on rank 0: who waits for the receipts of each instance, which come in order
+        groups = range(ranks.config.kvp, ranks.config.num_groups) if ranks.rank == 0 else ()
+        self._receipts = {group: Lane(f"medha-receipts-{group}") for group in groups}
+
+    def ranks_of(self, groups: Sequence[int]) -> list[int]:
+        """The global ranks of some groups."""
+        config = self._ranks.config
+        return [rank for rank in range(config.world_size) if config.coordinates(rank)[0] in groups]
+
+    def begin(self, held: Sequence[tuple[int, int]], batch: Batch) -> None:
+        """Begin to send or receive what concerns this rank of a request that is handed over, behind the batches
+        prepared so far; a decode rank tells rank 0 when it has all.
+
+        Args:
+            held: the groups from which the request comes, and how many tokens each holds.
+            batch: without rows, of the decode instance: which blocks take them.
+        """
+        ((slot, target, _, _),) = batch.shared
+        if self._ranks.group == target:
+            self._runner.slots.prepare(batch.part_of(target))
+        shard = self._shard
+        sizes = {"num_layers": shard.whole.num_layers, "num_kv_heads": shard.whole.num_kv_heads}
+        parts = parts_of(self._ranks.config, held, target, **sizes)
+        pieces = list(pieces_of(parts, self._ranks.rank, self._runner.slots, slot, shard.layers.start))
+        receipt = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
+
+        def done() -> None:
+            if self._ranks.group == target:
+                dist.send(receipt, dst=0, group=self._ranks.report_group, tag=_RECEIPTS_TAG)
+
+        self._transfers.start(pieces, done)
+
+    def receipt(self, batch: Batch) -> Future[None]:
+        """On rank 0: what is done when every rank of the decode instance has what a hand-over brings it."""
+        target = batch.shared[0].group
+
+        def wait() -> None:
+            ours, theirs = [batch.batch_id, batch.digest()], torch.empty(2, dtype=torch.int64)
+            for rank in self.ranks_of([target]):
+                try:
+                    dist.recv(theirs, src=rank, group=self._ranks.report_group, tag=_RECEIPTS_TAG)
+                except Exception as error:
+                    raise RankFailedError(self._failed(error)) from None
+                if theirs.tolist() != ours:
+                    raise PlanDivergenceError(f"rank {rank} took over {theirs.tolist()} where {ours} was sent")
+
+        return self._receipts[target].submit(wait)
+
+    def close(self) -> None:
+        """Wait for what has begun."""
+        self._transfers.close()
+        for lane in self._receipts.values():
+            lane.close()
+
+    def _failed(self, error: Exception) -> str:
+        return tell_failure(self._ranks.monitor, error, "a hand-over")

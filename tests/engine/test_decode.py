@@ -2,6 +2,8 @@
 
 import random
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 
@@ -21,13 +23,17 @@ def scheduler(num_blocks: int, num_groups: int = 1, max_num_seqs: int = 64) -> S
     return Scheduler(config, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor)
 
 
+def no_transfer(token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
+    raise AssertionError("nobody begins a transfer here")
+
+
 def request(slot: int, num_prompt: int, max_new: int = 17) -> SchedulerRequest:
     return SchedulerRequest(slot, num_prompt, max_new, 0.0)
 
 
 def hand_overs(*num_blocks: int, most: int = 2, max_num_seqs: int = 64) -> HandOvers:
     schedulers = [scheduler(size, max_num_seqs=max_num_seqs) for size in num_blocks]
-    return HandOvers([DecodeInstance(1 + i, one) for i, one in enumerate(schedulers)], most)
+    return HandOvers([DecodeInstance(1 + i, one) for i, one in enumerate(schedulers)], most, no_transfer)
 
 
 def wait(waits: HandOvers, *requests: SchedulerRequest) -> list[tuple[int, int]]:
