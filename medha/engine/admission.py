@@ -47,11 +47,11 @@ def prepare_request(
     tokenizer: Tokenizer | None,
     kv: KVMemory,
     prefix: PrefixIds | None = None,
-    most_decoding: int | None = None,
+    decode_kv: KVMemory | None = None,
 ) -> Request:
     """Tokenise and check a request, which must be able to fit ``kv``, however long it waits; ``prefix`` makes the ids
     by which it shares what is computed of the same tokens, tenant and ``cache_salt``. Where requests decode on
-    instances of their own, ``kv`` takes prompts alone, and ``most_decoding`` tokens fit an instance.
+    instances of their own, ``kv`` is to take its prompt alone, and ``decode_kv`` all of it.
 
     Raises:
         ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
@@ -79,14 +79,11 @@ def prepare_request(
     if least and end_ids.issuperset(params.allowed_token_ids or range(limits.vocab_size)):
         message = f"min_tokens={least} leaves nothing to draw; accepted: 0, or fewer stop_token_ids"
         raise ValidationError(message, param="min_tokens", value=least)
-    in_pool = kv.max_request_tokens if most_decoding is None else most_decoding
-    params = _capped(params, len(ids), limits.max_model_len, in_pool)
+    params = _capped(params, len(ids), limits.max_model_len, decode_kv or kv)
     request = Request(request_id, text, ids, params, slo=slo, priority=priority, tenant=tenant)
-    if most_decoding is None:
-        _check_pool(len(ids), request.max_tokens, kv)
-    else:
-        _check_pool(len(ids), 1, kv)
-        _check_instances(len(ids), request.max_tokens, most_decoding)
+    _check_pool(len(ids), request.max_tokens if decode_kv is None else 1, kv)
+    if decode_kv is not None and request.max_tokens > 1:
+        _check_pool(len(ids), request.max_tokens, decode_kv, " on a decode instance")
     if prefix is not None:
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         if salt is not None:
@@ -142,21 +139,22 @@ def checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]
     return ids
 
 
-def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, in_pool: int) -> SamplingParams:
+def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, kv: KVMemory) -> SamplingParams:
     """``params`` with ``max_tokens`` capped to the room that the prompt leaves; where it is None, all of it."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         message = f"the prompt has {num_prompt_tokens} tokens; accepted: fewer than max_model_len={max_model_len}"
         raise ContextLengthError(message, param="prompt", value=num_prompt_tokens)
     if params.max_tokens is None:
-        return params.capped(max(1, min(room, in_pool + 1 - num_prompt_tokens)))
+        in_pool = kv.max_request_tokens + 1 - num_prompt_tokens
+        return params.capped(max(1, min(room, in_pool)))
     if params.max_tokens <= room:
         return params
     logger.info("max_tokens=%d is capped to %d, the room after the prompt", params.max_tokens, room)
     return params.capped(room)
 
 
-def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory) -> None:
+def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory, where: str = "") -> None:
     needed = num_prompt_tokens + max_tokens - 1  # the last sampled token is never written
     if needed <= kv.max_request_tokens:
         return
@@ -164,23 +162,11 @@ def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory) -> None:
     groups = f", {kv.max_kv_per_group} on each of {kv.num_groups} groups" if kv.num_groups > 1 else ""
     prompt_fits = num_prompt_tokens <= kv.max_request_tokens
     raise KVCapacityError(
-        f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache; accepted: at "
-        f"most {kv.max_request_tokens}{groups}, or more with a larger {remedy}",
+        f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache{where}; "
+        f"accepted: at most {kv.max_request_tokens}{groups}, or more with a larger {remedy}",
         param="max_tokens" if prompt_fits else "prompt",
         value=max_tokens if prompt_fits else num_prompt_tokens,
     )
-
-
-def _check_instances(num_prompt_tokens: int, max_tokens: int, most: int) -> None:
-    """Refuse a request that no decode instance could take over."""
-    needed = num_prompt_tokens + max_tokens - 1
-    if max_tokens > 1 and needed > most:
-        raise KVCapacityError(
-            f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache on a "
-            f"decode instance; accepted: at most {most}, or max_tokens=1",
-            param="max_tokens",
-            value=max_tokens,
-        )
 
 
 def check_type(name: str, value: Any, kind: type) -> None:

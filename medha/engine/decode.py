@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.sched.decision import SchedulerRequest
+from medha.sched.memory import KVMemory
 from medha.sched.scheduler import Scheduler
 
 Begin = Callable[[int, Sequence[tuple[int, int]], Batch], "Future[None]"]
@@ -41,19 +41,11 @@ class DecodeInstance:
         return (memory.num_free(0) + held - claimed) / max(1, self.scheduler.num_running)
 
 
-class Grant(NamedTuple):
-    """A request goes to an instance; ``batch``, on the instance's group, says where its keys and values go."""
-
-    request: SchedulerRequest
-    instance: DecodeInstance
-    batch: Batch
-
-
 class HandOvers:
     """The requests between their first token and their second.
 
     Args:
-        instances: at least one.
+        instances: none where requests decode where they are prefilled.
         most: requests that come to an instance at once.
         begin: of :class:`medha.engine.distributed.DrivingRunner`, ``hand_over``.
 
@@ -62,20 +54,25 @@ class HandOvers:
         transfers: by slot, those on their way.
     """
 
-    def __init__(self, instances: list[DecodeInstance], most: int, begin: Begin) -> None:
+    def __init__(self, instances: Sequence[DecodeInstance] = (), most: int = 0, begin: Begin | None = None) -> None:
         self.instances = instances
         self.waiting: dict[int, SchedulerRequest] = {}
         self.transfers: dict[int, Future[None]] = {}
         self._most = most
         self._begin = begin
 
-    @property
-    def max_request_tokens(self) -> int:
-        """KV tokens of the longest request that can decode."""
-        return max(instance.scheduler.memory.max_request_tokens for instance in self.instances)
+    def __bool__(self) -> bool:
+        return bool(self.instances)
 
-    def grants(self) -> Iterator[Grant]:
-        """Grant what can be granted; a request that finds no room holds up those behind it."""
+    @property
+    def largest(self) -> KVMemory | None:
+        """The memory of an instance that takes the longest requests."""
+        memories = (instance.scheduler.memory for instance in self.instances)
+        return max(memories, key=lambda memory: memory.max_request_tokens, default=None)
+
+    def grants(self) -> Iterator[tuple[SchedulerRequest, Batch]]:
+        """Grant what can be granted; a request that finds no room holds up those behind it. The batch, on the
+        instance's group, says where keys and values go."""
         while self.waiting:
             request = next(iter(self.waiting.values()))
             able = [
@@ -89,7 +86,7 @@ class HandOvers:
             del self.waiting[request.slot]
             batch = instance.scheduler.receive(request).on_group(instance.group)
             instance.coming[request.slot] = request
-            yield Grant(request, instance, batch)
+            yield request, batch
 
     def waits(self, slot: int) -> bool:
         """Whether a request waits for a grant, or is on its way."""
@@ -98,6 +95,7 @@ class HandOvers:
     def begin(self, request: SchedulerRequest, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> None:
         """Begin a hand-over that was granted: the request's first token, the groups that hold its KV and how many
         tokens each, and the batch of the grant."""
+        assert self._begin is not None, "there are instances"
         self.transfers[request.slot] = self._begin(token, held, batch)
 
     def arrived(self, slot: int) -> tuple[DecodeInstance, SchedulerRequest]:

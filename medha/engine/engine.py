@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
@@ -147,7 +146,7 @@ class Engine:
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight: deque[_InFlight] = deque()
-        self.hand_overs = hand_overs
+        self.hand_overs = HandOvers() if hand_overs is None else hand_overs
         self._completed_s = 0.0  # when the last batch was
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
@@ -161,12 +160,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything left to do or to return."""
-        return bool(self._live or self._unreturned or self._in_flight or self._transfers)
-
-    @property
-    def _transfers(self) -> dict[int, Future[None]]:
-        """By slot, requests on their way to a decode instance."""
-        return {} if self.hand_overs is None else self.hand_overs.transfers
+        return bool(self._live or self._unreturned or self._in_flight or self.hand_overs.transfers)
 
     @property
     def num_unfinished(self) -> int:
@@ -208,7 +202,7 @@ class Engine:
         with self.turns:
             if self._num_added:
                 raise ConfigError("a journal begins before the first request; this engine has served some")
-            if self.hand_overs is not None:
+            if self.hand_overs:
                 raise ConfigError("a journal holds the decisions of one scheduler; accepted: without decode_replicas")
             self.observers.append(Journal(self.scheduler, journal))
 
@@ -279,7 +273,7 @@ class Engine:
         return prepare_request(
             request_id, prompt, params, slo, priority, tenant,
             limits=self.limits, tokenizer=self.tokenizer, kv=kv, prefix=self._prefix,
-            most_decoding=None if self.hand_overs is None else self.hand_overs.max_request_tokens,
+            decode_kv=self.hand_overs.largest,
         )  # fmt: skip
 
     @_in_turn
@@ -298,7 +292,7 @@ class Engine:
             raise ValidationError(message, param="request_id", value=request.request_id)
         slots, now_s = self._unused_slots(request.params.n), self.now()
         asked = _asked(request, slots[0], arrival_s)
-        if self.hand_overs is not None:
+        if self.hand_overs:
             asked = replace(asked, max_new_tokens=1)
         admitted = [self.scheduler.add(replace(asked, slot=slot), now_s) for slot in slots]
         sink = sink or self._unreturned.append
@@ -356,13 +350,11 @@ class Engine:
 
     def _cancel(self, slot: int) -> tuple[int, ...]:
         """Stop scheduling a request, wherever it is; returns the slots closed by that."""
-        for instance in () if self.hand_overs is None else self.hand_overs.instances:
+        for instance in self.hand_overs.instances:
             if instance.scheduler.knows(slot):
                 return instance.scheduler.cancel(slot)
         closed = self.scheduler.cancel(slot)
-        if self.hand_overs is not None and self.hand_overs.waiting.pop(slot, None) is not None:
-            return self.scheduler.let_go(slot)
-        return closed
+        return closed if self.hand_overs.waiting.pop(slot, None) is None else self.scheduler.let_go(slot)
 
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
@@ -398,8 +390,8 @@ class Engine:
             if self._in_flight:
                 self._complete_oldest()
                 return True
-            if self._transfers:
-                self._take_over(next(iter(self._transfers)))
+            if self.hand_overs.transfers:
+                self._take_over(next(iter(self.hand_overs.transfers)))
                 return True
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of the unfinished requests:\n{self.describe()}")
@@ -424,10 +416,7 @@ class Engine:
 
     def _fill_pipeline(self) -> None:
         """Schedule and submit batches until no more may enter."""
-        for slot in [slot for slot, transfer in self._transfers.items() if transfer.done()]:
-            self._take_over(slot)
-        if self.hand_overs is not None:
-            self._fill_decodes(self.hand_overs)
+        self._fill_decodes()
         while (decision := self._schedule(start := self.now())).batch is not None:
             batch = decision.batch
             for metrics in [self._by_slot[row.slot].metrics for row in batch.chunks]:
@@ -440,13 +429,14 @@ class Engine:
                     one.metrics.num_cached_tokens += shared.num_tokens
             self._in_flight.append(_InFlight(start, decision, batch, self.runner.submit(batch), self.scheduler))
 
-    def _fill_decodes(self, hand_overs: HandOvers) -> None:
-        """Begin the hand-overs that are granted, and submit the batches of the decode instances."""
-        for request, _, batch in hand_overs.grants():
+    def _fill_decodes(self) -> None:
+        """Take the hand-overs that are done, begin those that are granted, and submit batches of decode instances."""
+        for slot in [slot for slot, transfer in self.hand_overs.transfers.items() if transfer.done()]:
+            self._take_over(slot)
+        for request, batch in self.hand_overs.grants():
             held = self.scheduler.memory.held_by_group(request.slot, request.num_prompt_tokens)
-            token = self._by_slot[request.slot].token_ids[0]
-            hand_overs.begin(request, token, held, batch)
-        for instance in hand_overs.instances:
+            self.hand_overs.begin(request, self._by_slot[request.slot].token_ids[0], held, batch)
+        for instance in self.hand_overs.instances:
             while (decision := instance.scheduler.schedule(start := self.now())).batch is not None:
                 batch = decision.batch.on_group(instance.group)
                 sent = _InFlight(start, decision, batch, self.runner.submit(batch), instance.scheduler)
@@ -454,9 +444,8 @@ class Engine:
 
     def _take_over(self, slot: int) -> None:
         """Wait until a request has been handed over; from then on its decode instance has it."""
-        assert self.hand_overs is not None, "there are decode instances"
         one = self._by_slot[slot]
-        self._transfers[slot].result()
+        self.hand_overs.transfers[slot].result()
         self._keep_wait(one)
         instance, request = self.hand_overs.arrived(slot)
         self.scheduler.let_go(slot)
@@ -484,7 +473,7 @@ class Engine:
         oldest = self._in_flight[0]
         batch, prediction, result = oldest.batch, oldest.decision.prediction, oldest.pending.result()
         self._in_flight.popleft()
-        hand_overs = self.hand_overs if oldest.scheduler is self.scheduler else None
+        hands_over = bool(self.hand_overs) and oldest.scheduler is self.scheduler
         now, busy_s = self.now(), result.busy_s
         for row in batch.chunks:
             chunked = self._by_slot[row.slot]
@@ -506,9 +495,8 @@ class Engine:
             one = by_slot[slot := row[0]]
             if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
                 ends = one.take(sampled, now)
-                is_kept = hand_overs is not None and not ends
-                results.append((slot, 0 if is_kept else 1, ends))
-                if is_kept:
+                results.append((slot, 0 if hands_over and not ends else 1, ends))
+                if hands_over and not ends:
                     kept.append(one)
                 if one.metrics.explanation is None:
                     begun.append(one)
@@ -520,9 +508,8 @@ class Engine:
                     self._extend(one)
         closed = oldest.scheduler.complete(batch, now, results, busy_s)
         for one in kept:
-            assert hand_overs is not None, "somebody is kept for them"
             self.scheduler.keep(one.slot)
-            hand_overs.waiting[one.slot] = _asked(one.request, one.slot, one.metrics.arrival)
+            self.hand_overs.waiting[one.slot] = _asked(one.request, one.slot, one.metrics.arrival)
         for observer in self.observers if oldest.scheduler is self.scheduler else ():
             observer.completed(batch, now, results, busy_s, closed)
         for one in begun:
@@ -561,8 +548,8 @@ class Engine:
 
     def _keep_wait(self, one: Completion) -> None:
         """Note for how long a completion has waited for a decode instance, if it does."""
-        metrics, waits = one.metrics, self.hand_overs is not None and self.hand_overs.waits(one.slot)
-        if waits and metrics.explanation is not None and metrics.first_token is not None:
+        metrics = one.metrics
+        if self.hand_overs.waits(one.slot) and metrics.explanation is not None and metrics.first_token is not None:
             wait_s = self.now() - metrics.first_token
             metrics.explanation = replace(metrics.explanation, decode_wait_s=wait_s)
 
@@ -610,7 +597,7 @@ class Engine:
             dead.outputs = self._unreturned.copy()
             self._unreturned.clear()
             self._in_flight.clear()
-            self._transfers.clear()
+            self.hand_overs.transfers.clear()
             return dead
 
 

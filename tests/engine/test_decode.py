@@ -2,8 +2,6 @@
 
 import random
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
 
 import pytest
 
@@ -17,14 +15,11 @@ from tests.sched.virtual import make_predictor
 BLOCK = 16
 
 
-def scheduler(num_blocks: int, num_groups: int = 1, max_num_seqs: int = 64) -> Scheduler:
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_kv_per_group=num_blocks * BLOCK)
+def scheduler(num_blocks: int, num_groups: int = 1, max_num_seqs: int = 64, *, is_async: bool = False) -> Scheduler:
+    room = num_blocks * BLOCK
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_kv_per_group=room, async_scheduling=is_async)
     predictor = make_predictor(kvp=num_groups)
     return Scheduler(config, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor)
-
-
-def no_transfer(token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
-    raise AssertionError("nobody begins a transfer here")
 
 
 def request(slot: int, num_prompt: int, max_new: int = 17) -> SchedulerRequest:
@@ -33,24 +28,24 @@ def request(slot: int, num_prompt: int, max_new: int = 17) -> SchedulerRequest:
 
 def hand_overs(*num_blocks: int, most: int = 2, max_num_seqs: int = 64) -> HandOvers:
     schedulers = [scheduler(size, max_num_seqs=max_num_seqs) for size in num_blocks]
-    return HandOvers([DecodeInstance(1 + i, one) for i, one in enumerate(schedulers)], most, no_transfer)
+    return HandOvers([DecodeInstance(1 + i, one) for i, one in enumerate(schedulers)], most)
 
 
 def wait(waits: HandOvers, *requests: SchedulerRequest) -> list[tuple[int, int]]:
     """(slot, group) of those that are granted now."""
     waits.waiting.update({one.slot: one for one in requests})
-    return [(grant.request.slot, grant.instance.group) for grant in waits.grants()]
+    return [(request.slot, batch.shared[0].group) for request, batch in waits.grants()]
 
 
 def test_a_grant_says_which_blocks_take_the_kv() -> None:
     waits = hand_overs(8)
     waits.waiting[3] = request(3, 40, 30)
-    (grant,) = waits.grants()
-    assert grant.batch == Batch(0, (), (Extent(3, 0, 3, 1),), shared=(Shared(3, 1, 0, 40),))
-    assert grant.batch == Batch.from_ints(grant.batch.to_ints())
-    memory = grant.instance.scheduler.memory
-    assert (memory.num_used, waits.waiting) == (3, {})
-    instance = grant.instance
+    ((asked, batch),) = waits.grants()
+    assert asked == request(3, 40, 30)
+    assert batch == Batch(0, (), (Extent(3, 0, 3, 1),), shared=(Shared(3, 1, 0, 40),))
+    assert batch == Batch.from_ints(batch.to_ints())
+    (instance,) = waits.instances
+    assert (instance.scheduler.memory.num_used, waits.waiting) == (3, {})
     instance.scheduler.arrived(instance.coming.pop(3), wanted=True)
     decode = instance.scheduler.schedule(0.0).batch
     assert decode is not None
@@ -99,15 +94,15 @@ def test_one_that_ended_on_the_way_gives_its_blocks_back() -> None:
     instance.scheduler.arrived(instance.coming.pop(0), wanted=False)
     assert (instance.scheduler.memory.num_used, instance.scheduler.num_running) == (0, 0)
     waits.waiting[0] = request(0, 16)
-    (grant,) = waits.grants()
-    assert grant.batch.frees == (0,)  # whoever has the slot next comes behind
+    ((_, batch),) = waits.grants()
+    assert batch.frees == (0,)  # whoever has the slot next comes behind
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> None:
     """Prefills, transfers and decodes end in random order; pools hold a few requests each."""
     draw = random.Random(seed)
-    prefill, waits = scheduler(24, num_groups=2), hand_overs(14, 11, most=1)
+    prefill, waits = scheduler(24, num_groups=2, is_async=seed % 2 == 0), hand_overs(14, 11, most=1)
     left = [request(slot, draw.randint(1, 150), draw.randint(2, 60)) for slot in range(60)]
     in_flight: deque[Batch] = deque()
     decoding: dict[int, int] = {}  # by slot, tokens to come
@@ -130,7 +125,7 @@ def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> No
                 assert sum(count for _, count in held) == wanted[slot].num_prompt_tokens
                 waits.waiting[slot] = wanted[slot]
         elif choice == 2:
-            decoding.update({grant.request.slot: grant.request.max_new_tokens - 1 for grant in waits.grants()})
+            decoding.update({one.slot: one.max_new_tokens - 1 for one, _ in waits.grants()})
             for instance in waits.instances:
                 if instance.coming and draw.random() < 0.5:
                     slot = draw.choice(list(instance.coming))

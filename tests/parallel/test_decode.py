@@ -39,7 +39,7 @@ def serve(folder: str, options: dict[str, Any], prompts: Any, params: Any) -> An
         explained = [output.metrics.explanation for output in outputs]
         waits = [0.0 if one is None else one.decode_wait_s for one in explained]
         engine = llm.engine
-        if engine.hand_overs is None:
+        if not engine.hand_overs:
             return tokens, waits, [], engine.scheduler.memory.num_used
         left = [one.scheduler.memory.num_used for one in engine.hand_overs.instances]
         ran = [sum(batch.num_tokens for batch in rank.batches) for rank in engine.runner.gather_records()]
@@ -146,7 +146,6 @@ def abort_in(folder: str, options: dict[str, Any], prompts: Any, params: Any, st
             llm.follow()
             return {}, 0, 0
         engine, found = llm.engine, {}
-        assert engine.hand_overs is not None
         (instance,) = engine.hand_overs.instances
         for name, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
             engine.add_request(str(name), prompt, its)
