@@ -89,6 +89,37 @@ def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
         assert ran[:behind] == [sum(LENGTHS)] * behind
 
 
+def share(folder: str, options: dict[str, Any]) -> Any:
+    """On each rank: one prompt twice, then several completions of it; the tokens, and the cached tokens of each."""
+    from medha import LLM
+
+    with LLM(folder, **SIZES | options) as llm:
+        prompt = {"prompt_token_ids": random_prompt(100, seed=3)}
+        asked = [SamplingParams(**PENALTIES, max_tokens=30), SamplingParams(**DRAWN, n=3, max_tokens=9)]
+        outputs = [output for params in (asked[0], asked[0], asked[1]) for output in llm.generate([prompt], params)]
+        return [[one.token_ids for one in output.outputs] for output in outputs], [
+            output.metrics.num_cached_tokens for output in outputs
+        ]
+
+
+def test_prompts_are_shared_and_have_several_completions(workers: WorkerPool, folder: Path) -> None:
+    options = {"decode_replicas": 1, "decode_tp": 2, "prefix_caching": True}
+    expected = workers.run(share, 1, str(folder), {"prefix_caching": True})[0]
+    tokens, cached = workers.run(share, 3, str(folder), options)[0]
+    assert tokens == expected[0]
+    assert cached[:2] == [0, 96]
+
+
+def test_dealt_prompts_are_handed_over(workers: WorkerPool, folder: Path) -> None:
+    """Tokens of a dealt prompt lie on its groups in pieces; an instance has them in another order."""
+    lengths = (150, 120, 20, 140)
+    expected = workers.run(serve, 1, str(folder), {}, *wishes(lengths))[0][0]
+    options = {"kvp": 2, "ring": True, "max_kv_per_group": 96, "decode_replicas": 1, "decode_tp": 2}
+    tokens, _, ran, left = workers.run(serve, 4, str(folder), options, *wishes(lengths))[0]
+    assert (tokens, left) == (expected, 0)
+    assert ran[2] == ran[3] == sum(len(found) - 1 for found in expected)
+
+
 # -- full pools --------------------------------------------------------------------------------------------------------
 
 MANY = tuple(1 + (37 * i) % 150 for i in range(24))
