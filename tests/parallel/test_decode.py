@@ -110,16 +110,6 @@ def test_prompts_are_shared_and_have_several_completions(workers: WorkerPool, fo
     assert cached[:2] == [0, 96]
 
 
-def test_dealt_prompts_are_handed_over(workers: WorkerPool, folder: Path) -> None:
-    """Tokens of a dealt prompt lie on its groups in pieces; an instance has them in another order."""
-    lengths = (150, 120, 20, 140)
-    expected = workers.run(serve, 1, str(folder), {}, *wishes(lengths))[0][0]
-    options = {"kvp": 2, "ring": True, "max_kv_per_group": 96, "decode_replicas": 1, "decode_tp": 2}
-    tokens, _, ran, left = workers.run(serve, 4, str(folder), options, *wishes(lengths))[0]
-    assert (tokens, left) == (expected, 0)
-    assert ran[2] == ran[3] == sum(len(found) - 1 for found in expected)
-
-
 # -- full pools --------------------------------------------------------------------------------------------------------
 
 MANY = tuple(1 + (37 * i) % 150 for i in range(24))
