@@ -244,9 +244,10 @@ class DrivingRunner:
         closed = {"close": self._closed[groups]} if self._closed[groups] else {}
         self._closed[groups] = []
         parts = {group: batch.part_of(group) for group in groups}
+        chunk_ids = {group: self._runner.chunk_ids(part) for group, part in parts.items()}
         told = set()
         for group, part in parts.items():
-            tokens, embedders = self._runner.chunk_ids(part), self._embedders[group]
+            tokens, embedders = chunk_ids[group], self._embedders[group]
             sampler, (opened, ids) = self._ranks.sampler_rank(group), self._opened(part, group)
             if opened:
                 told.add(sampler)
@@ -264,7 +265,7 @@ class DrivingRunner:
         if 0 in groups:
             if self._ranks.sampler_rank(0) != 0 and parts[0].rows:
                 self._tokens.take_from(reports[0], parts[0])
-            own = self._steps.add(self._runner.prepare(parts[0], self._runner.chunk_ids(parts[0])))
+            own = self._steps.add(self._runner.prepare(parts[0], chunk_ids[0]))
         return PendingStep(partial(self._completed, batch, own, reports))
 
     def hand_over(self, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
