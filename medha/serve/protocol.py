@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from medha.engine.admission import listed
 from medha.engine.arrivals import Arrival
@@ -53,6 +54,10 @@ class ApiError(HTTPException):
         kind = _TYPES.get(status, "BadRequestError" if status < 500 else "ServiceUnavailableError")
         self.body: Json = {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
+    def response(self) -> Response:
+        """It as an answer."""
+        return Response(msgspec.json.encode(self.body), self.status_code, self.headers, "application/json")
+
 
 def stopped() -> ApiError:
     """What whoever waits is told when the server ends."""
@@ -61,26 +66,27 @@ def stopped() -> ApiError:
 
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine, without the value that was wrong."""
-    param = getattr(error, "param", None)
+    param, told = getattr(error, "param", None), str(error)
     match error:
         case ApiError():
             return error
-        case DeadlineError(wait_s=None):
-            return ApiError(429, str(error), param=param, code="deadline", x_should_retry="false")
+        case HTTPException(status_code=status, detail=detail, headers=headers):  # starlette's own
+            return ApiError(status, detail, **(headers or {}))
         case DeadlineError(wait_s=wait_s):
-            return ApiError(429, str(error), param=param, code="deadline", retry_after=str(math.ceil(wait_s or 0.0)))
+            when = {"x_should_retry": "false"} if wait_s is None else {"retry_after": str(math.ceil(wait_s))}
+            return ApiError(429, told, param=param, code="deadline", **when)
         case ContextLengthError() | KVCapacityError():
-            return ApiError(400, str(error), param=param, code="context_length_exceeded")
+            return ApiError(400, told, param=param, code="context_length_exceeded")
         case UnsupportedFeatureError():
-            return ApiError(400, str(error), param=param, code="unsupported")
+            return ApiError(400, told, param=param, code="unsupported")
         case ValidationError(__cause__=ChatTemplateError()):
             return ApiError(400, "the model has no chat template that takes these messages", param=param)
         case ValidationError():
-            _, found, accepted = str(error).rpartition("; accepted: ")
-            told = f"; accepted: {accepted}" if found else ""
-            return ApiError(400, f"{param or 'the request'} has a value that cannot be served{told}", param=param)
+            _, found, accepted = told.rpartition("; accepted: ")
+            what = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
+            return ApiError(400, what, param=param)
         case msgspec.ValidationError():  # tells types and the place
-            return ApiError(400, str(error), param=str(error).rpartition("`$.")[2].rstrip("`") or None)
+            return ApiError(400, told, param=told.rpartition("`$.")[2].rstrip("`") or None)
         case EngineDeadError():
             return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
         case RecursionError():

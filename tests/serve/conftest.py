@@ -16,7 +16,7 @@ import pytest
 from medha.engine.engine import Engine
 from medha.errors import EngineDeadError
 from medha.serve.app import Front, Limits
-from medha.serve.keys import Key, Keys
+from medha.serve.keys import Key
 from medha.serve.metrics import Metrics
 from medha.serve.service import Service
 from medha.serve.web import bound, listening
@@ -96,7 +96,7 @@ def served(engine: Engine, *keys: Key, limits: Limits | None = None) -> Iterator
     """A server over an engine, which is empty at the end."""
     stopping = threading.Event()
     service = Service(engine)
-    front = Front(service, ["model"], Keys(keys), limits or Limits(), Metrics(engine, "model"))
+    front = Front(service, ["model"], keys, limits or Limits(), Metrics(engine, "model"))
     with bound("127.0.0.1", 0) as listener:
 
         def run() -> None:
