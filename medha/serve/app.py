@@ -37,7 +37,7 @@ from medha.serve.body import BodyReader
 from medha.serve.keys import Key, key_of
 from medha.serve.metrics import Metrics
 from medha.serve.page import EVENTS_S, PAGE, Snapshots
-from medha.serve.protocol import ApiError, Asked, Chunks, Flags, Json, api_error, read_asked, stopped, whole_answer
+from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error, read_asked, stopped
 from medha.serve.service import Answer, Service
 
 logger = logging.getLogger("medha")
@@ -206,27 +206,26 @@ class Front:
         ordered = [outputs[index] for index in range(len(asked.arrivals))]
         if (error := _error_of(ordered)) is not None:
             raise error
-        return _json(whole_answer(asked, ordered))
+        return _json(asked.whole(ordered))
 
     async def _stream(self, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, comments while there is nothing to say, an error in place of the rest."""
-        chunks, ended = Chunks(asked), dict[int, RequestOutput]()
-        has_begun = False
+        ended, has_begun = dict[int, RequestOutput](), False
         while len(ended) < len(asked.arrivals):
             reports = bool(asked.flags.return_progress) and not has_begun
             news = await answer.read(_PROGRESS_S if reports else _PING_S)
             ended |= {index: output for index, output in news if output.finished}
-            said = [chunk for index, output in news for chunk in chunks.of(index, output)]
+            said = [chunk for index, output in news for chunk in asked.chunks(index, output)]
             has_begun |= bool(said)
             if not news and reports:
-                said = [chunks.progress(answer.requests, self.service.eta_s(answer.requests))]
+                said = [asked.progress(answer.requests, self.service.eta_s(answer.requests))]
             if not news and not reports:
                 yield b": ping\n\n"
             elif len(ended) < len(asked.arrivals):
                 yield b"".join(map(_event, said))
         ordered = [ended[index] for index in range(len(asked.arrivals))]
         error = _error_of(ordered)
-        said += chunks.last(ordered) if error is None else [error.body]
+        said += asked.last(ordered) if error is None else [error.body]
         yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
