@@ -30,6 +30,7 @@ from medha.serve.protocol import ApiError, stopped
 
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
+_QUICK = 2000  # characters or ids
 _MOST_PIECES = 64  # of an answer that are kept apart
 
 
@@ -105,7 +106,8 @@ class Service:
         for arrival in arrivals:
             self._check_open()
             work = partial(prepare_arrival, self.engine, arrival)
-            requests.append(await self.in_thread(work, is_long=is_long(arrival.prompt)))
+            is_quick = len(arrivals) == 1 and _is_quick(arrival.prompt)
+            requests.append(work() if is_quick else await self.in_thread(work, is_long=is_long(arrival.prompt)))
             if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
         answer, self.loop = Answer(requests), asyncio.get_running_loop()
@@ -249,6 +251,12 @@ class Service:
             answer.put(index, output)
             if output.finished:
                 self.on_end(answer.requests[index], output)
+
+
+def _is_quick(prompt: Any) -> bool:
+    """Whether a prompt is prepared sooner than a thread has got the work, for which it, too, waits for a core."""
+    sizes = [len(value) for value in prompt.values() if hasattr(value, "__len__")]
+    return "messages" not in prompt and max(sizes, default=0) <= _QUICK
 
 
 def _unread(requests: Iterable[Request]) -> list[Completion]:

@@ -92,7 +92,7 @@ def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def served(engine: Engine, *keys: Key, limits: Limits | None = None) -> Iterator[Server]:
+def served(engine: Engine, *keys: Key, limits: Limits | None = None, max_connections: int = 2048) -> Iterator[Server]:
     """A server over an engine, which is empty at the end."""
     stopping = threading.Event()
     service = Service(engine)
@@ -104,7 +104,7 @@ def served(engine: Engine, *keys: Key, limits: Limits | None = None) -> Iterator
                 service.run(stopping.is_set)
 
         thread = threading.Thread(target=run)
-        with listening(front.app, listener, max_connections=2048):
+        with listening(front.app, listener, max_connections=max_connections):
             thread.start()
             try:
                 yield Server(service, front, listener.getsockname()[1])
