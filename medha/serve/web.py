@@ -92,7 +92,7 @@ class TimedProtocol(H11Protocol):
         most, self.limit_concurrency = self.config.limit_concurrency, None  # uvicorn's own answer is plain text
         if most is not None and len(self.connections) > most:
             full = ApiError(503, f"{most} connections are open, as many as may be", retry_after="1", connection="close")
-            self.app = full.response()  # type: ignore[assignment]
+            self.app = full.response()
         self._await_head()
 
     def _await_head(self) -> None:
