@@ -278,7 +278,7 @@ def prompt_form(prompt: Any) -> tuple[str, Any, dict[str, Any]]:
     if form != "messages" and any(options.values()):
         name = next(name for name, option in options.items() if option)
         raise ValidationError(f"{name} beside {form}; accepted: beside messages", param=name, value=options[name])
-    if form == "prompt" and (isinstance(value, list) or hasattr(value, "tolist")):  # as OpenAI has it
+    if form == "prompt" and isinstance(value, list):  # as OpenAI has it
         form = "prompt_token_ids"
     if not isinstance(value, str) if form == "prompt" else isinstance(value, (str, Mapping, Number)):
         raise wrong_prompt(form, value)

@@ -130,7 +130,8 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
     if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
         raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
     shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
-    prompts = [{form: one, **shared} for one in prompts]
+    forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
+    prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
     rest = {name: value for name, value in fields.items() if name not in (*PROMPT_FORMS, *CHAT_OPTIONS)}
     defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
     defaults |= {"max_tokens": None} if is_chat else {}
