@@ -99,8 +99,7 @@ class FlashInferBackend(AttentionBackend):
         self.api = api  # the module flashinfer
         self.block_size = block_size  # tokens of a KV block, which is a page
         self.num_sms = num_sms  # multiprocessors of the GPU
-        self.has_fa3 = has_fa3  # as Hopper has
-        self._no_fa3 = "no Hopper GPU"  # why it has not
+        self.no_fa3 = None if has_fa3 else "no Hopper GPU"  # why FA3 is not used
         self._wrappers: list[_Wrapper] = []
         self._workspace: torch.Tensor | None = None
 
@@ -133,12 +132,12 @@ class FlashInferBackend(AttentionBackend):
 
     def build_kernels(self, shape: LayerShape, device: torch.device) -> str | None:
         """See :meth:`medha.attention.interface.AttentionBackend.build_kernels`; FA3 is done without where it fails."""
-        has_fa3, self.has_fa3 = self.has_fa3, False
+        no_fa3, self.no_fa3 = self.no_fa3, "not tried yet"
         failed = self._try_out(shape, device, q_len=2)
-        if failed is None and has_fa3:
-            self.has_fa3 = True
-            wrong = self._try_out(shape, device, q_len=self._fa3_tokens(shape))
-            self.has_fa3, self._no_fa3 = wrong is None, wrong or ""
+        if failed is None and no_fa3 is None:
+            self.no_fa3 = None
+            no_fa3 = self._try_out(shape, device, q_len=self._fa3_tokens(shape))
+        self.no_fa3 = no_fa3
         return failed
 
     def _try_out(self, shape: LayerShape, device: torch.device, *, q_len: int) -> str | None:
@@ -157,7 +156,9 @@ class FlashInferBackend(AttentionBackend):
         """See :meth:`medha.attention.interface.AttentionBackend.describe`."""
         split = KVSplit(shape, self.num_sms, self.block_size)
         fa2 = f"FA2 with a long context in some {split.slots} parts a KV head, for {self.num_sms} multiprocessors"
-        fa3 = f"FA3 for chunks of {self._fa3_tokens(shape):,} tokens on" if self.has_fa3 else f"no FA3: {self._no_fa3}"
+        fa3 = f"FA3 for chunks of {self._fa3_tokens(shape):,} tokens on"
+        if self.no_fa3 is not None:
+            fa3 = f"no FA3: {self.no_fa3}"
         return f"{fa2}; {fa3}"
 
     def _fa3_tokens(self, shape: LayerShape) -> int:
@@ -207,7 +208,7 @@ class FlashInferBackend(AttentionBackend):
     def kernels_of(self, rows: AttentionRows, num_heads: int) -> list[Kernel | None]:
         """What each row runs in; None where it sees no keys."""
         num_blocks = num_heads * -(-rows.q_len // _FA3_TILE_ROWS)
-        is_wide = self.has_fa3 & (num_blocks >= _FA3_WAVES * self.num_sms)
+        is_wide = (self.no_fa3 is None) & (num_blocks >= _FA3_WAVES * self.num_sms)
         kinds = np.select([rows.kv_len == 0, rows.q_len == 1, is_wide], [0, 1, 3], 2)
         kernels: tuple[Kernel | None, ...] = None, "decode", "fa2", "fa3"
         return [kernels[kind] for kind in kinds.tolist()]

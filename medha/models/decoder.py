@@ -99,20 +99,20 @@ class Decoder(nn.Module):
         return logits.float() if into is None else into.copy_(logits)
 
     def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
-        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped. What lies
-        between them is computed by ``fused``, if given."""
+        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped. What ``fused``
+        has a function for it computes, if given."""
         self._fused = fused
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.fused = fused
         for layer in self.model["layers"].values():  # type: ignore[operator]
-            layer.self_attn.pack_(shard)
+            layer.self_attn.pack_(shard, fused)
             layer.mlp.pack_(shard, fused)
         if self.has_embedding and shard is not None:
             rows_VD = local_part(cast(torch.Tensor, self.model["embed_tokens"].weight))
             self._embed = _vocab_parallel_embedding(rows_VD, self.config.vocab_size, shard)
         if self.lm_head is not None:
-            self._head = _vocab_parallel_head(local_part(self.lm_head.weight), self.config.vocab_size, shard)
+            self._head = _vocab_parallel_head(local_part(self.lm_head.weight), self.config.vocab_size, shard, fused)
             self.lm_head = None
 
 
@@ -129,12 +129,14 @@ def _vocab_parallel_embedding(rows_VD: torch.Tensor, vocab_size: int, shard: Ten
     return embed
 
 
-def _vocab_parallel_head(rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None) -> LinearFn:
+def _vocab_parallel_head(
+    rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None, fused: FusedKernels | None
+) -> LinearFn:
     """Head whose rows are split evenly, the last ranks' parts padded to the width of the first, gathered."""
     if shard is None:
-        return packed_weight(rows_VD)
+        return packed_weight(rows_VD, fused=fused)
     width = -(-vocab_size // shard.size)
-    head = packed_weight(F.pad(rows_VD, (0, 0, 0, width - len(rows_VD))))
+    head = packed_weight(F.pad(rows_VD, (0, 0, 0, width - len(rows_VD))), fused=fused)
     return lambda x_SD: shard.all_gather(head(x_SD))[:, :vocab_size]
 
 
