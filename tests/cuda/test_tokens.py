@@ -112,7 +112,9 @@ def test_launches_of_a_layer(model: Path, device: Device) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}], ids=lambda o: str(*list(o)[:1]))
+@pytest.mark.parametrize(
+    "layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}, {"tp": 2}], ids=lambda o: next(iter(o))
+)
 def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
     kernels.import_flashinfer()
     found = workers.run(serve_on_ranks, 2, str(model), layout)
