@@ -174,21 +174,42 @@ class FlashInferBackend(AttentionBackend):
         self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
+        lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
+        out_TNH = self._run(q_TNH, k_PKH, v_PKH, plan, lse_TN)
+        lse_TN.mul_(_LN2)  # every row of a launch sees a key, so FlashInfer's marks of empty rows do not occur
+        return out_TNH, lse_TN
+
+    def attend(
+        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
+    ) -> torch.Tensor:
+        """See :meth:`medha.attention.interface.AttentionBackend.attend`; the kernels write no log-sum-exp."""
+        return self._run(q_TNH, k_PKH, v_PKH, plan, None)
+
+    def _run(
+        self,
+        q_TNH: torch.Tensor,
+        k_PKH: torch.Tensor,
+        v_PKH: torch.Tensor,
+        plan: FlashInferPlan,
+        lse_TN: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The output; the log-sum-exp, to base 2, goes to ``lse_TN``."""
         shape = LayerShape(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
         if plan.launches is None or plan.shape != shape:
             plan.launches = self._launches(plan, shape, q_TNH.device)
             plan.shape = shape
         out_TNH = q_TNH.new_empty(q_TNH.shape)
-        lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         kv = paged(k_PKH, plan.rows.page_size), paged(v_PKH, plan.rows.page_size)
         for launch in plan.launches:
             at = launch.queries
-            if launch.wrapper is None:
-                out_TNH[at], lse_TN[at] = 0.0, -torch.inf
-            else:
-                launch.wrapper.run(q_TNH[at], kv, out=out_TNH[at], lse=lse_TN[at], return_lse=True)
-        lse_TN.mul_(_LN2)  # every row of a launch sees a key, so FlashInfer's marks of empty rows do not occur
-        return out_TNH, lse_TN
+            lse = None if lse_TN is None else lse_TN[at]
+            if launch.wrapper is not None:
+                launch.wrapper.run(q_TNH[at], kv, out=out_TNH[at], lse=lse, return_lse=lse is not None)
+                continue
+            out_TNH[at] = 0.0
+            if lse is not None:
+                lse.fill_(-torch.inf)
+        return out_TNH
 
     def workspace(self, shape: LayerShape, device: torch.device, *, num_decodes: int = 0) -> torch.Tensor:
         """Zeroed memory for partial results of split KV, shared by every launch of one stream.

@@ -60,7 +60,7 @@ class Decoder(nn.Module):
         self.tie_()
         self._embed: LinearFn | None = None
         self._head: LinearFn | None = None
-        self._fused: FusedKernels | None = None
+        self.fused: FusedKernels | None = None
 
     def tie_(self) -> None:
         """Let the head share the embedding's parameter, where the model ties them; again after parameters moved."""
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
             cos_TR, sin_TR: float32 rotation of each token's position.
             attend: writes the new keys and values of a layer and attends over all of them.
         """
-        rotate_both, more_TD = rotation(cos_TR, sin_TR, self._fused), None
+        rotate_both, more_TD = rotation(cos_TR, sin_TR, self.fused), None
         for i, layer in enumerate(self.model["layers"].values()):  # type: ignore[operator]
             x_TD, more_TD = layer(x_TD, more_TD, rotate_both, partial(attend, i))
         return x_TD if more_TD is None else x_TD + more_TD
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
     def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
         """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped. What ``fused``
         has a function for it computes, if given."""
-        self._fused = fused
+        self.fused = fused
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.fused = fused

@@ -52,6 +52,7 @@ class FusedKernels(NamedTuple):
     silu_and_mul: LinearFn | None  # None where the product does it
     apply_rope: Callable[..., None]  # apply_rope_with_cos_sin_cache_inplace
     packed_linear: Callable[..., LinearFn] | None = None  # of a weight, with a gate too; None where it is torch's
+    append_kv: Callable[..., None] | None = None  # append_paged_kv_cache
 
 
 OWN_KERNELS = FusedKernels(cpu.rmsnorm, cpu.fused_add_rmsnorm, None, cpu.apply_rope, cpu.packed_linear)

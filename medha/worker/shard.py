@@ -114,6 +114,8 @@ def build_runner(
         device=device,
         has_scratch=wants_graphs(config, backend, device),
     )
+    if model.fused is not None and model.fused.append_kv is not None:
+        cache.append_by(model.fused.append_kv)
     host = None
     if num_swap_blocks:
         host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
@@ -185,20 +187,26 @@ def _fused_kernels(
         return None
     api = backend.api
     fused = FusedKernels(
-        api.rmsnorm, api.fused_add_rmsnorm, api.silu_and_mul, api.apply_rope_with_cos_sin_cache_inplace
+        api.rmsnorm,
+        api.fused_add_rmsnorm,
+        api.silu_and_mul,
+        api.apply_rope_with_cos_sin_cache_inplace,
+        append_kv=api.append_paged_kv_cache,
     )
 
     def try_out() -> None:
         x = torch.zeros(2, model.hidden_size, dtype=dtype, device=device)
         fused.fused_add_rmsnorm(fused.rmsnorm(x, x[0], 1e-6), x, x[0].clone(), 1e-6)
         api.silu_and_mul(x)
-        q = torch.zeros(2, 1, model.head_dim, dtype=dtype, device=device)
-        fused.apply_rope(
-            torch.zeros(2, dtype=torch.int32, device=device), q, q.clone(), model.head_dim, q[:, 0].float()
-        )
+        q, ints = x.new_zeros(2, 1, model.head_dim), torch.zeros(2, dtype=torch.int32, device=device)
+        fused.apply_rope(ints, q, q.clone(), model.head_dim, q[:, 0].float())
+        api.append_paged_kv_cache(q, q, ints, ints, (q[None].clone(), q[None].clone()), ints[:1], ints, ints[:1])
 
     if (wrong := agreed(ranks, "fused kernels", wrong_with(try_out, device))) is not None:
-        logger.warning("norms, silu and RoPE run unfused: FlashInfer's kernels could not be built: %s", wrong)
+        logger.warning(
+            "norms, silu, RoPE and writes of keys and values run unfused: FlashInfer's kernels could not be built: %s",
+            wrong,
+        )
         return None
     return fused
 

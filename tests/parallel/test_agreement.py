@@ -33,7 +33,7 @@ def start(folder: str, broken: int | None, options: dict[str, Any]) -> tuple[str
             runner = (role.follower or role.engine.runner)._runner  # type: ignore[union-attr]
             product = runner.model.model["layers"]["0"].self_attn._qkv
             owner = getattr(product, "func", product).__module__
-            found = runner.backend.name, owner, runner.model._fused is not None, "\n".join(said)
+            found = runner.backend.name, owner, runner.model.fused is not None, "\n".join(said)
             role.close()
         finally:
             logger.removeHandler(handler)
