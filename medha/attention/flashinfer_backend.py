@@ -156,10 +156,8 @@ class FlashInferBackend(AttentionBackend):
         """See :meth:`medha.attention.interface.AttentionBackend.describe`."""
         split = KVSplit(shape, self.num_sms, self.block_size)
         fa2 = f"FA2 with a long context in some {split.slots} parts a KV head, for {self.num_sms} multiprocessors"
-        fa3 = f"FA3 for chunks of {self._fa3_tokens(shape):,} tokens on"
-        if self.no_fa3 is not None:
-            fa3 = f"no FA3: {self.no_fa3}"
-        return f"{fa2}; {fa3}"
+        no_fa3, least = self.no_fa3, self._fa3_tokens(shape)
+        return f"{fa2}; no FA3: {no_fa3}" if no_fa3 else f"{fa2}; FA3 for chunks of {least:,} tokens on"
 
     def _fa3_tokens(self, shape: LayerShape) -> int:
         """Tokens of the shortest chunks that run in FA3."""

@@ -170,12 +170,7 @@ def agreed(ranks: Ranks | None, what: str, wrong: str | None) -> str | None:
 
 
 def _fused_kernels(
-    backend: AttentionBackend,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    ranks: Ranks | None,
+    backend: AttentionBackend, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, ranks: Ranks | None
 ) -> FusedKernels | None:
     """FlashInfer's, where it serves attention on CUDA: both have the same dtypes; our own on the CPU. None where a rank
     has none; every rank calls it."""
@@ -186,13 +181,8 @@ def _fused_kernels(
     if not isinstance(backend, FlashInferBackend):
         return None
     api = backend.api
-    fused = FusedKernels(
-        api.rmsnorm,
-        api.fused_add_rmsnorm,
-        api.silu_and_mul,
-        api.apply_rope_with_cos_sin_cache_inplace,
-        append_kv=api.append_paged_kv_cache,
-    )
+    rope, append_kv = api.apply_rope_with_cos_sin_cache_inplace, api.append_paged_kv_cache
+    fused = FusedKernels(api.rmsnorm, api.fused_add_rmsnorm, api.silu_and_mul, rope, append_kv=append_kv)
 
     def try_out() -> None:
         x = torch.zeros(2, model.hidden_size, dtype=dtype, device=device)
@@ -200,7 +190,7 @@ def _fused_kernels(
         api.silu_and_mul(x)
         q, ints = x.new_zeros(2, 1, model.head_dim), torch.zeros(2, dtype=torch.int32, device=device)
         fused.apply_rope(ints, q, q.clone(), model.head_dim, q[:, 0].float())
-        api.append_paged_kv_cache(q, q, ints, ints, (q[None].clone(), q[None].clone()), ints[:1], ints, ints[:1])
+        append_kv(q, q, ints, ints, (q[None].clone(), q[None].clone()), ints[:1], ints, ints[:1])
 
     if (wrong := agreed(ranks, "fused kernels", wrong_with(try_out, device))) is not None:
         logger.warning(
