@@ -156,10 +156,11 @@ def _build(
         num_blocks, num_host_blocks = (over_ranks(ranks, size, ReduceOp.MIN) for size in (num_blocks, num_host_blocks))
     _check_pools(config, num_blocks, num_host_blocks)
     block_size = config.cache.block_size
-    backend, why = choose_backend(config.attention_backend, shard.layer_shape, device, block_size=block_size)
-    if config.attention_backend != "torch" and backend.name == "torch":
-        level = logging.INFO if config.attention_backend == "auto" else logging.WARNING
-        logger.log(level, "attention_backend=%r: %s; torch serves", config.attention_backend, why)
+    wanted = config.attention_backend
+    backend, why = choose_backend(wanted, shard.layer_shape, device, block_size=block_size, ranks=ranks)
+    if wanted != "torch" and backend.name == "torch":
+        level = logging.INFO if wanted == "auto" else logging.WARNING
+        logger.log(level, "attention_backend=%r: %s; torch serves", wanted, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
     model = load_model(config, shard, ranks, folder, backend, device)
     links: dict[str, Any] = {}

@@ -300,7 +300,7 @@ class Runner:
         own_plan, shared_plan = (None if rows is None else self.backend.plan(rows) for rows in (step.own, step.shared))
         spans = [] if step.shared is None else shared_rows(step.batch)
         dealt = [(rows, [self.backend.plan(seen) for seen in rows.seen]) for rows in step.dealt]
-        moving = self._move(step, 0)
+        moving, targets = self._move(step, 0), self.cache.places(sent.targets)
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             if copies:
@@ -309,7 +309,7 @@ class Runner:
             nonlocal moving
             if moving is not None:
                 self._land(step, layer, moving)
-            self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept)
+            self.cache.write(layer, k_TKH, v_TKH, targets, kept=sent.kept)
             pools = self.cache.k[layer], self.cache.v[layer]
             pending = None
             if shared_plan is not None:
@@ -319,7 +319,7 @@ class Runner:
                 pending = self.merge.start(parts, compare=layer == 0)
             outs = []
             if own_plan is not None:  # while the parts travel
-                outs.append(self.backend.run(q_TNH[:num_own], *pools, own_plan)[0])
+                outs.append(self.backend.attend(q_TNH[:num_own], *pools, own_plan))
             if pending is not None:
                 with self.recorder.waiting("merge"):
                     outs += pending.result()
