@@ -26,8 +26,9 @@ Departures from the paper, and why:
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
-- A prefill that is alone takes batches of up to four quanta, where the time since the last arrival makes a newcomer in
-  one unlikely: the quantum is what a newcomer may have to wait, not what an empty system pays.
+- Without decodes a batch takes up to four quanta, but no longer than until the first prefill ends, where the time since
+  the last arrival makes a newcomer in it unlikely: the quantum is what a newcomer may have to wait, not what an empty
+  system pays.
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
   efficient one, beyond the budget: else nothing would ever be read. Where no objective bounds the batch, that is one
   that the machine reads at nearly full speed.
@@ -100,8 +101,11 @@ class MedhaPacker(Packer):
         builder.add_decodes()
         self._groups, decodes = [], len(builder.rows)
         lone_s = 0.0
-        if queue.num_prefills == 1 and not queue.decoding:  # nobody is held up: a newcomer alone counts
+        if queue.num_prefills and not queue.decoding:  # nobody is held up until one ends: a newcomer alone counts
             lone_s = _UNLIKELY * (builder.now_s - queue.newest_s) / self.depth
+            if queue.num_prefills > 1:
+                first_s = float(queue.column("work_left_s").min()) * self.predictor.factor("prefill")
+                lone_s = min(lone_s, first_s)
         for index in range(builder.memory.num_groups):
             tick, most_s = self.predictor.tick(*builder.works(index)), self._most_s(queue, builder, index)
             budget_s = min(self._quantum_s, most_s)
