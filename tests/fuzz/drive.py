@@ -201,7 +201,7 @@ class _Drive:
         runner = getattr(self._timed.runner, "_runner", self._timed.runner)
         memory, queue = scheduler.memory, scheduler._queue
         left = {
-            "blocks": [memory.num_used, *(pool.num_used for pool in memory.host_pools)],
+            "blocks": [memory.num_used, *(host.pool.num_blocks - host.num_free for host in memory.prefix.hosts)],
             "reservations": [len(memory._accounts), len(memory._swapped), *memory._open, *memory._set_aside],
             "requests": [scheduler.num_running, scheduler.num_waiting, len(queue.ending), len(queue.decoding)],
             "rows": [queue.num_prefills, int(queue.column("relegated").sum())],

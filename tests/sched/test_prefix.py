@@ -20,7 +20,7 @@ from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, worlds
+from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, pairs, worlds
 
 IDS = PrefixIds(16, key=b"of tests")
 
@@ -45,7 +45,8 @@ class Sharing(Drive):
         self.tokens: dict[int, list[int]] = {}  # by slot
         self.cells: dict[tuple[int, int], list[int | None]] = {}  # by group and block
         self.tables: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by slot and group: first position, blocks
-        self.host: dict[int, list[list[int | None]]] = {}
+        self.host: dict[tuple[int, int], list[int | None]] = {}  # by group and host block
+        self.num_read_back = 0
         self.num_units: dict[int, int] = {}
         self.num_shared = self.num_computed = 0
         self.reset_every = 0  # so many batches; 0 is never
@@ -91,11 +92,9 @@ class Sharing(Drive):
         if self.reset_every and not batch.batch_id % self.reset_every:
             self.scheduler.reset_prefix_cache()
         assert batch == Batch.from_ints(batch.to_ints())
-        for slot in {extent.slot for extent in batch.swaps_out}:
-            ((_, blocks),) = self.tables[slot].values()
-            (group,) = self.tables[slot]
-            self.host[slot] = [list(self.cells[group, block]) for block in blocks]
-            self._to_swap.discard(slot)
+        for swap, block, host_block in pairs(batch.swaps_out):
+            self.host[swap.group, host_block] = list(self.cells[swap.group, block])
+        self._to_swap.clear()
         assert sorted(batch.frees) == sorted(self._to_free)
         self._to_free.clear()
         for slot in batch.frees:
@@ -112,12 +111,14 @@ class Sharing(Drive):
             self.tables[shared.slot][shared.group] = (shared.start, blocks)
             live.num_scheduled += shared.num_tokens
             self.num_shared += shared.num_tokens
-        for slot in {extent.slot for extent in batch.swaps_in}:
-            ((group, (_, blocks)),) = self.tables[slot].items()
-            self.tables[slot][group] = (0, blocks)
-            for block, kept in zip(blocks, self.host.pop(slot), strict=False):
-                self.cells[group, block] = kept
-            self.live[slot].on_host = False
+        for row in batch.rows:
+            if self.live[row.slot].on_host:
+                ((group, (_, blocks)),) = self.tables[row.slot].items()
+                self.tables[row.slot][group] = (0, blocks)
+                self.live[row.slot].on_host = False
+        for swap, block, host_block in pairs(batch.swaps_in):
+            self.cells[swap.group, block] = list(self.host[swap.group, host_block])
+            self.num_read_back += 1
         for copy in batch.copies:
             cells = self.cells.setdefault((copy.group, copy.target), [None] * self.size)
             assert 0 < copy.num_tokens < self.size
