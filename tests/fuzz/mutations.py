@@ -16,6 +16,7 @@ import medha.parallel.kvp as kvp
 from medha.engine.engine import Engine
 from medha.engine.prefix import PrefixIds
 from medha.models.layers import LinearFn, TensorShard
+from medha.sched.blocks import HostBlocks
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
@@ -73,6 +74,14 @@ def draw_index_reset(patch: Patch) -> None:
         return slots, [index if row.is_decode else 0 for row, index in zip(step.drawn_rows, indices, strict=True)]
 
     patch.setattr(Runner, "_draws", reset)
+
+
+def another_host_block(patch: Patch) -> None:
+    """What comes back of a prefix from the host is another block's."""
+    read = HostBlocks.read
+    patch.setattr(
+        HostBlocks, "read", lambda self, ids: [block ^ (self.pool.num_blocks > 1) for block in read(self, ids)]
+    )
 
 
 def stale_page(patch: Patch) -> None:
@@ -178,6 +187,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "output-ids-not-moved": (output_ids_not_moved, 3),
     "draw-index-reset": (draw_index_reset, 1),
     "stale-page": (stale_page, 1),
+    "another-host-block": (another_host_block, 1),
     "slot-reused-in-flight": (slot_reused_in_flight, 1),
     "padding-drawn": (padding_drawn, 2),
     "min-tokens-counted-anew": (min_tokens_counted_anew, 1),
