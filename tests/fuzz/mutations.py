@@ -16,7 +16,6 @@ import medha.parallel.kvp as kvp
 from medha.engine.engine import Engine
 from medha.engine.prefix import PrefixIds
 from medha.models.layers import LinearFn, TensorShard
-from medha.sched.blocks import HostBlocks
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
@@ -77,11 +76,15 @@ def draw_index_reset(patch: Patch) -> None:
 
 
 def another_host_block(patch: Patch) -> None:
-    """What comes back of a prefix from the host is another block's."""
-    read = HostBlocks.read
-    patch.setattr(
-        HostBlocks, "read", lambda self, ids: [block ^ (self.pool.num_blocks > 1) for block in read(self, ids)]
-    )
+    """What comes back from the host is read one block further on."""
+    move = HostCache.move
+
+    def shifted(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> list[Wait]:
+        size = self._cache.block_size
+        places = [self.num_blocks * size - count + 1 for _, _, count in back]
+        return move(self, out, [(at, (host + size) % n, c) for (at, host, c), n in zip(back, places, strict=True)])
+
+    patch.setattr(HostCache, "move", shifted)
 
 
 def stale_page(patch: Patch) -> None:
