@@ -3,10 +3,10 @@
 python -m tools.prefix_cost                                      # a random Llama of two narrow layers: host work shows
 python -m tools.prefix_cost --hidden-size 512 --num-layers 4 --kv-blocks 2000
 
-Two engines in one process serve the same requests, no two of which begin alike, on one thread. They take turns step by
-step, and who is first changes each time, so that both see the same machine. With more requests than the pool holds,
-blocks that are kept go all the time. Prints JSON: CPU seconds of a round by the thread that steps, with adding, and the
-ratio of on to off over the rounds.
+Three engines in one process, one with it on and two with it off, serve the same requests, no two of which begin alike,
+on one thread. They take turns step by step, and who is first changes each time, so that all see the same machine. The
+requests fill the pool, so blocks that are kept go all the time. Prints JSON: CPU seconds of a round by the thread that
+steps, with adding, and the ratios to off over the rounds: that of the second one that is off says how exact that is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import argparse
 import json
 import statistics
 import time
-from typing import Any
+from collections import deque
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -42,20 +43,20 @@ def _add(engine: Engine, given: argparse.Namespace, round_: int) -> None:
         engine.add_request(f"{round_}-{number}", {"prompt_token_ids": ids}, params)
 
 
-def _round(engines: dict[bool, Engine], given: argparse.Namespace, round_: int) -> dict[bool, float]:
+def _round(engines: dict[str, Engine], given: argparse.Namespace, round_: int) -> dict[str, float]:
     """CPU seconds of each engine's steps, with adding; they take turns."""
     spent = dict.fromkeys(engines, 0.0)
-    for is_on, engine in engines.items():
+    for name, engine in engines.items():
         begin = time.thread_time()
         _add(engine, given, round_)
-        spent[is_on] += time.thread_time() - begin
-    turn = 0
+        spent[name] += time.thread_time() - begin
+    order = deque(engines)
     while any(engine.has_unfinished for engine in engines.values()):
-        for is_on in (True, False) if turn % 2 else (False, True):
+        for name in order:
             begin = time.thread_time()
-            engines[is_on].step()
-            spent[is_on] += time.thread_time() - begin
-        turn += 1
+            engines[name].step()
+            spent[name] += time.thread_time() - begin
+        order.rotate()
     return spent
 
 
@@ -67,20 +68,21 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    with _make(given, is_on=True) as on, _make(given, is_on=False) as off:
-        engines = {True: on.engine, False: off.engine}
+    with ExitStack() as stack:
+        made = {name: stack.enter_context(_make(given, is_on=name == "on")) for name in ("on", "off", "off again")}
+        engines = {name: llm.engine for name, llm in made.items()}
         _round(engines, given, 0)  # warms up, and fills the cache
         rounds = [_round(engines, given, 1 + number) for number in range(given.rounds)]
-        cached = on.engine.scheduler.memory.prefix.num_idle
-    seconds = {name: [spent[is_on] for spent in rounds] for name, is_on in (("on", True), ("off", False))}
-    ratios = [spent[True] / spent[False] for spent in rounds]
-    found: dict[str, Any] = {
-        "config": vars(given),
-        "thread_cpu_s": {name: statistics.median(values) for name, values in seconds.items()},
-        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-        "blocks_kept": sum(cached),
-    }
-    print(json.dumps(found, indent=2))
+        num_kept = sum(engines["on"].scheduler.memory.prefix.num_idle)
+    print(
+        json.dumps({"config": vars(given), "blocks_kept": num_kept} | {name: _told(rounds, name) for name in engines})
+    )
+
+
+def _told(rounds: list[dict[str, float]], name: str) -> dict[str, float]:
+    ratios = [spent[name] / spent["off"] for spent in rounds]
+    cpu_s = statistics.median(spent[name] for spent in rounds)
+    return {"cpu_s": cpu_s, "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
 
 
 if __name__ == "__main__":

@@ -66,6 +66,11 @@ class BlockPool:
         """Blocks not in use; promised ones count as free."""
         return self.num_blocks - self.num_used
 
+    def num_open(self, slot: int) -> int:
+        """Free blocks that are promised to nobody else."""
+        promises = (held.end - held.next for other, held in self._holdings.items() if other != slot)
+        return self.num_free - sum(promises)
+
     def allocate(self, slot: int, count: int, *, reserved: int) -> list[Extent]:
         """Give ``slot`` ``count`` more blocks, adjacent to its last ones where possible; in position order.
 

@@ -34,6 +34,7 @@ from medha.sched.blocks import BlockPool, blocks_of, facing
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 
 _MOST_AHEAD = 1 << 18  # tokens of a prompt for which room is made at once: it takes some milliseconds
+_OUTPUT_AHEAD = 512  # and of an output
 
 
 class KVMemory:
@@ -391,10 +392,12 @@ class KVMemory:
     def _allocate(self, account: Account, row: Row, needed: int, rest: int) -> list[Extent]:
         """``needed`` blocks for a row, of the ``rest`` of what is reserved on its group."""
         group, pool, idle = row.writer, self.pools[row.writer], self.prefix.num_idle
-        if idle[group] and pool.num_free < rest:  # room for what its prompt will fill too, so that this lies together
-            ahead = 0 if account.chain is None else len(account.chain) * self.prefix.unit - row.position
+        open_ = pool.num_open(row.slot) if idle[group] else rest
+        if open_ < rest:  # room for what it will fill next too, so that this lies together
+            ahead = 0 if account.chain is None else max(len(account.chain) * self.prefix.unit - row.position, 0)
+            ahead += _OUTPUT_AHEAD
             wanted = max(needed, min(rest, -(-min(ahead, _MOST_AHEAD) // self.block_size)))
-            self.prefix.make_free(group, min(wanted, pool.num_free + idle[group]))
+            self.prefix.make_free(group, min(wanted - open_, idle[group]) + pool.num_free)
         return pool.allocate(row.slot, needed, reserved=rest)
 
     def release(self, slot: int) -> None:

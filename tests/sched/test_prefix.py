@@ -381,6 +381,24 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
 check, note, read, put = Sharing._check_batch, KVMemory.note, HostBlocks.read, HostBlocks.put
 
 
+def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
+    memory = KVMemory(num_blocks=80, block_size=16)
+    for turn in range(10):
+        slots, num_runs = range(8 * turn, 8 * turn + 8), 0
+        for slot in slots:
+            tokens = np.random.default_rng(slot).integers(0, 1000, 160).astype(np.int32)
+            memory.start(slot, 0, 160, Chain(IDS.of(tokens[:80])))
+            memory.take(Row(slot, 0, 80, False, True))
+            memory.note(slot, 80)
+        for position in range(80, 160):
+            for slot in slots:
+                memory.take(Row(slot, position, 1, True, True))
+        for slot in slots:
+            num_runs += len(list(memory.pools[0].runs(slot, 0, 10)))
+            memory.release(slot)
+    assert num_runs <= 2 * len(slots)
+
+
 def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:
     config = SchedulerConfig(max_batch_tokens=2048)
     predictor = make_predictor(max_tokens=2048)
