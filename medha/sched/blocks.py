@@ -12,7 +12,7 @@ The host has pools too. What no request holds of one keeps blocks of prefixes (:
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice, takewhile
 
@@ -190,7 +190,7 @@ class HostBlocks:
         """The ids up to the first whose block is not here."""
         return list(takewhile(self._blocks.__contains__, ids)) if self._blocks else []
 
-    def put(self, blocks: Mapping[bytes, int]) -> list[Swap]:
+    def put(self, blocks: dict[bytes, int]) -> list[Swap]:
         """Keep a group's blocks by their ids, in position order, the first ones where there is not room for all."""
         kept = {one: self._blocks.pop(one) for one in blocks if one in self._blocks}
         new = [one for one in blocks if one not in kept][: self.num_free]
