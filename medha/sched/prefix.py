@@ -16,7 +16,8 @@ to compute the block, more the deeper it lies, times how often it was used, aged
 frequency: Cherkasova 1998); with ``lru`` the one used least recently. Blocks that a waiting request counts on go last.
 
 Where the host has memory, whole blocks that go are copied there if that is predicted to pay. A request finds them
-behind what is in the pools, and its first batch reads them into blocks of its own, as if it had computed them.
+behind what is in the pools, and its first batch reads them into blocks of its own, as if it had computed them. The file
+is long because to find, hold and evict change the same marks of a path.
 """
 
 from __future__ import annotations
