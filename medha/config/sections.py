@@ -66,7 +66,7 @@ class CacheConfig:
     )
     swap_bytes: int = _memory(
         0,
-        "Host memory of a rank for the KV blocks of requests that give way: GiB, or as 512MiB; 0 computes them again.",
+        "Host memory of a rank for KV blocks of prefixes and of requests that give way: GiB, or as 512MiB; 0 is none.",
         integer(0, 2**60),
         name="swap_space",
         kind=str,
@@ -218,7 +218,7 @@ class SchedulerConfig:
         choice(*ADMISSIONS),
     )
     num_swap_blocks: int = _simulated(
-        0, "KV blocks of host memory of a group, for requests that give way.", integer(0, 2**31 - 1)
+        0, "KV blocks of host memory of a group, for prefixes and requests that give way.", integer(0, 2**31 - 1)
     )
     swap_block_s: float = _simulated(0.0, "Seconds in which a block moves to host memory or back.", finite(0))
     sp_sizes: tuple[int, ...] | None = _dealt(

@@ -210,8 +210,9 @@ def _check_pools(config: EngineConfig, num_blocks: int, num_host_blocks: int) ->
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
     by_class = load_policy(config.scheduler.policy).by_class and config.scheduler.scheduler == "medha"
-    if num_host_blocks and not (by_class or config.scheduler.overcommit):
-        logger.warning("swap_space has no use: nobody is preempted without overcommit=True or a policy 'priority'")
+    if num_host_blocks and not (by_class or config.scheduler.overcommit) and config.scheduler.prefix_caching is False:
+        what = "without prefix caching nobody is preempted but with overcommit=True or a policy 'priority'"
+        logger.warning("swap_space has no use: %s", what)
 
 
 def _build_scheduler(

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.attention.interface import AttentionRows, adjacent_runs
+from medha.attention.interface import AttentionRows
 from medha.attention.staging import to_device
-from medha.batch import Batch, Deal, Extent, Row, shifts
+from medha.batch import Batch, Deal, Extent, Row, Swap, shifts
 from medha.worker.dealt import DealtRows, Move, dealt_rows, runs_of
 from medha.worker.swap import Run
 
@@ -259,25 +259,10 @@ class Slots:
         step.drawn_tokens, step.drawn_slots = before.drawn_tokens, before.drawn_slots
         return True
 
-    def _runs(self, host: Sequence[Extent]) -> list[Run]:
-        """Where the host blocks of a batch's swaps, in position order for each slot, and the first blocks of their
-        slots' tables face each other; those of other groups are left out."""
-        runs, size = [], self.block_size
-        done: dict[int, int] = {}  # blocks by slot
-        for extent in host:
-            if extent.group != self.group:
-                continue
-            start = done.get(extent.slot, 0)
-            done[extent.slot] = start + extent.count
-            blocks = self.blocks(extent.slot)[start : start + extent.count]
-            if len(blocks) < extent.count:
-                raise IndexError(f"slot {extent.slot} has {len(blocks)} of the {extent.count} blocks to be moved")
-            bounds = adjacent_runs(blocks).tolist()
-            runs += [
-                (int(blocks[first]) * size, (extent.first + first) * size, (end - first) * size)
-                for first, end in pairwise(bounds)
-            ]
-        return runs
+    def _runs(self, swaps: Sequence[Swap]) -> list[Run]:
+        """The tokens that move with a batch's swaps on this group."""
+        size = self.block_size
+        return [(s.first * size, s.host_first * size, s.count * size) for s in swaps if s.group == self.group]
 
 
 def _rows_at(rows: tuple[Row, ...], at: Ints) -> tuple[Row, ...]:
