@@ -57,14 +57,14 @@ def wrong_buffer(patch: pytest.MonkeyPatch) -> None:
     """In each step but the first, the block is read from the other one of the two buffers."""
     attend = Ring.attend
 
-    def mistaken(self: Ring, shared: Shared, block: torch.Tensor, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
-        own = self._own - shared.run[0]
-
-        def other(owner: int, block: torch.Tensor) -> Any:
+    def mistaken(self: Ring, shared: Shared, own: Any, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
+        def other(owner: int, block: torch.Tensor | None) -> Any:
+            if block is None:
+                return over(owner, None)
             is_second = block.data_ptr() == self.buffer(1, 1, block).data_ptr()
-            return over(owner, block if owner == own else self.buffer(1 - is_second, len(block), block))
+            return over(owner, self.buffer(1 - is_second, len(block), block))
 
-        return attend(self, shared, block, sizes, other, **more)
+        return attend(self, shared, own, sizes, other, **more)
 
     patch.setattr(Ring, "attend", mistaken)
 
@@ -238,7 +238,7 @@ def deal_different_rows(row: Row, odd: int) -> str:
     part = torch.zeros(shared.tokens.stop, 2, 8), torch.zeros(shared.tokens.stop, 2)
     message = ""
     try:
-        ring.attend(shared, torch.zeros(8), [8] * size, lambda *_: part, compare=True, waiting=nullcontext)
+        ring.attend(shared, [torch.zeros(8)], [8] * size, lambda *_: part, compare=True, waiting=nullcontext)
     except PlanDivergenceError as error:
         message = str(error)
     dist.barrier()
