@@ -3,10 +3,10 @@
 Sources: Ring Attention (Liu et al., arXiv:2310.01889); the zigzag of pieces, with which all do as much in each step,
 and a history that lies evenly on the ring are of Tetris ("Optimizing Long-context LLM Serving via Fine-grained Sequence
 Parallelism"). A group's *block* is what it holds of the rows' keys and values once the new ones are written, page
-behind page; whoever has it attends to it as to a pool. In each of s steps a rank sends on the block that it has, receives
-the next one into the other of two buffers, and meanwhile attends to the one that it has. Its own block goes in pieces, so
-that adjacent pages are sent from where they lie in the pool. What it finds is merged as by KV parallelism, and stays
-where it is: each rank ends with the output of its own tokens.
+behind page; whoever has it attends to it as to a pool. In each of s steps a rank sends on the block that it has,
+receives the next one into the other of two buffers, and meanwhile attends to the one that it has. Its own block goes in
+pieces, so that adjacent pages are sent from where they lie in the pool. What it finds is merged as by KV parallelism,
+and stays where it is: each rank ends with the output of its own tokens.
 
 Sends go over the group of :mod:`.kvp`, so each stage and tensor-parallel index has rings of its own.
 """
