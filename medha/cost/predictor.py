@@ -16,7 +16,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from medha.batch import Row
-from medha.cost.coefficients import Coefficients, Line, Tiles, ring_steps_s
+from medha.cost.coefficients import Coefficients, Line, Tiles
 
 MIN_SECONDS = 1e-6  # no batch is predicted to take less
 _ROUNDING = 1 - 1e-12  # share of a budget that is used, so that what is found fits when it is predicted again
@@ -110,6 +110,15 @@ def dealt_work(row: Row, group: int | None = None) -> Work:
     own = -(-row.q_len // row.num_groups)
     samples = row.samples and group in (None, row.group)
     return Work(own, row.position + (row.q_len - own) // 2, False, None, samples, row.num_groups)
+
+
+def ring_or_gather_s(ticks: Sequence[Tick], position: int, q_len: int, *, first: int = 0) -> tuple[float, float]:
+    """Corrected seconds of the slowest of some neighbouring groups, of which these are the batches so far, if a chunk
+    of a dealt request were dealt to them, and if all of them computed it; ``first`` is the first group."""
+    row = Row(0, position, q_len, False, False, first, len(ticks))
+    work = dealt_work(row)
+    ring_s = max(tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for tick in ticks)
+    return ring_s, max(tick.with_chunk(q_len, position // len(ticks), run=row.span) for tick in ticks)
 
 
 def split(rows: Sequence[Work]) -> tuple[list[Work], list[Work]]:
@@ -235,7 +244,7 @@ class Tick:
         if ring > 1 and self._ring is not None:
             slope_s, others = tiles.b[-(-q_len // tiles.tile)], q_len * (ring - 1)
             history = kv_before - others / 2
-            fixed_s += ring_steps_s(self._ring, slope_s, size=ring, history=history, tokens=q_len + others)
+            fixed_s += self._ring.seconds(slope_s, size=ring, history=history, tokens=q_len + others)
         return tiles.a if kv_before > 0 else tiles.first, kv_before, merge_s, fixed_s
 
     def _raw(self, q_len: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> float:

@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 
 from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick, dealt_work
+from medha.cost.predictor import Predictor, Tick, dealt_work, ring_or_gather_s
 from medha.cost.prefill_time import chunk_rules
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
@@ -360,11 +360,9 @@ class MedhaPacker(Packer):
         its groups compute it."""
         if q_len > self.predictor.max_tokens:
             return True
-        groups = self._groups[first : first + count]
-        work = dealt_work(Row(0, position, q_len, False, False, first, count))
-        ring_s = max(group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for group in groups)
-        run = first, first + count - 1
-        return ring_s < max(group.tick.with_chunk(q_len, position // count, run=run) for group in groups)
+        ticks = [group.tick for group in self._groups[first : first + count]]
+        ring_s, gather_s = ring_or_gather_s(ticks, position, q_len, first=first)
+        return ring_s < gather_s
 
     def _ring_fitting(self, position: int, groups: Sequence[GroupTime], limits: Sequence[float], most: int) -> int:
         """The most tokens of a chunk that is dealt to groups and fits their time."""
