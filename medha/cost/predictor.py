@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from medha.batch import Row
+from medha.batch import PIECES, Row
 from medha.cost.coefficients import Coefficients, Line, Tiles
 
 MIN_SECONDS = 1e-6  # no batch is predicted to take less
@@ -114,11 +114,17 @@ def dealt_work(row: Row, group: int | None = None) -> Work:
 
 def ring_or_gather_s(ticks: Sequence[Tick], position: int, q_len: int, *, first: int = 0) -> tuple[float, float]:
     """Corrected seconds of the slowest of some neighbouring groups, of which these are the batches so far, if a chunk
-    of a dealt request were dealt to them, and if all of them computed it; ``first`` is the first group."""
-    row = Row(0, position, q_len, False, False, first, len(ticks))
-    work = dealt_work(row)
-    ring_s = max(tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for tick in ticks)
-    return ring_s, max(tick.with_chunk(q_len, position // len(ticks), run=row.span) for tick in ticks)
+    of a dealt request were dealt to them, and if all of them computed it; inf where that cannot be. ``first`` is the
+    first group."""
+    count = len(ticks)
+    row = Row(0, position, q_len, False, False, first, count)
+    ring_s = gather_s = math.inf
+    if q_len >= PIECES * count:
+        work = dealt_work(row)
+        ring_s = max(tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for tick in ticks)
+    if q_len <= ticks[0].most_tokens:
+        gather_s = max(tick.with_chunk(q_len, position // count, run=row.span) for tick in ticks)
+    return ring_s, gather_s
 
 
 def split(rows: Sequence[Work]) -> tuple[list[Work], list[Work]]:
@@ -150,6 +156,11 @@ class Tick:
         self.seconds = 0.0
         if decodes is not None:
             self._count_decodes(predictor, decodes)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a chunk."""
+        return self._tiles.max_tokens
 
     @property
     def kind(self) -> Kind:

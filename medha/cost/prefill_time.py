@@ -13,31 +13,34 @@ The seconds are at factor 1; callers multiply by the factor of the moment.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick
+from medha.cost.predictor import Predictor, Tick, ring_or_gather_s
 
 ChunkRule = Callable[[int], int]
 
 _EXACT_CHUNKS = 128
 _NUM_POINTS = 640
+_PROMPTS = 4096  # of which is kept whether they are spread
 _NEARLY = 0.85  # of full speed
 _SHORT_PROMPT = 256  # tokens
 
 
 class PrefillTimes:
     """Cached prefill seconds of a request that runs alone, on the slowest stage, by a rule that gives the tokens of a
-    chunk from those cached before. Prompts longer than ``max_tokens`` count as this long."""
+    chunk from those cached before. Prompts longer than ``max_tokens`` count as this long. Over ``count`` groups a chunk
+    is as many times as long, and dealt: gathered chunks would leave all keys on one of them."""
 
-    def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000) -> None:
+    def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000, count: int = 1) -> None:
         self.max_tokens = max_tokens
-        self._steps = steps = _Steps(predictor.uncorrected(), chunk)
+        self._steps = steps = _Steps(predictor.uncorrected(), chunk, count)
         self.least_s = steps.seconds(1, 0)
         starts, done = steps.exact(max_tokens)
         self._exact_end = starts[-1]
@@ -78,6 +81,39 @@ class PrefillTimes:
         if i + 1 == len(x):
             return y[-1]
         return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (num_tokens - x[i]) + y[i]
+
+
+class SpreadTimes:
+    """Prefill seconds where prompts of more than ``most_kv`` tokens, which need several groups, may lie on all of these
+    from their first chunk on.
+
+    ``of`` gives the times over so many groups.
+    """
+
+    def __init__(self, of: Callable[[int], PrefillTimes], most_kv: int) -> None:
+        self._of = cache(of)
+        self._most_kv = most_kv
+        self.pays = lru_cache(_PROMPTS)(self._pays)
+
+    def _pays(self, num_prompt: int, count: int) -> bool:
+        """Whether a prompt is read sooner on so many groups than on one."""
+        return self._of(count).total_s(num_prompt) < self._of(1).total_s(num_prompt)
+
+    def _times(self, num_prompt: int) -> PrefillTimes:
+        count = -(-num_prompt // self._most_kv)
+        return self._of(count if count > 1 and self.pays(num_prompt, count) else 1)
+
+    def total_s(self, num_prompt: int) -> float:
+        """See :meth:`PrefillTimes.total_s`."""
+        return self._times(num_prompt).total_s(num_prompt)
+
+    def span_s(self, start: int, end: int) -> float:
+        """See :meth:`PrefillTimes.span_s`."""
+        return self._times(end).span_s(start, end)
+
+    def remaining_s(self, num_computed: int, num_prompt: int) -> float:
+        """See :meth:`PrefillTimes.remaining_s`."""
+        return self._times(num_prompt).remaining_s(num_computed, num_prompt)
 
 
 def budgeted_chunk(
@@ -132,15 +168,21 @@ class _Steps:
 
     predictor: Predictor
     chunk: ChunkRule
+    count: int  # groups
 
     def seconds(self, q_len: int, kv_before: int) -> float:
         """Of one chunk alone; one longer than the predictor's largest batch runs as several."""
-        tick, largest = self._tick, self.predictor.max_tokens
-        total_s = 0.0
+        largest, total_s = self.count * self.predictor.max_tokens, 0.0
         while q_len > largest:
-            total_s += tick.with_chunk(largest, kv_before)
+            total_s += self._chunk_s(largest, kv_before)
             q_len, kv_before = q_len - largest, kv_before + largest
-        return total_s + tick.with_chunk(q_len, kv_before)
+        return total_s + self._chunk_s(q_len, kv_before)
+
+    def _chunk_s(self, q_len: int, kv_before: int) -> float:
+        if self.count == 1:
+            return self._tick.with_chunk(q_len, kv_before)
+        ring_s, gather_s = ring_or_gather_s([self._tick] * self.count, kv_before, q_len)
+        return ring_s if ring_s < math.inf else gather_s
 
     @cached_property
     def _tick(self) -> Tick:
@@ -148,7 +190,7 @@ class _Steps:
 
     def size(self, kv_before: int) -> int:
         """The rule's chunk; 1 where it yields nothing, as the budget is too small."""
-        return max(self.chunk(kv_before), 1)
+        return max(self.count * self.chunk(kv_before), 1)
 
     def exact(self, max_tokens: int) -> tuple[list[float], list[float]]:
         """Where the first chunks start, and the seconds done by then; the last is where the last of them ends."""

@@ -358,8 +358,6 @@ class MedhaPacker(Packer):
     def _prefers_ring(self, position: int, q_len: int, first: int, count: int) -> bool:
         """Whether a chunk of a dealt request is predicted to end its batch sooner where it is dealt than where all of
         its groups compute it."""
-        if q_len > self.predictor.max_tokens:
-            return True
         ticks = [group.tick for group in self._groups[first : first + count]]
         ring_s, gather_s = ring_or_gather_s(ticks, position, q_len, first=first)
         return ring_s < gather_s

@@ -13,12 +13,13 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from medha.batch import PIECES, Batch
 from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run, Work
-from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
+from medha.cost.prefill_time import PrefillTimes, SpreadTimes, budgeted_chunk, chunk_rules
 from medha.errors import ConfigError, DeadlineError
 from medha.sched.baselines import CLASSICAL
 from medha.sched.batch_builder import BatchBuilder, Packer
@@ -87,12 +88,17 @@ class Scheduler:
         else:
             assert predictor is not None, "the medha scheduler needs a predictor"
             self.packer = MedhaPacker(config, predictor, self.depth)
-        times = None
+        times: PrefillTimes | SpreadTimes | None = None
         if predictor is not None:
             budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
             most, step = config.max_batch_tokens, config.chunk_granularity
             rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
-            times = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
+            over = partial(PrefillTimes, predictor, rule, max_tokens=max_prompt_tokens)
+            if config.ring:
+                times = SpreadTimes(lambda count: over(count=count), self.memory.max_kv_per_group)
+                self.memory.deal_pays = times.pays
+            else:
+                times = over()
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)
