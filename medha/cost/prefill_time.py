@@ -22,7 +22,7 @@ from functools import cache, cached_property, lru_cache
 import numpy as np
 
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick, ring_or_gather_s
+from medha.cost.predictor import Predictor, ring_or_gather_s
 
 ChunkRule = Callable[[int], int]
 
@@ -35,8 +35,8 @@ _SHORT_PROMPT = 256  # tokens
 
 class PrefillTimes:
     """Cached prefill seconds of a request that runs alone, on the slowest stage, by a rule that gives the tokens of a
-    chunk from those cached before. Prompts longer than ``max_tokens`` count as this long. Over ``count`` groups a chunk
-    is as many times as long, and dealt: gathered chunks would leave all keys on one of them."""
+    chunk from those cached before. Prompts longer than ``max_tokens`` count as this long. Over ``count`` groups chunks
+    are dealt: gathered ones would leave all keys on one of them."""
 
     def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000, count: int = 1) -> None:
         self.max_tokens = max_tokens
@@ -85,13 +85,19 @@ class PrefillTimes:
 
 class SpreadTimes:
     """Prefill seconds where prompts of more than ``most_kv`` tokens, which need several groups, may lie on all of these
-    from their first chunk on.
+    from their first chunk on; ``chunk`` is the rule on one group."""
 
-    ``of`` gives the times over so many groups.
-    """
+    def __init__(
+        self, predictor: Predictor, chunk: ChunkRule, config: SchedulerConfig, *, max_tokens: int, most_kv: int
+    ) -> None:
+        def over(count: int) -> PrefillTimes:
+            rule = chunk
+            if count > 1:
+                least = dealt_chunk(config, predictor, count)
+                rule = lambda kv_before: max(count * chunk(kv_before), least(kv_before))  # noqa: E731
+            return PrefillTimes(predictor, rule, max_tokens=max_tokens, count=count)
 
-    def __init__(self, of: Callable[[int], PrefillTimes], most_kv: int) -> None:
-        self._of = cache(of)
+        self._of = cache(over)
         self._most_kv = most_kv
         self.pays = lru_cache(_PROMPTS)(self._pays)
 
@@ -129,15 +135,17 @@ def budgeted_chunk(
     return chunk
 
 
-def efficient_chunk(predictor: Predictor, max_tokens: int, least: int) -> ChunkRule:
+def efficient_chunk(predictor: Predictor, max_tokens: int, least: int, *, count: int = 1) -> ChunkRule:
     """The rule of the smallest chunk, ``least`` times a power of two, whose tokens a second are nearly those of the
-    best that ``max_tokens`` allow, behind the same cached tokens."""
-    tick, most = predictor.uncorrected().tick(), min(max_tokens, predictor.max_tokens)
+    best that ``max_tokens`` allow, behind the same cached tokens; tokens are of each of ``count`` groups, the chunk of
+    all."""
+    seconds, most = _chunk_seconds(predictor, count), count * min(max_tokens, predictor.max_tokens)
+    least *= count
     sizes = [least << i for i in range((most // least).bit_length())] if least < most else [most]
 
     @cache
     def chunk_at(kv_before: int) -> int:
-        rates = [size / tick.with_chunk(size, kv_before) for size in sizes]
+        rates = [size / seconds(size, kv_before) for size in sizes]
         return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= _NEARLY * max(rates))
 
     def chunk(kv_before: int) -> int:
@@ -145,6 +153,25 @@ def efficient_chunk(predictor: Predictor, max_tokens: int, least: int) -> ChunkR
         return chunk_at(kv_before >> low_bits << low_bits)
 
     return chunk
+
+
+def _chunk_seconds(predictor: Predictor, count: int) -> Callable[[int, int], float]:
+    """Uncorrected seconds of a chunk alone behind cached tokens; over several groups dealt, if it is long enough."""
+    tick = predictor.uncorrected().tick()
+    if count == 1:
+        return tick.with_chunk
+
+    def dealt_s(q_len: int, kv_before: int) -> float:
+        ring_s, gather_s = ring_or_gather_s([tick] * count, kv_before, q_len)
+        return ring_s if ring_s < math.inf else gather_s
+
+    return dealt_s
+
+
+def dealt_chunk(config: SchedulerConfig, predictor: Predictor, count: int) -> ChunkRule:
+    """The least tokens of a chunk that is dealt to so many groups for which a batch may take longer: each step of a
+    ring costs the same however small the chunk, so it is as long as is read at nearly full speed."""
+    return efficient_chunk(predictor, config.max_batch_tokens, min(config.min_chunk, predictor.max_tokens), count=count)
 
 
 def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, ChunkRule]:
@@ -178,19 +205,13 @@ class _Steps:
             q_len, kv_before = q_len - largest, kv_before + largest
         return total_s + self._chunk_s(q_len, kv_before)
 
-    def _chunk_s(self, q_len: int, kv_before: int) -> float:
-        if self.count == 1:
-            return self._tick.with_chunk(q_len, kv_before)
-        ring_s, gather_s = ring_or_gather_s([self._tick] * self.count, kv_before, q_len)
-        return ring_s if ring_s < math.inf else gather_s
-
     @cached_property
-    def _tick(self) -> Tick:
-        return self.predictor.tick()
+    def _chunk_s(self) -> Callable[[int, int], float]:
+        return _chunk_seconds(self.predictor, self.count)
 
     def size(self, kv_before: int) -> int:
         """The rule's chunk; 1 where it yields nothing, as the budget is too small."""
-        return max(self.count * self.chunk(kv_before), 1)
+        return max(self.chunk(kv_before), 1)
 
     def exact(self, max_tokens: int) -> tuple[list[float], list[float]]:
         """Where the first chunks start, and the seconds done by then; the last is where the last of them ends."""

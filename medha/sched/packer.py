@@ -41,6 +41,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ from numpy.typing import NDArray
 from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor, Tick, dealt_work, ring_or_gather_s
-from medha.cost.prefill_time import chunk_rules
+from medha.cost.prefill_time import chunk_rules, dealt_chunk
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
@@ -84,6 +85,7 @@ class MedhaPacker(Packer):
         self.predictor = predictor
         self.depth = depth
         self._quantum_s, self._least_chunk = chunk_rules(config, predictor)
+        self._least_dealt = cache(partial(dealt_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
@@ -293,7 +295,10 @@ class MedhaPacker(Packer):
         def least(first: int, count: int, most: int) -> int:
             if any(builder.has_chunk[first : first + count]) or not may_enter(first, count):
                 return 0
-            efficient = min(most, self._least_chunk(position // count))
+            if count > 1 and builder.is_spread(state):
+                efficient = min(most, self._least_dealt(count)(position))
+            else:
+                efficient = min(most, self._least_chunk(position // count))
             return max(self._fitting(state, builder, first, count, efficient), min(most, self.config.min_chunk))
 
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:

@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 from medha.batch import PIECES, Batch
@@ -93,12 +92,11 @@ class Scheduler:
             budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
             most, step = config.max_batch_tokens, config.chunk_granularity
             rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
-            over = partial(PrefillTimes, predictor, rule, max_tokens=max_prompt_tokens)
+            times = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
             if config.ring:
-                times = SpreadTimes(lambda count: over(count=count), self.memory.max_kv_per_group)
+                most_kv = self.memory.max_kv_per_group
+                times = SpreadTimes(predictor, rule, config, max_tokens=max_prompt_tokens, most_kv=most_kv)
                 self.memory.deal_pays = times.pays
-            else:
-                times = over()
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)
