@@ -313,11 +313,11 @@ class MedhaPacker(Packer):
         position = position if has_chunk else row.position  # more may be there than was thought
         for index in row.groups:
             group = self._groups[index]
+            if is_long:
+                group.long_slot = state.slot
             if row.is_dealt:
                 work = dealt_work(row, index)
                 group.tick.add(work.q_len, work.kv_before, samples=work.samples, ring=work.ring)
-                if is_long:
-                    group.long_slot = state.slot
                 continue
             kv = builder.memory.kv_before(state.slot, position, index)
             if index < row.writer:
@@ -325,8 +325,6 @@ class MedhaPacker(Packer):
             run = row.span if row.is_shared else None
             group.tick.add(q_len, kv, run=run, samples=row.samples and index == row.group)
             group.is_joined |= has_chunk
-            if is_long:
-                group.long_slot = state.slot
         return True
 
     def _grow(self, state: State, builder: BatchBuilder) -> None:
