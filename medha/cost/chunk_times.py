@@ -11,8 +11,9 @@ Table 1), e = 0 and c = 2 d: a token of history is read like one before it in th
 
 :func:`ring_chunk_s` computes a chunk with ring attention from the predictor of one group. Each of s ranks takes L / s
 tokens in zigzag pieces, so that all see C + L / 2 keys in the mean; keys and values go around in s - 1 steps. Of a step
-counts what the transfer is not hidden behind attention, and a fixed ``STEP_S`` (launches, merge, neighbours), which one
-column of the paper's Table 1 sets: 4,096 tokens on A100s leave 0.25, 0.52, 0.73 and 0.68 ms at 2, 4, 8 and 16 ranks.
+counts what the transfer is not hidden behind attention, and a fixed ``ring_step_s`` of the hardware spec (launches,
+merge, neighbours), which one column of the paper's Table 1 sets for GPUs: 4,096 tokens on A100s leave 0.25, 0.52, 0.73
+and 0.68 ms at 2, 4, 8 and 16 ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +27,11 @@ import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig
 from medha.config.fields import are_sp_sizes
-from medha.cost.coefficients import Link, ring_steps_s
 from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Predictor
-from medha.cost.roofline import Shard, chunk_slope_s
+from medha.cost.roofline import Shard, chunk_slope_s, ring_cost
 from medha.errors import ConfigError
 
-_DTYPE_BYTES = 2
 _HALVINGS, _HISTORIES = 9, (0.0, 0.5, 1.0, 2.0, 4.0)  # chunks that a fit is made of: lengths, and histories in chunks
 
 Chunk = tuple[int, int, float]
@@ -130,9 +129,8 @@ def ring_chunk_s(
     shard = Shard.of(model, parallel, 0)
     slope_s = float(chunk_slope_s(spec, own, heads=shard.heads, kv_heads=shard.kv_heads, head_dim=model.head_dim))
     link = spec.send if size * parallel.tp <= spec.gpus_per_node else spec.node_send
-    layers, token_bytes = model.num_layers, 2 * shard.kv_heads * model.head_dim * _DTYPE_BYTES
-    sends = Link(layers, link.alpha_s, link.bytes_per_s, token_bytes)
-    return alone_s + ring_steps_s(sends, layers * slope_s, size=size, history=history, tokens=tokens)
+    cost = ring_cost(spec, shard, link)
+    return alone_s + cost.seconds(shard.layers * slope_s, size=size, history=history, tokens=tokens)
 
 
 def ring_times(

@@ -19,6 +19,7 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, dealt_work, split
 from medha.sched.blocks import blocks_of, facing
 from medha.sched.decision import Prediction, SchedulerRequest
+from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.prefix import Hit, Path
 from medha.sched.queue import Queue, State
@@ -48,6 +49,19 @@ class Packer:
 
     def cancelled(self, slot: int) -> None:
         """Nothing more of a request is to be scheduled."""
+
+
+def works_of(rows: Sequence[Row], memory: KVMemory, group: int) -> tuple[list[Work], list[Work]]:
+    """Decodes and chunks of a batch as one of several groups sees them, when the batch is made."""
+    works = []
+    for row in rows:
+        if row.is_dealt and row.concerns(group):
+            works.append(dealt_work(row, group))
+        elif row.concerns(group):
+            kv = memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
+            samples = row.samples and group == row.group
+            works.append(Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, samples))
+    return split(works)
 
 
 class BatchBuilder:
@@ -241,15 +255,7 @@ class BatchBuilder:
         if self._decodes is not None:
             chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in self.rows if not row.is_decode]
             return self._decodes, chunks
-        works = []
-        for row in self.rows:
-            if row.is_dealt and row.concerns(group):
-                works.append(dealt_work(row, group))
-            elif row.concerns(group):
-                kv = self.memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
-                samples = row.samples and group == row.group
-                works.append(Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, samples))
-        return split(works)
+        return works_of(self.rows, self.memory, group)
 
     def _continue(self, state: State, size: SizeFn, is_whole: bool) -> int:
         position = state.num_scheduled_tokens

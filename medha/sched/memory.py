@@ -45,7 +45,7 @@ class KVMemory:
         num_groups: KV-parallel groups.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
         overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
-        deals: requests that need several groups are dealt, where the pools have room for that.
+        deals: requests that need several groups are dealt, where that pays and the pools have room for it.
         prefix_eviction, prefix_cost_s: as of :class:`medha.sched.prefix.PrefixCache`.
 
     Attributes:
@@ -80,6 +80,7 @@ class KVMemory:
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
         self.deals = deals
+        self.deal_pays: Callable[[int, int], bool] = lambda num_prompt, count: True  # a prompt, over so many groups
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
         self.prefix = PrefixCache(
@@ -139,7 +140,7 @@ class KVMemory:
         tokens too, and chunks that are gathered, as long as it is two blocks ahead at most.
         """
         count, size = len(self.reservation(num_tokens)), self.block_size
-        if not self.deals or count == 1:
+        if not self.deals or count == 1 or not self.deal_pays(num_prompt, count):
             return None
         share, spare = -(-num_tokens // count), size + PIECES
         last = -(-num_prompt // count) + num_tokens - num_prompt + 2 * spare + PIECES * count

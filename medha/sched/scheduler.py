@@ -18,7 +18,7 @@ from itertools import islice
 from medha.batch import PIECES, Batch
 from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run, Work
-from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
+from medha.cost.prefill_time import PrefillTimes, SpreadTimes, budgeted_chunk, chunk_rules
 from medha.errors import ConfigError, DeadlineError
 from medha.sched.baselines import CLASSICAL
 from medha.sched.batch_builder import BatchBuilder, Packer
@@ -88,12 +88,16 @@ class Scheduler:
         else:
             assert predictor is not None, "the medha scheduler needs a predictor"
             self.packer = MedhaPacker(config, predictor, self.depth)
-        times = None
+        times: PrefillTimes | SpreadTimes | None = None
         if predictor is not None:
             budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
             most, step = config.max_batch_tokens, config.chunk_granularity
             rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
             times = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
+            if config.ring:
+                most_kv = self.memory.max_kv_per_group
+                times = SpreadTimes(predictor, rule, config, max_tokens=max_prompt_tokens, most_kv=most_kv)
+                self.memory.deal_pays = times.pays
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)

@@ -20,7 +20,7 @@ import torch
 
 from medha.attention.interface import AttentionRows
 from medha.attention.staging import to_device
-from medha.batch import Batch, Deal, Extent, Row, Swap, shifts
+from medha.batch import Batch, Deal, Extent, Row, Shift, Swap, shifts
 from medha.worker.dealt import DealtRows, Move, dealt_rows, runs_of
 from medha.worker.swap import Run
 
@@ -104,12 +104,16 @@ class Slots:
             if shared.group == self.group:
                 self._make_room(shared.slot + 1)
                 self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
-        dealt = [row for row in batch.rows if row.is_dealt] if batch.deals else []
-        step.sends = [move for row in dealt for move in self._cut(row, batch.deals)]
+        dealt: list[tuple[Row, Deal, list[Shift]]] = []
+        for row in batch.rows if batch.deals else ():
+            if row.is_dealt:
+                its = [deal for deal in batch.deals if deal.slot == row.slot]
+                dealt.append((row, its[self.group - row.group], shifts(its)))
+        step.sends = [move for one in dealt for move in self._cut(*one)]
         for extent in batch.extents:
             if extent.group == self.group:
                 self._append(extent)
-        step.receives = [move for row in dealt for move in self._grow(row, batch.deals)]
+        step.receives = [move for one in dealt for move in self._grow(*one)]
         size = self.block_size
         step.copies = [(c.source * size, c.target * size, c.num_tokens) for c in batch.copies if c.group == self.group]
         step.swaps_in = self._runs(batch.swaps_in)
@@ -136,17 +140,15 @@ class Slots:
             self._blocks[extent.slot] = blocks
         blocks[start:end] = np.arange(extent.first, extent.first + extent.count)
 
-    def _cut(self, row: Row, deals: Sequence[Deal]) -> list[Move]:
+    def _cut(self, row: Row, own: Deal, its: Sequence[Shift]) -> list[Move]:
         """Take off a request's table here what goes to other groups before its dealt row runs."""
-        its = [deal for deal in deals if deal.slot == row.slot]
-        own, slot = its[self.group - row.group], row.slot
-        self._make_room(slot + 1)
+        self._make_room((slot := row.slot) + 1)
         if self.held[slot] != own.held:
             raise ValueError(
                 f"slot {slot} has {self.held[slot]} tokens on group {self.group}, the batch says {own.held}"
             )
         moves, end = [], own.held
-        for shift in shifts(its):
+        for shift in its:
             if shift.source == self.group:
                 moves.append(Move(shift.target, self._tokens(slot, end - shift.num_tokens, end), shift.num_tokens))
                 end -= shift.num_tokens
@@ -155,12 +157,10 @@ class Slots:
             self._num_blocks[slot] = min(self._num_blocks[slot], kept)
         return moves
 
-    def _grow(self, row: Row, deals: Sequence[Deal]) -> list[Move]:
+    def _grow(self, row: Row, own: Deal, its: Sequence[Shift]) -> list[Move]:
         """Give what comes from other groups its place behind what a request has here; it has its share then."""
-        its = [deal for deal in deals if deal.slot == row.slot]
-        own, slot = its[self.group - row.group], row.slot
-        moves, end = [], own.held
-        for shift in shifts(its):
+        moves, slot, end = [], row.slot, own.held
+        for shift in its:
             if shift.target == self.group:
                 start, end = end, end + shift.num_tokens
                 moves.append(Move(shift.source, self._tokens(slot, start, end), shift.num_tokens))
