@@ -137,7 +137,7 @@ def test_the_time_of_a_batch_in_words(options: dict[str, Any], has_tpot: bool, t
 
 
 def test_an_unknown_option_is_refused_with_what_is_near() -> None:
-    known = "known: " + ", ".join(sorted({*ACCEPTED, "policy"}))
+    known = "known: " + ", ".join(sorted({*ACCEPTED, "policy", "plan_order"}))
     hints = {"chunk_sise": "did you mean chunk_size?", "num_blocks": "did you mean num_kv_blocks?", "zzz": known}
     for wrong, hint in hints.items():
         with pytest.raises(ConfigError) as caught:

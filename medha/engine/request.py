@@ -34,8 +34,8 @@ class ModelLimits:
     max_model_len: int  # prompt plus output in tokens
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, float | int | None] = field(default_factory=dict)  # from generation_config.json
-    most_new_tokens: int | None = None  # of a completion, where that is bounded apart
     seed: int = 0  # base of the seeds of requests that bring none
+    most_new_tokens: int | None = None  # of a completion, where that is bounded apart
 
 
 class Request:
