@@ -12,16 +12,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
-from medha.config import EngineConfig, ModelConfig
+from medha.config import CDSP, EngineConfig, ModelConfig
+from medha.cost.chunk_times import predicted_times
 from medha.cost.coefficients import Coefficients
+from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor
-from medha.cost.roofline import load_coefficients
+from medha.cost.roofline import load_coefficients, shape_name
 from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
@@ -41,6 +44,7 @@ from medha.parallel.mesh import (
     over_ranks,
     wait_for_all,
 )
+from medha.sched.lanes import Dealing
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
@@ -143,6 +147,9 @@ def _build(
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = own_device(pick_device(config.device), None if job is None else job.launch)
     config = _with_async(config, device)
+    if config.scheduler.scheduler == CDSP:  # a chunk may be a whole prompt on one group
+        most = min(max(config.scheduler.max_batch_tokens, limits.max_model_len), 1 << 24)
+        config = _scheduling(config, max_batch_tokens=most)
     dtype = torch_dtype(config, model_config)
     ranks = None
     if job is not None:
@@ -181,11 +188,14 @@ def _build(
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
         capture_graphs(runner, config, captured)
+    is_dealt = config.scheduler.scheduler == CDSP
+    if is_dealt:
+        limits = dataclasses.replace(limits, most_new_tokens=1)
     if ranks is not None and ranks.rank != 0:
-        follower = Follower(runner, ranks)
+        follower = Follower(runner, ranks, decodes=not is_dealt)
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
-    scheduler = _build_scheduler(config, coefficients, limits, num_blocks)
+    scheduler = _build_scheduler(config, coefficients, limits, num_blocks, device, model_config)
     reasons = "; ".join(filter(None, (why, backend.describe(shard.layer_shape))))
     attention = backend.name if device.type == "cpu" else f"{backend.name} ({reasons})"
     place = f"{str(dtype).removeprefix('torch.')} on {device}"
@@ -196,8 +206,8 @@ def _build(
     if ranks is None:
         return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
-    driven = DrivingRunner(runner, ranks, sender)
-    engine = Engine(driven, scheduler, limits, **texts)
+    driven = DrivingRunner(runner, ranks, sender, lanes=is_dealt)
+    engine = Engine(driven, scheduler, limits, news=driven.news, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe
     if timeline is not None:
@@ -216,13 +226,26 @@ def _check_pools(config: EngineConfig, num_blocks: int, num_host_blocks: int) ->
 
 
 def _build_scheduler(
-    config: EngineConfig, coefficients: Coefficients, limits: ModelLimits, num_blocks: int
+    config: EngineConfig,
+    coefficients: Coefficients,
+    limits: ModelLimits,
+    num_blocks: int,
+    device: torch.device,
+    model: ModelConfig,
 ) -> Scheduler:
     predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
     sizes = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
     longest, num_groups = limits.max_model_len, config.parallel.kvp
     completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **sizes)
-    return Scheduler(completed, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
+    dealing = None
+    if completed.scheduler == CDSP:
+        times = partial(predicted_times, predictor, longest=longest)
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        hardware = spec_of_device(gpu, torch.get_num_threads()).name
+        dealing = Dealing.of(
+            completed, config.parallel, lambda sizes: times(sizes=sizes), hardware=hardware, model=shape_name(model)
+        )
+    return Scheduler(completed, dealing, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
 
 
 def _with_async(config: EngineConfig, device: torch.device) -> EngineConfig:

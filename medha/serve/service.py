@@ -112,7 +112,7 @@ class Service:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
         answer, self.loop = Answer(requests), asyncio.get_running_loop()
         added: futures.Future[None] = futures.Future()
-        self._inbox.put(partial(self._add, answer, arrival_s, added))
+        self._ask(partial(self._add, answer, arrival_s, added))
         waiting = asyncio.wrap_future(added)
         try:
             while not waiting.done():  # nobody takes it where the engine's thread is stuck or has ended
@@ -132,11 +132,16 @@ class Service:
     def abort(self, answer: Answer) -> None:
         """End what still runs of an answer, between two steps."""
         for one in answer.requests:
-            self._inbox.put(partial(self.engine.abort, one.request_id))
+            self._ask(partial(self.engine.abort, one.request_id))
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, between two steps; what is asked from now on finds nothing of before."""
-        self._inbox.put(self.engine.reset_prefix_cache)
+        self._ask(self.engine.reset_prefix_cache)
+
+    def _ask(self, call: Callable[[], None]) -> None:
+        """Let the engine's thread make a call, between two steps."""
+        self._inbox.put(call)
+        self.engine.wake()
 
     @property
     def stuck_s(self) -> float:
@@ -185,7 +190,7 @@ class Service:
             while not should_stop():
                 self._obey(0.0 if self.engine.has_unfinished else _IDLE_S)
                 if self.engine.has_unfinished:
-                    self.engine.advance()
+                    self.engine.advance(_IDLE_S)
                 self._moved_s = time.monotonic()
                 self.flush()
         except KeyboardInterrupt:

@@ -1,11 +1,14 @@
-"""What a step gives back, and the interface of whatever runs steps."""
+"""What a step gives back, the interface of whatever runs steps, and who makes calls in order."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +35,8 @@ class PendingStep(NamedTuple):
     """A batch that was submitted; ``result`` waits for what it produced."""
 
     result: Callable[[], StepResult]
+    # Whether ``result`` need not wait, where batches complete independently; where they do in order nobody asks first.
+    is_done: Callable[[], bool] = lambda: True
 
 
 class BatchRunner(Protocol):
@@ -104,6 +109,38 @@ class InOrder(Generic[T]):
     def _run_next(self) -> None:
         step = self._waiting.popleft()
         self._results[step.batch.batch_id] = self._run(step)
+
+
+class Lane:
+    """Makes calls one after the other in a thread of its own, until :meth:`close`; ``idle`` is around its waits."""
+
+    def __init__(self, name: str, idle: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self._idle = idle
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Make a call after those before it."""
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the calls so far."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while True:
+            with self._idle():
+                item = self._calls.get()
+            if item is None:
+                return
+            call, future = item
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del item, call, future  # an idle thread holds nothing that a call was about
 
 
 def phase(name: str) -> AbstractContextManager[object]:
