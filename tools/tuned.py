@@ -45,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(given.num_threads)
     subject, longest = Subject(hf_overrides=given.hf_overrides), 16385
     vocab_size = subject.model_config(longest=1).vocab_size
-    options = {"load_format": "dummy", "prefix_caching": False, "max_model_len": longest}
+    options: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False, "max_model_len": longest}
     options |= {"hf_overrides": subject.overrides(longest)}
     chance = np.random.default_rng(0)
     found: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
