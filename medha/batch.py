@@ -5,8 +5,8 @@ rows, never with the context, so it can be sent to every rank each step as flat 
 Batch is immutable and every rank runs it as sent. It names no token: the next token of a decoding request is read from
 what the runner drew; a prompt's tokens are on rank 0, and those of a chunk travel beside the batch.
 
-Where KV can be swapped to host memory, a batch says which host blocks take the keys and values of a preempted
-request, and which ones fill the blocks of one that comes back (:mod:`medha.worker.swap`).
+Where KV can be swapped to host memory, a batch says which blocks go to which of the host's, be they of a preempted
+request or of a prefix that is kept, and which come back (:mod:`medha.worker.swap`).
 
 A request may begin behind tokens whose keys and values others have computed: its table begins with their blocks.
 
@@ -101,7 +101,7 @@ class Row(NamedTuple):
 class Extent(NamedTuple):
     """A run of adjacent KV blocks of a request: ``first``, ..., ``first + count - 1``.
 
-    They are appended to its block table; those of a swap are of the host's pool.
+    They are appended to its block table.
     """
 
     slot: int
@@ -117,6 +117,20 @@ class Extent(NamedTuple):
         """The run as text."""
         where = f" of group {self.group}" if self.group else ""
         return f"[{self.first}:{self.first + self.count}]{where}"
+
+
+class Swap(NamedTuple):
+    """Adjacent blocks of a group's pool and as many of its host's, which the one's keys and values become."""
+
+    group: int
+    first: int
+    host_first: int
+    count: int  # type: ignore[assignment]  # not that of a tuple
+
+    def __str__(self) -> str:
+        where = f" of group {self.group}" if self.group else ""
+        ends = self.first + self.count, self.host_first + self.count
+        return f"blocks [{self.first}:{ends[0]}], host blocks [{self.host_first}:{ends[1]}]{where}"
 
 
 class Shared(NamedTuple):
@@ -194,20 +208,19 @@ def shifts(deals: Sequence[Deal]) -> list[Shift]:
 class Batch:
     """The plan of one step, decodes before prefills.
 
-    A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then cuts off what ``deals`` move
-    away, then applies ``extents`` and ``shared``, then ``swaps_in`` into the first blocks of the slot's new table, then
-    ``copies``, then runs ``rows``: a slot or block freed by this batch may be handed out again by the same batch, and a
-    slot that it swaps out may come back with it. Blocks that are cut off are handed out by a later batch.
-    Extents are in position order for each slot; a slot that comes back, or shares, has a row that begins at the first
-    position behind what it has.
+    A replica applies ``frees``, then cuts off what ``deals`` move away, then applies ``extents`` and ``shared``. It
+    moves ``swaps_out``, then ``swaps_in``, then ``copies``, then runs ``rows``. A slot or block freed by this batch may
+    be handed out again by the same batch, and what it swaps out may come back with it. Blocks that are cut off are
+    handed out by a later batch. Extents are in position order for each slot; a slot that comes back, or shares, has a
+    row that begins at the first position behind what it has.
     """
 
     batch_id: int  # from 0, without gaps
     rows: tuple[Row, ...]
     extents: tuple[Extent, ...] = ()  # newly allocated blocks
     frees: tuple[int, ...] = ()  # slots whose block tables are dropped
-    swaps_out: tuple[Extent, ...] = ()  # host blocks that take the first blocks of a slot's present table
-    swaps_in: tuple[Extent, ...] = ()  # host blocks that fill the first blocks of a slot's new table
+    swaps_out: tuple[Swap, ...] = ()  # in this order
+    swaps_in: tuple[Swap, ...] = ()
     shared: tuple[Shared, ...] = ()  # of slots that begin behind what is there of their tokens
     copies: tuple[Copy, ...] = ()  # in this order
     deals: tuple[Deal, ...] = ()  # of each dealt row, all groups of its run in ascending order
@@ -224,7 +237,7 @@ class Batch:
 
     def num_moved_blocks(self, group: int) -> int:
         """Blocks of a group that are swapped out or in."""
-        return sum(extent.count for extent in (*self.swaps_out, *self.swaps_in) if extent.group == group)
+        return sum(swap.count for swap in (*self.swaps_out, *self.swaps_in) if swap.group == group)
 
     @property
     def num_tokens(self) -> int:
@@ -273,8 +286,7 @@ class Batch:
         lines += [f"  {row}" for row in self.rows]
         lines += [f"  {extent}" for extent in self.extents]
         lines += [f"  slot {slot} freed" for slot in self.frees]
-        lines += [f"  slot {extent.slot} out to host blocks {extent.blocks}" for extent in self.swaps_out]
-        lines += [f"  slot {extent.slot} in from host blocks {extent.blocks}" for extent in self.swaps_in]
+        lines += [f"  {name}: {swap}" for name in ("out", "in") for swap in getattr(self, f"swaps_{name}")]
         lines += [f"  {one}" for one in (*self.shared, *self.copies, *self.deals)]
         return "\n".join(lines)
 
@@ -329,7 +341,7 @@ class Batch:
         )
         extents = tuple(Extent(*part) for part in _parts(ints[extents_at:frees_at], _EXTENT))
         parts = _parts(ints[end + num_kinds :], _EXTENT)
-        kinds = zip((Extent, Extent, Shared, Copy, Deal)[:num_kinds], more, strict=True)
+        kinds = zip((Swap, Swap, Shared, Copy, Deal)[:num_kinds], more, strict=True)
         others: list[Any] = [tuple(kind(*part) for part in islice(parts, count)) for kind, count in kinds]
         return cls(batch_id, rows, extents, tuple(ints[frees_at:end]), *others)
 

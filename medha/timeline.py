@@ -29,7 +29,7 @@ _EVENTS_A_PIECE = 1000
 
 _Event = dict[str, Any]
 _Batch = tuple[Batch, float, float, Sequence[str]]
-_Wait = Literal["control", "hidden", "report", "send", "merge"]
+_Wait = Literal["control", "hidden", "report", "send", "merge", "shift"]
 _WAITS: tuple[_Wait, ...] = get_args(_Wait)
 
 
@@ -41,6 +41,7 @@ class BatchRecord(NamedTuple):
             tensor-parallel group are part of it.
         control_wait_s, hidden_wait_s: waited for that message, and for hidden states of the stage before.
         merge_wait_s: within the compute, waited for the other groups' parts of shared attention and merged them.
+        shift_wait_s: likewise, for history that moves between groups.
     """
 
     batch_id: int
@@ -53,6 +54,7 @@ class BatchRecord(NamedTuple):
     report_wait_s: float = 0.0  # waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline
     send_wait_s: float = 0.0  # waited for a free buffer to send the hidden states of the batch before
     merge_wait_s: float = 0.0
+    shift_wait_s: float = 0.0
     cpu_s: float = 0.0  # of the compute, on the processor: of the thread that ran it, waits excluded
 
     @property

@@ -12,12 +12,14 @@ import medha.worker.runner
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
+from medha.cpu.library import lacks
 from medha.engine.build import build_role
 from medha.engine.engine import Engine
 from medha.engine.explain import Explainer
 from medha.engine.request import ModelLimits
 from medha.models.decoder import Decoder, build_decoder
 from medha.models.hf_config import load_model_config
+from medha.models.layers import OWN_KERNELS
 from medha.models.weights import Checkpoint, check_tensors, load_parameters
 from medha.params import SamplingParams
 from medha.sched.decision import Decision
@@ -44,7 +46,7 @@ def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder
         check_tensors(checkpoint, config)
         model = build_decoder(config, dtype=dtype, device=CPU)
         load_parameters(dict(model.named_parameters()), checkpoint)
-    model.pack_()
+    model.pack_(fused=None if lacks(dtype) else OWN_KERNELS)
     return model
 
 

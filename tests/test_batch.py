@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Copy, Deal, Extent, Row, Shared, Shift, shifts
+from medha.batch import Batch, Copy, Deal, Extent, Row, Shared, Shift, Swap, shifts
 
 BATCH = Batch(
     batch_id=7,
@@ -31,13 +31,14 @@ SWAPPED = Batch(
     rows=(Row(6, 41, 1, False, True), Row(7, 0, 8, False, False, 1)),
     extents=(Extent(6, 3, 3), Extent(7, 0, 1, 1)),
     frees=(4, 6),
-    swaps_out=(Extent(4, 0, 2), Extent(5, 7, 1, 1)),
-    swaps_in=(Extent(6, 2, 3),),
+    swaps_out=(Swap(0, 8, 0, 2), Swap(1, 5, 7, 1)),
+    swaps_in=(Swap(0, 3, 2, 3),),
 )
 ROW_FIELDS = ("slot", "position", "q_len", "group", "num_groups")
 EXTENT_FIELDS = ("slot", "first", "count", "group")
 INT32 = st.integers(-(2**31), 2**31 - 1)
 EXTENTS = st.lists(st.builds(Extent, INT32, INT32, INT32, INT32), max_size=4).map(tuple)
+SWAPS = st.lists(st.builds(Swap, INT32, INT32, INT32, INT32), max_size=4).map(tuple)
 NONE = st.just(())
 ROWS = st.builds(Row, INT32, INT32, INT32, st.booleans(), st.booleans(), INT32, INT32, st.just(False))
 BATCHES = st.builds(
@@ -46,8 +47,8 @@ BATCHES = st.builds(
     st.lists(ROWS, max_size=4).map(tuple),
     EXTENTS,
     st.lists(INT32, max_size=4).map(tuple),
-    NONE | EXTENTS,
-    NONE | EXTENTS,
+    NONE | SWAPS,
+    NONE | SWAPS,
     NONE | st.lists(st.builds(Shared, INT32, INT32, INT32, INT32), max_size=2).map(tuple),
     NONE | st.lists(st.builds(Copy, INT32, INT32, INT32, INT32), max_size=2).map(tuple),
     NONE,
@@ -86,9 +87,9 @@ batch 9: 2 rows, 9 tokens
   slot 7 + blocks [0:1] of group 1
   slot 4 freed
   slot 6 freed
-  slot 4 out to host blocks [0:2]
-  slot 5 out to host blocks [7:8] of group 1
-  slot 6 in from host blocks [2:5]
+  out: blocks [8:10], host blocks [0:2]
+  out: blocks [5:6], host blocks [7:8] of group 1
+  in: blocks [3:6], host blocks [2:5]
 batch 0: 0 rows, 0 tokens"""
 
 
@@ -112,13 +113,15 @@ def test_a_rows_run_of_groups() -> None:
 def test_parts_make_the_whole(runs: list[tuple[int, int]], holders: list[int]) -> None:
     rows = tuple(Row(slot, 0, 1, False, False, *run) for slot, run in enumerate(runs))
     extents = tuple(Extent(slot, slot, 1, group) for slot, group in enumerate(holders))
-    parts = [Batch(3, rows, extents, (7,), extents, extents[::2]).part_of(group) for group in range(7)]
+    swaps = tuple(Swap(group, slot, 9, 1) for slot, group in enumerate(holders))
+    parts = [Batch(3, rows, extents, (7,), swaps, swaps[::2]).part_of(group) for group in range(7)]
     for row in rows:
         assert [group for group, part in enumerate(parts) if row in part.rows] == list(row.groups)
     for group, part in enumerate(parts):
-        assert (part.batch_id, part.frees, part.swaps_out) == (3, (7,), part.extents)
+        assert (part.batch_id, part.frees) == (3, (7,))
         assert part.extents == tuple(extent for extent in extents if extent.group == group)
-        assert set(part.swaps_in) == set(part.extents) & set(extents[::2])
+        assert part.swaps_out == tuple(swap for swap in swaps if swap.group == group)
+        assert part.swaps_in == tuple(swap for swap in swaps[::2] if swap.group == group)
         assert part.part_of(group) == part == Batch.from_ints(part.to_ints())
 
 
@@ -138,7 +141,7 @@ def test_layout_of_the_integers() -> None:
     )
     assert SHARED.to_ints()[4:16] == array("i", [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1)])
     # Where there are some, behind all that: numbers of swaps out and in, shared and copies, then each.
-    more = [2, 1, 1, 1, *(4, 0, 2, 0), *(5, 7, 1, 1), *(6, 2, 3, 0), *(7, 1, 64, 32), *(1, 3, 4, 16)]
+    more = [2, 1, 1, 1, *(0, 8, 0, 2), *(1, 5, 7, 1), *(0, 3, 2, 3), *(7, 1, 64, 32), *(1, 3, 4, 16)]
     plain = dataclasses.replace(SWAPPED, swaps_out=(), swaps_in=())
     found = dataclasses.replace(SWAPPED, shared=(Shared(7, 1, 64, 32),), copies=(Copy(1, 3, 4, 16),))
     assert found.to_ints() == plain.to_ints() + array("i", more)
@@ -233,7 +236,8 @@ def test_numbers_beyond_32_bits_are_refused(value: int) -> None:
     batches += [Batch(0, (row._replace(**{name: value}),)) for name in ROW_FIELDS]
     extents = [(extent._replace(**{n: value}),) for n in EXTENT_FIELDS]
     batches += [Batch(0, (), one) for one in extents]
-    batches += [Batch(0, (), swaps_out=one) for one in extents] + [Batch(0, (), swaps_in=one) for one in extents]
+    swaps = [(Swap(0, 0, 0, 1)._replace(**{n: value}),) for n in Swap._fields]
+    batches += [Batch(0, (), swaps_out=one) for one in swaps] + [Batch(0, (), swaps_in=one) for one in swaps]
     for batch in batches:
         with pytest.raises(OverflowError):
             batch.to_ints()

@@ -137,7 +137,7 @@ def test_the_time_of_a_batch_in_words(options: dict[str, Any], has_tpot: bool, t
 
 
 def test_an_unknown_option_is_refused_with_what_is_near() -> None:
-    known = "known: " + ", ".join(sorted({*ACCEPTED, "policy"}))
+    known = "known: " + ", ".join(sorted({*ACCEPTED, "policy", "plan_order"}))
     hints = {"chunk_sise": "did you mean chunk_size?", "num_blocks": "did you mean num_kv_blocks?", "zzz": known}
     for wrong, hint in hints.items():
         with pytest.raises(ConfigError) as caught:
@@ -194,6 +194,9 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("async_scheduling", "prefix_caching"), (0, 1, "on")),
     "rope_scaling": (3, True, ["yarn"], NAN),
     "hf_overrides": (3, True, "{}", [("a", 1)]),
+    "sp_sizes": [(3,), (2, 1), 2],
+    "improvement_rate": [1.5, -0.1, True],
+    "max_chunks": [0, "x"],
     "tenant_weights": (3, True, "{}", {"a": 0}, {"a": -1.0}, {"a": NAN}, {"a": INF}, {"a": "1"}, {1: 1.0}),
 }
 ACCEPTED: dict[str, tuple[Any, ...]] = {
@@ -219,6 +222,9 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (None, "yarn", {"rope_type": "linear", "factor": 2.0}),
     "hf_overrides": (None, {}, {"rope_theta": 1e6}),
     "tenant_weights": (None, {}, {"a": 1, "": 0.5}),
+    "sp_sizes": (None, (1,), (2, 8), "1,4"),
+    "improvement_rate": (0, 0.5, "0.2", "rates.json"),
+    "max_chunks": (None, 1, 4),
 }
 
 
@@ -229,8 +235,7 @@ def test_the_tables_cover_every_option() -> None:
     renamed |= {"swap_bytes": "swap_space"}
     names = {renamed.get(name, name) for name in flat} - {"model", "cache", "parallel"}
     names -= {"num_swap_blocks", "swap_block_s"}  # which an engine finds out
-    names -= {"sp_sizes", "max_chunks", "improvement_rate", "plan_order"}  # of simulations: tests/sim/test_cdsp.py
-    assert set(BAD_VALUES) == set(ACCEPTED) == names - {"policy"}  # which the scheduler reads
+    assert set(BAD_VALUES) == set(ACCEPTED) == names - {"policy", "plan_order"}  # which the scheduler reads
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)

@@ -23,6 +23,7 @@ from medha.config import CDSP
 from medha.cost.improvement import MAX_RATE, LoadWindow, RateTable
 from medha.cost.roofline import shape_name
 from medha.sched.cdsp import Planner
+from medha.sched.lanes import dealt_layout
 from medha.sim.cli import simulate
 from medha.sim.study import about, systems_of
 
@@ -47,7 +48,7 @@ def best_rates(
         for system in sorted(systems, key=lambda system: system.qps or system.trace.qps or 0.0):
             dealing, trace = system.replica.build()[0].dealing, system.trace
             assert dealing is not None, "cdsp deals"
-            layout = system.replica.dealt_layout(dealing.planner.times.sizes)
+            layout = dealt_layout(system.replica.scheduler, system.replica.parallel, dealing.planner.times.sizes)
             best = best_rate(dealing.planner, trace.arrival_s.tolist(), trace.prompt_tokens.tolist())
             rows.append((system.qps or trace.qps or 0.0, *best))
             done(len(trace))

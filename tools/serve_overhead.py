@@ -34,7 +34,6 @@ from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.sched.scheduler import Scheduler
 from medha.serve.app import Front, Limits
-from medha.serve.keys import Keys
 from medha.serve.metrics import Metrics
 from medha.serve.service import Service
 from medha.serve.web import bound, listening
@@ -164,7 +163,7 @@ def main() -> None:
     given = parser.parse_args()
     engine = make_engine(given.step_ms / 1e3)
     service, stopping = Service(engine), threading.Event()
-    front = Front(service, ["timetable"], Keys([]), Limits(), Metrics(engine, "timetable"))
+    front = Front(service, ["timetable"], [], Limits(), Metrics(engine, "timetable"))
     front.app.add_route("/empty", _empty, methods=["POST"])
     with bound("127.0.0.1", 0) as listener, listening(front.app, listener, max_connections=4096):
         context = multiprocessing.get_context("spawn")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
-from medha.cpu.library import has_16_bit_products, library
+from medha.cpu.library import lacks, library
 
 _WIDEST = 16  # floats of the widest vector that there is
 
@@ -46,9 +46,7 @@ class CpuBackend(AttentionBackend):
         """See :class:`~medha.attention.interface.AttentionBackend`."""
         if shape.head_dim % _WIDEST:
             return f"heads of {shape.head_dim}, no multiple of {_WIDEST}"
-        if shape.dtype.itemsize == 2 and has_16_bit_products():
-            return f"{str(shape.dtype).removeprefix('torch.')} as fast as torch's on a CPU with products of 16 bits"
-        return None
+        return lacks(shape.dtype)
 
     def plan(self, rows: AttentionRows) -> _Plan:
         """Copies of the rows' arrays as the kernel takes them."""

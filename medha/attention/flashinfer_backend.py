@@ -99,8 +99,7 @@ class FlashInferBackend(AttentionBackend):
         self.api = api  # the module flashinfer
         self.block_size = block_size  # tokens of a KV block, which is a page
         self.num_sms = num_sms  # multiprocessors of the GPU
-        self.has_fa3 = has_fa3  # as Hopper has
-        self._no_fa3 = "no Hopper GPU"  # why it has not
+        self.no_fa3 = None if has_fa3 else "no Hopper GPU"  # why FA3 is not used
         self._wrappers: list[_Wrapper] = []
         self._workspace: torch.Tensor | None = None
 
@@ -133,12 +132,12 @@ class FlashInferBackend(AttentionBackend):
 
     def build_kernels(self, shape: LayerShape, device: torch.device) -> str | None:
         """See :meth:`medha.attention.interface.AttentionBackend.build_kernels`; FA3 is done without where it fails."""
-        has_fa3, self.has_fa3 = self.has_fa3, False
+        no_fa3, self.no_fa3 = self.no_fa3, "not tried yet"
         failed = self._try_out(shape, device, q_len=2)
-        if failed is None and has_fa3:
-            self.has_fa3 = True
-            wrong = self._try_out(shape, device, q_len=self._fa3_tokens(shape))
-            self.has_fa3, self._no_fa3 = wrong is None, wrong or ""
+        if failed is None and no_fa3 is None:
+            self.no_fa3 = None
+            no_fa3 = self._try_out(shape, device, q_len=self._fa3_tokens(shape))
+        self.no_fa3 = no_fa3
         return failed
 
     def _try_out(self, shape: LayerShape, device: torch.device, *, q_len: int) -> str | None:
@@ -157,8 +156,8 @@ class FlashInferBackend(AttentionBackend):
         """See :meth:`medha.attention.interface.AttentionBackend.describe`."""
         split = KVSplit(shape, self.num_sms, self.block_size)
         fa2 = f"FA2 with a long context in some {split.slots} parts a KV head, for {self.num_sms} multiprocessors"
-        fa3 = f"FA3 for chunks of {self._fa3_tokens(shape):,} tokens on" if self.has_fa3 else f"no FA3: {self._no_fa3}"
-        return f"{fa2}; {fa3}"
+        no_fa3, least = self.no_fa3, self._fa3_tokens(shape)
+        return f"{fa2}; no FA3: {no_fa3}" if no_fa3 else f"{fa2}; FA3 for chunks of {least:,} tokens on"
 
     def _fa3_tokens(self, shape: LayerShape) -> int:
         """Tokens of the shortest chunks that run in FA3."""
@@ -173,21 +172,42 @@ class FlashInferBackend(AttentionBackend):
         self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
+        lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
+        out_TNH = self._run(q_TNH, k_PKH, v_PKH, plan, lse_TN)
+        lse_TN.mul_(_LN2)  # every row of a launch sees a key, so FlashInfer's marks of empty rows do not occur
+        return out_TNH, lse_TN
+
+    def attend(
+        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
+    ) -> torch.Tensor:
+        """See :meth:`medha.attention.interface.AttentionBackend.attend`; the kernels write no log-sum-exp."""
+        return self._run(q_TNH, k_PKH, v_PKH, plan, None)
+
+    def _run(
+        self,
+        q_TNH: torch.Tensor,
+        k_PKH: torch.Tensor,
+        v_PKH: torch.Tensor,
+        plan: FlashInferPlan,
+        lse_TN: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The output; the log-sum-exp, to base 2, goes to ``lse_TN``."""
         shape = LayerShape(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
         if plan.launches is None or plan.shape != shape:
             plan.launches = self._launches(plan, shape, q_TNH.device)
             plan.shape = shape
         out_TNH = q_TNH.new_empty(q_TNH.shape)
-        lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         kv = paged(k_PKH, plan.rows.page_size), paged(v_PKH, plan.rows.page_size)
         for launch in plan.launches:
             at = launch.queries
-            if launch.wrapper is None:
-                out_TNH[at], lse_TN[at] = 0.0, -torch.inf
-            else:
-                launch.wrapper.run(q_TNH[at], kv, out=out_TNH[at], lse=lse_TN[at], return_lse=True)
-        lse_TN.mul_(_LN2)  # every row of a launch sees a key, so FlashInfer's marks of empty rows do not occur
-        return out_TNH, lse_TN
+            lse = None if lse_TN is None else lse_TN[at]
+            if launch.wrapper is not None:
+                launch.wrapper.run(q_TNH[at], kv, out=out_TNH[at], lse=lse, return_lse=lse is not None)
+                continue
+            out_TNH[at] = 0.0
+            if lse is not None:
+                lse.fill_(-torch.inf)
+        return out_TNH
 
     def workspace(self, shape: LayerShape, device: torch.device, *, num_decodes: int = 0) -> torch.Tensor:
         """Zeroed memory for partial results of split KV, shared by every launch of one stream.
@@ -207,7 +227,7 @@ class FlashInferBackend(AttentionBackend):
     def kernels_of(self, rows: AttentionRows, num_heads: int) -> list[Kernel | None]:
         """What each row runs in; None where it sees no keys."""
         num_blocks = num_heads * -(-rows.q_len // _FA3_TILE_ROWS)
-        is_wide = self.has_fa3 & (num_blocks >= _FA3_WAVES * self.num_sms)
+        is_wide = (self.no_fa3 is None) & (num_blocks >= _FA3_WAVES * self.num_sms)
         kinds = np.select([rows.kv_len == 0, rows.q_len == 1, is_wide], [0, 1, 3], 2)
         kernels: tuple[Kernel | None, ...] = None, "decode", "fa2", "fa3"
         return [kernels[kind] for kind in kinds.tolist()]

@@ -173,3 +173,7 @@ class AttentionBackend(Protocol):
             out 0) for a row without keys.
         """
         ...
+
+    def attend(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any) -> torch.Tensor:
+        """The output alone of :meth:`run`, of rows whose keys all lie here."""
+        return self.run(q_TNH, k_PKH, v_PKH, plan)[0]

@@ -130,7 +130,7 @@ def _one_length(options: ScalingOptions, length: int) -> list[Report]:
         work = {"prompt_len": length, "seed": options.seed}
     with ExitStack() as stack:
         jobs = {
-            name: stack.enter_context(_start(options, layout, length + q_len))
+            name: stack.enter_context(start_job(options, layout, length + q_len))
             for name, layout in options.all_layouts.items()
         }
         turns = {
@@ -171,8 +171,8 @@ def usage(ranks: Sequence[RankRecords]) -> Report:
     }
 
 
-def _start(options: ScalingOptions, layout: ParallelConfig, longest: int) -> Worker:
-    """The job of a layout; its chunks have one size, whatever they take."""
+def start_job(options: ScalingOptions, layout: ParallelConfig, longest: int) -> Worker:
+    """The job of a layout, for contexts of up to so many tokens; its chunks have one size, whatever they take."""
     degrees = {"tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp}
     engine = {**options.subject.engine, "num_threads": 1, "seed": options.seed, **degrees}
     settings = {
@@ -203,11 +203,13 @@ def _prefill(local: Local, hand: StepRunner, *, prompt_len: int, seed: int, atte
     return {"seconds": [outcome.ttft_s]}
 
 
-def _steps(local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool, attention: str) -> Report:
+def _steps(
+    local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool, attention: str, steps: int = _STEPS
+) -> Report:
     """Equal steps of one row over a context that lies on all groups."""
     groups = local.config.parallel.kvp
     step = (Row(FIRST_SLOT, context, q_len, is_decode, is_decode, 0, groups, attention == RING),)
-    ran = [(hand.run(step)[0], hand.last_s) for _ in range(_STEPS)]
+    ran = [(hand.run(step)[0], hand.last_s) for _ in range(steps)]
     return {"batch_ids": [batch_id for batch_id, _ in ran], "seconds": [seconds for _, seconds in ran]}
 
 

@@ -62,7 +62,7 @@ _GROUPS = options_of(*SECTIONS.values(), SamplingParams)
 MODEL, MEMORY, SCHEDULING = (_GROUPS[name] for name in (panels.MODEL, panels.MEMORY, panels.SCHEDULING))
 SERVING, PARALLEL = _GROUPS[panels.SERVING], _GROUPS[panels.PARALLEL]
 SIMULATED, DEALT, SAMPLING = (_GROUPS[name] for name in (panels.SIMULATED, panels.DEALT, panels.SAMPLING))
-ENGINE: Group = {**MODEL, **MEMORY, **SCHEDULING, **SERVING, **PARALLEL}
+ENGINE: Group = {**MODEL, **MEMORY, **SCHEDULING, **SERVING, **PARALLEL, **DEALT}
 """All options of an engine."""
 
 

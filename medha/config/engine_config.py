@@ -17,7 +17,6 @@ from typing import Any
 from medha.config.fields import (
     BOOLEAN,
     COUNT,
-    DEALT,
     MODEL,
     SCHEDULING,
     SIMULATED,
@@ -32,7 +31,7 @@ from medha.config.fields import (
     parsed_size,
 )
 from medha.config.model_config import DTYPES
-from medha.config.sections import CDSP, SCHEDULERS, CacheConfig, ParallelConfig, SchedulerConfig
+from medha.config.sections import CDSP, CacheConfig, ParallelConfig, SchedulerConfig
 from medha.errors import ConfigError, hint
 
 logger = logging.getLogger("medha")
@@ -112,8 +111,11 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
         check_options(self)
         if self.scheduler.scheduler == CDSP:
-            what = "scheduler='cdsp' is simulated (medha simulate), and no engine computes its dealt chunks so far"
-            raise ConfigError(f"{what}; accepted: {', '.join(SCHEDULERS)}")
+            for name, value in {"spp": self.parallel.spp - 1, "swap_space": self.cache.swap_bytes}.items():
+                if value:
+                    value = self.parallel.spp if name == "spp" else value
+                    accepted = "1, as its chunks are of whole groups" if name == "spp" else "0"
+                    raise ConfigError(f"{name}={value} with scheduler='cdsp'; accepted: {accepted}")
         self._check_decode()
         whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
         if whole != self.scheduler.max_kv_per_group:
@@ -123,8 +125,9 @@ class EngineConfig:
         """Refuse what requests that are handed over do not have: they keep what was computed, and move once."""
         if not self.parallel.decode_replicas:
             return
-        if self.scheduler.scheduler != "medha":
-            raise ConfigError(f"scheduler={self.scheduler.scheduler!r} with decode_replicas; accepted: medha")
+        if self.scheduler.scheduler not in ("medha", CDSP):
+            what = f"scheduler={self.scheduler.scheduler!r} with decode_replicas"
+            raise ConfigError(f"{what}; accepted: medha, {CDSP}")
         for name, value in (("overcommit", self.scheduler.overcommit), ("swap_space", self.cache.swap_bytes)):
             if value:
                 raise ConfigError(f"{name}={value!r} with decode_replicas; accepted: without it")
@@ -159,6 +162,8 @@ class EngineConfig:
                 value = _swap_bytes(name, value)
             elif canonical == "kv_memory":
                 value = parsed_size(name, value, "4GiB")
+            elif said is not None and said.read is not None and isinstance(value, str):
+                value = said.read(value)
             elif said is not None and said.is_length:
                 value = parsed_size(name, value, "128K")
             elif canonical == "dtype" and isinstance(value, str):
@@ -176,7 +181,7 @@ _OPTIONS: dict[str, tuple[str, dataclasses.Field[Any]]] = {
     said.name or of.name: (section, of)
     for section, cls in SECTIONS.items()
     for of in dataclasses.fields(cls)
-    if (said := option_of(of)) is not None and said.panel not in (SIMULATED, DEALT) and of.name != "model"
+    if (said := option_of(of)) is not None and said.panel != SIMULATED and of.name != "model"
 }
 
 _DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}

@@ -21,7 +21,6 @@ SERVING = "Requests that share the engine"
 PARALLEL = "Parallel layout"
 SAMPLING = "Sampling"
 DEALT = "Chunkwise dynamic sequence parallelism (cdsp)"
-"""Of simulations alone, so far."""
 SIMULATED = "Simulated memory"
 """What an engine finds out itself: given to it, it could contradict the machine."""
 
@@ -103,6 +102,19 @@ def finite(low: float, high: float = math.inf, *, is_open: bool = False) -> Chec
 def are_weights(value: Any) -> bool:
     """Whether it is a mapping of names to finite numbers above 0."""
     return isinstance(value, dict) and all(isinstance(n, str) and POSITIVE.holds(v) for n, v in value.items())
+
+
+def read_sp_sizes(text: str) -> tuple[int, ...]:
+    """``1,2,4`` as integers; 0 for a part that is none, which no check accepts."""
+    return tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+
+
+def read_rate(text: str) -> float | str:
+    """A number, or the name of a file."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def are_sp_sizes(value: Any) -> bool:

@@ -28,13 +28,15 @@ from medha.config.fields import (
     integer,
     number,
     option,
+    read_rate,
+    read_sp_sizes,
 )
 from medha.config.model_config import ModelConfig
 from medha.errors import ConfigError, ParallelConfigError
 
 SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm")
 CDSP = "cdsp"
-"""A scheduler that is simulated, and not served with so far."""
+"""Chunkwise dynamic sequence parallelism, whose groups do not decode."""
 ADMISSIONS = ("all", "refuse", "relegate")
 PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
 """Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
@@ -66,7 +68,7 @@ class CacheConfig:
     )
     swap_bytes: int = _memory(
         0,
-        "Host memory of a rank for the KV blocks of requests that give way: GiB, or as 512MiB; 0 computes them again.",
+        "Host memory of a rank for KV blocks of prefixes and of requests that give way: GiB, or as 512MiB; 0 is none.",
         integer(0, 2**60),
         name="swap_space",
         kind=str,
@@ -84,7 +86,9 @@ class SchedulerConfig:
     """Who runs next, and the budgets of one step."""
 
     scheduler: str = _scheduling(
-        "medha", f"One of {', '.join(SCHEDULERS)}; all but medha are classical.", choice(*SCHEDULERS, CDSP)
+        "medha",
+        f"One of {', '.join(SCHEDULERS)} (all but medha are classical), or cdsp, for requests of one new token.",
+        choice(*SCHEDULERS, CDSP),
     )
     # or a function of (columns, now_s), from Python: see medha.sched.policy
     policy: str | Callable[[Any, float], Any] = _scheduling(
@@ -218,7 +222,7 @@ class SchedulerConfig:
         choice(*ADMISSIONS),
     )
     num_swap_blocks: int = _simulated(
-        0, "KV blocks of host memory of a group, for requests that give way.", integer(0, 2**31 - 1)
+        0, "KV blocks of host memory of a group, for prefixes and requests that give way.", integer(0, 2**31 - 1)
     )
     swap_block_s: float = _simulated(0.0, "Seconds in which a block moves to host memory or back.", finite(0))
     sp_sizes: tuple[int, ...] | None = _dealt(
@@ -227,6 +231,7 @@ class SchedulerConfig:
         Check("ascending powers of two", are_sp_sizes),
         kind=str,
         shown="all up to --kvp",
+        read=read_sp_sizes,
     )
     max_chunks: int | None = _dealt(None, "Chunks of a prompt; 1 is one SP size a request.", COUNT, shown="any number")
     improvement_rate: float | str = _dealt(
@@ -235,6 +240,7 @@ class SchedulerConfig:
         Check("a number from 0 to below 1, or a file", lambda rate: isinstance(rate, str) or SHARE.holds(rate)),
         kind=str,
         shown="0.3",
+        read=read_rate,
     )
     plan_order: str = _dealt(
         "arrival",

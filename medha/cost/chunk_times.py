@@ -11,28 +11,28 @@ Table 1), e = 0 and c = 2 d: a token of history is read like one before it in th
 
 :func:`ring_chunk_s` computes a chunk with ring attention from the predictor of one group. Each of s ranks takes L / s
 tokens in zigzag pieces, so that all see C + L / 2 keys in the mean; keys and values go around in s - 1 steps. Of a step
-counts what the transfer is not hidden behind attention, and a fixed ``STEP_S`` (launches, merge, neighbours), which one
-column of the paper's Table 1 sets: 4,096 tokens on A100s leave 0.25, 0.52, 0.73 and 0.68 ms at 2, 4, 8 and 16 ranks.
+counts what the transfer is not hidden behind attention, and a fixed ``ring_step_s`` of the hardware spec (launches,
+merge, neighbours), which one column of the paper's Table 1 sets for GPUs: 4,096 tokens on A100s leave 0.25, 0.52, 0.73
+and 0.68 ms at 2, 4, 8 and 16 ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig
 from medha.config.fields import are_sp_sizes
-from medha.cost.coefficients import Link, ring_steps_s
 from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Predictor
-from medha.cost.roofline import Shard, chunk_slope_s
+from medha.cost.roofline import Shard, chunk_slope_s, ring_cost
 from medha.errors import ConfigError
 
-_DTYPE_BYTES = 2
 _HALVINGS, _HISTORIES = 9, (0.0, 0.5, 1.0, 2.0, 4.0)  # chunks that a fit is made of: lengths, and histories in chunks
 
 Chunk = tuple[int, int, float]
@@ -130,9 +130,8 @@ def ring_chunk_s(
     shard = Shard.of(model, parallel, 0)
     slope_s = float(chunk_slope_s(spec, own, heads=shard.heads, kv_heads=shard.kv_heads, head_dim=model.head_dim))
     link = spec.send if size * parallel.tp <= spec.gpus_per_node else spec.node_send
-    layers, token_bytes = model.num_layers, 2 * shard.kv_heads * model.head_dim * _DTYPE_BYTES
-    sends = Link(layers, link.alpha_s, link.bytes_per_s, token_bytes)
-    return alone_s + ring_steps_s(sends, layers * slope_s, size=size, history=history, tokens=tokens)
+    cost = ring_cost(spec, shard, link)
+    return alone_s + cost.seconds(shard.layers * slope_s, size=size, history=history, tokens=tokens)
 
 
 def ring_times(
@@ -146,13 +145,30 @@ def ring_times(
 ) -> ChunkTimes:
     """Eq. 1 fitted to :func:`ring_chunk_s`, on chunks of up to ``longest`` tokens that end there at the latest."""
     check_sizes(sizes, parallel.kvp)
+    groups_per_node = max(spec.gpus_per_node // parallel.tp, 1)
+    seconds = partial(ring_chunk_s, spec, model, parallel, predictor)
+    return _fitted(seconds, sizes=sizes, longest=longest, groups_per_node=groups_per_node)
+
+
+def predicted_times(
+    predictor: Predictor, *, sizes: Sequence[int], longest: int, groups_per_node: int = 8
+) -> ChunkTimes:
+    """Eq. 1 fitted to what the predictor of a group, measured or of a spec, says of dealt chunks; as
+    :func:`ring_times`."""
+    check_sizes(sizes)
+
+    def seconds(*, size: int, history: int, tokens: int) -> float:
+        own = -(-tokens // size)
+        return predictor.tick().with_chunk(own, history + (tokens - own) // 2, samples=True, ring=size)
+
+    return _fitted(seconds, sizes=sizes, longest=longest, groups_per_node=groups_per_node)
+
+
+def _fitted(seconds: Callable[..., float], *, sizes: Sequence[int], longest: int, groups_per_node: int) -> ChunkTimes:
+    """Eq. 1 of a grid of chunks."""
     lengths = sorted({max(longest >> halvings, 1) for halvings in range(_HALVINGS)})
     grid = [(int(share * n), n) for n in lengths for share in _HISTORIES if (share + 1) * n <= longest]
     chunks = {
-        size: [
-            (history, n, ring_chunk_s(spec, model, parallel, predictor, size=size, history=history, tokens=n))
-            for history, n in grid
-        ]
-        for size in sizes
+        size: [(history, n, seconds(size=size, history=history, tokens=n)) for history, n in grid] for size in sizes
     }
-    return fit_chunk_times(chunks, groups_per_node=max(spec.gpus_per_node // parallel.tp, 1))
+    return fit_chunk_times(chunks, groups_per_node=groups_per_node)

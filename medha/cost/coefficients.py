@@ -24,7 +24,6 @@ from medha.cost.json_form import JsonFile
 from medha.errors import ConfigError
 
 Floats = NDArray[np.float64]
-STEP_S = 0.6e-3  # of a ring's step and layer; see medha/cost/chunk_times.py
 _MAX_TILES = 1 << 15  # longest table of chunks; for larger batches the tile is doubled until it fits
 
 
@@ -129,15 +128,24 @@ class Link:
         return self.calls * self.bytes_per_token / self.bytes_per_s
 
 
-def ring_steps_s(link: Link, slope_s: float, *, size: int, history: float, tokens: float) -> float:
-    """Seconds that a chunk dealt to ``size`` groups takes beside its computation: what a transfer is not hidden behind
-    attention in each step, and a fixed ``STEP_S``.
+@dataclass(frozen=True, slots=True)
+class RingCost:
+    """What a chunk that is dealt to groups takes beside its computation."""
 
-    ``slope_s`` is of attention, a key, over the queries of one group and the layers of the link.
-    """
-    sent_s = link.fixed_s + link.token_s * (history + tokens) / size
-    exposed_s = max(0.0, sent_s - slope_s * (history + tokens / 2) / size)
-    return (size - 1) * (link.calls * STEP_S + exposed_s)
+    link: Link  # sends of a block of keys and values to the next of a ring, one a layer; per token of the block
+    step_s: float = 0.0  # of a step and layer beside the send: launches, merge, neighbours
+    is_hidden: bool = False  # sends go on behind attention; not where it was measured what shows of them
+
+    def seconds(self, slope_s: float, *, size: int, history: float, tokens: float) -> float:
+        """Of a chunk over ``size`` groups: in each step what shows of the send, and the rest.
+
+        ``slope_s`` is of attention, a key, over the queries of one group and the layers of the link.
+        """
+        link = self.link
+        shown_s = link.fixed_s + link.token_s * (history + tokens) / size
+        if self.is_hidden:
+            shown_s = max(0.0, shown_s - slope_s * (history + tokens / 2) / size)
+        return (size - 1) * (link.calls * self.step_s + shown_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class Coefficients(JsonFile):
     tp: Link | None = None  # all-reduces of the layers
     spp: Link | None = None  # the send to the next stage
     kvp: Link | None = None  # merges of one run of groups; per token and group beyond the first
-    ring: Link | None = None  # sends of a block of keys and values to the next of a ring; per token of the block
+    ring: RingCost | None = None  # of chunks that are dealt to groups
 
     @classmethod
     def load(cls, path: Path, *, expected: ProfileKey | None = None) -> Coefficients:

@@ -100,6 +100,8 @@ class HardwareSpec(JsonFile):
     all_reduce: tuple[LinkRates, ...]  # within a node, by number of ranks
     all_gather: tuple[LinkRates, ...]  # likewise
     send: LinkRates  # within a node
+    ring_step_s: float  # of a ring's step and layer beside attention and the send: launches, merge, neighbours
+    hides_sends: bool  # a send goes on behind attention; not where the cores that compute send
     node_all_reduce: LinkRates  # where ranks span nodes
     node_send: LinkRates  # from an accelerator to one of another node
     sources: dict[str, str] = field(repr=False)  # of the fields above but the first three

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from medha.batch import Row
-from medha.cost.coefficients import Coefficients, Line, Tiles, ring_steps_s
+from medha.batch import PIECES, Row
+from medha.cost.coefficients import Coefficients, Line, Tiles
 
 MIN_SECONDS = 1e-6  # no batch is predicted to take less
 _ROUNDING = 1 - 1e-12  # share of a budget that is used, so that what is found fits when it is predicted again
@@ -112,6 +112,21 @@ def dealt_work(row: Row, group: int | None = None) -> Work:
     return Work(own, row.position + (row.q_len - own) // 2, False, None, samples, row.num_groups)
 
 
+def ring_or_gather_s(ticks: Sequence[Tick], position: int, q_len: int, *, first: int = 0) -> tuple[float, float]:
+    """Corrected seconds of the slowest of some neighbouring groups, of which these are the batches so far, if a chunk
+    of a dealt request were dealt to them, and if all of them computed it; inf where that cannot be. ``first`` is the
+    first group."""
+    count = len(ticks)
+    row = Row(0, position, q_len, False, False, first, count)
+    ring_s = gather_s = math.inf
+    if q_len >= PIECES * count:
+        work = dealt_work(row)
+        ring_s = max(tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for tick in ticks)
+    if q_len <= ticks[0].most_tokens:
+        gather_s = max(tick.with_chunk(q_len, position // count, run=row.span) for tick in ticks)
+    return ring_s, gather_s
+
+
 def split(rows: Sequence[Work]) -> tuple[list[Work], list[Work]]:
     """The decodes and the chunks of a batch."""
     return [row for row in rows if row.is_decode], [row for row in rows if not row.is_decode]
@@ -141,6 +156,11 @@ class Tick:
         self.seconds = 0.0
         if decodes is not None:
             self._count_decodes(predictor, decodes)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a chunk."""
+        return self._tiles.max_tokens
 
     @property
     def kind(self) -> Kind:
@@ -235,7 +255,7 @@ class Tick:
         if ring > 1 and self._ring is not None:
             slope_s, others = tiles.b[-(-q_len // tiles.tile)], q_len * (ring - 1)
             history = kv_before - others / 2
-            fixed_s += ring_steps_s(self._ring, slope_s, size=ring, history=history, tokens=q_len + others)
+            fixed_s += self._ring.seconds(slope_s, size=ring, history=history, tokens=q_len + others)
         return tiles.a if kv_before > 0 else tiles.first, kv_before, merge_s, fixed_s
 
     def _raw(self, q_len: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> float:

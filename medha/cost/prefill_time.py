@@ -13,31 +13,34 @@ The seconds are at factor 1; callers multiply by the factor of the moment.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick
+from medha.cost.predictor import Predictor, ring_or_gather_s
 
 ChunkRule = Callable[[int], int]
 
 _EXACT_CHUNKS = 128
 _NUM_POINTS = 640
+_PROMPTS = 4096  # of which is kept whether they are spread
 _NEARLY = 0.85  # of full speed
 _SHORT_PROMPT = 256  # tokens
 
 
 class PrefillTimes:
     """Cached prefill seconds of a request that runs alone, on the slowest stage, by a rule that gives the tokens of a
-    chunk from those cached before. Prompts longer than ``max_tokens`` count as this long."""
+    chunk from those cached before. Prompts longer than ``max_tokens`` count as this long. Over ``count`` groups chunks
+    are dealt: gathered ones would leave all keys on one of them."""
 
-    def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000) -> None:
+    def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000, count: int = 1) -> None:
         self.max_tokens = max_tokens
-        self._steps = steps = _Steps(predictor.uncorrected(), chunk)
+        self._steps = steps = _Steps(predictor.uncorrected(), chunk, count)
         self.least_s = steps.seconds(1, 0)
         starts, done = steps.exact(max_tokens)
         self._exact_end = starts[-1]
@@ -80,6 +83,45 @@ class PrefillTimes:
         return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (num_tokens - x[i]) + y[i]
 
 
+class SpreadTimes:
+    """Prefill seconds where prompts of more than ``most_kv`` tokens, which need several groups, may lie on all of these
+    from their first chunk on; ``chunk`` is the rule on one group."""
+
+    def __init__(
+        self, predictor: Predictor, chunk: ChunkRule, config: SchedulerConfig, *, max_tokens: int, most_kv: int
+    ) -> None:
+        def over(count: int) -> PrefillTimes:
+            rule = chunk
+            if count > 1:
+                least = dealt_chunk(config, predictor, count)
+                rule = lambda kv_before: max(count * chunk(kv_before), least(kv_before))  # noqa: E731
+            return PrefillTimes(predictor, rule, max_tokens=max_tokens, count=count)
+
+        self._of = cache(over)
+        self._most_kv = most_kv
+        self.pays = lru_cache(_PROMPTS)(self._pays)
+
+    def _pays(self, num_prompt: int, count: int) -> bool:
+        """Whether a prompt is read sooner on so many groups than on one."""
+        return self._of(count).total_s(num_prompt) < self._of(1).total_s(num_prompt)
+
+    def _times(self, num_prompt: int) -> PrefillTimes:
+        count = -(-num_prompt // self._most_kv)
+        return self._of(count if count > 1 and self.pays(num_prompt, count) else 1)
+
+    def total_s(self, num_prompt: int) -> float:
+        """See :meth:`PrefillTimes.total_s`."""
+        return self._times(num_prompt).total_s(num_prompt)
+
+    def span_s(self, start: int, end: int) -> float:
+        """See :meth:`PrefillTimes.span_s`."""
+        return self._times(end).span_s(start, end)
+
+    def remaining_s(self, num_computed: int, num_prompt: int) -> float:
+        """See :meth:`PrefillTimes.remaining_s`."""
+        return self._times(num_prompt).remaining_s(num_computed, num_prompt)
+
+
 def budgeted_chunk(
     predictor: Predictor, budget_s: float, max_tokens: int, *, granularity: int = 1, least: ChunkRule = lambda kv: 1
 ) -> ChunkRule:
@@ -93,15 +135,17 @@ def budgeted_chunk(
     return chunk
 
 
-def efficient_chunk(predictor: Predictor, max_tokens: int, least: int) -> ChunkRule:
+def efficient_chunk(predictor: Predictor, max_tokens: int, least: int, *, count: int = 1) -> ChunkRule:
     """The rule of the smallest chunk, ``least`` times a power of two, whose tokens a second are nearly those of the
-    best that ``max_tokens`` allow, behind the same cached tokens."""
-    tick, most = predictor.uncorrected().tick(), min(max_tokens, predictor.max_tokens)
+    best that ``max_tokens`` allow, behind the same cached tokens; tokens are of each of ``count`` groups, the chunk of
+    all."""
+    seconds, most = _chunk_seconds(predictor, count), count * min(max_tokens, predictor.max_tokens)
+    least *= count
     sizes = [least << i for i in range((most // least).bit_length())] if least < most else [most]
 
     @cache
     def chunk_at(kv_before: int) -> int:
-        rates = [size / tick.with_chunk(size, kv_before) for size in sizes]
+        rates = [size / seconds(size, kv_before) for size in sizes]
         return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= _NEARLY * max(rates))
 
     def chunk(kv_before: int) -> int:
@@ -109,6 +153,25 @@ def efficient_chunk(predictor: Predictor, max_tokens: int, least: int) -> ChunkR
         return chunk_at(kv_before >> low_bits << low_bits)
 
     return chunk
+
+
+def _chunk_seconds(predictor: Predictor, count: int) -> Callable[[int, int], float]:
+    """Uncorrected seconds of a chunk alone behind cached tokens; over several groups dealt, if it is long enough."""
+    tick = predictor.uncorrected().tick()
+    if count == 1:
+        return tick.with_chunk
+
+    def dealt_s(q_len: int, kv_before: int) -> float:
+        ring_s, gather_s = ring_or_gather_s([tick] * count, kv_before, q_len)
+        return ring_s if ring_s < math.inf else gather_s
+
+    return dealt_s
+
+
+def dealt_chunk(config: SchedulerConfig, predictor: Predictor, count: int) -> ChunkRule:
+    """The least tokens of a chunk that is dealt to so many groups for which a batch may take longer: each step of a
+    ring costs the same however small the chunk, so it is as long as is read at nearly full speed."""
+    return efficient_chunk(predictor, config.max_batch_tokens, min(config.min_chunk, predictor.max_tokens), count=count)
 
 
 def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, ChunkRule]:
@@ -132,19 +195,19 @@ class _Steps:
 
     predictor: Predictor
     chunk: ChunkRule
+    count: int  # groups
 
     def seconds(self, q_len: int, kv_before: int) -> float:
         """Of one chunk alone; one longer than the predictor's largest batch runs as several."""
-        tick, largest = self._tick, self.predictor.max_tokens
-        total_s = 0.0
+        largest, total_s = self.count * self.predictor.max_tokens, 0.0
         while q_len > largest:
-            total_s += tick.with_chunk(largest, kv_before)
+            total_s += self._chunk_s(largest, kv_before)
             q_len, kv_before = q_len - largest, kv_before + largest
-        return total_s + tick.with_chunk(q_len, kv_before)
+        return total_s + self._chunk_s(q_len, kv_before)
 
     @cached_property
-    def _tick(self) -> Tick:
-        return self.predictor.tick()
+    def _chunk_s(self) -> Callable[[int, int], float]:
+        return _chunk_seconds(self.predictor, self.count)
 
     def size(self, kv_before: int) -> int:
         """The rule's chunk; 1 where it yields nothing, as the budget is too small."""

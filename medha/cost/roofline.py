@@ -26,7 +26,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
-from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Floats, Link, ProfileKey
+from medha.cost.coefficients import (
+    ChunkAttention,
+    Coefficients,
+    Curve,
+    DecodeAttention,
+    Floats,
+    Link,
+    ProfileKey,
+    RingCost,
+)
 from medha.cost.hardware import HardwareSpec, LinkRates, cpu_name, spec_of_device
 from medha.cost.predictor import Predictor, slowest_of
 
@@ -157,7 +166,6 @@ def stage_coefficients(
     """
     shard = Shard.of(model, parallel, stage, dtype_bytes)
     row_bytes, merged_bytes = model.hidden_size * dtype_bytes, shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
-    block_bytes = 2 * shard.kv_heads * model.head_dim * dtype_bytes
     tp, spp, kvp = _links(spec, parallel, stage)
     name, layout = f"{spec.machine} ({spec.name}, {spec.provenance})", f"{_layout(parallel)} stage {stage}"
     return Coefficients(
@@ -171,8 +179,15 @@ def stage_coefficients(
         tp=None if tp is None else Link(2 * shard.layers, tp.alpha_s, tp.bytes_per_s, row_bytes),
         spp=None if spp is None else Link(1, spp.alpha_s, spp.bytes_per_s, row_bytes),
         kvp=None if kvp is None else Link(shard.layers, kvp.alpha_s, kvp.bytes_per_s, merged_bytes),
-        ring=None if kvp is None else Link(shard.layers, kvp.alpha_s, kvp.bytes_per_s, block_bytes),
+        ring=None if kvp is None else ring_cost(spec, shard, kvp),
     )
+
+
+def ring_cost(spec: HardwareSpec, shard: Shard, link: LinkRates) -> RingCost:
+    """What a chunk that is dealt to groups takes beside its computation; ``link`` joins a group and the next."""
+    block_bytes = 2 * shard.kv_heads * shard.model.head_dim * shard.dtype_bytes
+    sends = Link(shard.layers, link.alpha_s, link.bytes_per_s, block_bytes)
+    return RingCost(sends, spec.ring_step_s, spec.hides_sends)
 
 
 def linear_layer_s(spec: HardwareSpec, tokens: ArrayLike, shard: Shard) -> Floats:

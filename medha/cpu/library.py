@@ -30,9 +30,12 @@ def has_16_bit_products() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def serves(dtype: torch.dtype) -> bool:
-    """Whether our kernels are here and the fastest for a dtype."""
-    return library()[0] is not None and not (dtype.itemsize == 2 and has_16_bit_products())
+def lacks(dtype: torch.dtype) -> str | None:
+    """What our kernels lack to serve a dtype, in words: what builds them, or that they are the fastest; None where
+    nothing."""
+    if dtype.itemsize == 2 and has_16_bit_products():
+        return f"{str(dtype).removeprefix('torch.')} as fast as torch's on a CPU with products of 16 bits"
+    return library()[1]
 
 
 @cache

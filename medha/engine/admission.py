@@ -79,6 +79,10 @@ def prepare_request(
     if least and end_ids.issuperset(params.allowed_token_ids or range(limits.vocab_size)):
         message = f"min_tokens={least} leaves nothing to draw; accepted: 0, or fewer stop_token_ids"
         raise ValidationError(message, param="min_tokens", value=least)
+    if limits.most_new_tokens is not None and params.max_tokens != limits.most_new_tokens:
+        what = f"max_tokens={params.max_tokens} with scheduler='cdsp', whose groups do not decode"
+        message = f"{what}; accepted: {limits.most_new_tokens}"
+        raise ValidationError(message, param="max_tokens", value=params.max_tokens)
     params = _capped(params, len(ids), limits.max_model_len, decode_kv or kv)
     request = Request(request_id, text, ids, params, slo=slo, priority=priority, tenant=tenant)
     _check_pool(len(ids), request.max_tokens if decode_kv is None else 1, kv)

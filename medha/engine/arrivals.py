@@ -102,7 +102,7 @@ def drive(
                         if isinstance(refusal, EngineDeadError):
                             raise
                 if engine.has_unfinished:
-                    yield from engine.step()
+                    yield from engine.step(wait_s=max(min(wait_s, _MAX_SLEEP_S) if upcoming else _MAX_SLEEP_S, 0.0))
                     on_step()
             except EngineDeadError as error:
                 yield from error.outputs
@@ -132,6 +132,7 @@ class _Preparing:
         prepared = self._threads[is_long].submit(prepare)
         self.pending[prepared] = item
         prepared.add_done_callback(self._done.put)
+        prepared.add_done_callback(lambda _: self._engine.wake())
 
     def ready(self, wait_s: float = 0.0) -> Iterator[tuple[Any, futures.Future[Any]]]:
         """Those that are done; waits so long for the first of them."""

@@ -12,16 +12,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
 
-from medha.config import EngineConfig, ModelConfig
+from medha.config import CDSP, EngineConfig, ModelConfig
+from medha.cost.chunk_times import predicted_times
 from medha.cost.coefficients import Coefficients
+from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor
-from medha.cost.roofline import load_coefficients
+from medha.cost.roofline import load_coefficients, shape_name
 from medha.engine.decode import DecodeInstance, HandOvers
 from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine
@@ -42,6 +45,7 @@ from medha.parallel.mesh import (
     over_ranks,
     wait_for_all,
 )
+from medha.sched.lanes import Dealing
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
@@ -146,6 +150,9 @@ def _build(
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = own_device(pick_device(config.device), None if job is None else job.launch)
     config = _with_async(config, device)
+    if config.scheduler.scheduler == CDSP:  # a chunk may be a whole prompt on one group
+        most = min(max(config.scheduler.max_batch_tokens, limits.max_model_len), 1 << 24)
+        config = _scheduling(config, max_batch_tokens=most)
     dtype = torch_dtype(config, model_config)
     ranks = None
     if job is not None:
@@ -158,10 +165,11 @@ def _build(
     num_host_blocks = num_host_blocks if ranks is None else over_ranks(ranks, num_host_blocks, ReduceOp.MIN)
     _check_pools(config, pool, num_host_blocks)
     block_size = config.cache.block_size
-    backend, why = choose_backend(config.attention_backend, shard.layer_shape, device, block_size=block_size)
-    if config.attention_backend != "torch" and backend.name == "torch":
-        level = logging.INFO if config.attention_backend == "auto" else logging.WARNING
-        logger.log(level, "attention_backend=%r: %s; torch serves", config.attention_backend, why)
+    wanted = config.attention_backend
+    backend, why = choose_backend(wanted, shard.layer_shape, device, block_size=block_size, ranks=ranks)
+    if wanted != "torch" and backend.name == "torch":
+        level = logging.INFO if wanted == "auto" else logging.WARNING
+        logger.log(level, "attention_backend=%r: %s; torch serves", wanted, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
     model = load_model(config, shard, ranks, folder, backend, device)
     links: dict[str, Any] = {}
@@ -181,21 +189,26 @@ def _build(
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
         capture_graphs(runner, config, captured, is_alone=shard.tp == 1)
-    transfers = None
-    if ranks is not None and ranks.transfer_group is not None:
-        transfers = TransferLine(ranks, runner, shard)
+    has_instances = config.parallel.decode_replicas > 0
+    lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
+    if lanes and not has_instances:
+        limits = dataclasses.replace(limits, most_new_tokens=1)
+    transfers = TransferLine(ranks, runner, shard) if ranks is not None and has_instances else None
     if ranks is not None and ranks.rank != 0:
-        follower = Follower(runner, ranks, transfers)
+        decodes = not lanes or ranks.group >= config.parallel.kvp
+        follower = Follower(runner, ranks, decodes=decodes, transfers=transfers)
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
-    scheduler = _build_scheduler(config, coefficients, limits, pool.of_prefills)
+    scheduler = _build_scheduler(config, coefficients, limits, pool.of_prefills, device, model_config)
     instances: list[DecodeInstance] = []
-    if config.parallel.decode_replicas:
+    if has_instances:
         alone = dataclasses.replace(config, parallel=config.parallel.of_group(config.parallel.kvp), profile=None)
-        alone = _scheduling(alone, max_kv_per_group=None, ring=False)
+        changes = {"scheduler": "medha", "max_kv_per_group": None, "ring": False}
+        is_async = config.scheduler.scheduler == CDSP or config.scheduler.async_scheduling
+        alone = _scheduling(alone, async_scheduling=is_async, **changes)
         coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
         instances = [
-            DecodeInstance(group, _build_scheduler(alone, coefficients, limits, pool.of_decodes))
+            DecodeInstance(group, _build_scheduler(alone, coefficients, limits, pool.of_decodes, device, model_config))
             for group in range(config.parallel.kvp, config.parallel.num_groups)
         ]
     reasons = "; ".join(filter(None, (why, backend.describe(shard.layer_shape))))
@@ -208,10 +221,10 @@ def _build(
     if ranks is None:
         return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
-    driven = DrivingRunner(runner, ranks, sender, transfers)
+    driven = DrivingRunner(runner, ranks, sender, lanes=lanes, transfers=transfers)
     most = config.parallel.transfer_buffers
     hand_overs = HandOvers(instances, most, driven.hand_over) if instances else None
-    engine = Engine(driven, scheduler, limits, hand_overs=hand_overs, **texts)
+    engine = Engine(driven, scheduler, limits, hand_overs=hand_overs, news=driven.news, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe
     if timeline is not None:
@@ -243,18 +256,32 @@ def _check_pools(config: EngineConfig, pools: _KVPools, num_host_blocks: int) ->
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
     by_class = load_policy(config.scheduler.policy).by_class and config.scheduler.scheduler == "medha"
-    if num_host_blocks and not (by_class or config.scheduler.overcommit):
-        logger.warning("swap_space has no use: nobody is preempted without overcommit=True or a policy 'priority'")
+    if num_host_blocks and not (by_class or config.scheduler.overcommit) and config.scheduler.prefix_caching is False:
+        what = "without prefix caching nobody is preempted but with overcommit=True or a policy 'priority'"
+        logger.warning("swap_space has no use: %s", what)
 
 
 def _build_scheduler(
-    config: EngineConfig, coefficients: Coefficients, limits: ModelLimits, num_blocks: int
+    config: EngineConfig,
+    coefficients: Coefficients,
+    limits: ModelLimits,
+    num_blocks: int,
+    device: torch.device,
+    model: ModelConfig,
 ) -> Scheduler:
     predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
     sizes = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
     longest, num_groups = limits.max_model_len, config.parallel.kvp
     completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **sizes)
-    return Scheduler(completed, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
+    dealing = None
+    if completed.scheduler == CDSP:
+        times = partial(predicted_times, predictor, longest=longest)
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        hardware = spec_of_device(gpu, torch.get_num_threads()).name
+        dealing = Dealing.of(
+            completed, config.parallel, lambda sizes: times(sizes=sizes), hardware=hardware, model=shape_name(model)
+        )
+    return Scheduler(completed, dealing, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
 
 
 def _with_async(config: EngineConfig, device: torch.device) -> EngineConfig:

@@ -99,7 +99,7 @@ class HandOvers:
         self.transfers[request.slot] = self._begin(token, held, batch)
 
     def arrived(self, slot: int) -> tuple[DecodeInstance, SchedulerRequest]:
-        """A request has been handed over; to which instance."""
-        del self.transfers[slot]
+        """A request has been handed over; to which instance. Raises what went wrong with it."""
+        self.transfers.pop(slot).result()
         instance = next(one for one in self.instances if slot in one.coming)
         return instance, instance.coming.pop(slot)

@@ -11,15 +11,24 @@ A rank reports also a batch after which it draws no token, so that no more batch
 stage and the last. A group without rows in a batch changes its block tables, moves what it swaps, and does nothing
 else. No outputs travel: followers return nothing.
 
+With *lanes* batches that share no group complete independently. A batch goes to the groups with rows in it alone; the
+others are told with their next one whose blocks and sampling state it frees. Rank 0's own part runs in a thread, as
+another rank's does in its main one, and a thread for each group waits for that group's reports, in order: a receive
+from any source would not notice that a sender has died. What is prefilled so decodes elsewhere: no token travels.
+
 The file is longer than most because the two ends of each message are read beside each other.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -38,7 +47,7 @@ from medha.engine.wire import (
     error_to_json,
     report_size,
 )
-from medha.errors import EngineDeadError
+from medha.errors import EngineDeadError, RankFailedError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message, Sends, post_receive
 from medha.parallel.health import failures_named, give_up
@@ -46,7 +55,7 @@ from medha.parallel.mesh import Ranks, leave
 from medha.params import SamplingParams
 from medha.timeline import RankRecords, Timeline, decode_records, encode_records
 from medha.worker.runner import Runner
-from medha.worker.step import InOrder, PendingStep, StepResult, sampling_rows
+from medha.worker.step import InOrder, Lane, PendingStep, StepResult, sampling_rows
 from medha.worker.step_input import StepInput
 from medha.worker.transfer import TransferLine
 
@@ -86,18 +95,22 @@ class ReportLine:
 class TokenLine:
     """Sends the tokens that this rank draws to those that embed them, and receives what this rank embeds.
 
-    A token goes to the first stages of its request's groups and of the group behind them, into which it may grow.
+    A token goes to the first stages of its request's groups and of the group behind them, into which it may grow; none
+    goes anywhere where these groups do not decode.
     """
 
-    def __init__(self, ranks: Ranks, runner: Runner) -> None:
+    def __init__(self, ranks: Ranks, runner: Runner, *, decodes: bool = True) -> None:
         self._ranks = ranks
         self._runner = runner
+        self._decodes = decodes
         self._sends = Sends(ranks.report_group, _TOKENS_TAG, _TOKENS_IN_FLIGHT)
         self._drawn_here: dict[int, int] = {}  # by slot, the newest batch
         self._receives: deque[tuple[int, list[int], Callable[[], torch.Tensor]]] = deque()  # by batch
 
     def post(self, batch: Batch) -> None:
         """Post the receives of a batch's tokens, on a rank that embeds."""
+        if not self._decodes:
+            return
         group = self._ranks.group
         for sampler_group in sorted({row.group for row in batch.rows if row.group <= group}):
             sampler, slots = self._ranks.sampler_rank(sampler_group), _slots_for(batch, sampler_group, group)
@@ -113,7 +126,7 @@ class TokenLine:
     def take_from(self, report: PendingStep, batch: Batch) -> None:
         """Take a batch's tokens from the report of rank 0's group, on rank 0."""
         slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
-        if slots:
+        if slots and self._decodes:
             self._receives.append((batch.batch_id, slots, partial(_tokens_of, report)))
 
     def run(self, step: StepInput, waits_for: Literal["report", "control"]) -> StepResult | None:
@@ -157,6 +170,8 @@ class TokenLine:
 
     def _send(self, batch: Batch, result: StepResult) -> None:
         """Send what was sampled here after a batch's rows."""
+        if not self._decodes:
+            return
         here = self._ranks.group
         tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
         last = max((row.writer for row in result.rows), default=here) + 1
@@ -185,31 +200,54 @@ def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
     return sorted(slots)  # the rows of a group's part of a batch are in another order than those of the whole
 
 
+@dataclass(slots=True)
+class _Late:
+    """What a group is told with its next batch."""
+
+    frees: list[int] = field(default_factory=list)  # slots that batches of other groups of its instance have freed
+    closed: list[int] = field(default_factory=list)  # slots that requests have left
+
+
 class DrivingRunner:
-    """Rank 0's runner: sends each batch to everybody and runs its own stage of it."""
+    """Rank 0's runner: sends each batch to the others and runs its own stage of it.
+
+    Attributes:
+        news: with ``lanes``, set when a batch may have come to be done; None where batches complete in order.
+    """
 
     def __init__(
-        self, runner: Runner, ranks: Ranks, sender: ControlSender, transfers: TransferLine | None = None
+        self,
+        runner: Runner,
+        ranks: Ranks,
+        sender: ControlSender,
+        *,
+        lanes: bool = False,
+        transfers: TransferLine | None = None,
     ) -> None:
         self._runner = runner
+        self._transfers = transfers  # where there are decode instances, and so lanes
         self._ranks = ranks
         self._sender = sender
-        self._transfers = transfers  # where there are decode instances
         self._reports = ReportLine(ranks, runner)
-        self._tokens = TokenLine(ranks, runner)
+        self._tokens = TokenLine(ranks, runner, decodes=not lanes)
         self._steps = InOrder(self._run_own, at_once=False)
+        self.news = threading.Event() if lanes else None
+        self._lanes: list[Lane] = []  # the first runs this rank's part of batches, the others wait for each group
+        if lanes:
+            idle = partial(runner.recorder.waiting, "control")
+            self._lanes = [Lane("medha-own", idle), *(Lane("medha-reports") for _ in range(ranks.config.num_groups))]
+            weakref.finalize(self, _close_all, self._lanes)
         # The others answer a call once they have run the batches before it, and for that need this rank.
         sender.before_calls = lambda: self._steps.run_while(lambda step: True)
-        instances = [range(ranks.config.kvp), *((g,) for g in range(ranks.config.kvp, ranks.config.num_groups))]
-        self._groups_of = {group: groups for groups in instances for group in groups}  # of the same instance
-        self._closed: dict[Sequence[int], list[int]] = {groups: [] for groups in instances}  # that each is to forget
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
         self._num_in_pipeline = 0
         self._is_interrupted = False
-        groups = range(ranks.config.num_groups)
+        self._groups = groups = range(ranks.config.num_groups)
+        self._late = [_Late() for _ in groups]
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
-        embedders = {rank for group in self._embedders for rank in group}
-        self._others = [rank for rank in range(1, ranks.config.num_prefill_ranks) if rank not in embedders]
+        self._others = [
+            [rank for rank in ranks.of_groups([group]) if rank not in (0, *self._embedders[group])] for group in groups
+        ]
 
     def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], params: SamplingParams, **its: Any) -> None:
         """See :meth:`medha.worker.runner.Runner.open`; the others hear of it with the rows that concern them."""
@@ -220,8 +258,8 @@ class DrivingRunner:
         """See :meth:`medha.worker.runner.Runner.close`."""
         self._runner.close(slot)
         if self._sampled_on.pop(slot, None) is not None:
-            for closed in self._closed.values():
-                closed.append(slot)
+            for late in self._late:
+                late.closed.append(slot)
 
     def reset(self) -> None:
         """Raise EngineDeadError: an interrupted step cannot be undone on other ranks."""
@@ -229,8 +267,7 @@ class DrivingRunner:
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
     def submit(self, batch: Batch) -> PendingStep:
-        """Send a batch to every rank of its instance and prepare this rank's part of it, which runs after those before
-        it.
+        """Send a batch to the ranks that it concerns and prepare this rank's part, which runs after those before it.
 
         Raises:
             RankFailedError: another rank failed; the message is the first error that any rank reported.
@@ -240,33 +277,63 @@ class DrivingRunner:
             return self._submit(batch)
 
     def _submit(self, batch: Batch) -> PendingStep:
-        groups = self._groups_of[batch.rows[0].group]
-        closed = {"close": self._closed[groups]} if self._closed[groups] else {}
-        self._closed[groups] = []
-        parts = {group: batch.part_of(group) for group in groups}
-        chunk_ids = {group: self._runner.chunk_ids(part) for group, part in parts.items()}
-        told = set()
+        wholes = self._told(batch)
+        parts = {group: whole.part_of(group) for group, whole in wholes.items()}
+        own_ids, told = _NO_TOKENS, set()
         for group, part in parts.items():
-            tokens, embedders = chunk_ids[group], self._embedders[group]
+            whole, embedders, tokens = wholes[group], self._embedders[group], self._runner.chunk_ids(part)
+            own_ids = tokens if group == 0 else own_ids
+            slots, self._late[group].closed = self._late[group].closed, []
+            closed = {"close": slots} if slots else {}
             sampler, (opened, ids) = self._ranks.sampler_rank(group), self._opened(part, group)
             if opened:
                 told.add(sampler)
                 ids = np.concatenate((tokens, ids)) if sampler in embedders else ids
-                self._sender.send(Message("batch", {**closed, "open": opened}, batch, ids), only=[sampler])
+                self._sender.send(Message("batch", {**closed, "open": opened}, whole, ids), only=[sampler])
             if plain := [rank for rank in embedders if rank not in told]:
-                self._sender.send(Message("batch", closed, batch, tokens), only=plain)
-        if plain := [rank for rank in self._others if rank not in told and 0 in groups]:
-            self._sender.send(Message("batch", closed, batch), only=plain)
+                self._sender.send(Message("batch", closed, whole, tokens), only=plain)
+            if plain := [rank for rank in self._others[group] if rank not in told]:
+                self._sender.send(Message("batch", closed, whole), only=plain)
         concerned = [group for group, part in parts.items() if part.rows]
-        reports = [
-            self._reports.post(parts[group], group) for group in concerned if self._ranks.sampler_rank(group) != 0
-        ]
-        own: Callable[[], StepResult | None] = lambda: None  # noqa: E731
-        if 0 in groups:
-            if self._ranks.sampler_rank(0) != 0 and parts[0].rows:
-                self._tokens.take_from(reports[0], parts[0])
-            own = self._steps.add(self._runner.prepare(parts[0], chunk_ids[0]))
-        return PendingStep(partial(self._completed, batch, own, reports))
+        posted = {g: self._reports.post(parts[g], g) for g in concerned if self._ranks.sampler_rank(g) != 0}
+        if 0 in posted:
+            self._tokens.take_from(posted[0], parts[0])
+        step = self._runner.prepare(parts[0], own_ids) if 0 in parts else None
+        if self.news is not None:
+            return self._in_lanes(batch, step, posted)
+        assert step is not None, "every group is told of every batch"
+        return PendingStep(partial(self._completed, batch, self._steps.add(step), list(posted.values())))
+
+    def _told(self, batch: Batch) -> dict[int, Batch]:
+        """The batch as each group that is told of it gets it: with what was freed since its last one."""
+        if self.news is None:
+            return dict.fromkeys(self._groups, batch)
+        groups, kvp = batch.groups, self._ranks.config.kvp
+        for late in self._late[:kvp] if min(groups) < kvp else [self._late[group] for group in groups]:
+            late.frees += batch.frees
+        wholes = {
+            group: replace(batch, frees=tuple(dict.fromkeys(self._late[group].frees))) for group in sorted(groups)
+        }
+        for group in groups:
+            self._late[group].frees.clear()
+        return wholes
+
+    def _in_lanes(self, batch: Batch, step: StepInput | None, posted: dict[int, PendingStep]) -> PendingStep:
+        """Run this rank's part in its thread, and wait for each report in that of its group."""
+        assert self.news is not None, "there are lanes"
+        own, *lanes = self._lanes
+        futures: list[Future[Any]] = [lanes[group].submit(report.result) for group, report in posted.items()]
+        reports = [PendingStep(future.result) for future in futures]
+        mine: Callable[[], StepResult | None] = lambda: None  # noqa: E731
+        if step is not None:
+            running = own.submit(partial(self._tokens.run, step, "control"))
+            mine = running.result
+            futures.append(running)
+        for future in futures:
+            future.add_done_callback(partial(_tell, self.news))
+        monitor = self._ranks.monitor
+        is_done = lambda: monitor.has_failure or all(future.done() for future in futures)  # noqa: E731
+        return PendingStep(partial(self._completed, batch, mine, reports), is_done)
 
     def hand_over(self, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
         """Begin to hand a request over to a decode instance, with the last token drawn of it; what is returned is done
@@ -276,9 +343,10 @@ class DrivingRunner:
             token: what the instance embeds first.
             held, batch: as of :meth:`medha.worker.transfer.TransferLine.begin`.
         """
-        assert self._transfers is not None, "there are decode instances"
+        assert self._transfers is not None and self.news is not None, "there are decode instances"
         receipt = self._transfers.receipt(batch)
-        ranks = self._transfers.ranks_of([*(group for group, _ in held), batch.shared[0].group])
+        receipt.add_done_callback(partial(_tell, self.news))
+        ranks = self._ranks.of_groups([*(group for group, _ in held), batch.shared[0].group])
         with failures_named(self._ranks.monitor, batch):
             message = Message("handover", {"token": token, "held": held}, batch)
             self._sender.send(message, only=[rank for rank in ranks if rank != 0])
@@ -306,13 +374,16 @@ class DrivingRunner:
         return opened, np.concatenate(ids)
 
     def _completed(self, batch: Batch, own: Callable[[], StepResult | None], reports: list[PendingStep]) -> StepResult:
-        """Wait for the oldest batch in the pipeline: for what rank 0 itself sampled, and the reports of the groups that
-        it concerns; raises as :meth:`submit`."""
+        """Wait for a batch, with lanes one that is done, else the oldest in the pipeline: for what rank 0 itself
+        sampled, and the reports of the groups that it concerns; raises as :meth:`submit`."""
         with failures_named(self._ranks.monitor, batch):
+            if self.news is not None and self._ranks.monitor.has_failure:  # what it waits for may never come
+                raise RankFailedError(self._ranks.monitor.first_error() or "a rank has failed")
             mine = own()
             if self._ranks.config.spp > 1:  # the next stage is not to run dry while the last one draws
                 self._steps.run_while(self._tokens.has)
-            with self._runner.recorder.waiting("report"):
+            # with lanes the recorder is that of the thread which runs this rank's part
+            with self._runner.recorder.waiting("report") if self.news is None else nullcontext():
                 results = [report.result() for report in reports]
         if mine is not None:
             results.insert(0, mine)
@@ -330,7 +401,8 @@ class DrivingRunner:
 
         After a failure the other ranks cannot be asked, and only rank 0's own records are returned.
         """
-        records = [_records_of(self._ranks, self._runner)]
+        own = partial(_records_of, self._ranks, self._runner)
+        records = [self._lanes[0].submit(own).result() if self._lanes else own()]
         if self._is_interrupted or self._ranks.monitor.has_failure:
             logger.warning("the run has failed: what the other ranks ran is not known")
             return records
@@ -346,14 +418,17 @@ class DrivingRunner:
 
 
 class Follower:
-    """What every rank but 0 does: run its stage of each batch in the order of the messages."""
+    """What every rank but 0 does: run its stage of each batch in the order of the messages; ``decodes`` is as of
+    :class:`TokenLine`."""
 
-    def __init__(self, runner: Runner, ranks: Ranks, transfers: TransferLine | None = None) -> None:
+    def __init__(
+        self, runner: Runner, ranks: Ranks, *, decodes: bool = True, transfers: TransferLine | None = None
+    ) -> None:
         self._runner = runner
         self._transfers = transfers
         self.ranks = ranks
         self._reports = ReportLine(ranks, runner)
-        self._tokens = TokenLine(ranks, runner)
+        self._tokens = TokenLine(ranks, runner, decodes=decodes)
         self._newest: Message | None = None
         self._receiver = ControlReceiver(ranks.control_group, self._take)
 
@@ -515,6 +590,15 @@ class Caller:
     def _tell(self, message: Message) -> None:
         with failures_named(self.ranks.monitor, activity="idle"):
             self._sender.send(message)
+
+
+def _tell(news: threading.Event, _: object) -> None:
+    news.set()
+
+
+def _close_all(lanes: list[Lane]) -> None:
+    for lane in lanes:
+        lane.close()
 
 
 def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:

@@ -3,7 +3,7 @@
 :class:`Engine` is for those who drive the loop themselves (``add_request``, ``abort``, ``step``);
 :class:`medha.LLM` wraps it. What a request must satisfy is in :mod:`medha.engine.admission`, when it ends in
 :mod:`medha.engine.request`; the scheduler decides what runs; the runner computes. A step is: fill the
-pipeline to its depth, then complete the oldest batch.
+pipeline to its depth, then complete the oldest batch; with lanes, any that is done and the oldest of its groups.
 
 The file is longer than most because every call that a user or a front end may make stands here with its documentation.
 """
@@ -23,7 +23,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
 from medha.engine.decode import HandOvers
-from medha.engine.explain import Explainer
+from medha.engine.explain import Explainer, LaneExplainer
 from medha.engine.journal import Journal
 from medha.engine.prefix import PrefixIds
 from medha.engine.request import Completion, ModelLimits, Request
@@ -49,7 +49,8 @@ class Turns:
     that waits to add a request has woken up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nudge: Callable[[], None] = lambda: None) -> None:
+        self._nudge = nudge  # called where somebody comes who must wait
         self._door = threading.Lock()  # held by the one who is next
         self._room = threading.RLock()  # an interrupt may strike when it is held and no owner noted
         self._owner: int | None = None
@@ -59,7 +60,9 @@ class Turns:
         me = threading.get_ident()
         if self._owner != me:
             with self._door:
-                self._room.acquire()
+                if not self._room.acquire(blocking=False):
+                    self._nudge()
+                    self._room.acquire()
             self._owner = me
         self._depth += 1
 
@@ -95,7 +98,12 @@ class _InFlight(NamedTuple):
     decision: Decision
     batch: Batch  # on the groups where it runs
     pending: PendingStep
+    lanes: frozenset[int]  # its groups; it completes before younger batches on any of them
     scheduler: Scheduler
+
+
+_ONE_LANE = frozenset({-1})  # of every batch where all complete in order
+_LOOK_S = 0.5  # how often a wait for any batch looks whether a rank has failed
 
 
 class Engine:
@@ -113,6 +121,7 @@ class Engine:
         clock: monotonic seconds; the engine's time starts at 0.
         timeline: records what ran when, if given.
         hand_overs: to the decode instances, where there are some; ``scheduler`` has the prefills alone then.
+        news: set by the runner when a batch may have come to be done; None where batches complete in order.
 
     Attributes:
         turns: who has the engine; held from one call to the next (``with engine.turns:``) it lets nobody between.
@@ -130,6 +139,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         timeline: Timeline | None = None,
         hand_overs: HandOvers | None = None,
+        news: threading.Event | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -137,7 +147,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.timeline = timeline
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
-        self._explainer = Explainer(scheduler.memory.num_groups, scheduler.predictor)
+        self._news = news
+        explainer = Explainer if news is None else LaneExplainer
+        self._explainer = explainer(scheduler.memory.num_groups, scheduler.predictor)
         self.observers: list[Observer] = [self._explainer]  # are told what the scheduler is asked and what it decides
         self._clock = clock
         self._start = clock()
@@ -147,11 +159,11 @@ class Engine:
         self._num_added = 0
         self._in_flight: deque[_InFlight] = deque()
         self.hand_overs = HandOvers() if hand_overs is None else hand_overs
-        self._completed_s = 0.0  # when the last batch was
+        self._completed_s: dict[int, float] = {}  # by lane, when the last batch was
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
-        self.turns = Turns()
+        self.turns = Turns(self.wake)
         keeps = scheduler.config.prefix_caching is not False
         self._prefix = PrefixIds(scheduler.memory.prefix.unit) if keeps else None
 
@@ -364,8 +376,15 @@ class Engine:
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
+    def wake(self) -> None:
+        """Let a step that waits for one of several lanes return, as there is something to do; for another thread."""
+        if self._news is not None:
+            self._news.set()
+
+    def step(self, wait_s: float | None = None) -> list[RequestOutput]:
         """Fill the pipeline, complete its oldest batch, and return the outputs that changed.
+
+        With lanes it completes a batch that is done, and waits at most ``wait_s`` for one, or until :meth:`wake`.
 
         A request that is not finished is returned as its ``output_kind`` says; a finished one once, whole (with
         ``delta``: what had not been returned yet). Returns an empty list when there is nothing to do.
@@ -375,23 +394,21 @@ class Engine:
                 ``outputs`` holds them.
         """
         with self.turns:
-            self.advance()
+            self.advance(wait_s)
             outputs = self._unreturned.copy()
             self._unreturned.clear()
         return outputs
 
     @_in_turn
-    def advance(self) -> bool:
-        """As :meth:`step`, but outputs without a sink wait for the next step; returns whether a batch was completed."""
+    def advance(self, wait_s: float | None = None) -> bool:
+        """As :meth:`step`, but outputs without a sink wait for the next step; returns whether a batch was in flight."""
         if self._dead is not None:
             raise self._dead
         try:
             self._fill_pipeline()
-            if self._in_flight:
-                self._complete_oldest()
-                return True
-            if self.hand_overs.transfers:
-                self._take_over(next(iter(self.hand_overs.transfers)))
+            if self._in_flight or self.hand_overs.transfers:
+                if (index := self._await_done(wait_s)) is not None:
+                    self._complete(index)
                 return True
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of the unfinished requests:\n{self.describe()}")
@@ -427,7 +444,9 @@ class Engine:
                 one = self._by_slot[shared.slot]
                 if one.metrics.num_chunks == 1:  # not what it finds again after it was preempted
                     one.metrics.num_cached_tokens += shared.num_tokens
-            self._in_flight.append(_InFlight(start, decision, batch, self.runner.submit(batch), self.scheduler))
+            lanes = _ONE_LANE if self._news is None else frozenset(batch.groups)
+            sent = _InFlight(start, decision, batch, self.runner.submit(batch), lanes, self.scheduler)
+            self._in_flight.append(sent)
 
     def _fill_decodes(self) -> None:
         """Take the hand-overs that are done, begin those that are granted, and submit batches of decode instances."""
@@ -436,16 +455,15 @@ class Engine:
         for request, batch in self.hand_overs.grants():
             held = self.scheduler.memory.held_by_group(request.slot, request.num_prompt_tokens)
             self.hand_overs.begin(request, self._by_slot[request.slot].token_ids[0], held, batch)
-        for instance in self.hand_overs.instances:
-            while (decision := instance.scheduler.schedule(start := self.now())).batch is not None:
-                batch = decision.batch.on_group(instance.group)
-                sent = _InFlight(start, decision, batch, self.runner.submit(batch), instance.scheduler)
-                self._in_flight.append(sent)
+        for group, scheduler in [(one.group, one.scheduler) for one in self.hand_overs.instances]:
+            while (decision := scheduler.schedule(start := self.now())).batch is not None:
+                batch = decision.batch.on_group(group)
+                pending = self.runner.submit(batch)
+                self._in_flight.append(_InFlight(start, decision, batch, pending, frozenset([group]), scheduler))
 
     def _take_over(self, slot: int) -> None:
-        """Wait until a request has been handed over; from then on its decode instance has it."""
+        """A request has been handed over: its decode instance has it from now on."""
         one = self._by_slot[slot]
-        self.hand_overs.transfers[slot].result()
         self._keep_wait(one)
         instance, request = self.hand_overs.arrived(slot)
         self.scheduler.let_go(slot)
@@ -468,22 +486,44 @@ class Engine:
             one.metrics.work_lost_s += preempted.lost_s
         return decision
 
-    def _complete_oldest(self) -> None:
-        """Wait for the oldest batch in flight and hand out what came of it."""
-        oldest = self._in_flight[0]
-        batch, prediction, result = oldest.batch, oldest.decision.prediction, oldest.pending.result()
-        self._in_flight.popleft()
-        hands_over = bool(self.hand_overs) and oldest.scheduler is self.scheduler
+    def _await_done(self, wait_s: float | None) -> int | None:
+        """The index of a batch in flight to complete now; waits for one, and gives up when it is woken or late."""
+        end_s = math.inf if wait_s is None else time.monotonic() + wait_s
+        while (index := self._first_done()) is None:
+            left_s = end_s - time.monotonic()
+            if self._news is None or left_s <= 0:
+                return None
+            if self._news.wait(min(left_s, _LOOK_S)):
+                self._news.clear()
+                return self._first_done()
+        return index
+
+    def _first_done(self) -> int | None:
+        """The first batch in flight that is done, and before which nothing is in flight on its lanes."""
+        busy: frozenset[int] = frozenset()
+        for index, sent in enumerate(tuple(self._in_flight)):
+            if not busy & sent.lanes and sent.pending.is_done():
+                return index
+            busy |= sent.lanes
+        return None
+
+    def _complete(self, index: int) -> None:
+        """Wait for a batch in flight and hand out what came of it."""
+        sent = self._in_flight[index]
+        batch, prediction, result = sent.batch, sent.decision.prediction, sent.pending.result()
+        del self._in_flight[index]
+        is_first = sent.scheduler is self.scheduler
         now, busy_s = self.now(), result.busy_s
         for row in batch.chunks:
             chunked = self._by_slot[row.slot]
             chunked.num_computed_tokens, chunked.computed_s = row.kv_len, now
         if self.timeline is not None:
             names = [self._by_slot[row.slot].name for row in batch.rows]
-            self.timeline.record(batch, max(oldest.start_s, self._completed_s), now, names, oldest.decision.slack_s)
+            start_s = max(sent.start_s, *(self._completed_s.get(lane, 0.0) for lane in sent.lanes))
+            self.timeline.record(batch, start_s, now, names, sent.decision.slack_s)
             if prediction is not None:
                 self.timeline.count_step(now, prediction.seconds, busy_s, budget_s=prediction.budget_s)
-        self._completed_s = now
+        self._completed_s.update(dict.fromkeys(sent.lanes, now))
         if self.on_step is not None:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []
@@ -495,8 +535,9 @@ class Engine:
             one = by_slot[slot := row[0]]
             if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
                 ends = one.take(sampled, now)
-                results.append((slot, 0 if hands_over and not ends else 1, ends))
-                if hands_over and not ends:
+                waits = bool(self.hand_overs) and is_first and not ends
+                results.append((slot, 0 if waits else 1, ends))
+                if waits:
                     kept.append(one)
                 if one.metrics.explanation is None:
                     begun.append(one)
@@ -506,11 +547,11 @@ class Engine:
                     self.reset_prefix_cache()
                 elif ends or not len(one.token_ids) % _EXTEND_EVERY:
                     self._extend(one)
-        closed = oldest.scheduler.complete(batch, now, results, busy_s)
+        closed = sent.scheduler.complete(batch, now, results, busy_s)
         for one in kept:
             self.scheduler.keep(one.slot)
             self.hand_overs.waiting[one.slot] = _asked(one.request, one.slot, one.metrics.arrival)
-        for observer in self.observers if oldest.scheduler is self.scheduler else ():
+        for observer in self.observers if is_first else ():
             observer.completed(batch, now, results, busy_s, closed)
         for one in begun:
             self._keep_explanation(one)
@@ -598,6 +639,7 @@ class Engine:
             self._unreturned.clear()
             self._in_flight.clear()
             self.hand_overs.transfers.clear()
+            self.wake()
             return dead
 
 

@@ -230,6 +230,51 @@ class Explainer(Observer):
         return tuple((other.name, float(took_s)) for other, took_s in seconds.most_common(_TOP))
 
 
+class LaneExplainer(Observer):
+    """The same where batches of several groups complete independently: an :class:`Explainer` a group, of its batches
+    alone. A request is explained by that of the group on which it begins, which is in all of its runs."""
+
+    def __init__(self, num_groups: int, predictor: Predictor | None) -> None:
+        self._lanes = [Explainer(num_groups, predictor) for _ in range(num_groups)]
+        self._begun: dict[int, int] = {}  # by slot, the group
+
+    def restarted(self, learned: object = None) -> None:
+        """See :meth:`Explainer.restarted`."""
+        for lane in self._lanes:
+            lane.restarted()
+
+    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
+        """A request was queued."""
+        self._begun.pop(request.slot, None)
+        for lane in self._lanes:
+            lane.added(request, now_s, admitted, name)
+
+    def cancelled(self, slot: int, closed: Sequence[int]) -> None:
+        """A request was cancelled."""
+        for lane in self._lanes:
+            lane.cancelled(slot, closed)
+
+    def scheduled(self, now_s: float, decision: Decision) -> None:
+        """A batch was scheduled, or nothing was."""
+        if decision.batch is None:
+            return
+        for row in decision.batch.chunks:
+            self._begun.setdefault(row.slot, row.group)
+        for group in decision.batch.groups:
+            self._lanes[group].scheduled(now_s, decision)
+
+    def completed(self, batch: Batch, now_s: float, results: object, busy_s: float, closed: Sequence[int] = ()) -> None:
+        """A batch is done."""
+        for group in batch.groups:
+            self._lanes[group].completed(batch, now_s, results, busy_s, closed)
+
+    def of(self, slot: int) -> Explanation:
+        """See :meth:`Explainer.of`; of a request that has begun nowhere, on the group that was busiest meanwhile."""
+        if slot in self._begun:
+            return self._lanes[self._begun[slot]].of(slot)
+        return max((lane.of(slot) for lane in self._lanes), key=lambda found: (found.others_s, found.total_s))
+
+
 def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> tuple[Floats, list[tuple[Row, float]]]:
     """What the decodes of each group, and each chunk, would take alone; in tokens without a predictor."""
     num_decodes = batch.num_decodes

@@ -102,4 +102,8 @@ def _head(scheduler: Scheduler) -> dict[str, Any]:
             raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
         predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
     head = {"format": FORMAT, "version": VERSION, "config": asdict(config)}
-    return {**head, **scheduler.sizes, "predictor": predicts}
+    dealing = None
+    if scheduler.dealing is not None:
+        times, rates = scheduler.dealing.planner.times, scheduler.dealing.rates
+        dealing = {"times": asdict(times), "rates": rates if isinstance(rates, float) else rates.to_json()}
+    return {**head, **scheduler.sizes, "predictor": predicts, "dealing": dealing}

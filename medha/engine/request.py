@@ -35,6 +35,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, float | int | None] = field(default_factory=dict)  # from generation_config.json
     seed: int = 0  # base of the seeds of requests that bring none
+    most_new_tokens: int | None = None  # of a completion, where that is bounded apart
 
 
 class Request:

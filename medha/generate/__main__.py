@@ -30,6 +30,7 @@ from medha.cli.command import (
 )
 from medha.cli.display import Display, StreamedText, print_explanation
 from medha.cli.options import (
+    DEALT,
     MEMORY,
     MODEL,
     PARALLEL,
@@ -61,7 +62,7 @@ _output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 @app.command()
-@takes(MODEL, but(SAMPLING, max_tokens=128, temperature=0.0), MEMORY, SCHEDULING, SERVING, PARALLEL)
+@takes(MODEL, but(SAMPLING, max_tokens=128, temperature=0.0), MEMORY, SCHEDULING, SERVING, PARALLEL, DEALT)
 def generate(
     context: typer.Context,
     model_argument: Annotated[

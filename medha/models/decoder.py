@@ -60,7 +60,7 @@ class Decoder(nn.Module):
         self.tie_()
         self._embed: LinearFn | None = None
         self._head: LinearFn | None = None
-        self._fused: FusedKernels | None = None
+        self.fused: FusedKernels | None = None
 
     def tie_(self) -> None:
         """Let the head share the embedding's parameter, where the model ties them; again after parameters moved."""
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
             cos_TR, sin_TR: float32 rotation of each token's position.
             attend: writes the new keys and values of a layer and attends over all of them.
         """
-        rotate_both, more_TD = rotation(cos_TR, sin_TR, self._fused), None
+        rotate_both, more_TD = rotation(cos_TR, sin_TR, self.fused), None
         for i, layer in enumerate(self.model["layers"].values()):  # type: ignore[operator]
             x_TD, more_TD = layer(x_TD, more_TD, rotate_both, partial(attend, i))
         return x_TD if more_TD is None else x_TD + more_TD
@@ -99,20 +99,20 @@ class Decoder(nn.Module):
         return logits.float() if into is None else into.copy_(logits)
 
     def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
-        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped. What lies
-        between them is computed by ``fused``, if given."""
-        self._fused = fused
+        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped. What ``fused``
+        has a function for it computes, if given."""
+        self.fused = fused
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.fused = fused
         for layer in self.model["layers"].values():  # type: ignore[operator]
-            layer.self_attn.pack_(shard)
+            layer.self_attn.pack_(shard, fused)
             layer.mlp.pack_(shard, fused)
         if self.has_embedding and shard is not None:
             rows_VD = local_part(cast(torch.Tensor, self.model["embed_tokens"].weight))
             self._embed = _vocab_parallel_embedding(rows_VD, self.config.vocab_size, shard)
         if self.lm_head is not None:
-            self._head = _vocab_parallel_head(local_part(self.lm_head.weight), self.config.vocab_size, shard)
+            self._head = _vocab_parallel_head(local_part(self.lm_head.weight), self.config.vocab_size, shard, fused)
             self.lm_head = None
 
 
@@ -129,12 +129,14 @@ def _vocab_parallel_embedding(rows_VD: torch.Tensor, vocab_size: int, shard: Ten
     return embed
 
 
-def _vocab_parallel_head(rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None) -> LinearFn:
+def _vocab_parallel_head(
+    rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None, fused: FusedKernels | None
+) -> LinearFn:
     """Head whose rows are split evenly, the last ranks' parts padded to the width of the first, gathered."""
     if shard is None:
-        return packed_weight(rows_VD)
+        return packed_weight(rows_VD, fused=fused)
     width = -(-vocab_size // shard.size)
-    head = packed_weight(F.pad(rows_VD, (0, 0, 0, width - len(rows_VD))))
+    head = packed_weight(F.pad(rows_VD, (0, 0, 0, width - len(rows_VD))), fused=fused)
     return lambda x_SD: shard.all_gather(head(x_SD))[:, :vocab_size]
 
 

@@ -21,8 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from medha.config import ModelConfig, RopeConfig
-from medha.cpu.decoder import packed_linear as cpu_linear
-from medha.cpu.library import serves
+from medha.cpu import decoder as cpu
 
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
 AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,6 +51,12 @@ class FusedKernels(NamedTuple):
     fused_add_rmsnorm: Callable[..., None]
     silu_and_mul: LinearFn | None  # None where the product does it
     apply_rope: Callable[..., None]  # apply_rope_with_cos_sin_cache_inplace
+    packed_linear: Callable[..., LinearFn] | None = None  # of a weight, with a gate too; None where it is torch's
+    append_kv: Callable[..., None] | None = None  # append_paged_kv_cache
+
+
+OWN_KERNELS = FusedKernels(cpu.rmsnorm, cpu.fused_add_rmsnorm, None, cpu.apply_rope, cpu.packed_linear)
+"""Of the CPU, where :func:`medha.cpu.library.lacks` nothing."""
 
 
 class RMSNorm(nn.Module):
@@ -108,11 +113,11 @@ class Attention(nn.Module):
         out_TNH = attend(*rotate_both(q, k), v)
         return (self._out or self.o_proj)(out_TNH.flatten(-2))
 
-    def pack_(self, shard: TensorShard | None = None) -> None:
+    def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
         """As :meth:`~medha.models.decoder.Decoder.pack_`."""
         self._sizes = [len(local_part(linear.weight)) for linear in (self.q_proj, self.k_proj, self.v_proj)]
-        self._qkv = packed_linear(self.q_proj, self.k_proj, self.v_proj)
-        self._out = packed_row_linear(self.o_proj, shard)
+        self._qkv = packed_linear(self.q_proj, self.k_proj, self.v_proj, fused=fused)
+        self._out = packed_row_linear(self.o_proj, shard, fused)
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
 
@@ -139,7 +144,7 @@ class MLP(nn.Module):
     def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
         """As :meth:`~medha.models.decoder.Decoder.pack_`."""
         self._gated = packed_swiglu(self.gate_proj, self.up_proj, fused)
-        self._down = packed_row_linear(self.down_proj, shard)
+        self._down = packed_row_linear(self.down_proj, shard, fused)
         del self.gate_proj, self.up_proj, self.down_proj
 
 
@@ -170,17 +175,17 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def packed_linear(*linears: nn.Linear) -> LinearFn:
+def packed_linear(*linears: nn.Linear, fused: FusedKernels | None = None) -> LinearFn:
     """One callable that computes this rank's part of the given layers' outputs side by side."""
     weight = _joined([local_part(linear.weight) for linear in linears])
     bias = None if linears[0].bias is None else _joined([local_part(linear.bias) for linear in linears])
-    return packed_weight(weight, bias)
+    return packed_weight(weight, bias, fused=fused)
 
 
 def packed_swiglu(gate_proj: nn.Linear, up_proj: nn.Linear, fused: FusedKernels | None = None) -> LinearFn:
     """``silu(gate(x)) * up(x)`` of this rank's part, on the CPU within the products, elsewhere of one product."""
-    if _own_kernel_packs(local_part(gate_proj.weight)):
-        return cpu_linear(local_part(up_proj.weight), gate=local_part(gate_proj.weight))
+    if fused is not None and fused.packed_linear is not None:
+        return fused.packed_linear(local_part(up_proj.weight), gate=local_part(gate_proj.weight))
     if _onednn_packs(local_part(gate_proj.weight)):
         silu_gate, up = packed_weight(local_part(gate_proj.weight), activation="swish"), packed_linear(up_proj)
         return lambda x: silu_gate(x).mul_(up(x))
@@ -195,11 +200,11 @@ def packed_swiglu(gate_proj: nn.Linear, up_proj: nn.Linear, fused: FusedKernels 
     return swiglu
 
 
-def packed_row_linear(linear: nn.Linear, shard: TensorShard | None) -> LinearFn:
+def packed_row_linear(linear: nn.Linear, shard: TensorShard | None, fused: FusedKernels | None) -> LinearFn:
     """A layer whose input features are split over the group: partial products, summed, then the bias once."""
     if shard is None:
-        return packed_linear(linear)
-    partial_product = packed_weight(local_part(linear.weight))
+        return packed_linear(linear, fused=fused)
+    partial_product = packed_weight(local_part(linear.weight), fused=fused)
     bias = None if linear.bias is None else local_part(linear.bias)
 
     def row_linear(x: torch.Tensor) -> torch.Tensor:
@@ -214,17 +219,23 @@ def packed_row_linear(linear: nn.Linear, shard: TensorShard | None) -> LinearFn:
 _KEPT_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def packed_weight(weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str = "none") -> LinearFn:
+def packed_weight(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "none",
+    fused: FusedKernels | None = None,
+) -> LinearFn:
     """``F.linear`` with a weight [out, in] that is prepared once for the machine.
 
-    On the CPU our own kernel takes it, 1 to 1.6 times as fast as oneDNN's (float32, AVX2, 1 to 2,048 rows). Where that
-    cannot be built, or the CPU multiplies in 16 bits, oneDNN takes it if it has the dtype: 1.1 times as fast as
-    ``F.linear`` at 2,048 rows and 2 to 4 times at 16. It reads a weight from memory fastest at 4 to 6 rows (1.1 to 1.4
-    times as fast as at 1 row, 1.2 to 1.6 times as fast as at 2), so fewer are padded.
+    On the CPU our own kernel takes it, if ``fused`` has it, 1 to 1.6 times as fast as oneDNN's (float32, AVX2, 1 to
+    2,048 rows). Otherwise oneDNN takes it if it has the dtype: 1.1 times as fast as ``F.linear`` at 2,048 rows and 2 to
+    4 times at 16. It reads a weight from memory fastest at 4 to 6 rows (1.1 to 1.4 times as fast as at 1 row, 1.2 to
+    1.6 times as fast as at 2), so fewer are padded.
     ``activation`` is oneDNN's name of a function of the outputs, for a weight that oneDNN packs.
     """
-    if activation == "none" and _own_kernel_packs(weight):
-        return cpu_linear(weight, bias)
+    if fused is not None and fused.packed_linear is not None:
+        return fused.packed_linear(weight, bias)
     if not _onednn_packs(weight):
         assert activation == "none", "an activation needs oneDNN"
         return partial(F.linear, weight=weight, bias=bias)
@@ -245,10 +256,6 @@ def packed_weight(weight: torch.Tensor, bias: torch.Tensor | None = None, *, act
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _own_kernel_packs(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and serves(weight.dtype)
 
 
 def _onednn_packs(weight: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -96,6 +96,10 @@ class Ranks:
         """Global ranks of the first stage of a KV-parallel group."""
         tp_ranks = range(self.config.of_group(group).tp)
         return tuple(self.config.rank_of(stage=0, tp_rank=tp_rank, kvp_rank=group) for tp_rank in tp_ranks)
+
+    def of_groups(self, groups: Sequence[int]) -> list[int]:
+        """The global ranks of some groups."""
+        return [rank for rank in range(self.config.world_size) if self.config.coordinates(rank)[0] in groups]
 
     @property
     def merge_ranks(self) -> tuple[int, ...]:

@@ -2,10 +2,11 @@
 
 Sources: Ring Attention (Liu et al., arXiv:2310.01889); the zigzag of pieces, with which all do as much in each step,
 and a history that lies evenly on the ring are of Tetris ("Optimizing Long-context LLM Serving via Fine-grained Sequence
-Parallelism"). A group's *block* is what it holds of the rows' keys and values once the new ones are written, packed
-page behind page; whoever has it attends to it as to a pool. In each of s steps a rank sends on the block that it has,
-receives the next one into the other of two buffers, and meanwhile attends to the one that it has. What it finds is
-merged as by KV parallelism, and stays where it is: each rank ends with the output of its own tokens.
+Parallelism"). A group's *block* is what it holds of the rows' keys and values once the new ones are written, page
+behind page; whoever has it attends to it as to a pool. In each of s steps a rank sends on the block that it has,
+receives the next one into the other of two buffers, and meanwhile attends to the one that it has. Its own block goes in
+pieces, so that adjacent pages are sent from where they lie in the pool. What it finds is merged as by KV parallelism,
+and stays where it is: each rank ends with the output of its own tokens.
 
 Sends go over the group of :mod:`.kvp`, so each stage and tensor-parallel index has rings of its own.
 """
@@ -43,9 +44,9 @@ class Ring:
     def attend(
         self,
         shared: Shared,
-        block: torch.Tensor,
+        own: Sequence[torch.Tensor],
         sizes: Sequence[int],
-        attend: Callable[[int, torch.Tensor], Partial],
+        attend: Callable[[int, torch.Tensor | None], Partial],
         *,
         compare: bool,
         waiting: Callable[[], AbstractContextManager[object]],
@@ -55,10 +56,10 @@ class Ring:
 
         Args:
             shared: the rows.
-            block: this rank's, in buffer 0.
+            own: this rank's block in equal pieces, as many on each rank, contiguous; in buffer 0 or elsewhere.
             sizes: numbers of each block, in the order of the run.
-            attend: partial attention of this rank's tokens over the block of a member of the run: out [T, N, H] and
-                lse [T, N], natural logarithm, float32, -inf where a token sees none of its keys.
+            attend: partial attention of this rank's tokens over the block of a member of the run, None for the own one:
+                out [T, N, H] and lse [T, N], natural logarithm, float32, -inf where a token sees none of its keys.
             compare: whether the digests of the rows are exchanged too; once a batch.
             waiting: within, this rank waits for another.
 
@@ -72,13 +73,15 @@ class Ring:
         if compare:
             theirs = self._digests.post(previous)
             self._digests.send(shared.batch_id, shared.digest, following)
-        partials = []
+        partials: list[Partial] = []
+        block: torch.Tensor | None = None
         for step in range(count):
             owner, works = (index - step) % count, []
             if step + 1 < count:
-                arriving = self.buffer((step + 1) % 2, sizes[owner - 1], block)
-                ops = [dist.P2POp(dist.irecv, arriving, previous, self._group)]
-                ops += [dist.P2POp(dist.isend, block, following, self._group)]
+                arriving = self.buffer((step + 1) % 2, sizes[owner - 1], own[0])
+                sent, come = ([block], [arriving]) if block is not None else (own, arriving.view(len(own), -1))
+                ops = [dist.P2POp(dist.irecv, piece, previous, self._group) for piece in come]
+                ops += [dist.P2POp(dist.isend, piece, following, self._group) for piece in sent]
                 works = dist.batch_isend_irecv(ops)
             partials.append(attend(owner, block))
             with waiting():

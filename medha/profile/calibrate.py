@@ -4,7 +4,8 @@ Steps of many shapes run in turn, each several times: chunks of all sizes behind
 tokens, and batches of decodes over the same range. Every rank measures its own stage (:mod:`medha.profile.meter`); the
 coefficients are of the slowest stage of group 0: attention of chunks (affine in the cached tokens) and of decodes (with
 what a row more costs on the host), linear layers with their all-reduces over the tokens of the step, the head over the
-rows that sample, the host's share of a step, and merges of KV-parallel groups.
+rows that sample, the host's share of a step, merges of KV-parallel groups, and what a chunk that is dealt to them takes
+longer than its share alone: what shows of the keys that go around, and each step of the ring.
 
 The send to the next stage has no part: it runs beside the next batch, and a stage's busy time ends before it. Attention
 of a mixed batch is a sum, as the torch backend runs one request after another. A step that takes longer than a limit is
@@ -23,8 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from medha.batch import PIECES, Row
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
-from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey
+from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey, RingCost
+from medha.cost.predictor import Predictor, dealt_work
 from medha.engine.build import RankHandle, build_role
 from medha.errors import ConfigError
 from medha.outputs import RequestOutput
@@ -35,6 +38,7 @@ from medha.profile.steps import Step, StepRunner, chunk, decodes, fill_pools
 MAX_KV = 131072  # measured unless told otherwise
 _LEAST_KV = 1024  # of a chunk, which then costs more than behind nothing by more than noise
 _TILE = 16  # queries, less than any kernel's on the CPU; what lies between the sizes is interpolated
+_DEALT_EACH = 3  # of the sizes of chunks, one is measured dealt as well
 _SMALLEST = 1e-7  # seconds; a part that was not noticed at all
 
 
@@ -80,6 +84,13 @@ def families(effort: Effort, *, max_kv: int, num_groups: int, block_size: int) -
         kv = 2 * groups * block_size
         if kv <= max_kv:
             found.append([chunk(size, kv, num_groups=groups) for size in effort.chunks])
+        if groups in (2, num_groups):
+            sizes = [size for size in effort.chunks[::_DEALT_EACH] if size >= PIECES * groups]
+            found += [
+                [chunk(size, kv, num_groups=groups, is_dealt=True) for size in sizes]
+                for kv in sorted({min(kv, max_kv), max_kv // 4, max_kv})
+                if sizes
+            ]
     return found
 
 
@@ -134,11 +145,12 @@ def fit(
     stage: int,
     dtype_bytes: int,
     merges: Sequence[tuple[int, int, float]] = (),
+    dealt: Sequence[tuple[Row, float]] = (),
 ) -> Coefficients:
     """Coefficients of the stage that was measured.
 
     ``rows`` are steps on one group; ``dtype_bytes`` is of a weight; ``merges`` are (tokens, groups, seconds) of shared
-    steps.
+    steps; ``dealt`` are chunks that were dealt, and their seconds.
     """
     num_layers = len(parallel.layers_of(stage, model.num_layers))
     chunk_rows = [row for row in rows if not row.step[0].is_decode]
@@ -151,9 +163,11 @@ def fit(
     batch, mean_kv, beside = _medians(
         [(len(row.step), row.step[0].position, seconds) for row, seconds in zip(decode_rows, beside, strict=True)]
     )
-    kvp = _kvp_link(merges, model, parallel, num_layers, dtype_bytes) if merges else None
-    block_bytes = 2.0 * max(1, model.num_kv_heads // parallel.tp) * model.head_dim * dtype_bytes
-    return Coefficients(
+    kvp = None
+    if merges:  # what a rank receives grows with the groups beyond its own
+        sent = [(tokens * (groups - 1), seconds, seconds) for tokens, groups, seconds in merges]
+        kvp = _link(sent, num_layers, model.num_heads / parallel.tp * (model.head_dim * dtype_bytes + 4))
+    found = Coefficients(
         key=key,
         linear=_curve([(sum(part.q_len for part in row.step), row.time.linear_s) for row in rows]),
         chunks=fit_chunks(q_len, kv, attention, tile=_TILE),
@@ -161,8 +175,25 @@ def fit(
         head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if stage == parallel.spp - 1 else None,
         host_s=host_s,
         kvp=kvp,
-        ring=None if kvp is None else dataclasses.replace(kvp, bytes_per_token=block_bytes),
     )
+    if not dealt:
+        return found
+    block_bytes = 2.0 * max(1, model.num_kv_heads // parallel.tp) * model.head_dim * dtype_bytes
+    return dataclasses.replace(found, ring=RingCost(_link(_beyond(found, dealt), num_layers, block_bytes)))
+
+
+def _beyond(alone: Coefficients, dealt: Sequence[tuple[Row, float]]) -> list[tuple[float, float, float]]:
+    """Of each chunk that was dealt: the tokens of a group's block, what a step of the ring took beside the computation,
+    and the whole."""
+    predictor, runs = Predictor(alone), defaultdict[Row, list[float]](list)
+    for row, seconds in dealt:
+        runs[row].append(seconds)
+    found = []
+    for row, every in runs.items():
+        work, seconds = dealt_work(row), statistics.median(every)
+        beyond_s = seconds - predictor.tick().with_chunk(work.q_len, work.kv_before)
+        found.append((row.kv_len / row.num_groups, beyond_s / (row.num_groups - 1), seconds))
+    return found
 
 
 def _curve(points: Sequence[tuple[int, float]]) -> Curve:
@@ -179,23 +210,20 @@ def _medians(rows: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[in
     return [size for size, _ in runs], [length for _, length in runs], medians
 
 
-def _kvp_link(
-    merges: Sequence[tuple[int, int, float]], model: ModelConfig, parallel: ParallelConfig, num_layers: int, dtype: int
-) -> Link:
-    """Merges, one a layer: latency and bandwidth by least squares of the relative error, neither below 0.
+def _link(points: Sequence[tuple[float, float, float]], num_layers: int, token_bytes: float) -> Link:
+    """Transfers, one a layer: latency and bandwidth by least squares, neither below 0.
 
-    What a rank receives grows with the groups beyond its own.
+    ``points`` are tokens, seconds of all layers, and those to which the error is relative.
     """
-    tokens = np.array([tokens * (groups - 1) for tokens, groups, _ in merges], dtype=np.float64)
-    seconds = np.maximum([seconds / num_layers for *_, seconds in merges], _SMALLEST)
+    tokens, seconds, scale = np.array(points, dtype=np.float64).T
+    seconds, scale = (np.maximum(column / num_layers, _SMALLEST) for column in (seconds, scale))
     token_s, alpha_s = 0.0, float(np.median(seconds))
     if np.unique(tokens).size > 1:
-        token_s, alpha_s = np.polyfit(tokens, seconds, 1, w=1 / seconds).tolist()
+        token_s, alpha_s = np.polyfit(tokens, seconds, 1, w=1 / scale).tolist()
     if token_s <= 0:
         token_s, alpha_s = _SMALLEST / tokens.max(), float(np.median(seconds))
     if alpha_s < 0:
         token_s, alpha_s = float(np.median(seconds / tokens)), 0.0
-    token_bytes = model.num_heads / parallel.tp * (model.head_dim * dtype + 4)
     return Link(num_layers, alpha_s, token_bytes / token_s, token_bytes)
 
 
@@ -274,7 +302,7 @@ def _fitted(
     stages = [by_rank[parallel.rank_of(stage=stage, tp_rank=0)] for stage in range(parallel.spp)]
     stage, rows = slowest_stage(stages, own)
     groups = [by_rank[parallel.rank_of(stage=stage, tp_rank=0, kvp_rank=group)] for group in range(parallel.kvp)]
-    shared = {batch_id: step for batch_id, step in steps.items() if step[0].num_groups > 1}
+    shared = {batch_id: step[0] for batch_id, step in steps.items() if step[0].num_groups > 1}
     return fit(
         rows,
         role.engine.scheduler.predictor.coefficients.key,
@@ -284,7 +312,11 @@ def _fitted(
         dtype_bytes=role.runner.cache.k[0].dtype.itemsize,
         merges=[
             # the group that comes last waits for nobody
-            (step[0].q_len, step[0].num_groups, min(times[i].merge_s for times in groups if i in times))
-            for i, step in shared.items()
+            (row.q_len, row.num_groups, min(times[i].merge_s for times in groups if i in times))
+            for i, row in shared.items()
+            if not row.is_dealt
+        ],
+        dealt=[
+            (row, max(times[i].busy_s for times in groups if i in times)) for i, row in shared.items() if row.is_dealt
         ],
     )

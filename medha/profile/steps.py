@@ -27,9 +27,9 @@ Step = tuple[Row, ...]
 """The rows of one batch, decodes first, in slots from FIRST_SLOT on; a row on several groups begins at group 0."""
 
 
-def chunk(q_len: int, kv_before: int, *, num_groups: int = 1) -> Step:
+def chunk(q_len: int, kv_before: int, *, num_groups: int = 1, is_dealt: bool = False) -> Step:
     """A prefill chunk alone, in the middle of its prompt."""
-    return (Row(FIRST_SLOT, kv_before, q_len, False, False, num_groups=num_groups),)
+    return (Row(FIRST_SLOT, kv_before, q_len, False, False, 0, num_groups, is_dealt),)
 
 
 def decodes(batch: int, kv_before: int) -> Step:

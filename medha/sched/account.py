@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 
 from medha.batch import Deal, Extent, Row, Shared, append_extent, even_shares
-from medha.sched.prefix import Chain, Hit, Path
+from medha.sched.blocks import BlockPool
+from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 
 Blocks = list[tuple[int, int]]  # (group, blocks)
 
@@ -62,6 +65,33 @@ class Account:
             held = path.end if path.owner not in (None, slot) else path.shared_without({slot})
             num_blocks = max(num_blocks, min(held, end)) if held > path.start else num_blocks
         return num_blocks
+
+    def note(self, slot: int, num_tokens: int, prefix: PrefixCache, pools: Sequence[BlockPool]) -> None:
+        """Its first ``num_tokens`` have been sent: others may share them from the next batch on."""
+        if (chain := self.chain) is None:
+            return
+        size, num_units = prefix.units_per_block, min(len(chain), num_tokens // prefix.unit)
+        while self.num_units < num_units:
+            last = self.last
+            if last is not None and not last.is_known:
+                break
+            shard = bisect_right(self.starts, self.num_units * prefix.unit) - 1
+            group, start = self.first + shard, self.starts[shard] // prefix.block_size + self.given[shard]
+            end = min([num_units, *[end // prefix.unit for end in self.starts[shard + 1 :][:1]]])
+            units, new = range(self.num_units + 1, end + 1), partial(Path, group, parent=last, owner=slot)
+            goes_on = last is not None and last.owner == slot and last.group == group
+            path, self.num_units, whole = prefix.note(last if goes_on else None, chain, units, new)
+            if path is not None:
+                if path is not last:
+                    self.own.append(path)
+                end = path.start + -(-len(path.ids) // size)
+                prefix.grow(path, pools[group].runs(slot, path.end - start, end - start))
+            self.last = whole or path or last
+            if whole is not None and whole.group != group:  # what follows would lie beside what precedes
+                break
+        else:
+            return
+        self.chain = None
 
     def kv_before(self, position: int, group: int) -> int:
         """Tokens before ``position`` that a group holds."""

@@ -12,11 +12,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 
-from medha.batch import PIECES, Batch, Copy, Deal, Extent, Row, Shared
+from medha.batch import PIECES, Batch, Copy, Deal, Extent, Row, Shared, Swap
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, dealt_work, split
+from medha.sched.blocks import blocks_of, facing
 from medha.sched.decision import Prediction, SchedulerRequest
+from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.prefix import Hit, Path
 from medha.sched.queue import Queue, State
@@ -48,6 +51,19 @@ class Packer:
         """Nothing more of a request is to be scheduled."""
 
 
+def works_of(rows: Sequence[Row], memory: KVMemory, group: int) -> tuple[list[Work], list[Work]]:
+    """Decodes and chunks of a batch as one of several groups sees them, when the batch is made."""
+    works = []
+    for row in rows:
+        if row.is_dealt and row.concerns(group):
+            works.append(dealt_work(row, group))
+        elif row.concerns(group):
+            kv = memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
+            samples = row.samples and group == row.group
+            works.append(Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, samples))
+    return split(works)
+
+
 class BatchBuilder:
     """A batch that is being filled.
 
@@ -75,7 +91,7 @@ class BatchBuilder:
         self.preemption = preemption
         self.rows: list[Row] = []
         self.extents: list[Extent] = []
-        self.swaps_in: list[Extent] = []
+        self.swaps_in: list[Swap] = []
         self.shared: list[Shared] = []
         self.copies: list[Copy] = []
         self.deals: list[Deal] = []
@@ -230,8 +246,8 @@ class BatchBuilder:
     def moved_s(self) -> float:
         """Predicted seconds in which the batch's blocks are swapped, of the group that moves most."""
         blocks = [0] * self.memory.num_groups
-        for extent in (*self.memory.swaps_out, *self.swaps_in):
-            blocks[extent.group] += extent.count
+        for swap in (*self.memory.prefix.swaps_out, *self.swaps_in):
+            blocks[swap.group] += swap.count
         return max(blocks) * self.memory.swap_block_s
 
     def works(self, group: int) -> tuple[Sequence[Work] | Decodes, list[Work]]:
@@ -239,15 +255,7 @@ class BatchBuilder:
         if self._decodes is not None:
             chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in self.rows if not row.is_decode]
             return self._decodes, chunks
-        works = []
-        for row in self.rows:
-            if row.is_dealt and row.concerns(group):
-                works.append(dealt_work(row, group))
-            elif row.concerns(group):
-                kv = self.memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
-                samples = row.samples and group == row.group
-                works.append(Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, samples))
-        return split(works)
+        return works_of(self.rows, self.memory, group)
 
     def _continue(self, state: State, size: SizeFn, is_whole: bool) -> int:
         position = state.num_scheduled_tokens
@@ -308,9 +316,9 @@ class BatchBuilder:
         self._queue.start(state)
         self.memory.prefix.forget(state.slot)
         if state.num_scheduled_tokens:
-            extents, host = self.memory.swap_in(state.slot, num_tokens, state.chain)
+            extents, swaps = self.memory.swap_in(state.slot, num_tokens, state.chain)
             self.extents += extents
-            self.swaps_in += host
+            self.swaps_in += swaps
         else:
             self.memory.start(state.slot, chosen, num_tokens, state.chain, None, state.request.num_prompt_tokens)
         self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, width_now))
@@ -322,10 +330,12 @@ class BatchBuilder:
         assert chain is not None
         end, tail, num_units = memory.prefix.end_of(chain, state.num_prefill_tokens - 1)
         num_freed, least = self._no_room.get((tail or end, num_units), (-1, 0))
-        if num_freed == len(memory.frees) and num_tokens >= least:  # one like it has just been refused
+        if (tail or end) and num_freed == len(memory.frees) and num_tokens >= least:  # one like it was just refused
             self.refused.append(state.slot)
             return 0
         found = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
+        if memory.prefix.is_read(found):
+            return 0  # from the next batch on it is there for all
         for hit in (found, Hit(found.parts)) if found.tail is not None else (found,):  # a copy's source takes memory
             if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
                 return None
@@ -336,7 +346,7 @@ class BatchBuilder:
             q_len = self._tokens(state, first_group, count, size, is_whole, room)
             is_asked = q_len > 0
             if q_len:
-                q_len = self._fitting(state, q_len, first_group, count)
+                q_len = self._fitting(state, q_len, first_group, count, hit.num_blocks * memory.block_size)
             if q_len:
                 break
             memory.undo_start(state.slot, hit)
@@ -354,7 +364,10 @@ class BatchBuilder:
         self._queue.start(state)
         memory.prefix.forget(state.slot)
         row, num_before = self._chunk_row(state, q_len, first_group, count), len(self.extents)
+        host = memory.prefix.read(hit)  # before the row's blocks let others go
         self._append_row(state, row)
+        blocks = blocks_of((extent.first, extent.count) for extent in self.extents[num_before:])
+        self.swaps_in += facing(hit.host_group, islice(blocks, len(host)), host)
         if hit.tail is not None:
             ((source, _),) = hit.tail.blocks(hit.num_blocks, hit.num_blocks + 1)
             self.copies.append(Copy(hit.tail.group, source, self.extents[num_before].first, hit.tail_tokens))
@@ -370,13 +383,13 @@ class BatchBuilder:
         elsewhere = [work[first] for first in self.memory.first_groups(state.request.num_kv_tokens)]
         return there_s <= min(elsewhere) + self._queue.left_s(0, state.num_prefill_tokens)
 
-    def _fitting(self, state: State, q_len: int, first: int, count: int) -> int:
-        """The tokens of a bound request's chunk that find memory."""
+    def _fitting(self, state: State, q_len: int, first: int, count: int, num_held: int) -> int:
+        """The tokens of the first chunk of a bound request, which holds some, that find memory."""
 
         def fits(most: int) -> bool:
             row = self._chunk_row(state, most, first, count)
             free = self.memory.num_free(row.writer) * self.memory.block_size
-            return self.memory.can_take(row) and self._least_kv(state) - state.num_cached <= free
+            return self.memory.can_take(row) and self._least_kv(state) - num_held <= free
 
         return q_len if fits(q_len) else self._shortened(q_len, fits)
 

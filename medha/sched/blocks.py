@@ -5,15 +5,20 @@ in a few long slices. To keep it short, the first block of a request is placed i
 whole reservation, and the rest of that run is *promised* to it. A promise is not an allocation: when nothing else is
 free, half of the longest promise is given away, so no request is refused because of one. How many blocks a request
 may take in all is :mod:`medha.sched.memory`'s affair.
+
+The host has pools too. What no request holds of one keeps blocks of prefixes (:class:`HostBlocks`).
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice, takewhile
 
-from medha.batch import Extent, append_extent
+from medha.batch import Extent, Swap, append_extent
+
+_NOBODY = -1  # a slot
 
 
 @dataclass(slots=True)
@@ -33,6 +38,19 @@ def cut(runs: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple
         start, end = start - count, end - count
 
 
+def blocks_of(runs: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """The blocks of runs (first, count)."""
+    return (block for first, count in runs for block in range(first, first + count))
+
+
+def facing(group: int, blocks: Iterable[int], host_blocks: Iterable[int]) -> list[Swap]:
+    """Blocks, and the host block of each, as swaps."""
+    pairs = enumerate(zip(blocks, host_blocks, strict=True))
+    adjacent = groupby(pairs, key=lambda one: (one[1][0] - one[0], one[1][1] - one[0]))
+    runs = ([pair for _, pair in run] for _, run in adjacent)
+    return [Swap(group, *run[0], len(run)) for run in runs]
+
+
 class BlockPool:
     """Places blocks 0 to ``num_blocks`` - 1 of a KV-parallel group for slots."""
 
@@ -47,6 +65,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks not in use; promised ones count as free."""
         return self.num_blocks - self.num_used
+
+    def num_open(self, slot: int) -> int:
+        """Free blocks that are promised to nobody else."""
+        promises = (held.end - held.next for other, held in self._holdings.items() if other != slot)
+        return self.num_free - sum(promises)
 
     def allocate(self, slot: int, count: int, *, reserved: int) -> list[Extent]:
         """Give ``slot`` ``count`` more blocks, adjacent to its last ones where possible; in position order.
@@ -68,6 +91,12 @@ class BlockPool:
             count -= take
             reserved -= take
         return new
+
+    def take(self, count: int) -> list[int]:
+        """``count`` blocks for nobody, adjacent where possible, which :meth:`free` takes back."""
+        extents = self.allocate(_NOBODY, count, reserved=count)
+        self.release(_NOBODY, kept=[(0, count)])
+        return list(blocks_of((extent.first, extent.count) for extent in extents))
 
     def runs(self, slot: int, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The blocks of ``slot`` from the ``start``-th on, before the ``end``-th, as (first, count)."""
@@ -133,3 +162,59 @@ class BlockPool:
             first = self._free.pop(i - 1)[0]
             i -= 1
         self._free[i] = (first, end)
+
+
+class HostBlocks:
+    """Blocks of a host pool that keep those of prefixes, by id; those used least recently go, a prefix's end first.
+
+    What the next batch reads stays until it has been sent, as it writes to the host before it reads.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._blocks: dict[bytes, int] = {}  # in order of use
+        self._read: set[bytes] = set()  # by the next batch
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of the pool that are free, or can be."""
+        return self.pool.num_free + len(self._blocks) - len(self._read)
+
+    def make_free(self, count: int) -> None:
+        """Let blocks go until so many are free; there are as many."""
+        going = (one for one in self._blocks if one not in self._read)
+        for one in list(islice(going, max(count - self.pool.num_free, 0))):
+            self.pool.free(self._blocks.pop(one), 1)
+
+    def run(self, ids: Iterable[bytes]) -> list[bytes]:
+        """The ids up to the first whose block is not here."""
+        return list(takewhile(self._blocks.__contains__, ids)) if self._blocks else []
+
+    def put(self, blocks: dict[bytes, int]) -> list[Swap]:
+        """Keep a group's blocks by their ids, in position order, the first ones where there is not room for all."""
+        kept = {one: self._blocks.pop(one) for one in blocks if one in self._blocks}
+        new = [one for one in blocks if one not in kept][: self.num_free]
+        self.make_free(len(new))
+        kept |= zip(new, self.pool.take(len(new)), strict=True)
+        self._blocks |= {one: kept[one] for one in reversed(blocks) if one in kept}
+        return facing(self.pool.group, (blocks[one] for one in new), (kept[one] for one in new))
+
+    def read(self, ids: Sequence[bytes]) -> list[int]:
+        """The blocks of ids, which the next batch reads."""
+        self._read.update(ids)
+        blocks = {one: self._blocks.pop(one) for one in ids}
+        self._blocks |= reversed(blocks.items())
+        return list(blocks.values())
+
+    def is_read(self, one: bytes) -> bool:
+        """Whether the next batch reads the block of an id."""
+        return one in self._read
+
+    def sent(self) -> None:
+        """The next batch has been sent."""
+        self._read.clear()
+
+    def clear(self) -> None:
+        """Let all go."""
+        self._read.clear()
+        self.make_free(self.num_free)

@@ -20,11 +20,13 @@ alone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
 from medha.batch import PIECES, Batch
-from medha.config import SchedulerConfig
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.chunk_times import ChunkTimes, check_sizes
 from medha.cost.improvement import LoadWindow, RateTable
 from medha.cost.predictor import Predictor
 from medha.sched.batch_builder import BatchBuilder, Packer
@@ -45,6 +47,36 @@ class Dealing:
 
     planner: Planner
     rates: float | RateTable  # improvement rates
+
+    @classmethod
+    def of(
+        cls,
+        config: SchedulerConfig,
+        parallel: ParallelConfig,
+        times: Callable[[Sequence[int]], ChunkTimes],
+        *,
+        hardware: str,
+        model: str,
+    ) -> Dealing:
+        """As configured; ``times`` gives the latency model of some SP sizes.
+
+        Raises:
+            ConfigError: SP sizes that the layout does not have, or a file of rates for something else.
+        """
+        sizes = tuple(config.sp_sizes or (1 << power for power in range(parallel.kvp.bit_length())))
+        check_sizes(sizes, parallel.kvp)
+        planner = Planner(times(sizes), parallel.kvp, max_chunks=config.max_chunks)
+        if not isinstance(config.improvement_rate, str):
+            return cls(planner, float(config.improvement_rate))
+        table = RateTable.read(config.improvement_rate)
+        table.check(hardware, model, dealt_layout(config, parallel, sizes))
+        return cls(planner, table)
+
+
+def dealt_layout(config: SchedulerConfig, parallel: ParallelConfig, sizes: Sequence[int]) -> str:
+    """A layout in words, as improvement rates are for it."""
+    most = config.max_chunks or "any number of"
+    return f"tp {parallel.tp}, kvp {parallel.kvp}, SP {','.join(map(str, sizes))}, {most} chunks"
 
 
 @dataclass(slots=True, eq=False)

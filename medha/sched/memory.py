@@ -24,17 +24,17 @@ and comes back to the same group. The file is long because all of this reads and
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from dataclasses import replace
 from itertools import pairwise
 
-from medha.batch import PIECES, Deal, Extent, Row, Shared
+from medha.batch import PIECES, Deal, Extent, Row, Shared, Swap
 from medha.sched.account import Account, can_all_end
-from medha.sched.blocks import BlockPool
+from medha.sched.blocks import BlockPool, blocks_of, facing
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 
 _MOST_AHEAD = 1 << 18  # tokens of a prompt for which room is made at once: it takes some milliseconds
+_OUTPUT_AHEAD = 512  # and of an output
 
 
 class KVMemory:
@@ -45,7 +45,7 @@ class KVMemory:
         num_groups: KV-parallel groups.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
         overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
-        deals: requests that need several groups are dealt, where the pools have room for that.
+        deals: requests that need several groups are dealt, where that pays and the pools have room for it.
         prefix_eviction, prefix_cost_s: as of :class:`medha.sched.prefix.PrefixCache`.
 
     Attributes:
@@ -80,15 +80,18 @@ class KVMemory:
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
         self.deals = deals
+        self.deal_pays: Callable[[int, int], bool] = lambda num_prompt, count: True  # a prompt, over so many groups
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
-        self.prefix = PrefixCache(self.pools, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction)
+        self.prefix = PrefixCache(
+            self.pools, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction, host_pools=self.host_pools,
+            swap_block_s=swap_block_s,
+        )  # fmt: skip
         self._cut: list[tuple[int, int, int]] = []  # (group, first, count): the next batch moves history out of them
         self._copied: list[tuple[Path, int, int]] = []  # held as the next batch copies a part of them
-        self._swapped: dict[int, tuple[int, list[Extent]]] = {}  # group and host blocks of those swapped out
-        self._swapped_in: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
+        self._swapped: dict[int, tuple[int, list[int]]] = {}  # group and host blocks of those swapped out
+        self._swapped_in: list[tuple[int, int]] = []  # (group, host block) that the next batch reads
         self.frees: list[int] = []  # slots whose blocks the next batch frees
-        self.swaps_out: list[Extent] = []  # host blocks that take with the next batch what its slots held
         self._accounts: dict[int, Account] = {}
         self._open = [0] * num_groups  # blocks reserved and not yet held, over all requests
         self._set_aside = [0] * num_groups  # the same over those that decode
@@ -137,7 +140,7 @@ class KVMemory:
         tokens too, and chunks that are gathered, as long as it is two blocks ahead at most.
         """
         count, size = len(self.reservation(num_tokens)), self.block_size
-        if not self.deals or count == 1:
+        if not self.deals or count == 1 or not self.deal_pays(num_prompt, count):
             return None
         share, spare = -(-num_tokens // count), size + PIECES
         last = -(-num_prompt // count) + num_tokens - num_prompt + 2 * spare + PIECES * count
@@ -154,6 +157,9 @@ class KVMemory:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
         for the rest on the groups behind."""
         hit = self.prefix.lookup(chain, most_tokens)
+        if hit.host_ids:  # what is read is a part of what the first row fills, so that has to be of the same group
+            room = self.max_kv_per_group // self.block_size - (hit.num_blocks - hit.shards[-1][1]) - 1
+            hit = replace(hit, host_ids=hit.host_ids[: max(room, 0)])
         while shards := hit.shards:
             group, start = shards[-1]
             rest = self.reservation(num_tokens - start * self.block_size)
@@ -207,7 +213,7 @@ class KVMemory:
             account.held = list(account.given)
             account.starts = [start * self.block_size for start in starts]
             account.hit, account.last = hit, hit.parts[-1][0] if hit.parts else None
-            account.num_units = hit.num_tokens(self.block_size) // self.prefix.unit
+            account.num_units = replace(hit, host_ids=()).num_tokens(self.block_size) // self.prefix.unit
             for part in hit.parts:
                 self.prefix.hold(*part, slot)
             if hit.tail is not None:  # it must not be written to before it is copied
@@ -298,32 +304,7 @@ class KVMemory:
 
     def note(self, slot: int, num_tokens: int) -> None:
         """The first ``num_tokens`` of a request have been sent: others may share them from the next batch on."""
-        account = self._accounts[slot]
-        if (chain := account.chain) is None:
-            return
-        prefix, size = self.prefix, self.prefix.units_per_block
-        num_units = min(len(chain), num_tokens // prefix.unit)
-        while account.num_units < num_units:
-            last = account.last
-            if last is not None and not last.is_known:
-                break
-            shard = bisect_right(account.starts, account.num_units * prefix.unit) - 1
-            group, start = account.first + shard, account.starts[shard] // self.block_size + account.given[shard]
-            end = min([num_units, *[end // prefix.unit for end in account.starts[shard + 1 :][:1]]])
-            units, new = range(account.num_units + 1, end + 1), partial(Path, group, parent=last, owner=slot)
-            goes_on = last is not None and last.owner == slot and last.group == group
-            path, account.num_units, whole = prefix.note(last if goes_on else None, chain, units, new)
-            if path is not None:
-                if path is not last:
-                    account.own.append(path)
-                end = path.start + -(-len(path.ids) // size)
-                prefix.grow(path, self.pools[group].runs(slot, path.end - start, end - start))
-            account.last = whole or path or last
-            if whole is not None and whole.group != group:  # what follows would lie beside what precedes
-                break
-        else:
-            return
-        account.chain = None
+        self._accounts[slot].note(slot, num_tokens, self.prefix, self.pools)
 
     def held_by_group(self, slot: int, num_tokens: int) -> list[tuple[int, int]]:
         """(group, tokens) of a bound request of which so many tokens have been computed, where there are some."""
@@ -420,10 +401,12 @@ class KVMemory:
     def _allocate(self, account: Account, row: Row, needed: int, rest: int) -> list[Extent]:
         """``needed`` blocks for a row, of the ``rest`` of what is reserved on its group."""
         group, pool, idle = row.writer, self.pools[row.writer], self.prefix.num_idle
-        if idle[group] and pool.num_free < rest:  # room for what its prompt will fill too, so that this lies together
-            ahead = 0 if account.chain is None else len(account.chain) * self.prefix.unit - row.position
+        open_ = pool.num_open(row.slot) if idle[group] else rest
+        if open_ < rest:  # room for what it will fill next too, so that this lies together
+            ahead = 0 if account.chain is None else max(len(account.chain) * self.prefix.unit - row.position, 0)
+            ahead += _OUTPUT_AHEAD
             wanted = max(needed, min(rest, -(-min(ahead, _MOST_AHEAD) // self.block_size)))
-            self.prefix.make_free(group, min(wanted, pool.num_free + idle[group]))
+            self.prefix.make_free(group, min(wanted - open_, idle[group]) + pool.num_free)
         return pool.allocate(row.slot, needed, reserved=rest)
 
     def release(self, slot: int) -> None:
@@ -446,26 +429,28 @@ class KVMemory:
         if not self.host_pools:
             return 0
         account = self._accounts[slot]
-        blocks, room = account.held[0], self.host_pools[account.first].num_free
+        blocks, room = account.held[0], self.prefix.hosts[account.first].num_free
         is_full = len(account.reserved) > 1 and blocks * self.block_size >= self.max_kv_per_group
         return 0 if len(account.starts) != 1 or is_full or blocks > room else blocks
 
     def swap_out(self, slot: int) -> None:
         """Give a request that is :meth:`swappable` as many host blocks as it holds; its own are released next."""
-        group, blocks = self._accounts[slot].first, self._accounts[slot].held[0]
-        extents = self.host_pools[group].allocate(slot, blocks, reserved=blocks)
-        self._swapped[slot] = group, extents
-        self.swaps_out += extents
+        group, count, given = (account := self._accounts[slot]).first, account.held[0], account.given[0]
+        self.prefix.hosts[group].make_free(count)
+        self._swapped[slot] = group, (host := self.host_pools[group].take(count))
+        shared = (run for path, end in account.hit.parts for run in path.blocks(path.start, end))
+        blocks = blocks_of([*shared, *self.pools[group].runs(slot, 0, count - given)])
+        self.prefix.swaps_out += facing(group, blocks, host)
 
     def swapped_on(self, slot: int) -> int | None:
         """The group whose host pool holds a request; None for one that is not swapped out."""
         return self._swapped[slot][0] if slot in self._swapped else None
 
-    def swap_in(self, slot: int, num_tokens: int, chain: Chain | None) -> tuple[list[Extent], list[Extent]]:
-        """Bind a request that is swapped out to its group again; returns blocks for what it has, and the host blocks
-        that fill them, its own until :meth:`batch_sent`, both in position order."""
+    def swap_in(self, slot: int, num_tokens: int, chain: Chain | None) -> tuple[list[Extent], list[Swap]]:
+        """Bind a request that is swapped out to its group again; returns blocks for what it has, in position order, and
+        the swaps that fill them from host blocks that stay its own until :meth:`batch_sent`."""
         group, host = self._swapped.pop(slot)
-        blocks = sum(extent.count for extent in host)
+        blocks = len(host)
         self.start(slot, group, num_tokens, chain)
         account = self._accounts[slot]
         account.starts.append(0)
@@ -473,21 +458,20 @@ class KVMemory:
         extents = self._allocate(account, row, blocks, account.reserved[0])
         account.held[0] = blocks
         self._open[group] -= blocks
-        self._swapped_in.append((group, slot))
-        return extents, host
+        self._swapped_in += [(group, block) for block in host]
+        return extents, facing(group, blocks_of((extent.first, extent.count) for extent in extents), host)
 
     def forget_swapped(self, slot: int) -> None:
         """Take the host blocks back from a request, if it is swapped out."""
-        swapped = self._swapped.pop(slot, None)
-        if swapped is not None:
-            self.host_pools[swapped[0]].release(slot)
-            self.swaps_out = [extent for extent in self.swaps_out if extent.slot != slot]  # not gone out yet
+        group, host = self._swapped.pop(slot, (0, []))
+        for block in host:
+            self.host_pools[group].free(block, 1)
 
     def batch_sent(self) -> None:
-        """A batch takes ``frees`` and ``swaps_out`` along, and reads the host blocks of what was swapped in, which are
-        given back only now: no batch reads host blocks that it gives to another request."""
-        for group, slot in self._swapped_in:
-            self.host_pools[group].release(slot)
+        """A batch takes ``frees`` and swaps along, and reads the host blocks of what was swapped in, which are given
+        back only now: no batch reads host blocks that it gives to another request."""
+        for group, block in self._swapped_in:
+            self.host_pools[group].free(block, 1)
         self._swapped_in.clear()
         for group, first, count in self._cut:
             self.pools[group].free(first, count)
@@ -496,7 +480,7 @@ class KVMemory:
             self.prefix.let_go(*copied)
         self._copied.clear()
         self.frees.clear()
-        self.swaps_out.clear()
+        self.prefix.sent()
 
     def _shard_end(self, account: Account) -> int:
         if account.end is not None:

@@ -26,8 +26,9 @@ Departures from the paper, and why:
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
-- A prefill that is alone takes batches of up to four quanta, where the time since the last arrival makes a newcomer in
-  one unlikely: the quantum is what a newcomer may have to wait, not what an empty system pays.
+- Without decodes a batch takes up to four quanta, but no longer than until the first prefill ends, where the time since
+  the last arrival makes a newcomer in it unlikely: the quantum is what a newcomer may have to wait, not what an empty
+  system pays.
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
   efficient one, beyond the budget: else nothing would ever be read. Where no objective bounds the batch, that is one
   that the machine reads at nearly full speed.
@@ -41,14 +42,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick, dealt_work
-from medha.cost.prefill_time import chunk_rules
+from medha.cost.predictor import Predictor, Tick, dealt_work, ring_or_gather_s
+from medha.cost.prefill_time import chunk_rules, dealt_chunk
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
@@ -84,6 +86,7 @@ class MedhaPacker(Packer):
         self.predictor = predictor
         self.depth = depth
         self._quantum_s, self._least_chunk = chunk_rules(config, predictor)
+        self._least_dealt = cache(partial(dealt_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
@@ -100,8 +103,11 @@ class MedhaPacker(Packer):
         builder.add_decodes()
         self._groups, decodes = [], len(builder.rows)
         lone_s = 0.0
-        if queue.num_prefills == 1 and not queue.decoding:  # nobody is held up: a newcomer alone counts
+        if queue.num_prefills and not queue.decoding:  # nobody is held up until one ends: a newcomer alone counts
             lone_s = _UNLIKELY * (builder.now_s - queue.newest_s) / self.depth
+            if queue.num_prefills > 1:
+                first_s = float(queue.column("work_left_s").min()) * self.predictor.factor("prefill")
+                lone_s = min(lone_s, first_s)
         for index in range(builder.memory.num_groups):
             tick, most_s = self.predictor.tick(*builder.works(index)), self._most_s(queue, builder, index)
             budget_s = min(self._quantum_s, most_s)
@@ -293,7 +299,10 @@ class MedhaPacker(Packer):
         def least(first: int, count: int, most: int) -> int:
             if any(builder.has_chunk[first : first + count]) or not may_enter(first, count):
                 return 0
-            efficient = min(most, self._least_chunk(position // count))
+            if count > 1 and builder.is_spread(state):
+                efficient = min(most, self._least_dealt(count)(position))
+            else:
+                efficient = min(most, self._least_chunk(position // count))
             return max(self._fitting(state, builder, first, count, efficient), min(most, self.config.min_chunk))
 
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
@@ -308,11 +317,11 @@ class MedhaPacker(Packer):
         position = position if has_chunk else row.position  # more may be there than was thought
         for index in row.groups:
             group = self._groups[index]
+            if is_long:
+                group.long_slot = state.slot
             if row.is_dealt:
                 work = dealt_work(row, index)
                 group.tick.add(work.q_len, work.kv_before, samples=work.samples, ring=work.ring)
-                if is_long:
-                    group.long_slot = state.slot
                 continue
             kv = builder.memory.kv_before(state.slot, position, index)
             if index < row.writer:
@@ -320,8 +329,6 @@ class MedhaPacker(Packer):
             run = row.span if row.is_shared else None
             group.tick.add(q_len, kv, run=run, samples=row.samples and index == row.group)
             group.is_joined |= has_chunk
-            if is_long:
-                group.long_slot = state.slot
         return True
 
     def _grow(self, state: State, builder: BatchBuilder) -> None:
@@ -358,13 +365,9 @@ class MedhaPacker(Packer):
     def _prefers_ring(self, position: int, q_len: int, first: int, count: int) -> bool:
         """Whether a chunk of a dealt request is predicted to end its batch sooner where it is dealt than where all of
         its groups compute it."""
-        if q_len > self.predictor.max_tokens:
-            return True
-        groups = self._groups[first : first + count]
-        work = dealt_work(Row(0, position, q_len, False, False, first, count))
-        ring_s = max(group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for group in groups)
-        run = first, first + count - 1
-        return ring_s < max(group.tick.with_chunk(q_len, position // count, run=run) for group in groups)
+        ticks = [group.tick for group in self._groups[first : first + count]]
+        ring_s, gather_s = ring_or_gather_s(ticks, position, q_len, first=first)
+        return ring_s < gather_s
 
     def _ring_fitting(self, position: int, groups: Sequence[GroupTime], limits: Sequence[float], most: int) -> int:
         """The most tokens of a chunk that is dealt to groups and fits their time."""

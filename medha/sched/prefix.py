@@ -14,19 +14,23 @@ is done by paths, not by blocks: a hit of 10M tokens is held as quickly as a sho
 What goes first is the end of some path: with ``value`` the one of least predicted seconds saved, which are the seconds
 to compute the block, more the deeper it lies, times how often it was used, aged by what went before (GreedyDual with
 frequency: Cherkasova 1998); with ``lru`` the one used least recently. Blocks that a waiting request counts on go last.
+
+Where the host has memory, whole blocks that go are copied there if that is predicted to pay. A request finds them
+behind what is in the pools, and its first batch reads them into blocks of its own, as if it had computed them. The file
+is long because to find, hold and evict change the same marks of a path.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from medha.batch import append_extent
-from medha.sched.blocks import BlockPool, cut
+from medha.batch import Swap, append_extent
+from medha.sched.blocks import BlockPool, HostBlocks, blocks_of, cut
 
 ID_BYTES = 16
 _UNIT = 16
@@ -116,15 +120,17 @@ class Hit:
     parts: tuple[tuple[Path, int], ...] = ()  # whole blocks in position order: a path, and up to which block
     tail: Path | None = None  # whose next block has some units that are the same
     tail_tokens: int = 0
+    host_group: int = 0
+    host_ids: Sequence[bytes] = ()  # of whole blocks that are on the host of one group, behind the parts
 
     @property
     def num_blocks(self) -> int:
-        """Whole blocks."""
+        """Whole blocks in the pools."""
         return self.parts[-1][1] if self.parts else 0
 
     def num_tokens(self, block_size: int) -> int:
         """Tokens that need not be computed."""
-        return self.num_blocks * block_size + self.tail_tokens
+        return (self.num_blocks + len(self.host_ids)) * block_size + self.tail_tokens
 
     @property
     def shards(self) -> list[tuple[int, int]]:
@@ -132,6 +138,8 @@ class Hit:
         starts = [(path.group, path.start) for path, _ in self.parts]
         if self.tail is not None:
             starts.append((self.tail.group, self.num_blocks))
+        elif self.host_ids:
+            starts.append((self.host_group, self.num_blocks))
         return [one for i, one in enumerate(starts) if not i or one[0] != starts[i - 1][0]]
 
 
@@ -142,15 +150,26 @@ class PrefixCache:
         pools: by group; blocks that go are given back to them.
         cost_s: predicted seconds to compute a block with so many blocks before it.
         eviction: ``lru`` or ``value``.
+        host_pools: by group, of the host; none where it has no memory.
+        swap_block_s: seconds in which a block moves to the host or back.
 
     Attributes:
         num_idle: by group, blocks that nobody holds; they count as free.
         num_pinned: by group, blocks that are held and do not come back with one request's end.
         stale: slots of waiting requests of which more is there by now, or less.
+        hosts: by group, what is on the host.
+        swaps_out: what the next batch copies there.
     """
 
     def __init__(
-        self, pools: list[BlockPool], block_size: int, *, cost_s: Callable[[int], float], eviction: str = "lru"
+        self,
+        pools: list[BlockPool],
+        block_size: int,
+        *,
+        cost_s: Callable[[int], float],
+        eviction: str = "lru",
+        host_pools: Sequence[BlockPool] = (),
+        swap_block_s: float = 0.0,
     ) -> None:
         self.unit = unit_tokens(block_size)
         self.block_size = block_size
@@ -158,6 +177,9 @@ class PrefixCache:
         self.num_idle = [0] * len(pools)
         self.num_pinned = [0] * len(pools)
         self.stale: dict[int, None] = {}
+        self.hosts = [HostBlocks(pool) for pool in host_pools]
+        self.swaps_out: list[Swap] = []
+        self._swap_block_s = swap_block_s
         self._pools = pools
         self._cost_s = cost_s
         self._is_lru = eviction == "lru"
@@ -179,7 +201,17 @@ class PrefixCache:
             parts.append((last, end))
             end, last = last.start, last.parent
         tokens = (num_units - num_blocks * self.units_per_block) * self.unit
-        return Hit(tuple(reversed(parts)), tail, tokens)
+        hit = Hit(tuple(reversed(parts)), tail, tokens)
+        group, ids = self._on_host(chain, hit, most_tokens)
+        return Hit(hit.parts, host_group=group, host_ids=ids) if ids else hit
+
+    def _on_host(self, chain: Chain, hit: Hit, most_tokens: int) -> tuple[int, Sequence[bytes]]:
+        """The first group on whose host are whole blocks behind a hit, and their ids, where a table may go on there."""
+        size, end = self.units_per_block, min(len(chain), most_tokens // self.unit)
+        for host in self.hosts[hit.parts[-1][0].group :][:2] if hit.parts else self.hosts:
+            if ids := host.run(chain[n] for n in range((hit.num_blocks + 1) * size, end + 1, size)):
+                return host.pool.group, ids
+        return 0, ()
 
     def end_of(self, chain: Chain, most_tokens: int) -> tuple[Path | None, Path | None, int]:
         """The paths of the last whole block and of that behind it of which some units are the same; all units."""
@@ -208,7 +240,7 @@ class PrefixCache:
         if wanted is not None:
             self._waits_for.setdefault(wanted, set()).add(slot)
         self._watched[slot] = last, end, wanted
-        return num_units * self.unit
+        return self.lookup(chain, most_tokens).num_tokens(self.block_size) if self.hosts else num_units * self.unit
 
     def forget(self, slot: int) -> None:
         """Watch for a request no more."""
@@ -291,6 +323,20 @@ class PrefixCache:
         self.num_pinned[path.group] += shared - path.shared
         path.held, path.shared = held, shared
 
+    def read(self, hit: Hit) -> list[int]:
+        """The host blocks of a hit, which the next batch reads: until it has been sent they stay."""
+        return self.hosts[hit.host_group].read(hit.host_ids) if hit.host_ids else []
+
+    def is_read(self, hit: Hit) -> bool:
+        """Whether the next batch reads what there is of a hit on the host, for another request."""
+        return any(self.hosts[hit.host_group].is_read(one) for one in hit.host_ids[:1])
+
+    def sent(self) -> None:
+        """The next batch has been sent."""
+        self.swaps_out.clear()
+        for host in self.hosts:
+            host.sent()
+
     # -- what goes ---------------------------------------------------------------------------------------------------
 
     def make_free(self, group: int, num_blocks: int) -> None:
@@ -314,6 +360,8 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything; what requests hold stays theirs."""
         self._forget(list(dict.fromkeys(self._known.values())))
+        for host in self.hosts:
+            host.clear()
 
     def _may_go(self, path: Path) -> None:
         """Put a path among those whose end may go, if nobody holds that and nothing is known behind it."""
@@ -337,12 +385,26 @@ class PrefixCache:
     def _trim(self, path: Path, end: int) -> None:
         """The blocks of a path from some block on, which nobody holds, are free; all behind them is known no more."""
         self._forget([child for start in path.children if start > end for child in path.children[start]])
+        if self.hosts:
+            self._to_host(path, end)
         self._unname(path, end)
         self._free(path, end)
         if path.end > path.start:
             self._may_go(path)
         else:
             self._forget([path])
+
+    def _to_host(self, path: Path, end: int) -> None:
+        """Copy what goes of a path, from some block on, to the host, where that is predicted to pay: after n uses the
+        chance p of another is taken to be n in n + 1, and p times the seconds to compute a block, more the deeper it
+        lies, are to be more than those to copy it, and by p back."""
+        num_uses = max(next(step[2] for step in path.steps if step[0] >= path.end), 1)
+        least_s, size = self._swap_block_s * (2 + 1 / num_uses), self.units_per_block
+        end += bisect_left(range(end, path.end), True, key=lambda depth: self._cost_s(depth) > least_s)
+        ids = path.ids[(end - path.start + 1) * size - 1 :: size]
+        blocks = zip(ids, blocks_of(path.blocks(end, path.end)), strict=False)  # the last may not be whole
+        gone = {one: block for one, block in blocks if self._known.get(one) is path}
+        self.swaps_out += self.hosts[path.group].put(gone)
 
     def _forget(self, paths: list[Path]) -> None:
         """Paths, and all behind them, are known no more; what nobody holds of them is free."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from medha.batch import Row
 from medha.config import SchedulerConfig
-from medha.cost.prefill_time import PrefillTimes
+from medha.cost.prefill_time import PrefillTimes, SpreadTimes
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
 from medha.sched.prefix import Chain
@@ -115,7 +115,7 @@ class Queue:
         ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
     """
 
-    def __init__(self, config: SchedulerConfig, times: PrefillTimes | None) -> None:
+    def __init__(self, config: SchedulerConfig, times: PrefillTimes | SpreadTimes | None) -> None:
         self._config = config
         self._times = times
         self.foresees = bool(config.async_scheduling)

@@ -18,7 +18,7 @@ from itertools import islice
 from medha.batch import PIECES, Batch, Row, Shared
 from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run, Work
-from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
+from medha.cost.prefill_time import PrefillTimes, SpreadTimes, budgeted_chunk, chunk_rules
 from medha.errors import ConfigError, DeadlineError
 from medha.sched.baselines import CLASSICAL
 from medha.sched.batch_builder import BatchBuilder, Packer
@@ -31,6 +31,7 @@ from medha.sched.prefix import Chain
 from medha.sched.queue import Queue
 
 _MOST_STALE = 64
+_MOST_MOVED = 0.02  # of a batch's seconds, from which the predictor learns
 
 
 class Scheduler:
@@ -87,12 +88,16 @@ class Scheduler:
         else:
             assert predictor is not None, "the medha scheduler needs a predictor"
             self.packer = MedhaPacker(config, predictor, self.depth)
-        times = None
+        times: PrefillTimes | SpreadTimes | None = None
         if predictor is not None:
             budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
             most, step = config.max_batch_tokens, config.chunk_granularity
             rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
             times = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
+            if config.ring:
+                most_kv = self.memory.max_kv_per_group
+                times = SpreadTimes(predictor, rule, config, max_tokens=max_prompt_tokens, most_kv=most_kv)
+                self.memory.deal_pays = times.pays
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)
@@ -148,7 +153,7 @@ class Scheduler:
         if self.dealing is not None and (request.max_new_tokens > 1 or request.prefix):
             raise ValueError(f"{request}; accepted with scheduler='cdsp': one new token, and no prefix ids")
         chain, most, prefix = Chain(request.prefix), request.num_prompt_tokens - 1, self.memory.prefix
-        num_cached = prefix.end_of(chain, most)[2] * prefix.unit
+        num_cached = prefix.lookup(chain, most).num_tokens(prefix.block_size)
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s, num_cached)
         alone_tpot_s = self._late_tpot_s(request)
         if predicted_s is not None:
@@ -332,7 +337,7 @@ class Scheduler:
             tuple(builder.rows),
             tuple(builder.extents),
             tuple(self.memory.frees),
-            tuple(self.memory.swaps_out),
+            tuple(self.memory.prefix.swaps_out),
             tuple(builder.swaps_in),
             tuple(builder.shared),
             tuple(builder.copies),
@@ -362,7 +367,7 @@ class Scheduler:
             Slots closed by this call: their blocks are free and the slot numbers may be used again.
         """
         prediction = self._take_in_flight(batch)
-        if prediction is not None and self.predictor is not None and not batch.moves:  # moves say nothing of compute
+        if prediction is not None and self.predictor is not None and not self._is_moving(batch, prediction.seconds):
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
         self.packer.completed(batch, busy_s)
         self._queue.computed(batch.rows)
@@ -374,6 +379,11 @@ class Scheduler:
                 self._queue.end(running[slot])
         ending = self._queue.ending
         return self._close_ended(row.slot for row in batch.rows if row.slot in ending) if ending else ()
+
+    def _is_moving(self, batch: Batch, seconds: float) -> bool:
+        """Whether blocks that are swapped are more than a small part of a batch, which then says little of compute."""
+        blocks = max(map(batch.num_moved_blocks, range(self.memory.num_groups))) if batch.moves else 0
+        return blocks * self.memory.swap_block_s > _MOST_MOVED * seconds
 
     def _take_in_flight(self, batch: Batch) -> Prediction | None:
         """Take a batch out of those in flight; returns its prediction."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from medha.cli.command import end_process, first_interrupt, make_app, run_app, start_logging, state_on_signal
-from medha.cli.options import MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, takes
+from medha.cli.options import DEALT, MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, takes
 from medha.errors import ConfigError, EngineDeadError, RankFailedError, exit_code
 from medha.generate.__main__ import asked_config
 from medha.parallel.launch import exit_at_once, is_first_rank, own_ranks
@@ -36,7 +36,7 @@ _option = partial(typer.Option, rich_help_panel="Server")
 
 
 @app.command()
-@takes(MODEL, MEMORY, SCHEDULING, SERVING, PARALLEL)
+@takes(MODEL, MEMORY, SCHEDULING, SERVING, PARALLEL, DEALT)
 def serve(
     context: typer.Context,
     model_argument: Annotated[

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -23,21 +23,21 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.arrivals import is_long
 from medha.engine.jsonl import KNOWN_FIELDS
-from medha.errors import not_accepted
+from medha.errors import MedhaError, not_accepted
 from medha.outputs import RequestOutput
 from medha.params import CHAT_OPTIONS
 from medha.serve.body import BodyReader
-from medha.serve.keys import Key, Keys
+from medha.serve.keys import Key, key_of
 from medha.serve.metrics import Metrics
 from medha.serve.page import EVENTS_S, PAGE, Snapshots
-from medha.serve.protocol import ApiError, Asked, Chunks, Flags, Json, api_error, read_asked, stopped, whole_answer
+from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error, read_asked, stopped
 from medha.serve.service import Answer, Service
 
 logger = logging.getLogger("medha")
@@ -50,6 +50,7 @@ _PROGRESS_S = 0.5
 _MOST_NAMES = 100  # of fields that nobody knows are logged
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
+_ERRORS = (ClientDisconnect, MedhaError, RecursionError, msgspec.ValidationError)  # what a request may end with
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -66,7 +67,9 @@ class Limits:
 class Front:
     """The routes of a server, and the requests that it has open."""
 
-    def __init__(self, service: Service, models: Sequence[str], keys: Keys, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, service: Service, models: Sequence[str], keys: Sequence[Key], limits: Limits, metrics: Metrics
+    ) -> None:
         self.service = service
         self.models = models
         self.num_open: Counter[str] = Counter()  # requests, by tenant
@@ -93,27 +96,18 @@ class Front:
                 get("/metrics", lambda request, key: Response(metrics.text(), media_type="text/plain; version=0.0.4")),
                 get("/health", partial(self._state, also_draining=False)),
                 get("/ready", partial(self._state, also_draining=True)),
-                get("/events", lambda request, key: Events(self._events())),
+                get("/events", lambda request, key: Events(self._events(request.method))),
                 get("/", lambda request, key: FileResponse(PAGE, headers={"x-content-type-options": "nosniff"})),
             ],
-            exception_handlers={HTTPException: _no_route},
+            exception_handlers=dict.fromkeys((HTTPException, *_ERRORS, Exception), _told),
         )
 
     def _route(self, method: str, path: str, handler: Callable[..., Any]) -> Route:
-        """A route whose handler gets the request and its key, and whose errors are OpenAI's."""
+        """A route whose handler gets the request and its key."""
 
         async def answer(request: HttpRequest) -> Response:
-            try:
-                found = handler(request, self._admitted(request, path))
-                response: Response = await found if isinstance(found, Awaitable) else found
-            except ClientDisconnect:
-                response = Response(status_code=499)
-            except Exception as error:
-                told = api_error(error)
-                if told.status_code == 500:
-                    logger.exception("%s failed", path)
-                response = _json(told.body, told.status_code, told.headers)
-            return _named(request, response)
+            found = handler(request, self._admitted(request, path))
+            return _named(request, await found if isinstance(found, Awaitable) else found)
 
         return Route(path, answer, methods=[method])
 
@@ -124,18 +118,16 @@ class Front:
         name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
         if self._limits.hosts and name.lower() not in self._limits.hosts:
             raise ApiError(400, "the Host header names another server; see --allowed-host", code="host")
-        key = self._keys.of(headers.get("authorization"))
-        if key is None:
-            if path not in _OPEN_PATHS:
-                told = "the API key is missing or wrong; accepted: Authorization: Bearer KEY"
-                raise ApiError(401, told, www_authenticate="Bearer")
-            key = Key()
+        key = key_of(self._keys, headers.get("authorization", ""))
+        if key is None and path not in _OPEN_PATHS:
+            told = "the API key is missing or wrong; accepted: Authorization: Bearer KEY"
+            raise ApiError(401, told, www_authenticate="Bearer")
         if request.method == "POST":
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, "the content type is another; accepted: application/json")
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not read; accepted: no content-encoding")
-        return key
+        return key or Key()
 
     # -- bodies ------------------------------------------------------------------------------------------------------
 
@@ -214,27 +206,26 @@ class Front:
         ordered = [outputs[index] for index in range(len(asked.arrivals))]
         if (error := _error_of(ordered)) is not None:
             raise error
-        return _json(whole_answer(asked, ordered))
+        return _json(asked.whole(ordered))
 
     async def _stream(self, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, comments while there is nothing to say, an error in place of the rest."""
-        chunks, ended = Chunks(asked), dict[int, RequestOutput]()
-        has_begun = False
+        ended, has_begun = dict[int, RequestOutput](), False
         while len(ended) < len(asked.arrivals):
             reports = bool(asked.flags.return_progress) and not has_begun
             news = await answer.read(_PROGRESS_S if reports else _PING_S)
             ended |= {index: output for index, output in news if output.finished}
-            said = [chunk for index, output in news for chunk in chunks.of(index, output)]
+            said = [chunk for index, output in news for chunk in asked.chunks(index, output)]
             has_begun |= bool(said)
             if not news and reports:
-                said = [chunks.progress(answer.requests, self.service.eta_s(answer.requests))]
+                said = [asked.progress(answer.requests, self.service.eta_s(answer.requests))]
             if not news and not reports:
                 yield b": ping\n\n"
             elif len(ended) < len(asked.arrivals):
                 yield b"".join(map(_event, said))
         ordered = [ended[index] for index in range(len(asked.arrivals))]
         error = _error_of(ordered)
-        said += chunks.last(ordered) if error is None else [error.body]
+        said += asked.last(ordered) if error is None else [error.body]
         yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
@@ -291,35 +282,23 @@ class Front:
         is_draining = self.service.is_draining
         return _json({"status": "draining" if is_draining else "ok"}, 503 if is_draining and also_draining else 200)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self, method: str) -> AsyncIterator[bytes]:
         """What the page draws, some times a second."""
-        while not self.service.is_draining and self.service.dead is None:
+        while method == "GET" and not self.service.is_draining and self.service.dead is None:
             yield b"data: " + self._snapshots.event() + b"\n\n"
             await asyncio.sleep(EVENTS_S)
 
 
-class Events(Response):
-    """A stream of events; ``leave`` is closed when it is over, also where it never began.
-
-    As starlette's, with half of its work a token: no group of tasks, and who leaves is noticed as everywhere here.
-    """
+class Events(StreamingResponse):
+    """A stream of events; ``leave`` is closed when it is over, also where it never began."""
 
     def __init__(self, events: AsyncIterator[bytes], leave: contextlib.ExitStack | None = None) -> None:
-        super().__init__(headers=_SSE, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._events = events
+        super().__init__(events, headers=_SSE, media_type="text/event-stream")
         self._leave = leave or contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._leave, contextlib.suppress(ClientDisconnect):
-            await _unless_gone(receive, self._tell(send, only_head=scope["method"] == "HEAD"))
-
-    async def _tell(self, send: Send, *, only_head: bool) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if not only_head:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await _unless_gone(receive, self.stream_response(send))
 
 
 def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
@@ -366,10 +345,15 @@ def _event(value: Json) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
+def _json(value: Json, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-async def _no_route(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "it handles these"
-    return _named(request, _json(ApiError(error.status_code, error.detail).body, error.status_code, error.headers))
+async def _told(request: HttpRequest, error: Exception) -> Response:
+    """What whoever asked is told of an error."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    told = api_error(error)
+    if told.status_code == 500:
+        logger.error("%s failed", request.url.path, exc_info=error)
+    return _named(request, told.response())

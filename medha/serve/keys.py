@@ -75,26 +75,19 @@ def _seconds(name: str, text: str) -> float:
         raise not_accepted(f"slo.{name}", text, "milliseconds in a header") from None
 
 
-ANYBODY = Key()
+def key_of(keys: Sequence[Key], authorization: str) -> Key | None:
+    """Whose a header ``Authorization`` is; None where it is nobody's. Without keys everybody is let in.
+
+    All keys are compared, each in constant time.
+    """
+    kind, _, given = authorization.partition(" ")
+    secret = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as headers come
+    known = [key for key in keys if key.key is not None]
+    found = [key for key in known if hmac.compare_digest(str(key.key).strip().encode(), secret)]
+    return found[0] if found else None if keys else Key()
 
 
-class Keys:
-    """The API keys of a server; without any, everybody is let in."""
-
-    def __init__(self, keys: Sequence[Key]) -> None:
-        self._keys = [(key.key.strip().encode(), key) for key in keys if key.key is not None]
-
-    def of(self, authorization: str | None) -> Key | None:
-        """Who a header ``Authorization`` is of; None where nobody is. All keys are compared, each in constant time."""
-        if not self._keys:
-            return ANYBODY
-        kind, _, given = (authorization or "").partition(" ")
-        secret = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as headers come
-        found = [key for known, key in self._keys if hmac.compare_digest(known, secret)]
-        return found[0] if found else None
-
-
-def load_keys(plain: Sequence[str], file: Path | None) -> Keys:
+def load_keys(plain: Sequence[str], file: Path | None) -> list[Key]:
     """Keys of a command line, which have no limits, and of a TOML file; raises ConfigError."""
     if not all(text.strip() for text in plain):
         raise ConfigError("an API key is empty; accepted: one that is not, or none at all")
@@ -109,7 +102,7 @@ def load_keys(plain: Sequence[str], file: Path | None) -> Keys:
         keys += [_key(file, *item) for item in tables.items()]
     if len({key.key for key in keys}) < len(keys):
         raise ConfigError("two API keys are the same; accepted: one for each tenant")
-    return Keys(keys)
+    return keys
 
 
 def _key(file: Path, tenant: str, table: Any) -> Key:

@@ -6,22 +6,51 @@ asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from medha.batch import Batch
 from medha.engine.engine import Engine
 from medha.engine.request import Request
-from medha.outputs import RequestOutput
+from medha.outputs import RequestMetrics, RequestOutput
 from medha.sched.decision import Prediction
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1920, 7680)
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 _TOKENS = tuple(sorted({factor * 10**power for power in range(8) for factor in (1, 2, 5)}))
 _SLACK = (-100, -10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 100)
-_BUCKETS = ((256, "1-256"), (4096, "256-4K"), (65536, "4K-64K"), (1 << 20, "64K-1M"))
+_RATIO = (0.5, 0.8, 0.9, 1, 1.1, 1.25, 2)
+_LENGTHS = ((256, "1-256"), (4096, "256-4K"), (65536, "4K-64K"), (1 << 20, "64K-1M"))
+
+
+def _between(start_s: float | None, end_s: float | None) -> float | None:
+    return None if start_s is None or end_s is None else end_s - start_s
+
+
+def _first_slack_s(its: RequestMetrics) -> float | None:
+    """Seconds for which it could still have waited, had its first chunk, and been in time; None without a deadline."""
+    if its.explanation is None or its.queue_time is None:
+        return None
+    return next((slack_s for at_s, slack_s in its.explanation.slack_s if at_s >= its.queue_time), None)
+
+
+_OF_REQUESTS: Sequence[tuple[str, str, Sequence[float], Callable[[RequestMetrics], float | None]]] = (
+    ("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS, lambda its: its.ttft),
+    ("vllm:request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_SECONDS, lambda its: its.tpot),
+    ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS, lambda its: its.e2e),
+    ("vllm:request_queue_time_seconds", "Arrival to first chunk.", _SECONDS, lambda its: its.queue_time),
+    ("vllm:request_prefill_time_seconds", "First chunk to first token.", _SECONDS,
+     lambda its: _between(its.first_scheduled, its.first_token)),
+    ("vllm:request_decode_time_seconds", "First token to last.", _SECONDS,
+     lambda its: _between(its.first_token, its.finished)),
+    ("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS, lambda its: its.num_prompt_tokens),
+    ("vllm:request_generation_tokens", "Tokens generated.", _TOKENS, lambda its: its.num_output_tokens),
+    ("medha:first_chunk_slack_seconds", "Slack at a request's first chunk.", _SLACK, _first_slack_s),
+)  # fmt: skip
+"""Histograms of requests that have ended: name, help, buckets, and what is observed, if there is any."""
 
 
 class Metrics:
@@ -33,50 +62,34 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model = model
 
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            found = Histogram(name, text, ["model_name"], buckets=tuple(buckets), registry=self._registry)
-            return found.labels(model)
+        def made(kind: Callable[..., Any], name: str, text: str, *labels: str, **options: Any) -> Any:
+            found = kind(name, text, ["model_name", *labels], registry=self._registry, **options)
+            return found if labels else found.labels(model)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ["model_name", *labels], registry=self._registry)
-
-        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
-            Gauge(name, text, ["model_name"], registry=self._registry).labels(model).set_function(value)
-
-        def share_of(group: int) -> float:
-            return kv.usage[group]
-
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens read, cached ones too.").labels(model)
-        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.").labels(model)
-        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens that others had computed.").labels(model)
-        self._tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(model)
-        self._ended = counter("vllm:request_success", "Requests that have ended.", "finished_reason")
-        self._preemptions = counter("vllm:num_preemptions", "Requests that gave up their KV memory.").labels(model)
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
-        self._gap = histogram("vllm:inter_token_latency_seconds", "Time between two tokens.", _TOKEN_SECONDS)
-        self._tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_SECONDS
-        )
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
-        self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to first chunk.", _SECONDS)
-        self._prefill = histogram("vllm:request_prefill_time_seconds", "First chunk to first token.", _SECONDS)
-        self._decode = histogram("vllm:request_decode_time_seconds", "First token to last.", _SECONDS)
-        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS)
-        self._output = histogram("vllm:request_generation_tokens", "Tokens generated.", _TOKENS)
-        self.ignored = counter("medha:request_fields_ignored", "Fields of requests that nobody knows.").labels(model)
-        self._missed = counter("medha:slo_miss", "Requests that missed an objective.", "bucket")
-        self._step = histogram("medha:step_time_seconds", "Busy seconds of a batch.", _TOKEN_SECONDS)
-        self._error = histogram(
-            "medha:step_prediction_ratio", "Real over predicted seconds.", (0.5, 0.8, 0.9, 1, 1.1, 1.25, 2)
-        )
-        self._slack = histogram("medha:first_chunk_slack_seconds", "Slack at a request's first chunk.", _SLACK)
+        self._prompt_tokens = made(Counter, "vllm:prompt_tokens", "Prompt tokens read, cached ones too.")
+        self._queries = made(Counter, "vllm:prefix_cache_queries", "Prompt tokens that were looked up.")
+        self._hits = made(Counter, "vllm:prefix_cache_hits", "Prompt tokens that others had computed.")
+        self._tokens = made(Counter, "vllm:generation_tokens", "Tokens generated.")
+        self._ended = made(Counter, "vllm:request_success", "Requests that have ended.", "finished_reason")
+        self._preemptions = made(Counter, "vllm:num_preemptions", "Requests that gave up their KV memory.")
+        self.ignored = made(Counter, "medha:request_fields_ignored", "Fields of requests that nobody knows.")
+        self._missed = made(Counter, "medha:slo_miss", "Requests that missed an objective.", "bucket")
+        gap, step, ratio = "Time between two tokens.", "Busy seconds of a batch.", "Real over predicted seconds."
+        self._gap = made(Histogram, "vllm:inter_token_latency_seconds", gap, buckets=_TOKEN_SECONDS)
+        self._step = made(Histogram, "medha:step_time_seconds", step, buckets=_TOKEN_SECONDS)
+        self._error = made(Histogram, "medha:step_prediction_ratio", ratio, buckets=_RATIO)
+        self._of_requests = [
+            (made(Histogram, name, text, buckets=buckets), value) for name, text, buckets, value in _OF_REQUESTS
+        ]
         scheduler, kv, share = engine.scheduler, engine.scheduler.memory, "Share of KV memory in use, 0 to 1."
-        gauge("vllm:num_requests_running", "Requests being served.", lambda: scheduler.num_running)
-        gauge("vllm:num_requests_waiting", "Requests that have not started.", lambda: scheduler.num_waiting)
-        gauge("vllm:kv_cache_usage_perc", share, lambda: sum(kv.usage) / kv.num_groups)
-        by_group = Gauge("medha:kv_group_usage", share, ["model_name", "group"], registry=self._registry)
+        running = made(Gauge, "vllm:num_requests_running", "Requests being served.")
+        running.set_function(lambda: scheduler.num_running)
+        waiting = made(Gauge, "vllm:num_requests_waiting", "Requests that have not started.")
+        waiting.set_function(lambda: scheduler.num_waiting)
+        made(Gauge, "vllm:kv_cache_usage_perc", share).set_function(lambda: sum(kv.usage) / kv.num_groups)
+        by_group = made(Gauge, "medha:kv_group_usage", share, "group")
         for group in range(kv.num_groups):
-            by_group.labels(model, str(group)).set_function(partial(share_of, group))
+            by_group.labels(model, str(group)).set_function(partial(lambda at: kv.usage[at], group))
         engine.on_step = self.stepped
 
     def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
@@ -95,40 +108,19 @@ class Metrics:
 
     def ended(self, request: Request, output: RequestOutput) -> None:
         """Note a request that has ended, with its last output, which as a delta need not have all completions."""
-        metrics, model = output.metrics, self._model
-        self._preemptions.inc(metrics.num_preemptions)
+        metrics, length = output.metrics, output.metrics.num_prompt_tokens
         for one in request.completions:
-            self._ended.labels(model, one.finish_reason or "abort").inc()
+            self._ended.labels(self._model, one.finish_reason or "abort").inc()
+        for histogram, value in self._of_requests:
+            if (found := value(metrics)) is not None:
+                histogram.observe(found)
+        self._preemptions.inc(metrics.num_preemptions)
         if metrics.met_slo is False:
-            length = metrics.num_prompt_tokens
-            self._missed.labels(model, next((name for most, name in _BUCKETS if length <= most), "1M-")).inc()
-        ttft, queue_s, e2e = metrics.ttft, metrics.queue_time, metrics.e2e
-        for times, value in (
-            (self._prefill, None if ttft is None or queue_s is None else ttft - queue_s),
-            (self._decode, None if ttft is None or e2e is None else e2e - ttft),
-            (self._ttft, ttft),
-            (self._tpot, metrics.tpot),
-            (self._e2e, e2e),
-            (self._queue, queue_s),
-            (self._slack, _first_slack_s(output)),
-        ):
-            if value is not None:
-                times.observe(value)
+            self._missed.labels(self._model, next((name for most, name in _LENGTHS if length <= most), "1M-")).inc()
         if metrics.first_scheduled is not None:
-            self._queries.inc(metrics.num_prompt_tokens)
+            self._queries.inc(length)
             self._hits.inc(output.num_cached_tokens)
-        self._prompt.observe(metrics.num_prompt_tokens)
-        self._output.observe(metrics.num_output_tokens)
 
     def text(self) -> bytes:
         """The page."""
         return generate_latest(self._registry)
-
-
-def _first_slack_s(output: RequestOutput) -> float | None:
-    """Seconds for which it could still have waited, had its first chunk, and been in time; None without a deadline."""
-    explanation, metrics = output.metrics.explanation, output.metrics
-    if explanation is None or metrics.queue_time is None:
-        return None
-    later = [slack_s for at_s, slack_s in explanation.slack_s if at_s >= metrics.queue_time]
-    return later[0] if later else None

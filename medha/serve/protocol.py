@@ -12,11 +12,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from medha.engine.admission import listed
 from medha.engine.arrivals import Arrival
@@ -53,6 +55,10 @@ class ApiError(HTTPException):
         kind = _TYPES.get(status, "BadRequestError" if status < 500 else "ServiceUnavailableError")
         self.body: Json = {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
+    def response(self) -> Response:
+        """It as an answer."""
+        return Response(msgspec.json.encode(self.body), self.status_code, self.headers, "application/json")
+
 
 def stopped() -> ApiError:
     """What whoever waits is told when the server ends."""
@@ -61,26 +67,27 @@ def stopped() -> ApiError:
 
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine, without the value that was wrong."""
-    param = getattr(error, "param", None)
+    param, told = getattr(error, "param", None), str(error)
     match error:
         case ApiError():
             return error
-        case DeadlineError(wait_s=None):
-            return ApiError(429, str(error), param=param, code="deadline", x_should_retry="false")
+        case HTTPException(status_code=status, detail=detail, headers=headers):  # starlette's own
+            return ApiError(status, detail, **(headers or {}))
         case DeadlineError(wait_s=wait_s):
-            return ApiError(429, str(error), param=param, code="deadline", retry_after=str(math.ceil(wait_s or 0.0)))
+            when = {"x_should_retry": "false"} if wait_s is None else {"retry_after": str(math.ceil(wait_s))}
+            return ApiError(429, told, param=param, code="deadline", **when)
         case ContextLengthError() | KVCapacityError():
-            return ApiError(400, str(error), param=param, code="context_length_exceeded")
+            return ApiError(400, told, param=param, code="context_length_exceeded")
         case UnsupportedFeatureError():
-            return ApiError(400, str(error), param=param, code="unsupported")
+            return ApiError(400, told, param=param, code="unsupported")
         case ValidationError(__cause__=ChatTemplateError()):
             return ApiError(400, "the model has no chat template that takes these messages", param=param)
         case ValidationError():
-            _, found, accepted = str(error).rpartition("; accepted: ")
-            told = f"; accepted: {accepted}" if found else ""
-            return ApiError(400, f"{param or 'the request'} has a value that cannot be served{told}", param=param)
+            _, found, accepted = told.rpartition("; accepted: ")
+            what = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
+            return ApiError(400, what, param=param)
         case msgspec.ValidationError():  # tells types and the place
-            return ApiError(400, str(error), param=str(error).rpartition("`$.")[2].rstrip("`") or None)
+            return ApiError(400, told, param=told.rpartition("`$.")[2].rstrip("`") or None)
         case EngineDeadError():
             return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
         case RecursionError():
@@ -102,29 +109,6 @@ class Flags(msgspec.Struct):
     explain: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the body of a completion or a chat asks for.
-
-    Attributes:
-        flags: how the answer is to come.
-        arrivals: one for each prompt.
-        head: what the answer, or each of its chunks, begins with.
-        params: of every prompt.
-    """
-
-    flags: Flags
-    is_chat: bool
-    arrivals: tuple[Arrival, ...]
-    head: Json
-    params: SamplingParams
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with what was used."""
-        return self.flags.stream_options is not None and bool(self.flags.stream_options.include_usage)
-
-
 def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None, objectives: Json) -> Asked:
     """What a body asks for; raises ApiError, ValidationError, its like of msgspec, or UnsupportedFeatureError.
 
@@ -137,19 +121,16 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
     if flags.stream_options is not None and not flags.stream:
         raise not_accepted("stream_options", None, "an object, with stream true")
     fields = {name: value for name, value in body.items() if name not in Flags.__struct_fields__}
-    prompts: list[Any]
+    form = "messages" if is_chat else "prompt" if fields.get("prompt_token_ids") is None else "prompt_token_ids"
+    asked: Any = fields.get(form)
     if is_chat:
-        fields, prompts = count_logprobs(fields), [fields.get("messages")]
+        fields = count_logprobs(fields)
         if fields.get("tools"):
             raise UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
-    else:
-        ids = fields.get("prompt_token_ids")
-        prompts = listed(fields.get("prompt")) if ids is None else [ids]
-    if not prompts or prompts[0] is None:
-        form = "messages" if is_chat else "prompt"
+    if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
         raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
     shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
-    forms = ["messages" if is_chat else "prompt" if isinstance(one, str) else "prompt_token_ids" for one in prompts]
+    forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
     prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
     rest = {name: value for name, value in fields.items() if name not in (*PROMPT_FORMS, *CHAT_OPTIONS)}
     defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
@@ -165,38 +146,36 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
     return Asked(flags, is_chat, arrivals, head | {"model": flags.model or models[0]}, first.params)
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the body of a completion or a chat asks for, and its answer: whole, or as chunks in order.
 
+    Attributes:
+        flags: how the answer is to come.
+        arrivals: one for each prompt.
+        head: what the answer, or each of its chunks, begins with.
+        params: of every prompt.
+    """
 
-def whole_answer(asked: Asked, outputs: Sequence[RequestOutput]) -> Json:
-    """The answer to a request that does not stream, from the last output of each prompt."""
-    choices = [
-        _choice(asked, index * asked.params.n + one.index, one, "message", role="assistant")
-        for index, output in enumerate(outputs)
-        for one in output.outputs
-    ]
-    answer = asked.head | {"choices": choices, "usage": usage_of(outputs)}
-    return answer | (explained(outputs[0]) if asked.flags.explain else {})
+    flags: Flags
+    is_chat: bool
+    arrivals: tuple[Arrival, ...]
+    head: Json
+    params: SamplingParams
+    _num_chars: Counter[int] = field(default_factory=Counter)  # of the choices that have begun
 
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        """The answer to a request that does not stream, from the last output of each prompt."""
+        choices = [
+            self._choice(index, one, "message") for index, output in enumerate(outputs) for one in output.outputs
+        ]
+        answer = self.head | {"choices": choices, "usage": usage_of(outputs)}
+        return answer | (explained(outputs[0]) if self.flags.explain else {})
 
-class Chunks:
-    """The chunks of one stream, in order."""
-
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self._num_chars: Counter[int] = Counter()  # of the choices that have begun
-
-    def of(self, index: int, output: RequestOutput) -> list[Json]:
+    def chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """What is new of the prompt of an index."""
-        chunks = []
-        for one in output.outputs:
-            if one.token_ids or one.finish_reason is not None:
-                at = index * self._asked.params.n + one.index
-                role = {} if at in self._num_chars else {"role": "assistant"}
-                choice = _choice(self._asked, at, one, "delta", offset=self._num_chars[at], **role)
-                self._num_chars[at] += len(one.text or "")
-                chunks.append(self._chunk([choice]))
-        return chunks
+        news = [one for one in output.outputs if one.token_ids or one.finish_reason is not None]
+        return [self._chunk([self._choice(index, one, "delta")]) for one in news]
 
     def progress(self, requests: Sequence[Request], eta_s: float | None) -> Json:
         """How much of the prompts has been read, in llama.cpp's words, and in how many seconds a token is due."""
@@ -209,13 +188,32 @@ class Chunks:
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[Json]:
         """What follows the last choice."""
-        chunks = [self._chunk([]) | explained(outputs[0])] if self._asked.flags.explain else []
-        if self._asked.includes_usage:
-            chunks.append(self._chunk([]) | {"usage": usage_of(outputs)})
-        return chunks
+        chunks = [self._chunk([]) | explained(outputs[0])] if self.flags.explain else []
+        return chunks + ([self._chunk([]) | {"usage": usage_of(outputs)}] if self._includes_usage else [])
+
+    @property
+    def _includes_usage(self) -> bool:
+        return self.flags.stream_options is not None and bool(self.flags.stream_options.include_usage)
 
     def _chunk(self, choices: list[Json]) -> Json:
-        return {**self._asked.head, "choices": choices} | ({"usage": None} if self._asked.includes_usage else {})
+        return {**self.head, "choices": choices} | ({"usage": None} if self._includes_usage else {})
+
+    def _choice(self, index: int, one: CompletionOutput, part: str) -> Json:
+        """A choice of the prompt of an index, or what is new of it; of a chat what is said is its ``part``, message or
+        delta."""
+        at, chosen, text = index * self.params.n + one.index, _chosen(one, self.params.logprobs), one.text or ""
+        choice: Json = {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+        if not self.is_chat:
+            logprobs = None if chosen is None else _completion_logprobs(chosen, self._num_chars[at])
+            choice |= {"text": text, "logprobs": logprobs}
+        else:
+            role = {} if at in self._num_chars else {"role": "assistant"}
+            chat = None if chosen is None else {"content": [_chat_logprob(*each) for each in chosen]}
+            choice |= {part: {**role, "content": text}, "logprobs": chat}
+        if one.text is None:  # there is no tokenizer
+            choice["token_ids"] = one.token_ids
+        self._num_chars[at] += len(text)
+        return choice
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Json:
@@ -236,20 +234,6 @@ def explained(output: RequestOutput) -> Json:
     return {"explanation": {"ttft_s": found.total_s, "parts_s": found.parts_s, "held_up_by": others}}
 
 
-def _choice(asked: Asked, at: int, one: CompletionOutput, part: str, *, offset: int = 0, **role: str) -> Json:
-    """The choice ``at`` an index; of a chat what is said is its ``part`` message or delta."""
-    choice: Json = {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-    chosen, text = _chosen(one, asked.params.logprobs), one.text or ""
-    if not asked.is_chat:
-        choice |= {"text": text, "logprobs": None if chosen is None else _completion_logprobs(chosen, offset)}
-    else:
-        chat = None if chosen is None else {"content": [_chat_logprob(*each) for each in chosen]}
-        choice |= {part: {**role, "content": text}, "logprobs": chat}
-    if one.text is None:  # there is no tokenizer
-        choice["token_ids"] = one.token_ids
-    return choice
-
-
 def _chosen(one: CompletionOutput, most: int | None) -> list[tuple[Logprob, list[Logprob]]] | None:
     """Of each token the drawn one, and so many of the likeliest."""
     if one.logprobs is None:
@@ -264,10 +248,8 @@ def _finite(value: float) -> float:
 
 
 def _completion_logprobs(chosen: Sequence[tuple[Logprob, list[Logprob]]], offset: int) -> Json:
-    tokens, offsets = [each.decoded_token or "" for each, _ in chosen], []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+    tokens = [each.decoded_token or "" for each, _ in chosen]
+    offsets = [*accumulate(map(len, tokens), initial=offset)][:-1]
     return {
         "tokens": tokens,
         "token_logprobs": [_finite(each.logprob) for each, _ in chosen],

@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
-import threading
 import time
-from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from medha.engine.arrivals import Arrival, is_long, joined, prepare_arrival
 from medha.engine.engine import Engine
@@ -30,6 +30,7 @@ from medha.serve.protocol import ApiError, stopped
 
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
+_QUICK = 2000  # characters or ids
 _MOST_PIECES = 64  # of an answer that are kept apart
 
 
@@ -39,11 +40,11 @@ class Answer:
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
         self._news = asyncio.Event()
-        self._pieces: list[list[RequestOutput]] = [[] for _ in requests]
+        self._pieces: dict[int, list[RequestOutput]] = {}  # by the index of a prompt
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what the engine handed out for the prompt of an index."""
-        pieces = self._pieces[index]
+        pieces = self._pieces.setdefault(index, [])
         pieces.append(output)
         if len(pieces) > _MOST_PIECES:
             pieces[:] = [_together(pieces)]
@@ -56,10 +57,8 @@ class Answer:
         if timer is not None:
             timer.cancel()
         self._news.clear()
-        news = [(index, _together(pieces)) for index, pieces in enumerate(self._pieces) if pieces]
-        for pieces in self._pieces:
-            pieces.clear()
-        return news
+        pieces, self._pieces = self._pieces, {}
+        return [(index, _together(some)) for index, some in pieces.items()]
 
 
 def _together(pieces: Sequence[RequestOutput]) -> RequestOutput:
@@ -87,10 +86,9 @@ class Service:
         self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._is_cut = False
-        self._lefts: tuple[float, list[float], list[float]] = (-math.inf, [], [])  # when, seconds left, their sums
+        self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._box: list[tuple[Answer, int, RequestOutput]] = []  # of the step
-        self._flushing = threading.Lock()
+        self._outbox: deque[tuple[Answer, int, RequestOutput]] = deque()  # any thread appends, the loop takes
         self._moved_s = time.monotonic()  # when the engine had last done something, or nothing to do
         # as in a file of requests: a prompt of millions of characters is overtaken by short ones
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
@@ -108,12 +106,13 @@ class Service:
         for arrival in arrivals:
             self._check_open()
             work = partial(prepare_arrival, self.engine, arrival)
-            requests.append(await self.in_thread(work, is_long=is_long(arrival.prompt)))
+            is_quick = len(arrivals) == 1 and _is_quick(arrival.prompt)
+            requests.append(work() if is_quick else await self.in_thread(work, is_long=is_long(arrival.prompt)))
             if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
         answer, self.loop = Answer(requests), asyncio.get_running_loop()
         added: futures.Future[None] = futures.Future()
-        self._inbox.put(partial(self._add, answer, arrival_s, added))
+        self._ask(partial(self._add, answer, arrival_s, added))
         waiting = asyncio.wrap_future(added)
         try:
             while not waiting.done():  # nobody takes it where the engine's thread is stuck or has ended
@@ -133,11 +132,16 @@ class Service:
     def abort(self, answer: Answer) -> None:
         """End what still runs of an answer, between two steps."""
         for one in answer.requests:
-            self._inbox.put(partial(self.engine.abort, one.request_id))
+            self._ask(partial(self.engine.abort, one.request_id))
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, between two steps; what is asked from now on finds nothing of before."""
-        self._inbox.put(self.engine.reset_prefix_cache)
+        self._ask(self.engine.reset_prefix_cache)
+
+    def _ask(self, call: Callable[[], None]) -> None:
+        """Let the engine's thread make a call, between two steps."""
+        self._inbox.put(call)
+        self.engine.wake()
 
     @property
     def stuck_s(self) -> float:
@@ -167,11 +171,11 @@ class Service:
     def _ahead_s(self, left_s: float) -> float:
         """Seconds that prompts with less left to read take, and half of those with as much."""
         now_s = self.engine.now()
-        if now_s - self._lefts[0] > _LEFTS_S:
-            lefts = sorted(map(self.left_s, _unread(self.engine.requests())))
-            self._lefts = now_s, lefts, [0.0, *accumulate(lefts)]
-        _, lefts, sums = self._lefts
-        return (sums[bisect_left(lefts, left_s)] + max(sums[bisect_right(lefts, left_s)] - left_s, 0.0)) / 2
+        if now_s - self._lefts_s[0] > _LEFTS_S:
+            self._lefts_s = now_s, np.array([self.left_s(one) for one in _unread(self.engine.requests())])
+        lefts = self._lefts_s[1]
+        less, as_much = lefts[lefts < left_s].sum(), lefts[lefts == left_s].sum()  # one of these is its own
+        return float(less + max(as_much - left_s, 0.0) / 2)
 
     def left_s(self, one: Completion) -> float:
         """Predicted seconds to read what is left of a prompt, alone."""
@@ -186,18 +190,15 @@ class Service:
             while not should_stop():
                 self._obey(0.0 if self.engine.has_unfinished else _IDLE_S)
                 if self.engine.has_unfinished:
-                    self.engine.advance()
+                    self.engine.advance(_IDLE_S)
                 self._moved_s = time.monotonic()
                 self.flush()
         except KeyboardInterrupt:
             self.cut()
             raise
         except Exception as error:
-            self.dead = self.engine.fail(error)
-            self.flush()
-            if error is self.dead:
-                raise
-            raise self.dead from error
+            dead = self.fail(error)
+            raise dead from dead.__cause__
 
     def cut(self) -> None:
         """End every request now, as the server stops."""
@@ -206,11 +207,11 @@ class Service:
             self.engine.abort_all()
         self.flush()
 
-    def fail(self, error: EngineDeadError) -> None:
-        """End every request with an error; for another thread, while a step is stuck."""
-        self.dead = error  # first: what is added meanwhile sees it
-        self.engine.fail(error)
+    def fail(self, error: Exception) -> EngineDeadError:
+        """End every request with an error, which is returned; another thread may call it, while a step is stuck."""
+        self.dead = dead = self.engine.fail(error)
         self.flush()
+        return dead
 
     def close(self) -> None:
         """Give up what is being prepared."""
@@ -220,12 +221,10 @@ class Service:
             self.engine.tokenizer.interrupt()
 
     def flush(self) -> None:
-        """Hand what has come of requests to the event loop."""
-        with self._flushing:
-            box, self._box = self._box, []
-        if box and self.loop is not None:
+        """Have the event loop take what has come of requests."""
+        if self._outbox and self.loop is not None:
             with suppress(RuntimeError):  # the loop is closed: there is nobody left
-                self.loop.call_soon_threadsafe(self._deliver, box)
+                self.loop.call_soon_threadsafe(self._deliver)
 
     def _obey(self, wait_s: float) -> None:
         """Do what the event loop has asked for; waits so long for the first of it."""
@@ -240,22 +239,29 @@ class Service:
         try:
             for index, request in enumerate(answer.requests):
                 self._check_open()
-                self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._take, answer, index))
+                sink = partial(self._hand_out, answer, index)
+                self.engine.add_prepared(request, arrival_s=arrival_s, sink=sink)
             added.set_result(None)
         except (MedhaError, ApiError) as refusal:
             for request in answer.requests:
                 self.engine.abort(request.request_id)
             added.set_exception(refusal)
 
-    def _take(self, answer: Answer, index: int, output: RequestOutput) -> None:
-        with self._flushing:  # the thread that finds a rank dead hands out, too
-            self._box.append((answer, index, output))
+    def _hand_out(self, answer: Answer, index: int, output: RequestOutput) -> None:
+        self._outbox.append((answer, index, output))
 
-    def _deliver(self, box: Sequence[tuple[Answer, int, RequestOutput]]) -> None:
-        for answer, index, output in box:
+    def _deliver(self) -> None:
+        while self._outbox:
+            answer, index, output = self._outbox.popleft()
             answer.put(index, output)
             if output.finished:
                 self.on_end(answer.requests[index], output)
+
+
+def _is_quick(prompt: Any) -> bool:
+    """Whether a prompt is prepared sooner than a thread has got the work, for which it, too, waits for a core."""
+    sizes = [len(value) for value in prompt.values() if hasattr(value, "__len__")]
+    return "messages" not in prompt and max(sizes, default=0) <= _QUICK
 
 
 def _unread(requests: Iterable[Request]) -> list[Completion]:

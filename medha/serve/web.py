@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import sys
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import h11
-import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -58,13 +56,13 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
         lifespan="off",
         log_config=None,
         access_log=False,
+        log_level="critical",
         server_header=False,
         limit_concurrency=max_connections,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
         **tls,  # type: ignore[arg-type]
     )
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     try:
         config.load()
     except (OSError, ValueError) as error:
@@ -83,7 +81,7 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
 
 class TimedProtocol(H11Protocol):
     """Closes a connection that is silent for :data:`KEEP_ALIVE_S`, or on which no head is whole within :data:`HEAD_S`;
-    what is no request gets an error in OpenAI's shape.
+    what is no request, and what comes by one connection too many, gets an error in OpenAI's shape.
 
     uvicorn's timer begins with an answer, and ends with a byte.
     """
@@ -91,6 +89,10 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
         super().connection_made(transport)
+        most, self.limit_concurrency = self.config.limit_concurrency, None  # uvicorn's own answer is plain text
+        if most is not None and len(self.connections) > most:
+            full = ApiError(503, f"{most} connections are open, as many as may be", retry_after="1", connection="close")
+            self.app = full.response()
         self._await_head()
 
     def _await_head(self) -> None:
@@ -107,11 +109,9 @@ class TimedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Tell what is wrong with a head."""
         status = getattr(sys.exception(), "error_status_hint", 400)  # uvicorn handles h11's error by this call
-        body = msgspec.json.encode(
-            ApiError(status, "the request is no HTTP that can be read, or its head too large").body
-        )
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        response = h11.Response(status_code=status, headers=list(headers.items()))
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+        told = "the request is no HTTP that can be read, or its head too large"
+        answer = ApiError(status, told, connection="close").response()
+        head = h11.Response(status_code=status, headers=answer.raw_headers)
+        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

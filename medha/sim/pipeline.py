@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.cost.chunk_times import ChunkTimes
-from medha.cost.predictor import Decodes, Predictor, Work, dealt_work, split
+from medha.cost.predictor import Decodes, Predictor, Work
+from medha.sched.batch_builder import works_of
 from medha.sched.memory import KVMemory
 
 
@@ -119,20 +120,7 @@ class Pipeline:
 def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequence[Work], Sequence[Work]]:
     """The decodes and the chunks of a batch as a group sees them, right after it was scheduled."""
     if memory.num_groups > 1:
-        works = [
-            dealt_work(row, group)
-            if row.is_dealt
-            else Work(
-                row.q_len,
-                memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
-                row.is_decode,
-                row.span if row.is_shared else None,
-                row.samples and row.group == group,
-            )
-            for row in batch.rows
-            if row.concerns(group)
-        ]
-        return split(works)
+        return works_of(batch.rows, memory, group)
     count = batch.num_decodes
     chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in batch.rows[count:]]
     if not count:

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medha.config import CDSP, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
-from medha.cost.chunk_times import ring_times
+from medha.cost.chunk_times import ChunkTimes, ring_times
 from medha.cost.hardware import HardwareSpec
-from medha.cost.improvement import RateTable
 from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.roofline import MAX_SAMPLES, Shard, shape_name, stage_coefficients
 from medha.errors import ConfigError, hint
 from medha.models.hf_config import load_model_config
-from medha.sched.cdsp import Planner
 from medha.sched.lanes import Dealing
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline, Segment
@@ -75,21 +73,13 @@ class Replica:
 
     def dealing(self, predictor: Predictor) -> Dealing:
         """What deals chunks; ``predictor`` is of a group. ConfigError for wrong SP sizes or rates of another."""
-        config, kvp = self.scheduler, self.parallel.kvp
-        sizes = config.sp_sizes or tuple(1 << power for power in range(kvp.bit_length()))
         ring = self.spec, self.model, self.parallel, predictor
-        times = ring_times(*ring, sizes=sizes, longest=self.max_model_len)
-        planner, rate = Planner(times, kvp, max_chunks=config.max_chunks), config.improvement_rate
-        if not isinstance(rate, str):
-            return Dealing(planner, rate)
-        table = RateTable.read(rate)
-        table.check(self.spec.name, shape_name(self.model), self.dealt_layout(sizes))
-        return Dealing(planner, table)
 
-    def dealt_layout(self, sizes: Sequence[int]) -> str:
-        """The layout in words, as improvement rates are for it."""
-        most = self.scheduler.max_chunks or "any number of"
-        return f"tp {self.parallel.tp}, kvp {self.parallel.kvp}, SP {','.join(map(str, sizes))}, {most} chunks"
+        def times(sizes: Sequence[int]) -> ChunkTimes:
+            return ring_times(*ring, sizes=sizes, longest=self.max_model_len)
+
+        named = {"hardware": self.spec.name, "model": shape_name(self.model)}
+        return Dealing.of(self.scheduler, self.parallel, times, **named)
 
 
 def spec_fields(spec: HardwareSpec) -> dict[str, str]:

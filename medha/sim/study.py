@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from medha.config import CDSP, CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
+from medha.config.fields import read_rate, read_sp_sizes
 from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
@@ -164,10 +164,11 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
 def _dealt(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of dealt chunks that are text: SP sizes, and an improvement rate or its file."""
     text, rate = given["sp_sizes"], given["improvement_rate"]
-    sizes = None if text is None else tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
-    with suppress(TypeError, ValueError):
-        rate = float(rate)
-    return {"sp_sizes": sizes, "improvement_rate": SchedulerConfig().improvement_rate if rate is None else rate}
+    sizes = None if text is None else read_sp_sizes(text)
+    return {
+        "sp_sizes": sizes,
+        "improvement_rate": SchedulerConfig().improvement_rate if rate is None else read_rate(rate),
+    }
 
 
 def _listed(values: list[str] | None) -> list[str]:

@@ -207,8 +207,10 @@ class DecodeGraphs:
         """What a graph holds."""
         cos, sin = cos_sin(self._positions[:size], self._inv_freq, self._model.config.rope.attention_factor)
 
+        targets = self._cache.places(self._targets[:size])
+
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-            self._cache.write(layer, k_TKH, v_TKH, self._targets[:size])
+            self._cache.write(layer, k_TKH, v_TKH, targets)
             return attention.run(q_TNH, self._cache.k[layer], self._cache.v[layer])
 
         # a copy, as layers take the memory of what they are given, and a batch fills its own rows alone

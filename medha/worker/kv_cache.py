@@ -8,9 +8,10 @@ tokens outermost (the layout of paged kernels).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from medha.attention.interface import LayerShape
 from medha.cpu import decoder as cpu
@@ -51,6 +52,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.has_scratch = has_scratch
+        self.append: Callable[..., None] | None = None  # FlashInfer's append_paged_kv_cache, with its table of pages
         whole = (num_blocks + has_scratch) * block_size, shape.num_kv_heads, shape.head_dim
         try:
             self.k, self.v = ([new_pool(whole, shape.dtype, device) for _ in range(num_layers)] for _ in range(2))
@@ -77,6 +79,23 @@ class KVCache:
             for source, target, count in runs:
                 pool[target : target + count] = pool[source : source + count]
 
+    def append_by(self, append_paged_kv_cache: Callable[..., None]) -> None:
+        """Let :meth:`write` take a launch: the pool is to FlashInfer one request, whose pages are all there are."""
+        size, pool = self.block_size, self.k[0]
+        num_pages = len(pool) // size
+        last = torch.tensor([0, num_pages, size], dtype=torch.int32, device=pool.device)
+        table = torch.arange(num_pages, dtype=torch.int32, device=pool.device), last[:2], last[2:]
+
+        def append(layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, places: torch.Tensor) -> None:
+            pools = tuple(x[layer].view(num_pages, size, *pool.shape[1:]) for x in (self.k, self.v))
+            append_paged_kv_cache(k_TKH, v_TKH, *places, pools, *table)
+
+        self.append = append
+
+    def places(self, targets: torch.Tensor) -> torch.Tensor:
+        """The ``targets`` of :meth:`write`, from pool tokens, int64; once a step."""
+        return targets if self.append is None else F.pad(targets.to(torch.int32)[None], (0, 0, 1, 0))
+
     def write(
         self,
         layer: int,
@@ -90,12 +109,15 @@ class KVCache:
 
         Args:
             k_TKH, v_TKH: on the CPU any strides between tokens, alike, and heads and dimensions beside each other.
-            targets: pool tokens where they go, int64 on the pool's device.
+            targets: :meth:`places` of the pool tokens where they go, on the pool's device.
             kept: index of each of these in the batch, int64; None if they are all of it.
         """
         pairs = (self.k[layer], k_TKH), (self.v[layer], v_TKH)
         if targets.device.type == "cpu" and library()[0] is not None:
             cpu.write(pairs, targets, kept)
+            return
+        if self.append is not None:
+            self.append(layer, *((k_TKH, v_TKH) if kept is None else (k_TKH[kept], v_TKH[kept])), targets)
             return
         for pool, new in pairs:
             pool[targets] = new if kept is None else new[kept]
@@ -109,6 +131,18 @@ class KVCache:
         else:
             k_PKH, v_PKH = memory.view(2, -1, heads, dim)
         return k_PKH, v_PKH
+
+    def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The memory of a :meth:`block` in equal pieces, whose tokens lie adjacent in a pool as well: the keys and the
+        values, on the CPU of each head."""
+        return list(memory.view(2 * self.shape.num_kv_heads if memory.device.type == "cpu" else 2, -1))
+
+    def lying(self, layer: int, first: int, count: int) -> list[torch.Tensor]:
+        """Adjacent tokens of a layer's pool where they lie: what :meth:`pieces` gives of them once they are packed."""
+        pools = [pool[first : first + count] for pool in (self.k[layer], self.v[layer])]
+        if pools[0].device.type != "cpu":
+            return pools
+        return [pool[:, head] for pool in pools for head in range(self.shape.num_kv_heads)]
 
     def block_size_of(self, num_tokens: int, num_heads: int | None = None) -> int:
         """Numbers of the memory of :meth:`block` for so many tokens."""

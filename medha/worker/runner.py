@@ -300,7 +300,7 @@ class Runner:
         own_plan, shared_plan = (None if rows is None else self.backend.plan(rows) for rows in (step.own, step.shared))
         spans = [] if step.shared is None else shared_rows(step.batch)
         dealt = [(rows, [self.backend.plan(seen) for seen in rows.seen]) for rows in step.dealt]
-        moving = self._move(step, 0)
+        moving, targets = self._move(step, 0), self.cache.places(sent.targets)
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             if copies:
@@ -309,7 +309,7 @@ class Runner:
             nonlocal moving
             if moving is not None:
                 self._land(step, layer, moving)
-            self.cache.write(layer, k_TKH, v_TKH, sent.targets, kept=sent.kept)
+            self.cache.write(layer, k_TKH, v_TKH, targets, kept=sent.kept)
             pools = self.cache.k[layer], self.cache.v[layer]
             pending = None
             if shared_plan is not None:
@@ -319,7 +319,7 @@ class Runner:
                 pending = self.merge.start(parts, compare=layer == 0)
             outs = []
             if own_plan is not None:  # while the parts travel
-                outs.append(self.backend.run(q_TNH[:num_own], *pools, own_plan)[0])
+                outs.append(self.backend.attend(q_TNH[:num_own], *pools, own_plan))
             if pending is not None:
                 with self.recorder.waiting("merge"):
                     outs += pending.result()
@@ -335,14 +335,18 @@ class Runner:
         assert self.ring is not None, "rows are dealt where there are several groups"
         q_TNH, pools = q_TNH[rows.shared.tokens], (self.cache.k[layer], self.cache.v[layer])
         sizes = [self.cache.block_size_of(tokens) for tokens in rows.block_tokens]
-        block = self.cache.pack(layer, rows.packed, self.ring.buffer(0, sizes[rows.own], pools[0]))
+        if len(rows.packed) == 1:
+            ((first, _, count),) = rows.packed
+            own = self.cache.lying(layer, first, count)
+        else:
+            memory = self.ring.buffer(0, sizes[rows.own], pools[0])
+            own = self.cache.pieces(self.cache.pack(layer, rows.packed, memory))
 
-        def over(owner: int, block: torch.Tensor) -> Partial:
-            its_pools = pools if owner == rows.own else self.cache.block(block)
-            return self.backend.run(q_TNH, *its_pools, plans[owner])
+        def over(owner: int, block: torch.Tensor | None) -> Partial:
+            return self.backend.run(q_TNH, *(pools if block is None else self.cache.block(block)), plans[owner])
 
         waiting = partial(self.recorder.waiting, "merge")
-        return self.ring.attend(rows.shared, block, sizes, over, compare=layer == 0, waiting=waiting)
+        return self.ring.attend(rows.shared, own, sizes, over, compare=layer == 0, waiting=waiting)
 
     def _move(self, step: StepInput, layer: int) -> Moving | None:
         """Begin to move a layer's history between groups, if some is to move before the dealt rows run."""
@@ -358,7 +362,7 @@ class Runner:
 
     def _land(self, step: StepInput, layer: int, moving: Moving) -> None:
         """Put a layer's history that has come into its pool."""
-        with self.recorder.waiting("merge"):
+        with self.recorder.waiting("shift"):
             arrived = moving.result()
         for move, memory in zip(step.receives, arrived, strict=False):
             self.cache.unpack(layer, move.runs, memory)

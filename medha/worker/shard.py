@@ -21,15 +21,14 @@ import torch
 from medha.attention.flashinfer_backend import FlashInferBackend, wrong_with
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.config import ATTENTION_BACKENDS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from medha.cpu import decoder as cpu
-from medha.cpu.library import serves
+from medha.cpu.library import lacks
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
-from medha.models.layers import FusedKernels, TensorShard, local_part
+from medha.models.layers import OWN_KERNELS, FusedKernels, TensorShard, local_part
 from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, load_parameters
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch
-from medha.parallel.mesh import Ranks
+from medha.parallel.mesh import Ranks, wait_for_all
 from medha.parallel.ring import Ring
 from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
@@ -41,6 +40,8 @@ from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
 logger = logging.getLogger("medha")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_BUILD_LIMIT_S = 3600.0  # for compilers of other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ def build_runner(
         device=device,
         has_scratch=wants_graphs(config, backend, device),
     )
+    if model.fused is not None and model.fused.append_kv is not None:
+        cache.append_by(model.fused.append_kv)
     host = None
     if num_swap_blocks:
         host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
@@ -152,30 +155,49 @@ def make_pipe(
     )
 
 
+def agreed(ranks: Ranks | None, what: str, wrong: str | None) -> str | None:
+    """What is wrong with ``what`` on this rank, or on the first rank where something is: all do without it then, as
+    ranks that compute by different kernels would not wait for each other. None where nothing is; every rank calls it.
+
+    It may take as long as a compiler: no group is used. RankFailedError where a rank has failed.
+    """
+    if ranks is None:
+        return wrong
+    job = ranks.job
+    job.store.set(f"{what}: wrong/{ranks.rank}", wrong or "")
+    wait_for_all(job, what, limit_s=_BUILD_LIMIT_S)
+    told = [job.store.get(f"{what}: wrong/{rank}").decode() for rank in range(ranks.config.world_size)]
+    return next((f"{text} (rank {rank})" for rank, text in enumerate(told) if text), None)
+
+
 def _fused_kernels(
-    backend: AttentionBackend, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    backend: AttentionBackend, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, ranks: Ranks | None
 ) -> FusedKernels | None:
-    """FlashInfer's, where it serves attention on CUDA: both have the same dtypes; our own on the CPU, if they serve."""
-    if device.type == "cpu" and serves(dtype):
-        return FusedKernels(cpu.rmsnorm, cpu.fused_add_rmsnorm, None, cpu.apply_rope)
-    if device.type != "cuda" or not isinstance(backend, FlashInferBackend):
+    """FlashInfer's, where it serves attention on CUDA: both have the same dtypes; our own on the CPU. None where a rank
+    has none; every rank calls it."""
+    if device.type == "cpu":
+        if lacking := agreed(ranks, "kernels of the CPU", lacks(dtype)):
+            logger.info("products, norms and RoPE by torch: the CPU's own lack %s", lacking)
+        return None if lacking else OWN_KERNELS
+    if not isinstance(backend, FlashInferBackend):
         return None
     api = backend.api
-    fused = FusedKernels(
-        api.rmsnorm, api.fused_add_rmsnorm, api.silu_and_mul, api.apply_rope_with_cos_sin_cache_inplace
-    )
+    rope, append_kv = api.apply_rope_with_cos_sin_cache_inplace, api.append_paged_kv_cache
+    fused = FusedKernels(api.rmsnorm, api.fused_add_rmsnorm, api.silu_and_mul, rope, append_kv=append_kv)
 
     def try_out() -> None:
         x = torch.zeros(2, model.hidden_size, dtype=dtype, device=device)
         fused.fused_add_rmsnorm(fused.rmsnorm(x, x[0], 1e-6), x, x[0].clone(), 1e-6)
         api.silu_and_mul(x)
-        q = torch.zeros(2, 1, model.head_dim, dtype=dtype, device=device)
-        fused.apply_rope(
-            torch.zeros(2, dtype=torch.int32, device=device), q, q.clone(), model.head_dim, q[:, 0].float()
-        )
+        q, ints = x.new_zeros(2, 1, model.head_dim), torch.zeros(2, dtype=torch.int32, device=device)
+        fused.apply_rope(ints, q, q.clone(), model.head_dim, q[:, 0].float())
+        append_kv(q, q, ints, ints, (q[None].clone(), q[None].clone()), ints[:1], ints, ints[:1])
 
-    if (wrong := wrong_with(try_out, device)) is not None:
-        logger.warning("norms, silu and RoPE run unfused: FlashInfer's kernels could not be built: %s", wrong)
+    if (wrong := agreed(ranks, "fused kernels", wrong_with(try_out, device))) is not None:
+        logger.warning(
+            "norms, silu, RoPE and writes of keys and values run unfused: FlashInfer's kernels could not be built: %s",
+            wrong,
+        )
         return None
     return fused
 
@@ -211,7 +233,7 @@ def load_model(
         if tp_ranks is not None:
             group = tp_ranks.tp_group
             tensor_shard = TensorShard(shard.tp_rank, shard.tp, all_reduce_over(group), all_gather_over(group))
-        model.pack_(tensor_shard, _fused_kernels(backend, shard.model, shard.dtype, device))
+        model.pack_(tensor_shard, _fused_kernels(backend, shard.model, shard.dtype, device, ranks=ranks))
     return model
 
 
@@ -267,29 +289,41 @@ def own_device(device: torch.device, launch: Launch | None) -> torch.device:
 
 
 def choose_backend(
-    name: str, shape: LayerShape, device: torch.device, *, block_size: int = CacheConfig().block_size
+    name: str,
+    shape: LayerShape,
+    device: torch.device,
+    *,
+    block_size: int = CacheConfig().block_size,
+    ranks: Ranks | None = None,
 ) -> tuple[AttentionBackend, str]:
     """An attention backend for this rank's layers, and in words why it is that one.
 
     ``name`` is one of :data:`medha.config.ATTENTION_BACKENDS`, in whose place torch serves where it has no kernel for
-    the layers, or ``auto``. ConfigError where what it needs is missing.
+    the layers, or ``auto``. All of ``ranks`` get the same; each of them calls it. ConfigError where what it needs is
+    missing.
     """
     why = "what it needs is here" if name == "auto" else "as asked for"
     for candidate in ATTENTION_BACKENDS if name == "auto" else (name, "torch"):
         backend: type[AttentionBackend] = resolve_name(ATTENTION_BACKENDS[candidate])
         if name == "auto" and backend.device_type not in (None, device.type):
             continue
+        built, wrong = None, None
         if missing := backend.needs(device):
-            why = f"{candidate} needs {missing}"
             if candidate == name:
                 raise ConfigError(f"attention_backend={name!r} needs {missing}; accepted here: auto, torch")
+            wrong = f"{candidate} needs {missing}"
         elif lacking := backend.lacks(shape):
-            why = f"{candidate} has no kernel for {lacking}"
+            wrong = f"{candidate} has no kernel for {lacking}"
         else:
             built = backend.build(device, block_size)
-            if (wrong := built.build_kernels(shape, device)) is None:
-                break
-            why = f"{candidate}'s kernels could not be built: {wrong}"
+            if failed := built.build_kernels(shape, device):
+                wrong = f"{candidate}'s kernels could not be built: {failed}"
+        if (wrong := agreed(ranks, f"attention by {candidate}", wrong)) is None:
+            break
+        why = wrong
+    assert built is not None, "torch serves everywhere"
+    if isinstance(built, FlashInferBackend):
+        built.no_fa3 = agreed(ranks, "FA3", built.no_fa3)
     return built, why
 
 

@@ -35,6 +35,8 @@ class PendingStep(NamedTuple):
     """A batch that was submitted; ``result`` waits for what it produced."""
 
     result: Callable[[], StepResult]
+    # Whether ``result`` need not wait, where batches complete independently; where they do in order nobody asks first.
+    is_done: Callable[[], bool] = lambda: True
 
 
 class BatchRunner(Protocol):

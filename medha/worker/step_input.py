@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.attention.interface import AttentionRows, adjacent_runs
+from medha.attention.interface import AttentionRows
 from medha.attention.staging import to_device
-from medha.batch import Batch, Deal, Extent, Row, shifts
+from medha.batch import Batch, Deal, Extent, Row, Shift, Swap, shifts
 from medha.worker.dealt import DealtRows, Move, dealt_rows, runs_of
 from medha.worker.swap import Run
 
@@ -105,12 +105,16 @@ class Slots:
                 self._make_room(shared.slot + 1)
                 self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
                 self._last = None  # whoever had the slot may have ended just before the position that comes next
-        dealt = [row for row in batch.rows if row.is_dealt] if batch.deals else []
-        step.sends = [move for row in dealt for move in self._cut(row, batch.deals)]
+        dealt: list[tuple[Row, Deal, list[Shift]]] = []
+        for row in batch.rows if batch.deals else ():
+            if row.is_dealt:
+                its = [deal for deal in batch.deals if deal.slot == row.slot]
+                dealt.append((row, its[self.group - row.group], shifts(its)))
+        step.sends = [move for one in dealt for move in self._cut(*one)]
         for extent in batch.extents:
             if extent.group == self.group:
                 self._append(extent)
-        step.receives = [move for row in dealt for move in self._grow(row, batch.deals)]
+        step.receives = [move for one in dealt for move in self._grow(*one)]
         size = self.block_size
         step.copies = [(c.source * size, c.target * size, c.num_tokens) for c in batch.copies if c.group == self.group]
         step.swaps_in = self._runs(batch.swaps_in)
@@ -137,17 +141,15 @@ class Slots:
             self._blocks[extent.slot] = blocks
         blocks[start:end] = np.arange(extent.first, extent.first + extent.count)
 
-    def _cut(self, row: Row, deals: Sequence[Deal]) -> list[Move]:
+    def _cut(self, row: Row, own: Deal, its: Sequence[Shift]) -> list[Move]:
         """Take off a request's table here what goes to other groups before its dealt row runs."""
-        its = [deal for deal in deals if deal.slot == row.slot]
-        own, slot = its[self.group - row.group], row.slot
-        self._make_room(slot + 1)
+        self._make_room((slot := row.slot) + 1)
         if self.held[slot] != own.held:
             raise ValueError(
                 f"slot {slot} has {self.held[slot]} tokens on group {self.group}, the batch says {own.held}"
             )
         moves, end = [], own.held
-        for shift in shifts(its):
+        for shift in its:
             if shift.source == self.group:
                 moves.append(Move(shift.target, self.tokens(slot, end - shift.num_tokens, end), shift.num_tokens))
                 end -= shift.num_tokens
@@ -156,12 +158,10 @@ class Slots:
             self._num_blocks[slot] = min(self._num_blocks[slot], kept)
         return moves
 
-    def _grow(self, row: Row, deals: Sequence[Deal]) -> list[Move]:
+    def _grow(self, row: Row, own: Deal, its: Sequence[Shift]) -> list[Move]:
         """Give what comes from other groups its place behind what a request has here; it has its share then."""
-        its = [deal for deal in deals if deal.slot == row.slot]
-        own, slot = its[self.group - row.group], row.slot
-        moves, end = [], own.held
-        for shift in shifts(its):
+        moves, slot, end = [], row.slot, own.held
+        for shift in its:
             if shift.target == self.group:
                 start, end = end, end + shift.num_tokens
                 moves.append(Move(shift.source, self.tokens(slot, start, end), shift.num_tokens))
@@ -260,25 +260,10 @@ class Slots:
         step.drawn_tokens, step.drawn_slots = before.drawn_tokens, before.drawn_slots
         return True
 
-    def _runs(self, host: Sequence[Extent]) -> list[Run]:
-        """Where the host blocks of a batch's swaps, in position order for each slot, and the first blocks of their
-        slots' tables face each other; those of other groups are left out."""
-        runs, size = [], self.block_size
-        done: dict[int, int] = {}  # blocks by slot
-        for extent in host:
-            if extent.group != self.group:
-                continue
-            start = done.get(extent.slot, 0)
-            done[extent.slot] = start + extent.count
-            blocks = self.blocks(extent.slot)[start : start + extent.count]
-            if len(blocks) < extent.count:
-                raise IndexError(f"slot {extent.slot} has {len(blocks)} of the {extent.count} blocks to be moved")
-            bounds = adjacent_runs(blocks).tolist()
-            runs += [
-                (int(blocks[first]) * size, (extent.first + first) * size, (end - first) * size)
-                for first, end in pairwise(bounds)
-            ]
-        return runs
+    def _runs(self, swaps: Sequence[Swap]) -> list[Run]:
+        """The tokens that move with a batch's swaps on this group."""
+        size = self.block_size
+        return [(s.first * size, s.host_first * size, s.count * size) for s in swaps if s.group == self.group]
 
 
 def _rows_at(rows: tuple[Row, ...], at: Ints) -> tuple[Row, ...]:

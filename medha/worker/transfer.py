@@ -159,11 +159,6 @@ class TransferLine:
         groups = range(ranks.config.kvp, ranks.config.num_groups) if ranks.rank == 0 else ()
         self._receipts = {group: Lane(f"medha-receipts-{group}") for group in groups}
 
-    def ranks_of(self, groups: Sequence[int]) -> list[int]:
-        """The global ranks of some groups."""
-        config = self._ranks.config
-        return [rank for rank in range(config.world_size) if config.coordinates(rank)[0] in groups]
-
     def begin(self, held: Sequence[tuple[int, int]], batch: Batch) -> None:
         """Begin to send or receive what concerns this rank of a request that is handed over, behind the batches
         prepared so far; a decode rank tells rank 0 when it has all.
@@ -193,7 +188,7 @@ class TransferLine:
 
         def wait() -> None:
             ours, theirs = [batch.batch_id, batch.digest()], torch.empty(2, dtype=torch.int64)
-            for rank in self.ranks_of([target]):
+            for rank in self._ranks.of_groups([target]):
                 try:
                     dist.recv(theirs, src=rank, group=self._ranks.report_group, tag=_RECEIPTS_TAG)
                 except Exception as error:

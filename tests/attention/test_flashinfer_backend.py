@@ -5,10 +5,13 @@ That its results are attention is shown with the other backend's.
 
 import gc
 import importlib.util
+from threading import Thread, current_thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from medha.attention.flashinfer_backend import FixedDecodes, FlashInferBackend, FlashInferPlan, workspace_bytes
 from medha.attention.interface import AttentionRows, LayerShape
@@ -170,6 +173,37 @@ def test_the_choice_on_cuda(
 def test_torch_serves_where_kernels_cannot_be_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, why = choose_on(monkeypatch, name, SHAPE, wrong="Could not find nvcc")
     assert (backend.name, why) == ("torch", "flashinfer's kernels could not be built: Could not find nvcc")
+
+
+@pytest.mark.parametrize("broken", ["FA2", "FA3"])
+def test_all_ranks_do_without_what_one_cannot_build(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+
+    def build_kernels(self: FlashInferBackend, shape: LayerShape, device: torch.device) -> str | None:
+        wrong = "Could not find nvcc" if current_thread().name == "1" else None
+        self.no_fa3 = wrong if broken == "FA3" else None
+        return wrong if broken == "FA2" else None
+
+    def choose(rank: int) -> None:
+        launch, monitor = SimpleNamespace(rank=rank, world_size=2), SimpleNamespace(has_failure=False)
+        job = SimpleNamespace(store=store, launch=launch, monitor=monitor)
+        ranks: Any = SimpleNamespace(rank=rank, job=job, config=SimpleNamespace(world_size=2))
+        found[rank] = choose_backend("auto", SHAPE, CUDA, block_size=128, ranks=ranks)
+
+    found: dict[int, Any] = {}
+    choose_on(monkeypatch, "auto", SHAPE)
+    monkeypatch.setattr(FlashInferBackend, "build_kernels", build_kernels)
+    threads = [Thread(target=choose, args=[rank], name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for backend, why in (found[0], found[1]):
+        if broken == "FA2":
+            said = "flashinfer's kernels could not be built: Could not find nvcc (rank 1)"
+            assert (backend.name, why) == ("torch", said)
+        else:
+            assert (backend.name, backend.no_fa3) == ("flashinfer", "Could not find nvcc (rank 1)")
 
 
 def test_an_old_gpu_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,15 @@ def test_what_shows_of_a_transfer_grows_with_a_slow_link() -> None:
     )
 
 
+def test_where_cores_that_compute_send_all_of_a_transfer_shows() -> None:
+    one, layout = predictor(), ParallelConfig(kvp=2)
+    plain = replace(SPEC, hides_sends=False, ring_step_s=2e-3, send=LinkRates(1e-3, 1e9))
+    ring = {"size": 2, "history": 16384, "tokens": 4096}
+    alone_s = one.tick().with_chunk(2048, 16384 + 1024, samples=True)
+    sent_s = 1e-3 + (16384 + 4096) / 2 * 2 * 8 * 128 * 2 / 1e9
+    assert ring_chunk_s(plain, MODEL, layout, one, **ring) - alone_s == pytest.approx(32 * (2e-3 + sent_s))
+
+
 @pytest.mark.parametrize("sizes", [(), (3,), (2, 1), (1, 1), (0,), (1, 2, 6)])
 def test_sizes_are_ascending_powers_of_two(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"sp_sizes=.*accepted: ascending powers of two"):

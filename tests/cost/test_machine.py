@@ -13,7 +13,7 @@ import torch
 from medha.batch import Batch
 from medha.bench.harness import RANDOM_LLAMA
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
-from medha.cost.coefficients import Coefficients, ProfileKey
+from medha.cost.coefficients import Coefficients, Link, ProfileKey, RingCost
 from medha.cost.hardware import load_spec, spec_of_device
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import stage_coefficients
@@ -188,6 +188,7 @@ def test_under_torchrun_every_rank_takes_part(model: Path, tmp_path: Path, axis:
     assert f"{axis}2" in found.key.layout
     for link in ("tp", "spp", "kvp"):
         assert (getattr(found, link) is not None) == (link == has_link)
+    assert (found.ring is not None) == (axis == "kvp")
 
 
 # -- the parts, without a clock ----------------------------------------------------------------------------------------
@@ -246,6 +247,28 @@ def test_a_stage_of_the_predictors_form_is_found_again() -> None:
     real = stage_time(mixed).busy_s + stage_time(chunk(256, 4096)).attention_s + 256e-5
     works = [Work(1, 2048, True)] * 8 + [Work(256, 4096, False)]
     assert predictor.predict(works) == pytest.approx(real, rel=0.03)
+
+
+def test_what_a_ring_takes_beside_its_computation_is_found_again() -> None:
+    """From chunks that were dealt to 2 and to 4 groups; one of them ran once beside something else."""
+    effort = Effort()
+    wanted = [step for steps in families(effort, max_kv=65536, num_groups=4, block_size=64) for step in steps]
+    alone = [step for step in wanted if step[0].num_groups == 1]
+    given = [Measured(step, stage_time(step)) for step in alone], KEY, MODEL, ParallelConfig(kvp=4)
+    predictor = Predictor(fit(*given, stage=0, dtype_bytes=4))
+    ring = RingCost(Link(4, 1e-3, 256 / 2e-7, 256))  # a millisecond, and 0.2 us a token, a layer
+    dealt = []
+    for (row,) in (step for step in wanted if step[0].is_dealt):
+        own = -(-row.q_len // row.num_groups)
+        alone_s = predictor.tick().with_chunk(own, row.position + (row.q_len - own) // 2)
+        whole_s = alone_s + ring.seconds(0.0, size=row.num_groups, history=row.position, tokens=row.q_len)
+        dealt += [(row, whole_s), (row, whole_s), (row, (1 + (row.q_len > 1000)) * whole_s)]
+    assert {row.num_groups for row, _ in dealt} == {2, 4}
+    found = fit(*given, stage=0, dtype_bytes=4, dealt=dealt).ring
+    assert found is not None and (found.step_s, found.is_hidden) == (0.0, False)
+    assert (found.link.calls, found.link.bytes_per_token) == (4, 256.0)
+    assert found.link.alpha_s == pytest.approx(1e-3, rel=0.01)
+    assert found.link.bytes_per_s == pytest.approx(256 / 2e-7, rel=0.01)
 
 
 def test_the_slowest_stage_is_the_one_that_counts() -> None:

@@ -265,6 +265,29 @@ def apply_rope(
     now().launch("apply_rope", kernel, (q, k, cos_sin, positions), (q_out, k_out))
 
 
+def append_kv(
+    k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, k_pages: torch.Tensor,
+    v_pages: torch.Tensor, indices: torch.Tensor, indptr: torch.Tensor, last_page_len: torch.Tensor, layout: int,
+) -> None:  # fmt: skip
+    """Each token to the place in its request's pages that its position names."""
+    _check_16_bits(k, v, k_pages, v_pages)
+    assert k.shape == v.shape and k.shape[1:] == k_pages.shape[2:] and k.stride(-1) == v.stride(-1) == 1
+    assert k_pages.shape == v_pages.shape and k_pages.stride() == v_pages.stride() and layout == 0
+    assert requests.shape == positions.shape == k.shape[:1] and len(indptr) == len(last_page_len) + 1
+    ints = requests, positions, indices, indptr, last_page_len
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in ints)
+    rows, at, pages, starts, _ = map(raw, ints)
+    pairs = [(raw(k), raw(k_pages)), (raw(v), raw(v_pages))]
+
+    def kernel() -> None:
+        size = k_pages.shape[1]
+        entries = starts[rows.long()].long() * size + at
+        for new, pool in pairs:
+            pool[pages[entries // size].long(), entries % size] = new
+
+    now().launch("append_kv", kernel, (k, v, *ints), (k_pages, v_pages))
+
+
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
@@ -300,6 +323,8 @@ def _stand_in(patch: pytest.MonkeyPatch, flashinfer: ModuleType) -> None:
     patch.setattr(flashinfer.norm, "_use_cuda_norm", lambda device: True)
     silu = SimpleNamespace(silu_and_mul=silu_and_mul)
     patch.setattr(flashinfer.activation, "get_act_and_mul_module", lambda name: silu)
+    page = SimpleNamespace(append_paged_kv_cache=append_kv)
+    patch.setattr(flashinfer.page, "get_page_module", lambda: page)
     rope = SimpleNamespace(apply_rope_pos_ids_cos_sin_cache=apply_rope)
     patch.setattr(flashinfer.rope, "get_rope_module", lambda: rope)
     patch.setattr(flashinfer.prefill, "_eagle_verify_fp8kv_sm90_prepare", lambda *args, **kwargs: None)

@@ -47,9 +47,15 @@ class Emulated(torch.Tensor):
 
 
 class Everywhere(TorchDispatchMode):
-    """Brings also the calls without a tensor of the device here, but for those of subclasses such as DTensor."""
+    """Brings also the calls without a tensor of the device here, but for those of subclasses such as DTensor.
+
+    Where DTensor asks a FakeTensorMode for shapes this mode is asked first and leaves the call to it: memory made of
+    its answer would have no bytes, and to garble that when it is freed is a segmentation fault.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # type: ignore[attr-defined]
+            return func(*args, **(kwargs or {}))
         if not {torch.Tensor, torch.nn.Parameter, Emulated}.issuperset(types):
             return NotImplemented
         return dispatch(func, args, kwargs or {})

@@ -89,8 +89,8 @@ def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sa
 
 
 def test_launches_of_a_layer(model: Path, device: Device) -> None:
-    """In eager decode: two norms with the sums before them, four products, RoPE, keys, values, attention and the base
-    of its log-sum-exp, silu. With the plain modules there are 42."""
+    """In eager decode: two norms with the sums before them, four products, RoPE, the write of keys and values,
+    attention, silu. With the plain modules there are 42. With chunks attention takes more."""
     with LLM(model, device="cuda", dtype="float16", cuda_graphs=False, **POOL) as llm:
         seen: list[Counter[str]] = []
         layer = llm.engine.runner.model.model["layers"]["1"]  # type: ignore[attr-defined]
@@ -107,12 +107,14 @@ def test_launches_of_a_layer(model: Path, device: Device) -> None:
             llm.engine.add_request(str(i), prompt, params(max_tokens=16))
         for _ in range(12):
             llm.engine.step()
-    assert seen[-1].total() == 12, seen[-1]
-    assert max(launched.total() for launched in seen) <= 15
+    assert seen[-1].total() == 10, seen[-1]
+    assert max(launched.total() for launched in seen) == 11
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}], ids=lambda o: str(*list(o)[:1]))
+@pytest.mark.parametrize(
+    "layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}, {"tp": 2}], ids=lambda o: next(iter(o))
+)
 def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
     kernels.import_flashinfer()
     found = workers.run(serve_on_ranks, 2, str(model), layout)

@@ -11,6 +11,7 @@ from medha import LLM, SamplingParams
 from medha.engine.prefix import PrefixIds
 from medha.engine.replay import replay
 from medha.errors import NonFiniteLogitsError, ValidationError
+from medha.worker.swap import HostCache
 from tests.engine.test_engine import poison
 from tests.serving import ANSWER, GREEDY, Model, finish, greedy_of, question, random_ids
 
@@ -50,6 +51,31 @@ def test_tokens_are_those_of_transformers_whatever_is_shared(bytes_model: Model)
             if not options:
                 assert [one.num_cached_tokens for one in outputs][:3] == [336, 320, 160]
             assert llm.engine.scheduler.memory.num_used == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"overcommit": True}, {"block_size": 16, "num_kv_blocks": 80}], ids=str)
+def test_what_went_to_the_host_is_not_computed_again(
+    bytes_model: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 1e-9)
+    prompts = [random_ids(900, seed=seed) for seed in range(4)]
+    expected = greedy_of(bytes_model.reference, prompts, 8)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for swap_space in (0, "64MiB"):
+        with make(bytes_model, **({"num_kv_blocks": 20, "swap_space": swap_space} | options)) as llm:
+            cached = []
+            for turn in (0, 1, 2, 0, 3, 1, 0, 0):
+                (output,) = llm.generate({"prompt_token_ids": prompts[turn]}, params)
+                assert output.outputs[0].token_ids == expected[turn]
+                cached.append(output.num_cached_tokens)
+            both = llm.generate([{"prompt_token_ids": prompts[turn]} for turn in (2, 2)], params)
+            assert [one.outputs[0].token_ids for one in both] == [expected[2]] * 2
+            memory = llm.engine.scheduler.memory
+            assert memory.num_used == 0
+            llm.reset_prefix_cache()
+            assert all(pool.num_used == 0 for pool in (*memory.pools, *memory.host_pools))
+        assert cached[-1] == 896
+        assert [num >= 832 for num in cached[3:7]] == ([True, False, True, True] if swap_space else [False] * 4)
 
 
 def test_completions_of_one_prompt_are_drawn_as_without_it(bytes_model: Model) -> None:

@@ -75,6 +75,18 @@ def draw_index_reset(patch: Patch) -> None:
     patch.setattr(Runner, "_draws", reset)
 
 
+def another_host_block(patch: Patch) -> None:
+    """What comes back from the host is read one block further on."""
+    move = HostCache.move
+
+    def shifted(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> list[Wait]:
+        size = self._cache.block_size
+        places = [self.num_blocks * size - count + 1 for _, _, count in back]
+        return move(self, out, [(at, (host + size) % n, c) for (at, host, c), n in zip(back, places, strict=True)])
+
+    patch.setattr(HostCache, "move", shifted)
+
+
 def stale_page(patch: Patch) -> None:
     """What comes back from the host lacks its last run of tokens."""
     move = HostCache.move
@@ -178,6 +190,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "output-ids-not-moved": (output_ids_not_moved, 3),
     "draw-index-reset": (draw_index_reset, 1),
     "stale-page": (stale_page, 1),
+    "another-host-block": (another_host_block, 1),
     "slot-reused-in-flight": (slot_reused_in_flight, 1),
     "padding-drawn": (padding_drawn, 2),
     "min-tokens-counted-anew": (min_tokens_counted_anew, 1),

@@ -14,11 +14,10 @@ import transformers
 from safetensors.torch import load_file
 
 from medha.config import ModelConfig
-from medha.cpu import decoder as cpu
 from medha.models import layers
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.hf_config import load_model_config
-from medha.models.layers import FusedKernels, cos_sin, inverse_frequencies
+from medha.models.layers import OWN_KERNELS, cos_sin, inverse_frequencies
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, random_prompt, reference_logits
 
 CPU = torch.device("cpu")
@@ -83,13 +82,10 @@ def test_logits_of_transformers(checkpoint: Checkpoint) -> None:
     assert_logits_close(logits([build(checkpoint)], ids), want)
 
 
-@pytest.mark.parametrize("by", ["oneDNN", "products", "products, norms and RoPE"])
-def test_packed_logits_of_transformers(checkpoint: Checkpoint, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = FusedKernels(cpu.rmsnorm, cpu.fused_add_rmsnorm, None, cpu.apply_rope) if "norms" in by else None
-    if by == "oneDNN":
-        monkeypatch.setattr(layers, "serves", lambda dtype: False)
+@pytest.mark.parametrize("by", ["oneDNN", "own kernels"])
+def test_packed_logits_of_transformers(checkpoint: Checkpoint, by: str) -> None:
     decoder = build(checkpoint)
-    decoder.pack_(fused=fused)
+    decoder.pack_(fused=OWN_KERNELS if by == "own kernels" else None)
     assert all("norm" in name or "embed_tokens" in name for name, _ in decoder.named_parameters())
     for length in (NUM_TOKENS, 1):
         ids = random_prompt(length, seed=2)
@@ -106,7 +102,7 @@ def test_stages_in_a_row_are_the_whole(checkpoint: Checkpoint, cuts: tuple[int, 
     whole = build(checkpoint)
     for decoder in (*stages, whole):
         if packed:
-            decoder.pack_()
+            decoder.pack_(fused=OWN_KERNELS)
     ids = random_prompt(NUM_TOKENS, seed=4)
     assert torch.equal(logits(stages, ids), logits([whole], ids))
 
@@ -150,14 +146,12 @@ def test_build_and_random_fill(tmp_path: Path) -> None:
 
 ROWS_OF_MANY_LENGTHS = """
 import torch
-from medha.models import layers
 from medha.models.layers import packed_weight
 
 def mebibytes():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
 
 torch.set_num_threads(1)
-layers.serves = lambda dtype: False  # as if our own kernels could not be built
 linears = [packed_weight(torch.randn(size, 64)) for size in (64, 96, 128)]
 rows = torch.randn(300, 64)
 for number in range(5, 60):

@@ -48,4 +48,4 @@ def test_tokens(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, int
     expected, *_ = generate(str(tmp_path), sizes, prompts)
     assert tokens == expected
     assert left == 0
-    assert {is_dealt for *_, is_dealt in shared} == {False, True}
+    assert any(is_dealt for *_, is_dealt in shared)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from medha.batch import Batch
-from medha.config import EngineConfig, ParallelConfig, SchedulerConfig
+from medha.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes
 from medha.cost.hardware import load_spec
 from medha.cost.improvement import LoadWindow, RateTable
@@ -300,8 +300,10 @@ def test_what_dealt_chunks_do_not_have_is_refused_by_name(name: str, value: obje
 def test_what_is_refused_elsewhere() -> None:
     config = SchedulerConfig("cdsp")
     assert config.prefix_caching is False and config.async_scheduling is False and config.chunk_size is None
-    with pytest.raises(ConfigError, match=r"scheduler='cdsp' is simulated .* accepted: medha, static"):
-        EngineConfig("model", scheduler=config)
+    with pytest.raises(ConfigError, match="spp=2 with scheduler='cdsp'; accepted: 1"):
+        EngineConfig("model", scheduler=config, parallel=ParallelConfig(spp=2))
+    with pytest.raises(ConfigError, match="swap_space=4096 with scheduler='cdsp'; accepted: 0"):
+        EngineConfig("model", scheduler=config, cache=CacheConfig(swap_bytes=4096))
     sizes = {"longest": 1000, "num_blocks": 10, "block_size": BLOCK}
     with pytest.raises(ConfigError, match="spp=2 with scheduler='cdsp'; accepted: 1"):
         complete_config(config, Predictor(PREDICTOR), ParallelConfig(spp=2, kvp=2), **sizes)

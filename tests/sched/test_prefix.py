@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Row, Shared
+from medha.batch import Batch, Row, Shared, Swap
 from medha.config import SchedulerConfig
 from medha.engine.prefix import PrefixIds
 from medha.params import SLO
+from medha.sched.blocks import BlockPool, HostBlocks
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, worlds
+from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, pairs, worlds
 
 IDS = PrefixIds(16, key=b"of tests")
 
@@ -45,7 +46,8 @@ class Sharing(Drive):
         self.tokens: dict[int, list[int]] = {}  # by slot
         self.cells: dict[tuple[int, int], list[int | None]] = {}  # by group and block
         self.tables: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by slot and group: first position, blocks
-        self.host: dict[int, list[list[int | None]]] = {}
+        self.host: dict[tuple[int, int], list[int | None]] = {}  # by group and host block
+        self.num_read_back = 0
         self.num_units: dict[int, int] = {}
         self.num_shared = self.num_computed = 0
         self.reset_every = 0  # so many batches; 0 is never
@@ -91,11 +93,9 @@ class Sharing(Drive):
         if self.reset_every and not batch.batch_id % self.reset_every:
             self.scheduler.reset_prefix_cache()
         assert batch == Batch.from_ints(batch.to_ints())
-        for slot in {extent.slot for extent in batch.swaps_out}:
-            ((_, blocks),) = self.tables[slot].values()
-            (group,) = self.tables[slot]
-            self.host[slot] = [list(self.cells[group, block]) for block in blocks]
-            self._to_swap.discard(slot)
+        for swap, block, host_block in pairs(batch.swaps_out):
+            self.host[swap.group, host_block] = list(self.cells[swap.group, block])
+        self._to_swap.clear()
         assert sorted(batch.frees) == sorted(self._to_free)
         self._to_free.clear()
         for slot in batch.frees:
@@ -112,12 +112,14 @@ class Sharing(Drive):
             self.tables[shared.slot][shared.group] = (shared.start, blocks)
             live.num_scheduled += shared.num_tokens
             self.num_shared += shared.num_tokens
-        for slot in {extent.slot for extent in batch.swaps_in}:
-            ((group, (_, blocks)),) = self.tables[slot].items()
-            self.tables[slot][group] = (0, blocks)
-            for block, kept in zip(blocks, self.host.pop(slot), strict=False):
-                self.cells[group, block] = kept
-            self.live[slot].on_host = False
+        for row in batch.rows:
+            if self.live[row.slot].on_host:
+                ((group, (_, blocks)),) = self.tables[row.slot].items()
+                self.tables[row.slot][group] = (0, blocks)
+                self.live[row.slot].on_host = False
+        for swap, block, host_block in pairs(batch.swaps_in):
+            self.cells[swap.group, block] = list(self.host[swap.group, host_block])
+            self.num_read_back += 1
         for copy in batch.copies:
             cells = self.cells.setdefault((copy.group, copy.target), [None] * self.size)
             assert 0 < copy.num_tokens < self.size
@@ -190,12 +192,20 @@ def sharing(draw: st.DrawFn) -> dict[str, Any]:
         )
         for job in world["load"]
     ]
-    again = [replace(job, arrival_s=job.arrival_s + draw(st.floats(0, 60))) for job in shared[:4]]
+    again = [
+        replace(job, arrival_s=job.arrival_s + draw(st.floats(0, 60))) for job in shared[:4] * draw(st.integers(1, 3))
+    ]
+    longest = replace(max(shared, key=lambda job: job.num_kv_tokens), document=2, slo=None, cancel_s=None)
+    again += [
+        replace(longest, arrival_s=at) for at in draw(st.lists(st.floats(0, 60), max_size=3))
+    ]  # takes what is kept
     eviction = draw(st.sampled_from(["value", "lru"]))
     return {
         **world,
         "load": [*shared, *again],
-        "config": replace(world["config"], prefix_eviction=eviction),
+        "config": replace(
+            world["config"], prefix_eviction=eviction, num_swap_blocks=draw(st.sampled_from([0, 3, 40, 400]))
+        ),
         "block_size": draw(st.sampled_from([BLOCK, 64, 8])),
         "reset_every": draw(st.sampled_from([0, 0, 3, 20])),
     }
@@ -250,10 +260,83 @@ def test_what_is_there_is_not_computed_again(num_groups: int, block_size: int) -
     assert drive.num_computed <= sum(job.num_prompt + job.max_new for job in drive.jobs) - drive.num_shared
 
 
+def returns(*, num_groups: int = 1, block_size: int = 16, **options: Any) -> dict[str, Any]:
+    """A document comes back when others have taken its memory, twice, the second time for two at once."""
+    document = Asking(0.0, 700, 4, document=0, num_shared=690)
+    others = [Asking(at, 1200, 4, document=1 + at, num_shared=1200) for at in (10, 20, 50, 60)]
+    again = [replace(document, arrival_s=at) for at in (40.0, 80.0, 80.0)]
+    options = {"num_swap_blocks": 400, "swap_block_s": 1e-3, "max_batch_tokens": 128, "quantum_s": 0.25} | options
+    config = SchedulerConfig(max_kv_per_group=-(-1280 // num_groups), **options)
+    world = {"config": config, "num_groups": num_groups, "num_blocks": -(-80 // num_groups)}
+    return {**world, "load": [document, *others, *again], "block_size": block_size}
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("block_size", [64, 16, 8])
+def test_what_went_to_the_host_is_read_back(num_groups: int, block_size: int) -> None:
+    drive = play(returns(num_groups=num_groups, block_size=block_size))
+    least = 640 if num_groups == 1 else 512  # whole blocks, of one group, and a row behind them
+    assert drive.num_shared >= 3 * least and drive.num_read_back >= 2 * (least // block_size)
+    if num_groups == 1:  # of two at once one reads
+        assert drive.num_read_back < 3 * (least // block_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_read"),
+    [({"swap_block_s": 0.0}, True), ({"swap_block_s": 10.0}, False), ({"num_swap_blocks": 0}, False)],
+)
+def test_what_pays_goes_to_the_host(options: dict[str, Any], is_read: bool) -> None:
+    drive = play(returns(**options))
+    assert (drive.num_read_back > 0) == is_read == (drive.num_shared >= 3 * 640)
+
+
+def test_a_block_goes_to_the_host_if_the_chance_that_it_is_wanted_outweighs_the_copies() -> None:
+    """After one use the chance is one half, after two two thirds: computing is to take 3, or 2.5 times a copy."""
+    for num_uses, least in ((1, 3.0), (2, 2.5), (4, 2.25)):
+        for cost_s, moves in ((least - 0.01, False), (least + 0.01, True)):
+            memory = KVMemory(
+                num_blocks=5, block_size=16, num_swap_blocks=8, swap_block_s=1.0,
+                prefix_cost_s=lambda depth, cost_s=cost_s: cost_s * (depth >= 1),
+            )  # fmt: skip
+            chain = Chain(IDS.of(np.arange(64, dtype=np.int32)))
+            for turn in range(num_uses):
+                memory.start(turn, 0, 65, chain, memory.hit_of(chain, 64, 65))
+                if not turn:
+                    memory.take(Row(0, 0, 64, False, False))
+                memory.note(turn, 64)
+                memory.release(turn)
+            memory.prefix.make_free(0, 5)
+            assert memory.prefix.swaps_out == ([Swap(0, 1, 0, 3)] if moves else [])
+            assert memory.prefix.hosts[0].num_free == 8
+
+
+def test_a_host_keeps_the_beginning_and_what_was_used_last() -> None:
+    host = HostBlocks(BlockPool(3))
+    assert host.put({b"a": 5, b"b": 6, b"c": 9, b"d": 10}) == [Swap(0, 5, 0, 2), Swap(0, 9, 2, 1)]
+    assert host.run([b"a", b"b", b"c", b"d"]) == [b"a", b"b", b"c"]
+    assert host.put({b"a": 1, b"e": 2}) == [Swap(0, 2, 2, 1)]  # the end of the chain made room, a lies there already
+    assert host.run([b"a", b"b", b"c"]) == [b"a", b"b"] and host.run([b"e"]) == [b"e"]
+    assert host.read([b"b"]) == [1]
+    host.put(dict.fromkeys((b"x", b"y", b"z"), 0))
+    assert host.run([b"b"]) == [b"b"] and host.is_read(b"b")  # what the next batch reads stays
+    assert host.num_free == 2
+    host.sent()
+    host.make_free(3)
+    assert host.pool.num_free == 3 and not host.run([b"b"])
+
+
+def test_what_is_forgotten_is_on_no_host() -> None:
+    drive = play(returns() | {"reset_every": 40})
+    assert drive.num_read_back < play(returns()).num_read_back
+
+
 @pytest.mark.parametrize(
     "mutation",
-    ["forgets a reference", "wrong id", "no salt", "shifted", "no copy", "takes what is held", "leads to the end"],
-)
+    [
+        "forgets a reference", "wrong id", "no salt", "shifted", "no copy", "takes what is held", "leads to the end",
+        "another host block", "host block in use", "not copied out",
+    ],
+)  # fmt: skip
 def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutation == "forgets a reference":
         hold = PrefixCache.hold
@@ -281,13 +364,39 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, copies=())))
     elif mutation == "takes what is held":
         monkeypatch.setattr(PrefixCache, "hold", lambda self, path, end, slot: None)
-    else:
+    elif mutation == "leads to the end":
         monkeypatch.setattr(KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64))
+    elif mutation == "another host block":
+        monkeypatch.setattr(HostBlocks, "read", lambda self, ids: [block ^ 1 for block in read(self, ids)])
+    elif mutation == "host block in use":
+        monkeypatch.setattr(
+            HostBlocks, "put", lambda self, blocks: [one._replace(host_first=0) for one in put(self, blocks)]
+        )
+    else:
+        monkeypatch.setattr(Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, swaps_out=())))
     with pytest.raises((AssertionError, KeyError, IndexError, RuntimeError, ValueError)):
-        play(shares())
+        play(returns() if "host" in mutation or "out" in mutation else shares())
 
 
-check, note = Sharing._check_batch, KVMemory.note
+check, note, read, put = Sharing._check_batch, KVMemory.note, HostBlocks.read, HostBlocks.put
+
+
+def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
+    memory = KVMemory(num_blocks=80, block_size=16)
+    for turn in range(10):
+        slots, num_runs = range(8 * turn, 8 * turn + 8), 0
+        for slot in slots:
+            tokens = np.random.default_rng(slot).integers(0, 1000, 160).astype(np.int32)
+            memory.start(slot, 0, 160, Chain(IDS.of(tokens[:80])))
+            memory.take(Row(slot, 0, 80, False, True))
+            memory.note(slot, 80)
+        for position in range(80, 160):
+            for slot in slots:
+                memory.take(Row(slot, position, 1, True, True))
+        for slot in slots:
+            num_runs += len(list(memory.pools[0].runs(slot, 0, 10)))
+            memory.release(slot)
+    assert num_runs <= 2 * len(slots)
 
 
 def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:

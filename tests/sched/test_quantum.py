@@ -165,6 +165,28 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
     assert len(busy) > 1.5 * len(alone)
 
 
+def test_prompts_one_after_the_other_take_such_batches_too() -> None:
+    """Nobody's first token waits for them: a batch goes on behind the first that ends for a quantum at most."""
+    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
+    scheduler = new_scheduler()
+    for slot in range(4):
+        scheduler.add(SchedulerRequest(slot, 6000, 1, 0.0))
+    now_s, longest_s, ends_s = 0.0, 0.0, []
+    while len(ends_s) < 4:
+        decision = scheduler.schedule(now_s)
+        assert decision.batch is not None and decision.prediction is not None
+        seconds, ended = decision.prediction.seconds, [row for row in decision.batch.rows if row.samples]
+        assert len(ended) <= 1
+        assert seconds <= quantum_s or len(decision.batch.rows) == 1 or not ended
+        now_s += seconds
+        longest_s = max(longest_s, seconds * (len(ends_s) < 3))  # while others wait
+        ends_s += [now_s] * len(ended)
+        scheduler.complete(decision.batch, now_s, [(row.slot, 1, True) for row in ended], 0.0)
+    assert 3.5 * quantum_s < longest_s <= 4 * quantum_s
+    alone_s = scheduler.prefill_left_s(0, 6000)
+    assert all(end_s < (place + 1.1) * alone_s for place, end_s in enumerate(ends_s))
+
+
 @pytest.mark.parametrize("option", [{"quantum_s": 0.1}, {"t_target_s": 0.1}])
 def test_a_time_that_is_given_holds_for_a_prompt_that_is_alone_too(option: dict[str, float]) -> None:
     alone = batches_of_a_document(new_scheduler(**option), [])

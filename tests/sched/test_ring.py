@@ -7,8 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.predictor import Predictor
+from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
 from medha.errors import ConfigError
-from medha.sched.scheduler import complete_config
+from medha.sched.scheduler import Scheduler, complete_config
 from tests.sched.virtual import BLOCK, Drive, Job, make_predictor, make_scheduler, worlds
 
 
@@ -50,6 +52,48 @@ def test_small_chunks_are_gathered_and_large_ones_dealt() -> None:
         gather_s = tick.with_chunk(q_len, position // 2, run=(0, 1))
         assert is_dealt == (ring_s < gather_s), (position, q_len)
     assert seen
+
+
+def with_step_s(step_s: float) -> Predictor:
+    """A predictor of two groups on which each step of a ring takes so long."""
+    found = make_predictor(kvp=2).coefficients
+    assert found.ring is not None
+    return Predictor(replace(found, ring=replace(found.ring, step_s=step_s)), max_tokens=2048)
+
+
+def scheduler_of(predictor: Predictor, *, ring: bool) -> Scheduler:
+    config = SchedulerConfig(ring=ring, max_kv_per_group=4096)
+    return Scheduler(config, predictor=predictor, num_blocks=1000, block_size=BLOCK, num_groups=2)
+
+
+@pytest.mark.parametrize("step_s", [1e-4, 10.0])
+def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
+    """And then counts with the seconds that it takes so; elsewhere all is as without rings."""
+    seen: dict[bool, list[str]] = {}
+    left_s: dict[bool, list[float]] = {}
+    for ring in (False, True):
+        predictor = with_step_s(step_s)  # anew, as it learns
+        scheduler, seen[ring] = scheduler_of(predictor, ring=ring), []
+        left_s[ring] = [scheduler.prefill_left_s(done, 8000) for done in (0, 4000)]
+        assert scheduler.prefill_left_s(0, 4000) == pytest.approx(predictor_s(predictor, 4000))  # on one group
+        drive = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1)
+        drive.on_schedule = lambda batch, seen=seen[ring]: seen.append(str(batch))  # type: ignore[method-assign,misc]
+        drive.run()
+    if step_s > 1:
+        assert (seen[True], left_s[True]) == (seen[False], left_s[False])
+        return
+    assert any("dealt" in batch for batch in seen[True])
+    for dealt_s, alone_s in zip(left_s[True], left_s[False], strict=True):
+        assert 0.45 * alone_s < dealt_s < 0.75 * alone_s
+
+
+def predictor_s(predictor: Predictor, num_tokens: int) -> float:
+    """Seconds of a prompt that runs alone on a group, as the scheduler would chunk it."""
+    config = SchedulerConfig()
+    budget_s, least = chunk_rules(config, predictor)
+    step = config.chunk_granularity
+    rule = budgeted_chunk(predictor, budget_s, config.max_batch_tokens, granularity=step, least=least)
+    return PrefillTimes(predictor, rule).total_s(num_tokens)
 
 
 @pytest.mark.parametrize(

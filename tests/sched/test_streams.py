@@ -1,5 +1,7 @@
 """Streams without end that could starve somebody: who waits, waits no longer where the stream is twice as long."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -64,18 +66,30 @@ def test_a_decision_while_nothing_can_enter(num_waiting: int) -> None:
     assert scheduler.schedule(now_s).batch is None and len(asked) < 1000
 
 
-@pytest.mark.parametrize("overcommit", [False, True])
-def test_a_long_prompt_in_a_pool_full_of_chats(overcommit: bool) -> None:
+def wait_beside_chats_s(chats_s: float, num_new: int, **options: Any) -> float:
+    """Seconds to the first token of a prompt of 2,900 tokens in a pool of 3,200 beside chats that come for so long."""
+    config = SchedulerConfig(max_batch_tokens=512, depth=1, **options)
+    chats = [Job(at_s, 230 - num_new, num_new) for at_s in np.arange(0.0, chats_s, 0.25).tolist()]
+    drive = Drive(make_scheduler(config, num_blocks=200), [Job(1.0, 2900, 4), *chats], None)
+    drive.run()
+    return drive.first_token_s[0] - 1.0
+
+
+SWAP = {"overcommit": True, "num_swap_blocks": 300, "swap_block_s": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("num_new", "options"), [(30, {}), (30, {"overcommit": True}), (80, {"overcommit": True}), (30, SWAP)]
+)
+def test_a_long_prompt_in_a_pool_full_of_chats(num_new: int, options: dict[str, Any]) -> None:
     """Once it is guarded what comes free is kept for it."""
+    waits = [wait_beside_chats_s(chats_s, num_new, **options) for chats_s in (45.0, 90.0)]
+    assert waits[0] == waits[1] < 45.0
 
-    def waited_s(chats_s: float) -> float:
-        config = SchedulerConfig(max_batch_tokens=512, depth=1, overcommit=overcommit)
-        chats = [Job(at_s, 200, 30) for at_s in np.arange(0.0, chats_s, 0.25).tolist()]
-        drive = Drive(make_scheduler(config, num_blocks=200), [Job(1.0, 2900, 4), *chats], None)
-        drive.run()
-        return drive.first_token_s[0] - 1.0
 
-    assert waited_s(120.0) == waited_s(60.0) < 40.0
+def test_without_the_guard_it_waits_for_as_long_as_chats_come() -> None:
+    waits = [wait_beside_chats_s(chats_s, 30, overcommit=True, late_share=0.0) for chats_s in (30.0, 60.0)]
+    assert waits[1] > 1.5 * waits[0]
 
 
 @pytest.mark.parametrize("num_prompts", [60, 120])

@@ -94,7 +94,7 @@ def test_a_step_takes_as_long_as_the_longer_of_compute_and_moves() -> None:
 
 
 def test_batches_that_move_teach_the_predictor_nothing() -> None:
-    scheduler = make(8, overcommit=True, num_swap_blocks=8)
+    scheduler = make(8, overcommit=True, num_swap_blocks=8, swap_block_s=1e-3)
     predictor = scheduler.predictor
     assert predictor is not None
     drive = Kept(scheduler, DECODES, lambda batch: 5.0 if batch.moves else 0.02)

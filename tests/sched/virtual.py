@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Deal, Extent, Row
+from medha.batch import Batch, Deal, Row, Swap
 from medha.config import SCHEDULERS, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
@@ -157,6 +157,11 @@ class Live:
     ended: bool = False
 
 
+def pairs(swaps: Sequence[Swap]) -> Iterator[tuple[Swap, int, int]]:
+    """Each block of swaps, and the host's."""
+    return ((swap, swap.first + i, swap.host_first + i) for swap in swaps for i in range(swap.count))
+
+
 class Drive:
     """Plays jobs on a scheduler; one batch runs at a time, those scheduled ahead wait for it.
 
@@ -198,8 +203,9 @@ class Drive:
         self._deals: Sequence[Deal] = ()
         self.num_dealt = self.num_shifts = 0
         self._host: dict[tuple[int, int], int] = {}  # slot that holds each (group, host block)
-        self._swaps: dict[int, list[Extent]] = {}  # host blocks of those swapped out
+        self._swaps: dict[int, list[tuple[int, int]]] = {}  # host blocks of those swapped out
         self._to_swap: set[int] = set()  # slots whose blocks go with the next batch
+        self._swapped_for_none: set[int] = set()  # slots whose blocks do though they were closed
 
     def on_schedule(self, batch: Batch | None) -> None:
         """A batch was scheduled, or nothing could be; what a test looks at, in a subclass."""
@@ -312,7 +318,9 @@ class Drive:
             live = self.live.pop(slot)
             assert live.ended and live.num_in_flight == 0
             if live.on_host:
-                self._to_swap.discard(slot)
+                if slot in self._to_swap:
+                    self._to_swap.remove(slot)
+                    self._swapped_for_none.add(slot)
                 self._forget_host(slot)
             elif live.num_scheduled:
                 self._to_free.append(slot)
@@ -392,22 +400,29 @@ class Drive:
     def _check_swaps(self, batch: Batch) -> None:
         """What goes out goes to host blocks of nobody; what comes in is what went out, to as many first blocks."""
         memory = self.scheduler.memory
-        assert {extent.slot for extent in batch.swaps_out} == self._to_swap
+        out, back = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
+        for swap, block, host_block in pairs(batch.swaps_out):
+            slot, place = self._owner[swap.group, block], (swap.group, host_block)
+            out[slot].append((swap.group, block))
+            if slot not in self._swapped_for_none:
+                assert place not in self._host, "a batch that reads host blocks gives them to nobody"
+                self._host[place] = slot
+                self._swaps.setdefault(slot, []).append(place)
+        assert out.keys() == self._to_swap | self._swapped_for_none
+        assert all(blocks == [place for place, s in self._owner.items() if s == slot] for slot, blocks in out.items())
         self._to_swap.clear()
-        for extent in batch.swaps_out:
-            self._swaps.setdefault(extent.slot, []).append(extent)
-            held = {(extent.group, block) for block in range(extent.first, extent.first + extent.count)}
-            assert not held & self._host.keys(), "a batch that reads host blocks gives them to nobody"
-            self._host |= dict.fromkeys(held, extent.slot)
-        for slot in {extent.slot for extent in batch.swaps_in}:
+        self._swapped_for_none.clear()
+        for swap, block, host_block in pairs(batch.swaps_in):
+            back[self._host[swap.group, host_block]].append(((swap.group, block), (swap.group, host_block)))
+        for slot, moves in back.items():
             live, extents = self.live[slot], [extent for extent in batch.extents if extent.slot == slot]
-            assert live.on_host and self._swaps[slot] == [extent for extent in batch.swaps_in if extent.slot == slot]
-            num_blocks = sum(extent.count for extent in self._swaps[slot])
-            assert num_blocks == -(-live.num_scheduled // memory.block_size) <= sum(e.count for e in extents)
+            blocks = [(e.group, block) for e in extents for block in range(e.first, e.first + e.count)]
+            assert live.on_host and self._swaps[slot] == [host for _, host in moves]
+            assert [place for place, _ in moves] == blocks[: len(moves)]
+            assert len(moves) == -(-live.num_scheduled // memory.block_size)
             assert {(row.group, row.num_groups) for row in batch.rows if row.slot == slot} == {(extents[0].group, 1)}
-            assert {extent.group for extent in (*extents, *self._swaps[slot])} == {extents[0].group}
+            assert {group for group, _ in (*blocks, *self._swaps[slot])} == {extents[0].group}
             live.on_host = False
-        for slot in {extent.slot for extent in batch.swaps_in}:
             self._forget_host(slot)
         held = Counter(group for group, _ in self._host)
         assert [pool.num_used for pool in memory.host_pools] == [held[pool.group] for pool in memory.host_pools]
@@ -433,7 +448,7 @@ class Drive:
         assert not self.live
         memory = scheduler.memory
         assert memory.num_used == 0 and not self._host
-        assert all(pool.num_used == 0 for pool in memory.host_pools)
+        assert all(host.num_free == host.pool.num_blocks for host in memory.prefix.hosts)
         assert memory.overcommit or memory.can_start(
             0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True
         )

@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import openai
@@ -358,6 +358,41 @@ def test_what_is_no_request_gets_400(start: Start, bytes_model: Model, sent: byt
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["code"] == 400
     assert server.get("/health")[0] == 200
+
+
+def test_one_connection_too_many_is_told_so(start: Start, bytes_model: Model) -> None:
+    """In OpenAI's shape, and to come again; when others have gone there is room."""
+    server = start(bytes_model.engine(), max_connections=2)
+    with ExitStack() as stack:
+        for _ in range(2):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        status, told, headers = server.post(PATH, asked(5, 1))
+        assert (status, told["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert (headers["content-type"], headers["retry-after"]) == ("application/json", "1")
+    wait_until(lambda: server.post(PATH, asked(5, 1))[0] == 200)
+
+
+def test_short_prompts_wait_for_no_thread(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones, several at once, and chats, whose template may take its time, do."""
+    server = start(bytes_model.engine(num_blocks=512))
+    handed: list[bool] = []
+    in_thread = server.service.in_thread
+
+    def counted(work: Any, *, is_long: bool) -> Any:
+        handed.append(is_long)
+        return in_thread(work, is_long=is_long)
+
+    monkeypatch.setattr(server.service, "in_thread", counted)
+    for body in (asked(5, 1), asked(5, 1, prompt="hello"), asked(2000, 1)):
+        assert server.post(PATH, body)[0] == 200
+    assert handed == []
+    for body in (asked(2001, 1), asked(5, 1, prompt=["a", "b"])):
+        assert server.post(PATH, body)[0] == 200
+    chat = asked(5, 1, messages=[{"role": "user", "content": "x"}])
+    assert server.post("/v1/chat/completions", chat)[0] == 200
+    assert handed == [False] * 4
 
 
 def test_a_body_in_pieces_without_a_length(start: Start, bytes_model: Model) -> None:

@@ -30,7 +30,7 @@ from tests.worker.test_kv_cache import make_cache
 
 LENGTHS = (40, 3, 70, 25, 90)
 SMALL = {"quantum_s": 0.25, "chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
-SWAP = {"overcommit": True, "num_swap_blocks": 60}
+SWAP = {"overcommit": True, "num_swap_blocks": 60, "prefix_caching": False}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, max_tokens=50, ignore_eos=True)
 
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
 
 
 def test_a_host_that_is_too_small_for_all_swaps_some(bytes_model: Model) -> None:
-    engine = bytes_model.engine(**(SMALL | {"overcommit": True, "num_swap_blocks": 4}))
+    engine = bytes_model.engine(**(SMALL | SWAP | {"num_swap_blocks": 4}))
     counts = Preemptions.of(engine)
     assert run(engine, GREEDY)[0] == undisturbed(bytes_model, GREEDY)
     assert 0 < counts.num_swaps < counts.num_preemptions
@@ -193,12 +193,15 @@ def test_swap_space_that_cannot_be(bytes_model: Model, size: Any, reason: str) -
         build(bytes_model, num_kv_blocks=8, overcommit=True, swap_space=size)
 
 
-@pytest.mark.parametrize(("policy", "is_said"), [("lars", True), ("priority", False)])
+@pytest.mark.parametrize(
+    ("policy", "caching", "is_said"), [("lars", False, True), ("lars", True, False), ("priority", False, False)]
+)
 def test_swap_space_without_use_is_said(
-    bytes_model: Model, policy: str, is_said: bool, caplog: pytest.LogCaptureFixture
+    bytes_model: Model, policy: str, caching: bool, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="medha"):
-        build(bytes_model, num_kv_blocks=8, policy=policy, swap_space=f"{8 * BLOCK_BYTES}B")
+        space = f"{8 * BLOCK_BYTES}B"
+        build(bytes_model, num_kv_blocks=8, policy=policy, prefix_caching=caching, swap_space=space)
     assert any("swap_space has no use" in record.getMessage() for record in caplog.records) == is_said
 
 

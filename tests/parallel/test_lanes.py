@@ -1,0 +1,109 @@
+"""``scheduler='cdsp'`` live: batches that share no group complete independently, with the tokens of one rank."""
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.cost.chunk_times import ChunkTimes
+from medha.engine import build
+from medha.engine.replay import replay
+from medha.errors import ValidationError
+from medha.params import SamplingParams
+from medha.worker.runner import Runner
+from medha.worker.sampling import Sampled
+from medha.worker.step import PendingStep, StepResult
+from medha.worker.step_input import StepInput
+from tests.checkpoints import make_checkpoint, random_prompt
+from tests.parallel.workers import WorkerPool
+
+SIZES = {"block_size": 16, "num_kv_blocks": 100}
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+TOKEN_S = 1e-3  # of a group, where forwards are sleeps
+
+
+def sleep_instead(self: Runner, step: StepInput) -> Any:
+    """A forward that takes what its tokens take and draws token 7."""
+    if not step.batch.rows:
+        return None
+    busy_s = TOKEN_S * step.batch.num_tokens
+    time.sleep(busy_s)
+    result = StepResult(step.drawn_rows, [Sampled(7, finite=True)] * len(step.drawn_rows), busy_s)
+    return PendingStep(lambda: result) if self.samples else None
+
+
+def serve(
+    folder: str, options: dict[str, Any], prompts: list[list[int]], arrivals_s: list[float], abort: int, sleeps: bool
+) -> Any:
+    """On rank 0: tokens by request, requests in the order in which they end, how many batches completed before an older
+    one, what a replay of the journal says, and blocks still held."""
+    from medha import LLM
+
+    with pytest.MonkeyPatch.context() as patch:
+        if sleeps:
+            patch.setattr(Runner, "run", sleep_instead)
+            times = ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))
+            patch.setattr(build, "predicted_times", lambda *_, **__: times)
+        with LLM(folder, **options) as llm:
+            if not llm.is_driver:
+                llm.follow()
+                return None
+            engine, journal = llm.engine, io.StringIO()
+            engine.record(journal)
+            completed: list[int] = []
+            engine.on_step = lambda batch, *_: completed.append(batch.batch_id)
+            start_s, waiting, ended = engine.now(), list(enumerate(zip(prompts, arrivals_s, strict=True))), {}
+            while waiting or engine.has_unfinished:
+                while waiting and waiting[0][1][1] <= engine.now() - start_s:
+                    index, (prompt, _) = waiting.pop(0)
+                    engine.add_request(str(index), {"prompt_token_ids": prompt}, ONE)
+                    if index == abort:
+                        engine.step(wait_s=0.0)
+                        engine.abort(str(index))
+                left_s = waiting[0][1][1] - (engine.now() - start_s) if waiting else None
+                for output in engine.step(wait_s=left_s):
+                    ended[output.request_id] = output.outputs[0].token_ids
+                    explained = output.metrics.explanation
+                    assert explained is not None
+                    assert sum(explained.parts_s.values()) == pytest.approx(explained.total_s, abs=1e-6)
+            while engine.advance():
+                pass
+            with pytest.raises(ValidationError, match="max_tokens=2 with scheduler='cdsp'"):
+                engine.add_request("two", {"prompt_token_ids": [1]}, SamplingParams(max_tokens=2))
+            overtaken = sum(any(later < one for later in completed[at:]) for at, one in enumerate(completed))
+            again = replay(journal.getvalue().splitlines())
+            return (
+                ended,
+                overtaken,
+                (again.mismatch, again.num_batches == len(completed)),
+                engine.scheduler.memory.num_used,
+            )
+
+
+@pytest.mark.parametrize(("kvp", "tp"), [(2, 1), (3, 1), (2, 2), (4, 1)])
+def test_tokens(workers: WorkerPool, tmp_path: Path, kvp: int, tp: int) -> None:
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    prompts = [random_prompt(length, seed=length) for length in (900, 70, 33, 400, 1, 610, 5, 300)]
+    options = {"kvp": kvp, "tp": tp, "scheduler": "cdsp", "improvement_rate": 0.05, **SIZES}
+    arrivals_s = [0.0, 0.0, 0.0, 0.01, 0.02, 0.03, 0.03, 0.05]
+    ended, _, replayed, left = workers.run(serve, kvp * tp, str(tmp_path), options, prompts, arrivals_s, 3, False)[0]
+    expected, *_ = serve(str(tmp_path), SIZES | {"scheduler": "cdsp"}, prompts, [0.0] * 8, -1, False)
+    assert ended == expected | {"3": []}
+    assert replayed == (None, True)
+    assert left == 0
+
+
+def test_a_short_prompt_beside_a_long_chunk(workers: WorkerPool, tmp_path: Path) -> None:
+    """It arrives while a chunk of 1.5 s runs on rank 0's own group, and ends first, on the other."""
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    prompts = [random_prompt(length, seed=length) for length in (1500, 30, 40)]
+    options = {"kvp": 2, "scheduler": "cdsp", "sp_sizes": (1,), **SIZES}
+    ended, overtaken, replayed, left = workers.run(
+        serve, 2, str(tmp_path), options, prompts, [0.0, 0.3, 0.6], -1, True
+    )[0]
+    assert list(ended) == ["1", "2", "0"]
+    assert overtaken == 2
+    assert replayed == (None, True)
+    assert left == 0

@@ -1,0 +1,118 @@
+"""What shows of the history that moves when a request grows from one group to two: with and without overlap.
+
+torchrun --nproc-per-node 2 -m tools.ring_shifts --history 32768 --chunk 2048
+
+A request holds its history, random keys and values, on the first group; then a chunk is dealt to both, and half of the
+history moves first. Each layer's moves while the layer before is computed; in every other run it begins when the layer
+needs it. From the ranks' records: the seconds of the chunk, and of these the most that a rank waited for history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from medha.batch import Batch, Deal, Extent, Row, Shared
+from medha.bench.cli import Report
+from medha.bench.harness import Local, Subject, on_ranks
+from medha.parallel.launch import is_first_rank
+from medha.parallel.ring import Moving
+from medha.params import SamplingParams
+from medha.profile.steps import FIRST_SLOT
+from medha.timeline import RankRecords
+from medha.worker.runner import Runner
+from medha.worker.step_input import StepInput
+
+BLOCK = 256
+
+
+class _Late:
+    """A move that begins when its end is waited for."""
+
+    def __init__(self, begin: Callable[[], Moving | None]) -> None:
+        self._begin = begin
+
+    def result(self) -> list[torch.Tensor]:
+        moving = self._begin()
+        assert moving is not None, "there is something to move"
+        return moving.result()
+
+
+def overlaps(batch_id: int) -> bool:
+    """Whether history moves beside the compute in a batch; each run has two."""
+    return batch_id // 2 % 2 == 0
+
+
+def patch() -> None:
+    """Let every other run of this process move history late."""
+    begin = Runner._move
+
+    def move(self: Runner, step: StepInput, layer: int) -> Moving | None:
+        if overlaps(step.batch.batch_id) or not (step.sends or step.receives) or layer == len(self.cache.k):
+            return begin(self, step, layer)
+        return cast(Moving, _Late(lambda: begin(self, step, layer)))
+
+    Runner._move = move  # type: ignore[method-assign]
+
+
+def pair(number: int, history: int, chunk: int) -> list[Batch]:
+    """The batches of a run: one that says what the first group holds, and the chunk."""
+    slot, half = FIRST_SLOT, history // 2
+    held = Row(slot, history - 1, 1, False, False)
+    blocks = Extent(slot, 0, -(-history // BLOCK), 0)
+    first = Batch(2 * number, (held,), (blocks,), (slot,), shared=(Shared(slot, 0, 0, history - 1),))
+    deals = Deal(slot, 0, history, history - half), Deal(slot, 1, 0, half)
+    more = Extent(slot, 0, -(-(half + chunk) // BLOCK), 1)
+    return [first, Batch(2 * number + 1, (Row(slot, history, chunk, False, False, 0, 2, True),), (more,), deals=deals)]
+
+
+def run(local: Local, *, history: int, chunk: int, runs: int) -> Report:
+    """The shares of a chunk in which a rank waits for history, by whether it moves beside the compute."""
+    runner = local.engine.runner
+    prompt = np.random.default_rng(0).integers(0, local.model.vocab_size, history + chunk + 1).astype(np.int32)
+    runner.open(FIRST_SLOT, prompt, SamplingParams(max_tokens=1).resolve({}), seed=0, end_ids=())
+    for number in range(2 * (1 + runs)):
+        for batch in pair(number, history, chunk):
+            runner.submit(batch).result()
+    ranks: Sequence[RankRecords] = runner.gather_records()  # type: ignore[attr-defined]
+    found: Report = {}
+    for is_beside in (True, False):
+        ids = [2 * number + 1 for number in range(2, 2 * (1 + runs)) if overlaps(2 * number + 1) == is_beside]
+        records = [[one for rank in ranks for one in rank.batches if one.batch_id == batch_id] for batch_id in ids]
+        chunk_s = median(max(one.busy_s for one in batch) for batch in records)
+        shift_s = median(max(one.shift_wait_s for one in batch) for batch in records)
+        found["beside the compute" if is_beside else "when it is needed"] = (chunk_s, shift_s)
+    return found
+
+
+def main() -> None:
+    """Measure, and print two lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--history", type=int, default=32768)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--runs", type=int, default=3, help="of each kind, behind one that does not count")
+    parser.add_argument("--hf-overrides", type=json.loads, default=None)
+    args = parser.parse_args()
+    if args.chunk > args.history:
+        parser.error(f"--chunk {args.chunk}; accepted: at most the history of {args.history}")
+    patch()
+    options: dict[str, Any] = {"history": args.history, "chunk": args.chunk, "runs": args.runs}
+    engine = {"num_threads": 1, "kvp": 2, "block_size": BLOCK, "num_kv_blocks": args.history // BLOCK + 2}
+    subject = Subject(hf_overrides=args.hf_overrides)
+    longest = args.history + args.chunk
+    found = on_ranks(subject, lambda local: run(local, **options), longest=longest, fills=True, **engine)
+    if found is None or not is_first_rank():
+        return
+    for what, (chunk_s, shift_s) in found.items():
+        share = 100 * shift_s / chunk_s
+        print(f"history moves {what}: chunk {chunk_s:.3f} s, waited for history {shift_s:.4f} s, {share:.2f} %")
+
+
+if __name__ == "__main__":
+    main()
