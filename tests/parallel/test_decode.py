@@ -1,12 +1,14 @@
 """Decode instances in real gloo processes: tokens, who computes what, back pressure, and ends in every state."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medha.params import SamplingParams
+from medha.worker.step_input import StepInput
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.parallel.faults import Fault, Job, command, start
 from tests.parallel.test_faults import check_ends, written
@@ -53,6 +55,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"spp": 2, "decode_tp": 2},
     {"tp": 2, "kvp": 2, "max_kv_per_group": 80, "decode_tp": 1},
     {"decode_replicas": 2, "decode_tp": 2},
+    {"scheduler": "cdsp", "kvp": 2, "decode_tp": 2, "chunk_size": None, "improvement_rate": 0.0},
 ]
 
 
@@ -87,6 +90,36 @@ def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
     assert all(ran[rank] == ran[rank - (rank - behind) % decode_tp] for rank in range(behind, len(ran)))
     if "kvp" not in layout:
         assert ran[:behind] == [sum(LENGTHS)] * behind
+
+
+def beside(folder: str, options: dict[str, Any]) -> Any:
+    """On each rank: a request decodes while a long prompt is prefilled in slow batches; when the one ends, and when the
+    other has its first token, and the batches with a chunk."""
+    from medha import LLM
+    from medha.worker.runner import Runner
+
+    run, slow = Runner.run, []
+
+    def run_slowly(self: Runner, step: StepInput) -> Any:
+        if step.batch.chunks and len(slow) > 1:
+            time.sleep(0.3)
+        slow.extend(step.batch.chunks)
+        return run(self, step)
+
+    with pytest.MonkeyPatch.context() as patch, LLM(folder, **SIZES | options) as llm:
+        patch.setattr(Runner, "run", run_slowly)
+        prompts = [{"prompt_token_ids": random_prompt(length, seed=0)} for length in (20, 300)]
+        params = [SamplingParams(**GREEDY, max_tokens=max_tokens) for max_tokens in (25, 2)]
+        outputs = llm.generate(prompts, params)
+        return [(output.metrics.finished, output.metrics.first_token) for output in outputs], len(slow)
+
+
+def test_decodes_go_on_beside_a_long_prefill(workers: WorkerPool, folder: Path) -> None:
+    """Batches of the instance complete independently: 24 of them within fewer slow ones."""
+    options = {"decode_replicas": 1, "decode_tp": 1, "scheduler": "medha", "max_batch_tokens": 37}
+    ((short_end, _), (_, long_first)), num_slow = workers.run(beside, 2, str(folder), options)[0]
+    assert num_slow < 15
+    assert short_end < long_first
 
 
 def share(folder: str, options: dict[str, Any]) -> Any:
