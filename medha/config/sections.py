@@ -87,7 +87,8 @@ class SchedulerConfig:
 
     scheduler: str = _scheduling(
         "medha",
-        f"One of {', '.join(SCHEDULERS)} (all but medha are classical), or cdsp: without decode instances for requests of one new token.",
+        f"One of {', '.join(SCHEDULERS)} (all but medha are classical), or cdsp: without decode instances for requests "
+        "of one new token.",
         choice(*SCHEDULERS, CDSP),
     )
     # or a function of (columns, now_s), from Python: see medha.sched.policy
