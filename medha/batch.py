@@ -22,7 +22,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -260,6 +260,13 @@ class Batch:
     def groups(self) -> set[int]:
         """Groups on which it has rows."""
         return {group for row in self.rows for group in row.groups}
+
+    def on_group(self, group: int) -> Batch:
+        """It on another group: what the scheduler of a decode instance, which knows one group, calls group 0."""
+        rows = tuple([row._replace(group=group) for row in self.rows])
+        extents = tuple([extent._replace(group=group) for extent in self.extents])
+        shared = tuple([one._replace(group=group) for one in self.shared])
+        return replace(self, rows=rows, extents=extents, shared=shared)
 
     def part_of(self, group: int) -> Batch:
         """What concerns one group: its blocks, every freed slot, and its rows: those of it alone in their order, then

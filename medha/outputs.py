@@ -25,6 +25,7 @@ class Explanation:
     idle_s: float  # nothing was in flight
     # samples of (seconds since arrival, seconds for which it could still wait and be in time); none without a deadline
     slack_s: tuple[tuple[float, float], ...]
+    decode_wait_s: float = 0.0  # from the first token until a decode instance had it; beside total_s
 
     @property
     def parts_s(self) -> dict[str, float]:
@@ -42,6 +43,8 @@ class Explanation:
             + (f" ({top})" if top else ""),
             f"  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}",
         ]
+        if self.decode_wait_s:
+            lines.append(f"  waiting for decode {self.decode_wait_s:.3f}, behind the first token")
         return "\n".join([*lines, *([f"  slack {samples}"] if samples else [])])
 
 

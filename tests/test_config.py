@@ -153,10 +153,11 @@ NO_NUMBER = (NAN, "1", True, [1])
 # Integers by their largest value; lengths may be text; the others may be None, too.
 INTEGERS = {
     **{"block_size": 65536, "max_num_seqs": 65536, "tp": 65536, "spp": 65536, "kvp": 65536},
+    "transfer_buffers": 1024,
     **{"min_chunk": 2**31 - 1, "chunk_granularity": 2**31 - 1},
 }
 LENGTHS = {"max_batch_tokens": 2**24, "long_threshold": 2**31 - 1}
-OPTIONAL = {"num_kv_blocks": 2**31 - 1, "depth": 1024, "num_threads": 4096}
+OPTIONAL = {"num_kv_blocks": 2**31 - 1, "depth": 1024, "num_threads": 4096, "decode_tp": 65536}
 OPTIONAL_LENGTHS = {"chunk_size": 2**24, "max_kv_per_group": 2**31 - 1, "max_model_len": 2**31 - 1}
 WORDS: dict[str, str] = {
     "scheduler": "medha static orca sarathi vllm",
@@ -188,6 +189,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "patience_s": (0, -1, -INF, None, *NO_NUMBER),
     "dist_timeout": (0, 0.5, -1, 86401, NAN, INF, "120", None),
     "seed": (None, 1.0, 2**63, *NO_NUMBER),
+    "decode_replicas": (None, -1, 4097, *NO_NUMBER),
     "device": (None, "", "gpu", "cuda:", "cuda:-1", "cuda:0 ", "mps", 0, "cpu\n"),
     **dict.fromkeys(("async_scheduling", "prefix_caching"), (0, 1, "on")),
     "rope_scaling": (3, True, ["yarn"], NAN),
@@ -214,6 +216,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "patience_s": (1, INF),
     "dist_timeout": (1, 120.0, 86400),
     "seed": (0, -1, 2**63 - 1),
+    "decode_replicas": (0, 1, 4096),
     "device": ("auto", "cpu", "cuda", "cuda:0", "cuda:15"),
     **dict.fromkeys(("async_scheduling", "prefix_caching"), (True, False, None)),
     "rope_scaling": (None, "yarn", {"rope_type": "linear", "factor": 2.0}),

@@ -116,9 +116,21 @@ class EngineConfig:
                     value = self.parallel.spp if name == "spp" else value
                     accepted = "1, as its chunks are of whole groups" if name == "spp" else "0"
                     raise ConfigError(f"{name}={value} with scheduler='cdsp'; accepted: {accepted}")
+        self._check_decode()
         whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
         if whole != self.scheduler.max_kv_per_group:
             object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, max_kv_per_group=whole))
+
+    def _check_decode(self) -> None:
+        """Refuse what requests that are handed over do not have: they keep what was computed, and move once."""
+        if not self.parallel.decode_replicas:
+            return
+        if self.scheduler.scheduler not in ("medha", CDSP):
+            what = f"scheduler={self.scheduler.scheduler!r} with decode_replicas"
+            raise ConfigError(f"{what}; accepted: medha, {CDSP}")
+        for name, value in (("overcommit", self.scheduler.overcommit), ("swap_space", self.cache.swap_bytes)):
+            if value:
+                raise ConfigError(f"{name}={value!r} with decode_replicas; accepted: without it")
 
     @classmethod
     def from_flat(cls, model: str, **options: Any) -> EngineConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,8 @@ class SchedulerConfig:
 
     scheduler: str = _scheduling(
         "medha",
-        f"One of {', '.join(SCHEDULERS)} (all but medha are classical), or cdsp, for requests of one new token.",
+        f"One of {', '.join(SCHEDULERS)} (all but medha are classical), or cdsp: without decode instances for requests "
+        "of one new token.",
         choice(*SCHEDULERS, CDSP),
     )
     # or a function of (columns, now_s), from Python: see medha.sched.policy
@@ -326,9 +327,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How one model is spread over ranks. The world size is the product of the three degrees.
+    """How one model is spread over ranks: ``tp * spp * kvp`` of them, and behind these the decode instances.
 
-    Ranks are numbered with ``tp`` fastest, so that a tensor-parallel group lies inside a node, and ``kvp`` outermost.
+    Ranks are numbered with ``tp`` fastest, so that a tensor-parallel group lies inside a node, and ``kvp`` outermost. A
+    decode instance is one more group, with one stage and a tensor-parallel size of its own.
     """
 
     tp: int = _parallel(
@@ -352,34 +354,74 @@ class ParallelConfig:
         number("seconds from 1 to 86400", lambda value: 1 <= value <= 86400),
         name="dist_timeout",
     )
+    decode_replicas: int = _parallel(
+        0,
+        "Decode instances: each has all layers on ranks of its own, behind the others, and takes a request over with "
+        "its KV cache when its first token is drawn.",
+        integer(0, 4096),
+    )
+    decode_tp: int | None = _parallel(None, "Tensor-parallel ranks of a decode instance.", FEW, shown="--tp")
+    transfer_buffers: int = _parallel(
+        2, "Requests that a decode instance takes over at once, and its ranks' staging buffers.", integer(1, 1024)
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
 
     def check_model(self, model: ModelConfig) -> None:
         """Refuse degrees that do not split a model."""
+        if self.decode_tp is not None and not self.decode_replicas:
+            raise ParallelConfigError(
+                f"decode_tp={self.decode_tp} without decode_replicas; accepted: 1 of them or more"
+            )
         if self.spp > model.num_layers:
             what = f"spp={self.spp} stages for {model.num_layers} layers"
             raise ParallelConfigError(f"{what}; accepted: 1 to {model.num_layers}")
         heads, kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
         divisors = [tp for tp in range(1, heads + 1) if heads % tp == 0 and features % tp == 0]
         fitting = [tp for tp in divisors if kv_heads % tp == 0 or tp % kv_heads == 0]
-        if self.tp not in fitting:
-            parts = f"{heads} query heads, {kv_heads} KV heads and {features} MLP features"
-            accepted = ", ".join(map(str, fitting))
-            raise ParallelConfigError(f"tp={self.tp} does not divide {parts}; accepted: {accepted}")
+        for name, tp in (("tp", self.tp), ("decode_tp", self.decode_tp or self.tp)):
+            if tp not in fitting:
+                parts = f"{heads} query heads, {kv_heads} KV heads and {features} MLP features"
+                accepted = ", ".join(map(str, fitting))
+                raise ParallelConfigError(f"{name}={tp} does not divide {parts}; accepted: {accepted}")
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
+        return self.num_prefill_ranks + self.decode_replicas * (self.decode_tp or self.tp)
+
+    def __str__(self) -> str:
+        behind = f" + {self.decode_replicas} x decode_tp={self.decode_tp or self.tp}" if self.decode_replicas else ""
+        return f"tp={self.tp} x spp={self.spp} x kvp={self.kvp}{behind}"
+
+    @property
+    def num_prefill_ranks(self) -> int:
+        """Ranks that are of no decode instance."""
         return self.tp * self.spp * self.kvp
 
+    @property
+    def num_groups(self) -> int:
+        """KV-parallel groups, and behind them the decode instances."""
+        return self.kvp + self.decode_replicas
+
+    def of_group(self, group: int) -> ParallelConfig:
+        """The layout of a group alone: of a decode instance one with its own degrees."""
+        if group < self.kvp:
+            return replace(self, decode_replicas=0, decode_tp=None)
+        return replace(self, tp=self.decode_tp or self.tp, spp=1, kvp=1, decode_replicas=0, decode_tp=None)
+
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(kvp_rank, stage, tp_rank) of a global rank."""
+        """(group, stage, tp_rank) of a global rank."""
+        if (behind := rank - self.num_prefill_ranks) >= 0:
+            instance, tp_rank = divmod(behind, self.decode_tp or self.tp)
+            return self.kvp + instance, 0, tp_rank
         return rank // (self.spp * self.tp), rank // self.tp % self.spp, rank % self.tp
 
     def rank_of(self, *, stage: int, tp_rank: int, kvp_rank: int = 0) -> int:
-        """The global rank at these coordinates."""
+        """The global rank at these coordinates; ``kvp_rank`` is the group."""
+        if (instance := kvp_rank - self.kvp) >= 0:
+            return self.num_prefill_ranks + instance * (self.decode_tp or self.tp) + tp_rank
         return (kvp_rank * self.spp + stage) * self.tp + tp_rank
 
     def layers_of(self, stage: int, num_layers: int) -> range:

@@ -47,9 +47,11 @@ def prepare_request(
     tokenizer: Tokenizer | None,
     kv: KVMemory,
     prefix: PrefixIds | None = None,
+    decode_kv: KVMemory | None = None,
 ) -> Request:
     """Tokenise and check a request, which must be able to fit ``kv``, however long it waits; ``prefix`` makes the ids
-    by which it shares what is computed of the same tokens, tenant and ``cache_salt``.
+    by which it shares what is computed of the same tokens, tenant and ``cache_salt``. Where requests decode on
+    instances of their own, ``kv`` is to take its prompt alone, and ``decode_kv`` all of it.
 
     Raises:
         ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
@@ -81,9 +83,11 @@ def prepare_request(
         what = f"max_tokens={params.max_tokens} with scheduler='cdsp', whose groups do not decode"
         message = f"{what}; accepted: {limits.most_new_tokens}"
         raise ValidationError(message, param="max_tokens", value=params.max_tokens)
-    params = _capped(params, len(ids), limits.max_model_len, kv)
+    params = _capped(params, len(ids), limits.max_model_len, decode_kv or kv)
     request = Request(request_id, text, ids, params, slo=slo, priority=priority, tenant=tenant)
-    _check_pool(len(ids), request.max_tokens, kv)
+    _check_pool(len(ids), request.max_tokens if decode_kv is None else 1, kv)
+    if decode_kv is not None and request.max_tokens > 1:
+        _check_pool(len(ids), request.max_tokens, decode_kv, " on a decode instance")
     if prefix is not None:
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         if salt is not None:
@@ -154,7 +158,7 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, 
     return params.capped(room)
 
 
-def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory) -> None:
+def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory, where: str = "") -> None:
     needed = num_prompt_tokens + max_tokens - 1  # the last sampled token is never written
     if needed <= kv.max_request_tokens:
         return
@@ -162,8 +166,8 @@ def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory) -> None:
     groups = f", {kv.max_kv_per_group} on each of {kv.num_groups} groups" if kv.num_groups > 1 else ""
     prompt_fits = num_prompt_tokens <= kv.max_request_tokens
     raise KVCapacityError(
-        f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache; accepted: at "
-        f"most {kv.max_request_tokens}{groups}, or more with a larger {remedy}",
+        f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache{where}; "
+        f"accepted: at most {kv.max_request_tokens}{groups}, or more with a larger {remedy}",
         param="max_tokens" if prompt_fits else "prompt",
         value=max_tokens if prompt_fits else num_prompt_tokens,
     )

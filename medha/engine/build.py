@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -25,6 +25,7 @@ from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import load_coefficients, shape_name
+from medha.engine.decode import DecodeInstance, HandOvers
 from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
@@ -63,6 +64,7 @@ from medha.worker.shard import (
     torch_dtype,
 )
 from medha.worker.sizing import bytes_beside_kv, is_measured, num_kv_blocks, num_swap_blocks
+from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
 
@@ -126,9 +128,10 @@ def build_role(
     launch = read_launch()
     if launch is None:
         if (size := config.parallel.world_size) > 1:
-            layout = "tp={tp} x spp={spp} x kvp={kvp}".format_map(dataclasses.asdict(config.parallel))
             start = f"OMP_NUM_THREADS=1 torchrun --nproc-per-node {size} {_this_program()}"
-            raise ParallelConfigError(f"{layout} needs {size} ranks, this is one process; start it as: {start}")
+            raise ParallelConfigError(
+                f"{config.parallel} needs {size} ranks, this is one process; start it as: {start}"
+            )
         return _build(config, None, timeline, captured)
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):
@@ -157,11 +160,10 @@ def _build(
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
     shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype)
-    num_blocks = num_kv_blocks(config, shard, device, limits.max_model_len)
+    pool = _KVPools.of(config, ranks, num_kv_blocks(config, shard, device, limits.max_model_len))
     num_host_blocks = num_swap_blocks(config, shard)
-    if ranks is not None:  # as many as every rank has room for
-        num_blocks, num_host_blocks = (over_ranks(ranks, size, ReduceOp.MIN) for size in (num_blocks, num_host_blocks))
-    _check_pools(config, num_blocks, num_host_blocks)
+    num_host_blocks = num_host_blocks if ranks is None else over_ranks(ranks, num_host_blocks, ReduceOp.MIN)
+    _check_pools(config, pool, num_host_blocks)
     block_size = config.cache.block_size
     wanted = config.attention_backend
     backend, why = choose_backend(wanted, shard.layer_shape, device, block_size=block_size, ranks=ranks)
@@ -177,25 +179,38 @@ def _build(
         links = make_links(ranks, shard, device)
     if is_measured(config, device):
         beside = bytes_beside_kv(config, shard, model, backend, device)
-        num_blocks = num_kv_blocks(config, shard, device, limits.max_model_len, beside=beside)
-        num_blocks = num_blocks if ranks is None else over_ranks(ranks, num_blocks, ReduceOp.MIN)
-        logger.info("KV pool of %d blocks; steps and CUDA graphs take %.2f GiB beside it", num_blocks, beside / 2**30)
-        _check_pools(config, num_blocks, num_host_blocks)
-    pools = {"num_blocks": num_blocks, "num_swap_blocks": num_host_blocks}
+        pool = _KVPools.of(config, ranks, num_kv_blocks(config, shard, device, limits.max_model_len, beside=beside))
+        logger.info("KV pool of %d blocks; steps and CUDA graphs take %.2f GiB beside it", pool.here, beside / 2**30)
+        _check_pools(config, pool, num_host_blocks)
+    pools = {"num_blocks": pool.here, "num_swap_blocks": num_host_blocks}
     runner = build_runner(config, shard, model, backend, **pools, device=device, **links)
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
-        capture_graphs(runner, config, captured)
-    is_dealt = config.scheduler.scheduler == CDSP
-    if is_dealt:
+        capture_graphs(runner, config, captured, is_alone=shard.tp == 1)
+    has_instances = config.parallel.decode_replicas > 0
+    lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
+    if lanes and not has_instances:
         limits = dataclasses.replace(limits, most_new_tokens=1)
+    transfers = TransferLine(ranks, runner, shard) if ranks is not None and has_instances else None
     if ranks is not None and ranks.rank != 0:
-        follower = Follower(runner, ranks, decodes=not is_dealt)
+        decodes = not lanes or ranks.group >= config.parallel.kvp
+        follower = Follower(runner, ranks, decodes=decodes, transfers=transfers)
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
-    scheduler = _build_scheduler(config, coefficients, limits, num_blocks, device, model_config)
+    scheduler = _build_scheduler(config, coefficients, limits, pool.of_prefills, device, model_config)
+    instances: list[DecodeInstance] = []
+    if has_instances:
+        alone = dataclasses.replace(config, parallel=config.parallel.of_group(config.parallel.kvp), profile=None)
+        changes = {"scheduler": "medha", "max_kv_per_group": None, "ring": False}
+        is_async = config.scheduler.scheduler == CDSP or config.scheduler.async_scheduling
+        alone = _scheduling(alone, async_scheduling=is_async, **changes)
+        coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
+        instances = [
+            DecodeInstance(group, _build_scheduler(alone, coefficients, limits, pool.of_decodes, device, model_config))
+            for group in range(config.parallel.kvp, config.parallel.num_groups)
+        ]
     reasons = "; ".join(filter(None, (why, backend.describe(shard.layer_shape))))
     attention = backend.name if device.type == "cpu" else f"{backend.name} ({reasons})"
     place = f"{str(dtype).removeprefix('torch.')} on {device}"
@@ -206,17 +221,38 @@ def _build(
     if ranks is None:
         return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
-    driven = DrivingRunner(runner, ranks, sender, lanes=is_dealt)
-    engine = Engine(driven, scheduler, limits, news=driven.news, **texts)
+    driven = DrivingRunner(runner, ranks, sender, lanes=lanes, transfers=transfers)
+    most = config.parallel.transfer_buffers
+    hand_overs = HandOvers(instances, most, driven.hand_over) if instances else None
+    engine = Engine(driven, scheduler, limits, hand_overs=hand_overs, news=driven.news, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
-    return RankHandle(limits, tokenizer, runner, engine, Caller(sender, ranks, timeline))
+    return RankHandle(limits, tokenizer, runner, engine, Caller(sender, ranks, timeline, transfers))
 
 
-def _check_pools(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
-    pool, given = num_blocks * config.cache.block_size, config.scheduler.max_kv_per_group
+class _KVPools(NamedTuple):
+    """KV blocks of each rank's pool: as many as all ranks of its kind have room for."""
+
+    here: int
+    of_prefills: int
+    of_decodes: int  # as the others where there are no decode instances
+
+    @classmethod
+    def of(cls, config: EngineConfig, ranks: Ranks | None, num_blocks: int) -> _KVPools:
+        """From how many this rank has room for; every rank calls it."""
+        if ranks is None:
+            return cls(*[num_blocks] * 3)
+        decodes, most = ranks.group >= config.parallel.kvp, 2**62
+        of_prefills, of_decodes = (
+            over_ranks(ranks, num_blocks if decodes == of_kind else most, ReduceOp.MIN) for of_kind in (False, True)
+        )
+        return cls(of_decodes if decodes else of_prefills, of_prefills, of_decodes)
+
+
+def _check_pools(config: EngineConfig, pools: _KVPools, num_host_blocks: int) -> None:
+    pool, given = pools.of_prefills * config.cache.block_size, config.scheduler.max_kv_per_group
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
     by_class = load_policy(config.scheduler.policy).by_class and config.scheduler.scheduler == "medha"

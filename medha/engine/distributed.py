@@ -25,7 +25,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -57,6 +57,7 @@ from medha.timeline import RankRecords, Timeline, decode_records, encode_records
 from medha.worker.runner import Runner
 from medha.worker.step import InOrder, Lane, PendingStep, StepResult, sampling_rows
 from medha.worker.step_input import StepInput
+from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
 
@@ -118,6 +119,10 @@ class TokenLine:
                 tokens = post_receive(buffer, sampler, self._ranks.report_group, _TOKENS_TAG)
                 self._receives.append((batch.batch_id, slots, tokens))
 
+    def note(self, batch_id: int, slot: int, token: int) -> None:
+        """Take a token that another instance drew: a request comes from there with the hand-over of this id."""
+        self._receives.append((batch_id, [slot], lambda: torch.tensor([token])))
+
     def take_from(self, report: PendingStep, batch: Batch) -> None:
         """Take a batch's tokens from the report of rank 0's group, on rank 0."""
         slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
@@ -170,7 +175,7 @@ class TokenLine:
         here = self._ranks.group
         tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
         last = max((row.writer for row in result.rows), default=here) + 1
-        for group in range(here, min(last, self._ranks.config.kvp - 1) + 1):
+        for group in range(here, max(here, min(last, self._ranks.config.kvp - 1)) + 1):
             slots = _slots_for(batch, here, group)
             embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
             if slots and embedders:
@@ -199,7 +204,7 @@ def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
 class _Late:
     """What a group is told with its next batch."""
 
-    frees: list[int] = field(default_factory=list)  # slots that batches of other groups have freed
+    frees: list[int] = field(default_factory=list)  # slots that batches of other groups of its instance have freed
     closed: list[int] = field(default_factory=list)  # slots that requests have left
 
 
@@ -210,8 +215,17 @@ class DrivingRunner:
         news: with ``lanes``, set when a batch may have come to be done; None where batches complete in order.
     """
 
-    def __init__(self, runner: Runner, ranks: Ranks, sender: ControlSender, *, lanes: bool = False) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        ranks: Ranks,
+        sender: ControlSender,
+        *,
+        lanes: bool = False,
+        transfers: TransferLine | None = None,
+    ) -> None:
         self._runner = runner
+        self._transfers = transfers  # where there are decode instances, and so lanes
         self._ranks = ranks
         self._sender = sender
         self._reports = ReportLine(ranks, runner)
@@ -221,18 +235,19 @@ class DrivingRunner:
         self._lanes: list[Lane] = []  # the first runs this rank's part of batches, the others wait for each group
         if lanes:
             idle = partial(runner.recorder.waiting, "control")
-            self._lanes = [Lane("medha-own", idle), *(Lane("medha-reports") for _ in range(ranks.config.kvp))]
+            self._lanes = [Lane("medha-own", idle), *(Lane("medha-reports") for _ in range(ranks.config.num_groups))]
             weakref.finalize(self, _close_all, self._lanes)
         # The others answer a call once they have run the batches before it, and for that need this rank.
         sender.before_calls = lambda: self._steps.run_while(lambda step: True)
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
         self._num_in_pipeline = 0
         self._is_interrupted = False
-        self._groups = groups = range(ranks.config.kvp)
+        self._groups = groups = range(ranks.config.num_groups)
         self._late = [_Late() for _ in groups]
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
-        embedders = {rank for group in self._embedders for rank in group}
-        self._others = [rank for rank in range(1, ranks.config.world_size) if rank not in embedders]
+        self._others = [
+            [rank for rank in ranks.of_groups([group]) if rank not in (0, *self._embedders[group])] for group in groups
+        ]
 
     def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], params: SamplingParams, **its: Any) -> None:
         """See :meth:`medha.worker.runner.Runner.open`; the others hear of it with the rows that concern them."""
@@ -265,7 +280,6 @@ class DrivingRunner:
         wholes = self._told(batch)
         parts = {group: whole.part_of(group) for group, whole in wholes.items()}
         own_ids, told = _NO_TOKENS, set()
-        closed: dict[str, list[int]] = {}
         for group, part in parts.items():
             whole, embedders, tokens = wholes[group], self._embedders[group], self._runner.chunk_ids(part)
             own_ids = tokens if group == 0 else own_ids
@@ -278,8 +292,8 @@ class DrivingRunner:
                 self._sender.send(Message("batch", {**closed, "open": opened}, whole, ids), only=[sampler])
             if plain := [rank for rank in embedders if rank not in told]:
                 self._sender.send(Message("batch", closed, whole, tokens), only=plain)
-        if plain := [rank for rank in self._others if rank not in told]:
-            self._sender.send(Message("batch", closed, batch), only=plain)
+            if plain := [rank for rank in self._others[group] if rank not in told]:
+                self._sender.send(Message("batch", closed, whole), only=plain)
         concerned = [group for group, part in parts.items() if part.rows]
         posted = {g: self._reports.post(parts[g], g) for g in concerned if self._ranks.sampler_rank(g) != 0}
         if 0 in posted:
@@ -294,8 +308,8 @@ class DrivingRunner:
         """The batch as each group that is told of it gets it: with what was freed since its last one."""
         if self.news is None:
             return dict.fromkeys(self._groups, batch)
-        groups = batch.groups
-        for late in self._late:
+        groups, kvp = batch.groups, self._ranks.config.kvp
+        for late in self._late[:kvp] if min(groups) < kvp else [self._late[group] for group in groups]:
             late.frees += batch.frees
         wholes = {
             group: replace(batch, frees=tuple(dict.fromkeys(self._late[group].frees))) for group in sorted(groups)
@@ -320,6 +334,25 @@ class DrivingRunner:
         monitor = self._ranks.monitor
         is_done = lambda: monitor.has_failure or all(future.done() for future in futures)  # noqa: E731
         return PendingStep(partial(self._completed, batch, mine, reports), is_done)
+
+    def hand_over(self, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
+        """Begin to hand a request over to a decode instance, with the last token drawn of it; what is returned is done
+        when the instance has all.
+
+        Args:
+            token: what the instance embeds first.
+            held, batch: as of :meth:`medha.worker.transfer.TransferLine.begin`.
+        """
+        assert self._transfers is not None and self.news is not None, "there are decode instances"
+        receipt = self._transfers.receipt(batch)
+        receipt.add_done_callback(partial(_tell, self.news))
+        ranks = self._ranks.of_groups([*(group for group, _ in held), batch.shared[0].group])
+        with failures_named(self._ranks.monitor, batch):
+            message = Message("handover", {"token": token, "held": held}, batch)
+            self._sender.send(message, only=[rank for rank in ranks if rank != 0])
+        if 0 in ranks:
+            self._transfers.begin(held, batch)
+        return receipt
 
     def _run_own(self, step: StepInput) -> Callable[[], StepResult | None]:
         result = self._tokens.run(step, "report")
@@ -388,8 +421,11 @@ class Follower:
     """What every rank but 0 does: run its stage of each batch in the order of the messages; ``decodes`` is as of
     :class:`TokenLine`."""
 
-    def __init__(self, runner: Runner, ranks: Ranks, *, decodes: bool = True) -> None:
+    def __init__(
+        self, runner: Runner, ranks: Ranks, *, decodes: bool = True, transfers: TransferLine | None = None
+    ) -> None:
         self._runner = runner
+        self._transfers = transfers
         self.ranks = ranks
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner, decodes=decodes)
@@ -420,7 +456,7 @@ class Follower:
                         self._reports.send(result)
                 elif message.kind == "records":
                     self._send_records()
-                else:
+                elif message.kind != "handover":
                     return message
 
     def _take(self, message: Message) -> tuple[Message, StepInput | Exception | None]:
@@ -429,7 +465,10 @@ class Follower:
         if message.batch is None:
             return message, None
         try:
-            return message, self._prepare(message, message.batch)
+            if message.kind != "handover":
+                return message, self._prepare(message, message.batch)
+            self._hand_over(message, message.batch)
+            return message, None
         except Exception as error:
             return message, error
 
@@ -448,6 +487,14 @@ class Follower:
         if self.ranks.is_first_stage:
             self._tokens.post(batch)
         return self._runner.prepare(part, chunk_ids)
+
+    def _hand_over(self, message: Message, batch: Batch) -> None:
+        """Begin to send or receive the KV of a request."""
+        assert self._transfers is not None, "there are decode instances"
+        slot, target = batch.shared[0][:2]
+        if target == self.ranks.group:
+            self._tokens.note(batch.batch_id, slot, message.fields["token"])
+        self._transfers.begin(message.fields["held"], batch)
 
     def _send_records(self) -> None:
         """Answer :meth:`DrivingRunner.gather_records`."""
@@ -474,6 +521,8 @@ class Follower:
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()
             self._reports.drain()
+            if self._transfers is not None:
+                self._transfers.close()
             leave(self.ranks)
 
     def _follow_to(self, name: str, kind: str) -> Message:
@@ -494,8 +543,15 @@ class Caller:
     """Rank 0's side of the front door: tells the others which call begins, and how it ended; ``timeline`` gets what
     they have recorded before they leave."""
 
-    def __init__(self, sender: ControlSender, ranks: Ranks, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        sender: ControlSender,
+        ranks: Ranks,
+        timeline: Timeline | None = None,
+        transfers: TransferLine | None = None,
+    ) -> None:
         self._sender = sender
+        self._transfers = transfers
         self._timeline = timeline
         self.ranks = ranks
 
@@ -527,6 +583,8 @@ class Caller:
                 self._timeline.close()
             self._sender.send(Message("stop"))
             self._sender.drain()
+            if self._transfers is not None:
+                self._transfers.close()
             leave(self.ranks)
 
     def _tell(self, message: Message) -> None:

@@ -22,6 +22,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 
 from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
+from medha.engine.decode import HandOvers
 from medha.engine.explain import Explainer, LaneExplainer
 from medha.engine.journal import Journal
 from medha.engine.prefix import PrefixIds
@@ -91,13 +92,14 @@ def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenat
 
 
 class _InFlight(NamedTuple):
-    """A batch that was submitted: when it was decided, and as what."""
+    """A batch that was submitted: when it was decided, as what, and by which scheduler."""
 
     start_s: float
     decision: Decision
-    batch: Batch
+    batch: Batch  # on the groups where it runs
     pending: PendingStep
     lanes: frozenset[int]  # its groups; it completes before younger batches on any of them
+    scheduler: Scheduler
 
 
 _ONE_LANE = frozenset({-1})  # of every batch where all complete in order
@@ -118,6 +120,7 @@ class Engine:
         tokenizer: None serves token ids alone, with ``text`` None.
         clock: monotonic seconds; the engine's time starts at 0.
         timeline: records what ran when, if given.
+        hand_overs: to the decode instances, where there are some; ``scheduler`` has the prefills alone then.
         news: set by the runner when a batch may have come to be done; None where batches complete in order.
 
     Attributes:
@@ -135,6 +138,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.perf_counter,
         timeline: Timeline | None = None,
+        hand_overs: HandOvers | None = None,
         news: threading.Event | None = None,
     ) -> None:
         self.runner = runner
@@ -154,6 +158,7 @@ class Engine:
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight: deque[_InFlight] = deque()
+        self.hand_overs = HandOvers() if hand_overs is None else hand_overs
         self._completed_s: dict[int, float] = {}  # by lane, when the last batch was
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
@@ -167,7 +172,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything left to do or to return."""
-        return bool(self._live or self._unreturned or self._in_flight)
+        return bool(self._live or self._unreturned or self._in_flight or self.hand_overs.transfers)
 
     @property
     def num_unfinished(self) -> int:
@@ -209,6 +214,8 @@ class Engine:
         with self.turns:
             if self._num_added:
                 raise ConfigError("a journal begins before the first request; this engine has served some")
+            if self.hand_overs:
+                raise ConfigError("a journal holds the decisions of one scheduler; accepted: without decode_replicas")
             self.observers.append(Journal(self.scheduler, journal))
 
     def explain(self, request_id: str) -> Explanation:
@@ -223,6 +230,7 @@ class Engine:
             if (live := self._find(request_id)) is None:
                 message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
                 raise ValidationError(message, param="request_id", value=request_id)
+            self._keep_wait(live.first)
             return live.first.metrics.explanation or self._explainer.of(live.first.slot)
 
     def now(self) -> float:
@@ -277,6 +285,7 @@ class Engine:
         return prepare_request(
             request_id, prompt, params, slo, priority, tenant,
             limits=self.limits, tokenizer=self.tokenizer, kv=kv, prefix=self._prefix,
+            decode_kv=self.hand_overs.largest,
         )  # fmt: skip
 
     @_in_turn
@@ -294,11 +303,9 @@ class Engine:
             message = f"request_id={request.request_id!r} is in flight already; accepted: an id not in use"
             raise ValidationError(message, param="request_id", value=request.request_id)
         slots, now_s = self._unused_slots(request.params.n), self.now()
-        length, priority = len(request.prompt_ids), PRIORITIES.index(request.priority)
-        asked = SchedulerRequest(
-            slots[0], length, request.max_tokens, arrival_s, request.slo, priority, tenant=request.tenant,
-            prefix=request.prefix,
-        )  # fmt: skip
+        asked = _asked(request, slots[0], arrival_s)
+        if self.hand_overs:
+            asked = replace(asked, max_new_tokens=1)
         admitted = [self.scheduler.add(replace(asked, slot=slot), now_s) for slot in slots]
         sink = sink or self._unreturned.append
         request.begin(slots, arrival_s, limits=self.limits, tokenizer=self.tokenizer, sink=sink)
@@ -348,10 +355,18 @@ class Engine:
         self._abort(live)
         for one in running:
             self._extend(one)
-            closed = self.scheduler.cancel(one.slot)
+            closed = self._cancel(one.slot)
             for observer in self.observers:
                 observer.cancelled(one.slot, closed)
             self._release(closed)
+
+    def _cancel(self, slot: int) -> tuple[int, ...]:
+        """Stop scheduling a request, wherever it is; returns the slots closed by that."""
+        for instance in self.hand_overs.instances:
+            if instance.scheduler.knows(slot):
+                return instance.scheduler.cancel(slot)
+        closed = self.scheduler.cancel(slot)
+        return closed if self.hand_overs.waiting.pop(slot, None) is None else self.scheduler.let_go(slot)
 
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
@@ -391,7 +406,7 @@ class Engine:
             raise self._dead
         try:
             self._fill_pipeline()
-            if self._in_flight:
+            if self._in_flight or self.hand_overs.transfers:
                 if (index := self._await_done(wait_s)) is not None:
                     self._complete(index)
                 return True
@@ -418,6 +433,7 @@ class Engine:
 
     def _fill_pipeline(self) -> None:
         """Schedule and submit batches until no more may enter."""
+        self._fill_decodes()
         while (decision := self._schedule(start := self.now())).batch is not None:
             batch = decision.batch
             for metrics in [self._by_slot[row.slot].metrics for row in batch.chunks]:
@@ -429,7 +445,32 @@ class Engine:
                 if one.metrics.num_chunks == 1:  # not what it finds again after it was preempted
                     one.metrics.num_cached_tokens += shared.num_tokens
             lanes = _ONE_LANE if self._news is None else frozenset(batch.groups)
-            self._in_flight.append(_InFlight(start, decision, batch, self.runner.submit(batch), lanes))
+            sent = _InFlight(start, decision, batch, self.runner.submit(batch), lanes, self.scheduler)
+            self._in_flight.append(sent)
+
+    def _fill_decodes(self) -> None:
+        """Take the hand-overs that are done, begin those that are granted, and submit batches of decode instances."""
+        for slot in [slot for slot, transfer in self.hand_overs.transfers.items() if transfer.done()]:
+            self._take_over(slot)
+        for request, batch in self.hand_overs.grants():
+            held = self.scheduler.memory.held_by_group(request.slot, request.num_prompt_tokens)
+            self.hand_overs.begin(request, self._by_slot[request.slot].token_ids[0], held, batch)
+        for group, scheduler in [(one.group, one.scheduler) for one in self.hand_overs.instances]:
+            while (decision := scheduler.schedule(start := self.now())).batch is not None:
+                batch = decision.batch.on_group(group)
+                pending = self.runner.submit(batch)
+                self._in_flight.append(_InFlight(start, decision, batch, pending, frozenset([group]), scheduler))
+
+    def _take_over(self, slot: int) -> None:
+        """A request has been handed over: its decode instance has it from now on."""
+        one = self._by_slot[slot]
+        self._keep_wait(one)
+        instance, request = self.hand_overs.arrived(slot)
+        self.scheduler.let_go(slot)
+        wanted = one.finish_reason is None
+        instance.scheduler.arrived(request, wanted=wanted)
+        if not wanted:
+            self._release((slot,))
 
     def _schedule(self, now: float) -> Decision:
         """Ask for the next batch; note who was preempted for it."""
@@ -471,6 +512,7 @@ class Engine:
         sent = self._in_flight[index]
         batch, prediction, result = sent.batch, sent.decision.prediction, sent.pending.result()
         del self._in_flight[index]
+        is_first = sent.scheduler is self.scheduler
         now, busy_s = self.now(), result.busy_s
         for row in batch.chunks:
             chunked = self._by_slot[row.slot]
@@ -486,13 +528,17 @@ class Engine:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []
         begun: list[Completion] = []
+        kept: list[Completion] = []  # that wait for a decode instance
         told: list[Request] = []
         by_slot = self._by_slot
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             one = by_slot[slot := row[0]]
             if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
                 ends = one.take(sampled, now)
-                results.append((slot, 1, ends))
+                waits = bool(self.hand_overs) and is_first and not ends
+                results.append((slot, 0 if waits else 1, ends))
+                if waits:
+                    kept.append(one)
                 if one.metrics.explanation is None:
                     begun.append(one)
                 if ends or one.request.reports_progress:
@@ -501,8 +547,11 @@ class Engine:
                     self.reset_prefix_cache()
                 elif ends or not len(one.token_ids) % _EXTEND_EVERY:
                     self._extend(one)
-        closed = self.scheduler.complete(batch, now, results, busy_s)
-        for observer in self.observers:
+        closed = sent.scheduler.complete(batch, now, results, busy_s)
+        for one in kept:
+            self.scheduler.keep(one.slot)
+            self.hand_overs.waiting[one.slot] = _asked(one.request, one.slot, one.metrics.arrival)
+        for observer in self.observers if is_first else ():
             observer.completed(batch, now, results, busy_s, closed)
         for one in begun:
             self._keep_explanation(one)
@@ -537,6 +586,13 @@ class Engine:
         """Note where the time of a completion went that has its first token, or ends without one."""
         if one.metrics.explanation is None:
             one.metrics.explanation = self._explainer.of(one.slot)
+
+    def _keep_wait(self, one: Completion) -> None:
+        """Note for how long a completion has waited for a decode instance, if it does."""
+        metrics = one.metrics
+        if self.hand_overs.waits(one.slot) and metrics.explanation is not None and metrics.first_token is not None:
+            wait_s = self.now() - metrics.first_token
+            metrics.explanation = replace(metrics.explanation, decode_wait_s=wait_s)
 
     def _abort(self, live: Request) -> None:
         """End what still runs of a request, and hand out its last output."""
@@ -582,5 +638,14 @@ class Engine:
             dead.outputs = self._unreturned.copy()
             self._unreturned.clear()
             self._in_flight.clear()
+            self.hand_overs.transfers.clear()
             self.wake()
             return dead
+
+
+def _asked(request: Request, slot: int, arrival_s: float) -> SchedulerRequest:
+    """What a scheduler is to know of a completion."""
+    length, priority = len(request.prompt_ids), PRIORITIES.index(request.priority)
+    return SchedulerRequest(
+        slot, length, request.max_tokens, arrival_s, request.slo, priority, tenant=request.tenant, prefix=request.prefix
+    )

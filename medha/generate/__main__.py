@@ -142,7 +142,7 @@ def asked_config(
     chosen where none is asked for."""
     options = engine_options(given) | {"model": _model(model_argument, given["model"])}
     launch = read_launch()
-    if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp"):
+    if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp", "decode_replicas"):
         from medha.generate.layout import choose_layout
 
         options |= choose_layout(EngineConfig.from_flat(**options), launch)

@@ -45,8 +45,8 @@ class Message:
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
 
-# A batch; a call of the front door begins, and ends; rank 0 asks for what was run; the end.
-_KINDS = ("batch", "call", "end", "records", "stop")
+# A batch; a hand-over; a call of the front door begins, and ends; rank 0 asks for what was run; the end.
+_KINDS = ("batch", "handover", "call", "end", "records", "stop")
 
 
 def encode(message: Message) -> npt.NDArray[np.int32]:

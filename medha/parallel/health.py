@@ -355,17 +355,23 @@ def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: st
         _linger(monitor, str(error))
         raise
     except Exception as error:
-        is_echo = _is_lost_peer(error)
-        if not is_echo:
-            monitor.report(f"{monitor.place}, {activity}: {type(error).__name__}: {error}")
-        first = monitor.first_error(suspect=is_echo)
-        if first is None:
-            first = f"{monitor.place}, {activity}: lost a peer: {error}"
-            monitor.report(first)
+        first = tell_failure(monitor, error, activity)
         _linger(monitor, first)
         if isinstance(error, MedhaError):
             raise
-        raise RankFailedError(first) from (None if is_echo else error)
+        raise RankFailedError(first) from (None if _is_lost_peer(error) else error)
+
+
+def tell_failure(monitor: Monitor, error: Exception, activity: str) -> str:
+    """Tell all ranks of a failure of this one, unless it is the echo of another's; returns the job's first error."""
+    is_echo = _is_lost_peer(error)
+    if not is_echo:
+        monitor.report(f"{monitor.place}, {activity}: {type(error).__name__}: {error}")
+    first = monitor.first_error(suspect=is_echo)
+    if first is None:
+        first = f"{monitor.place}, {activity}: lost a peer: {error}"
+        monitor.report(first)
+    return first
 
 
 def _linger(monitor: Monitor, first: str) -> None:

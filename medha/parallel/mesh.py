@@ -1,9 +1,10 @@
 """Ranks: who is where, and the process groups between them.
 
-The ranks have three axes, ("kvp", "spp", "tp"), tp fastest so that it lies inside a node. Process groups: one
-tensor-parallel group a stage, one for hidden states, one for sampled tokens and digests, one for control messages, and
-one for the parts of attention between the ranks of each stage and tensor-parallel index. Those for hidden states and
-parts are of the device's backend, that of tokens and that of messages are gloo's.
+The ranks have three axes, ("kvp", "spp", "tp"), tp fastest so that it lies inside a node; a decode instance is one more
+group behind the KV-parallel ones. Process groups: one tensor-parallel group a stage, one for hidden states, one for
+sampled tokens and digests, one for control messages, one for the parts of attention between the ranks of each stage and
+tensor-parallel index, and one for keys and values on their way to decode instances. Those for hidden states, parts,
+keys and values are of the device's backend, that of tokens and that of messages are gloo's.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -54,7 +56,7 @@ class Ranks:
 
     config: ParallelConfig
     rank: int  # global
-    group: int  # coordinates on the axes kvp, spp and tp
+    group: int  # coordinates on the axes kvp, spp and tp; decode instances are the groups from kvp on
     stage: int
     tp_rank: int
     tp_mesh: DeviceMesh  # the ranks of this stage
@@ -63,7 +65,13 @@ class Ranks:
     report_group: dist.ProcessGroup  # for sampled tokens and digests
     control_group: dist.ProcessGroup  # for messages from rank 0
     merge_group: dist.ProcessGroup | None  # for parts of attention, where there are several KV-parallel groups
+    transfer_group: dist.ProcessGroup | None  # for keys and values, where there are decode instances
     job: Job
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The degrees of this rank's group."""
+        return self.config.of_group(self.group)
 
     @property
     def monitor(self) -> Monitor:
@@ -82,29 +90,34 @@ class Ranks:
 
     def sampler_rank(self, group: int) -> int:
         """The global rank that samples for a KV-parallel group: the first of its last stage."""
-        return self.config.rank_of(stage=self.config.spp - 1, tp_rank=0, kvp_rank=group)
+        return self.config.rank_of(stage=self.config.of_group(group).spp - 1, tp_rank=0, kvp_rank=group)
 
     def first_stage_ranks(self, group: int) -> tuple[int, ...]:
         """Global ranks of the first stage of a KV-parallel group."""
-        return tuple(self.config.rank_of(stage=0, tp_rank=t, kvp_rank=group) for t in range(self.config.tp))
+        tp_ranks = range(self.config.of_group(group).tp)
+        return tuple(self.config.rank_of(stage=0, tp_rank=tp_rank, kvp_rank=group) for tp_rank in tp_ranks)
+
+    def of_groups(self, groups: Sequence[int]) -> list[int]:
+        """The global ranks of some groups."""
+        return [rank for rank in range(self.config.world_size) if self.config.coordinates(rank)[0] in groups]
 
     @property
     def merge_ranks(self) -> tuple[int, ...]:
-        """Global ranks of this stage and tensor-parallel index, by KV-parallel group."""
+        """Global ranks of this stage and tensor-parallel index, by KV-parallel group; of no decode instance."""
         return _merge_ranks(self.config, self.stage, self.tp_rank)
 
     def neighbour(self, step: int) -> int | None:
         """The global rank with this group and tp index ``step`` stages on, None beyond an end."""
-        is_there = 0 <= self.stage + step < self.config.spp
-        return self.rank + step * self.config.tp if is_there else None
+        is_there = 0 <= self.stage + step < self.layout.spp
+        return self.rank + step * self.layout.tp if is_there else None
 
 
 def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) -> None:
     """Refuse a layout that cannot work; a pure function of its arguments, so every rank says the same."""
     if config.world_size != world_size:
         raise ParallelConfigError(
-            f"tp={config.tp} x spp={config.spp} x kvp={config.kvp} is {config.world_size} ranks, "
-            f"and {world_size} were started; accepted: degrees whose product is {world_size}"
+            f"{config} is {config.world_size} ranks, and {world_size} were started; accepted: degrees whose "
+            f"{'sum' if config.decode_replicas else 'product'} is {world_size}"
         )
     config.check_model(model)
 
@@ -187,27 +200,39 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
                 world_size=launch.world_size,
                 timeout=timeout,
             )
-        tp_mesh = _tp_mesh(dist.group.WORLD, device.type, config.tp, timeout)
+        tp_mesh = _tp_mesh(dist.group.WORLD, device.type, _tp_neighbours(config), timeout)
         pipe = dist.new_group(timeout=timeout)
         report, control = (dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, _CONTROL_TIMEOUT))
         merge = make_merge_group(config, launch.rank, timeout)
+        transfer = dist.new_group(timeout=timeout) if config.decode_replicas else None
         tp_group, place = tp_mesh.get_group(), config.coordinates(launch.rank)
-        return Ranks(config, launch.rank, *place, tp_mesh, tp_group, pipe, report, control, merge, job)
+        return Ranks(config, launch.rank, *place, tp_mesh, tp_group, pipe, report, control, merge, transfer, job)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{job.monitor.place} could not connect to the others: {error}") from error
 
 
 @cache
-def _tp_mesh(world: dist.ProcessGroup, device_type: str, tp: int, timeout: timedelta) -> DeviceMesh:
+def _tp_mesh(
+    world: dist.ProcessGroup, device_type: str, neighbours: tuple[range, ...], timeout: timedelta
+) -> DeviceMesh:
     """The mesh of this rank's tensor-parallel group; every rank makes the groups of all.
 
     Made once: DTensor keeps what it has derived from a mesh by the ranks in it, so a second mesh of the same ranks
     would be given the groups of the first, which may have been destroyed.
     """
-    neighbours = [list(range(first, first + tp)) for first in range(0, world.size(), tp)]
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in neighbours]
-    mine = world.rank() // tp
-    return DeviceMesh.from_group(groups[mine], device_type, mesh=neighbours[mine], mesh_dim_names=("tp",))
+    groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in neighbours]
+    ((mine, ranks),) = ((g, ranks) for g, ranks in zip(groups, neighbours, strict=True) if world.rank() in ranks)
+    return DeviceMesh.from_group(mine, device_type, mesh=list(ranks), mesh_dim_names=("tp",))
+
+
+def _tp_neighbours(config: ParallelConfig) -> tuple[range, ...]:
+    """The global ranks of each tensor-parallel group."""
+    firsts = [
+        config.rank_of(stage=stage, tp_rank=0, kvp_rank=group)
+        for group in range(config.num_groups)
+        for stage in range(config.of_group(group).spp)
+    ]
+    return tuple(range(first, end) for first, end in pairwise([*firsts, config.world_size]))
 
 
 def _destroy_all() -> None:
@@ -222,7 +247,8 @@ def leave(ranks: Ranks) -> None:
     that has captured a collective: NCCL would wait for its end for ever."""
     dist.barrier(group=ranks.report_group)
     ranks.monitor.leave()
-    for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, ranks.merge_group):
+    groups = ranks.pipe_group, ranks.report_group, ranks.control_group, ranks.merge_group, ranks.transfer_group
+    for group in groups:
         if group is not None:
             dist.destroy_process_group(group)
 
@@ -248,11 +274,14 @@ def over_ranks(ranks: Ranks, number: int, which: dist.ReduceOp.RedOpType) -> int
 
 def _place(config: ParallelConfig, rank: int) -> str:
     group, stage, _ = config.coordinates(rank)
+    if group >= config.kvp:
+        return f"rank {rank} (decode instance {group - config.kvp})"
     return f"rank {rank} (group {group}, stage {stage})" if config.kvp > 1 else f"rank {rank} (stage {stage})"
 
 
 def make_merge_group(config: ParallelConfig, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make the process groups of merges; returns this rank's, None where there is one KV-parallel group."""
+    """Make the process groups of merges; returns this rank's, None where there is one KV-parallel group, and on decode
+    instances."""
     mine = None
     for stage, tp_rank in itertools.product(range(config.spp), range(config.tp)) if config.kvp > 1 else ():
         members = _merge_ranks(config, stage, tp_rank)

@@ -306,6 +306,14 @@ class KVMemory:
         """The first ``num_tokens`` of a request have been sent: others may share them from the next batch on."""
         self._accounts[slot].note(slot, num_tokens, self.prefix, self.pools)
 
+    def held_by_group(self, slot: int, num_tokens: int) -> list[tuple[int, int]]:
+        """(group, tokens) of a bound request of which so many tokens have been computed, where there are some."""
+        account = self._accounts[slot]
+        tokens = account.tokens
+        if tokens is None:
+            tokens = [end - start for start, end in pairwise([*account.starts, num_tokens])]
+        return [(group, count) for group, count in enumerate(tokens, account.first) if count]
+
     def place(self, slot: int, position: int) -> tuple[int, int]:
         """(first group, number of groups) of a row that begins at ``position``; one more where a shard is full."""
         account = self._accounts[slot]

@@ -197,6 +197,14 @@ class Queue:
         self.found(state, num_cached)
         return state
 
+    def arrived(self, request: SchedulerRequest) -> None:
+        """A request comes whose prompt others have computed, and whose first token they have drawn: it decodes."""
+        length = request.num_prompt_tokens
+        state = State(request, length + 1, length, has_started=True)
+        state.num_scheduled_tokens = state.num_computed_tokens = length
+        state.tenant = self.tenants.enter(request.tenant)
+        self.running[request.slot] = self.decoding[request.slot] = state
+
     def found(self, state: State, num_tokens: int) -> None:
         """So many tokens of a request that has not started are there already."""
         if num_tokens == state.num_cached == state.num_computed_tokens:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
-from medha.batch import PIECES, Batch
+from medha.batch import PIECES, Batch, Row, Shared
 from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run, Work
 from medha.cost.prefill_time import PrefillTimes, SpreadTimes, budgeted_chunk, chunk_rules
@@ -128,6 +128,10 @@ class Scheduler:
         """Batches scheduled and not yet complete, oldest first."""
         return tuple(batch for batch, _ in self._in_flight)
 
+    def knows(self, slot: int) -> bool:
+        """Whether a slot's request is not closed."""
+        return slot in self._queue
+
     def longest_s(self) -> float:
         """Seconds that the longest batch in flight is predicted to take, 0 where none is; any thread may ask."""
         return max((sent.seconds for _, sent in list(self._in_flight) if sent is not None), default=0.0)
@@ -239,6 +243,47 @@ class Scheduler:
             self.memory.prefix.forget(slot)
             return (slot,)
         return self._close_ended((slot,))
+
+    # -- hand-over to a decode instance, which has a scheduler of its own --------------------------------------------
+
+    def keep(self, slot: int) -> None:
+        """What a request has computed stays where it is until :meth:`let_go`: nothing more of it is scheduled, it gives
+        way to nobody, and it is not closed."""
+        self._queue.running[slot].num_in_flight += 1
+        self._queue.decoding.pop(slot, None)
+
+    def let_go(self, slot: int) -> tuple[int, ...]:
+        """A kept request has been handed over, or will not be: it ends here. Returns the slots closed by that."""
+        state = self._queue.running[slot]
+        state.num_in_flight -= 1
+        if not state.ended:
+            self._queue.end(state)
+        return self._close_ended((slot,))
+
+    def has_room(self, request: SchedulerRequest, num_coming: int = 0) -> bool:
+        """Whether the whole claim of a request is there, beside those that run and so many that come."""
+        fits = request.num_kv_tokens <= self.memory.max_request_tokens
+        if not fits or self.num_running + num_coming >= self.config.max_num_seqs:
+            return False
+        return self.memory.can_start(0, request.num_kv_tokens, request.num_prompt_tokens, set_aside=True)
+
+    def receive(self, request: SchedulerRequest) -> Batch:
+        """Set the whole claim of a request aside, whose prompt others have computed. The batch has no rows: it says
+        which blocks take the keys and values."""
+        self.memory.start(request.slot, 0, request.num_kv_tokens)
+        extents = self.memory.take(Row(request.slot, 0, request.num_prompt_tokens, False, True))
+        shared = Shared(request.slot, 0, 0, request.num_prompt_tokens)
+        batch = Batch(self._next_batch_id, (), tuple(extents), tuple(self.memory.frees), shared=(shared,))
+        self.memory.batch_sent()
+        self._next_batch_id += 1
+        return batch
+
+    def arrived(self, request: SchedulerRequest, *, wanted: bool) -> None:
+        """The keys and values of a request are here; unless it has ended meanwhile it decodes."""
+        if wanted:
+            self._queue.arrived(request)
+        else:
+            self.memory.release(request.slot)
 
     def extend(self, slot: int, ids: bytes) -> None:
         """The output of a request has filled further units, which have these ids."""

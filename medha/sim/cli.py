@@ -44,6 +44,7 @@ _SAMPLE = 100_000  # requests drawn to find the longest of a workload
 _OTHERS = (
     *("scheduler", "policy", "admission", "async_scheduling", "tenant_weights", "profile"),
     *("tp_forward", "dist_timeout", "kv_memory", "swap_space", "block_size"),
+    *("decode_replicas", "decode_tp", "transfer_buffers"),
 )
 
 OutputJson = Annotated[Path | None, option("--output-json", "--json", help="Write the report here; - is stdout.")]

@@ -122,9 +122,10 @@ class KVCache:
         for pool, new in pairs:
             pool[targets] = new if kept is None else new[kept]
 
-    def block(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [P, num_kv_heads, head_dim] in contiguous memory of their numbers, laid out as the pools."""
-        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+    def block(self, memory: torch.Tensor, num_heads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [P, ``num_heads``, head_dim] in contiguous memory of their numbers, laid out as the pools;
+        None is all heads of this rank."""
+        heads, dim = num_heads or self.shape.num_kv_heads, self.shape.head_dim
         if memory.device.type == "cpu":
             k_PKH, v_PKH = memory.view(2, heads, -1, dim).transpose(1, 2)
         else:
@@ -143,19 +144,26 @@ class KVCache:
             return pools
         return [pool[:, head] for pool in pools for head in range(self.shape.num_kv_heads)]
 
-    def block_size_of(self, num_tokens: int) -> int:
+    def block_size_of(self, num_tokens: int, num_heads: int | None = None) -> int:
         """Numbers of the memory of :meth:`block` for so many tokens."""
-        return 2 * num_tokens * self.shape.num_kv_heads * self.shape.head_dim
+        return 2 * num_tokens * (num_heads or self.shape.num_kv_heads) * self.shape.head_dim
 
-    def pack(self, layer: int, runs: Sequence[tuple[int, int, int]], memory: torch.Tensor) -> torch.Tensor:
-        """Copy tokens of a layer's pool into a :meth:`block`, in place: (first, first in the block, count)."""
-        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory), strict=True):
+    def pack(
+        self, layer: int, runs: Sequence[tuple[int, int, int]], memory: torch.Tensor, heads: range | None = None
+    ) -> torch.Tensor:
+        """Copy tokens of a layer's pool into a :meth:`block`, in place: (first, first in the block, count); of some of
+        this rank's heads, None is all."""
+        heads = heads or range(self.shape.num_kv_heads)
+        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory, len(heads)), strict=True):
             for source, target, count in runs:
-                block[target : target + count] = pool[source : source + count]
+                block[target : target + count] = pool[source : source + count, heads.start : heads.stop]
         return memory
 
-    def unpack(self, layer: int, runs: Sequence[tuple[int, int, int]], memory: torch.Tensor) -> None:
+    def unpack(
+        self, layer: int, runs: Sequence[tuple[int, int, int]], memory: torch.Tensor, heads: range | None = None
+    ) -> None:
         """The inverse of :meth:`pack`."""
-        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory), strict=True):
+        heads = heads or range(self.shape.num_kv_heads)
+        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory, len(heads)), strict=True):
             for target, source, count in runs:
-                pool[target : target + count] = block[source : source + count]
+                pool[target : target + count, heads.start : heads.stop] = block[source : source + count]

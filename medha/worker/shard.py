@@ -59,7 +59,8 @@ class ModelShard:
     @classmethod
     def at(cls, model: ModelConfig, parallel: ParallelConfig, rank: int, dtype: torch.dtype) -> ModelShard:
         """What a global rank holds."""
-        _, stage, tp_rank = parallel.coordinates(rank)
+        group, stage, tp_rank = parallel.coordinates(rank)
+        parallel = parallel.of_group(group)
         tp = parallel.tp
         repeated = dataclasses.replace(model, num_kv_heads=max(tp, model.num_kv_heads)) if tp > 1 else model
         layers = parallel.layers_of(stage, model.num_layers)
@@ -147,10 +148,10 @@ def make_pipe(
         dim=dim,
         dtype=dtype,
         device=device,
-        num_buffers=ranks.config.spp + 1,
-        tp=ranks.config.tp,
+        num_buffers=ranks.layout.spp + 1,
+        tp=ranks.layout.tp,
         tp_rank=ranks.tp_rank,
-        all_gather=all_gather_over(ranks.tp_group) if ranks.config.tp > 1 else None,
+        all_gather=all_gather_over(ranks.tp_group) if ranks.layout.tp > 1 else None,
     )
 
 
@@ -210,7 +211,7 @@ def load_model(
     device: torch.device,
 ) -> Decoder:
     """Load this rank's part of the model."""
-    tp_ranks = ranks if ranks is not None and ranks.config.tp > 1 else None
+    tp_ranks = ranks if ranks is not None and ranks.layout.tp > 1 else None
     split = partial(parallelize_, mesh=tp_ranks.tp_mesh, plan=TP_PLAN) if tp_ranks else None
     place: dict[str, Any] = {"dtype": shard.dtype, "device": device, "layers": shard.layers}
     build = partial(build_decoder, shard.model, **place, parallelize_=split)
@@ -331,7 +332,9 @@ def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.
     return config.cuda_graphs and device.type == "cuda" and isinstance(backend, FlashInferBackend)
 
 
-def capture_graphs(runner: Runner, config: EngineConfig, captured: Callable[[int, int], None]) -> None:
-    """Capture graphs of decodes."""
+def capture_graphs(
+    runner: Runner, config: EngineConfig, captured: Callable[[int, int], None], *, is_alone: bool
+) -> None:
+    """Capture graphs of decodes; ``is_alone``: without tensor parallelism."""
     sizes = graph_sizes(config.scheduler.max_num_seqs)
-    runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=config.parallel.tp == 1)
+    runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=is_alone)

@@ -104,6 +104,7 @@ class Slots:
             if shared.group == self.group:
                 self._make_room(shared.slot + 1)
                 self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
+                self._last = None  # whoever had the slot may have ended just before the position that comes next
         dealt: list[tuple[Row, Deal, list[Shift]]] = []
         for row in batch.rows if batch.deals else ():
             if row.is_dealt:
@@ -150,7 +151,7 @@ class Slots:
         moves, end = [], own.held
         for shift in its:
             if shift.source == self.group:
-                moves.append(Move(shift.target, self._tokens(slot, end - shift.num_tokens, end), shift.num_tokens))
+                moves.append(Move(shift.target, self.tokens(slot, end - shift.num_tokens, end), shift.num_tokens))
                 end -= shift.num_tokens
         if moves:
             kept = -(-(own.share + row.tokens_on(self.group)) // self.block_size)
@@ -163,12 +164,12 @@ class Slots:
         for shift in its:
             if shift.target == self.group:
                 start, end = end, end + shift.num_tokens
-                moves.append(Move(shift.source, self._tokens(slot, start, end), shift.num_tokens))
+                moves.append(Move(shift.source, self.tokens(slot, start, end), shift.num_tokens))
         self.held[slot] = own.share
         self._first[slot] = row.position - own.share  # as if what is here were adjacent positions before the row
         return moves
 
-    def _tokens(self, slot: int, start: int, end: int) -> list[Run]:
+    def tokens(self, slot: int, start: int, end: int) -> list[Run]:
         """Pool tokens of some of a slot's tokens here, and where they lie in a buffer of these."""
         at = np.arange(start, end)
         blocks = self.blocks(slot)
@@ -180,7 +181,7 @@ class Slots:
         batch, last, self._last = step.batch, self._last, None
         flat = np.fromiter(chain.from_iterable(batch.rows), np.int64, len(Row._fields) * len(batch.rows))
         columns = flat.reshape(len(batch.rows), -1)
-        is_next = last is not None and np.array_equal(columns, last[0]) and not (batch.swaps_in or batch.shared)
+        is_next = last is not None and np.array_equal(columns, last[0]) and not batch.swaps_in
         if last is None or not is_next or not self._go_on(step, last[1]):
             self._gather_anew(step, columns)
         if step.is_of_decodes:

@@ -1,8 +1,9 @@
 """Jobs whose ranks fail on purpose: forked from a server that has torch loaded, so a job starts in a second.
 
 A rank is a process of its own with the environment that torchrun would set, its stdout and stderr in files. Before it
-runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shutdown``, or ``shared``:
-a batch with rows that lie on several groups) the rank is killed, stopped, throws, or is slow.
+runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shutdown``, ``shared``: a
+batch with rows that lie on several groups, or ``transfer``: a hand-over) the rank is killed, stopped, throws, or is
+slow.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from typing import Any
 from medha.parallel.launch import reserved_port
 from tests.parallel.workers import context, launch_environment
 
-POINTS = ("start", "prefill", "decode", "shared", "shutdown")
+POINTS = ("start", "prefill", "decode", "shared", "transfer", "shutdown")
 LIMIT_S = 60.0
 
 
@@ -140,6 +141,7 @@ def _install(fault: Fault, folder: Path) -> None:
     from medha.engine import build, distributed
     from medha.worker.runner import Runner
     from medha.worker.step_input import StepInput
+    from medha.worker.transfer import Transfers
 
     passed = itertools.count()
 
@@ -166,6 +168,12 @@ def _install(fault: Fault, folder: Path) -> None:
             strike()
         return run(self, step)
 
+    hand_over = Transfers._run
+
+    def hand_over_or_fail(self: Transfers, *rest: Any) -> None:
+        strike()
+        hand_over(self, *rest)
+
     def load_or_fail(*rest: Any, **named: Any) -> Any:
         strike()
         return load(*rest, **named)
@@ -178,5 +186,7 @@ def _install(fault: Fault, folder: Path) -> None:
         build.load_model = load_or_fail
     elif fault.point == "shutdown":
         distributed.leave = leave_or_fail
+    elif fault.point == "transfer":
+        Transfers._run = hand_over_or_fail  # type: ignore[method-assign]
     else:
         Runner.run = run_or_fail  # type: ignore[method-assign]

@@ -211,6 +211,10 @@ class ToyAttention:
             out_TNH[slice(*queries)] = (sums % MODULUS)[:, None, :].float()
         return out_TNH, torch.zeros(out_TNH.shape[:2])
 
+    def attend(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any) -> torch.Tensor:
+        out_TNH: torch.Tensor = self.run(q_TNH, k_PKH, v_PKH, plan)[0]
+        return out_TNH
+
 
 def toy_merge(partials: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([out for out, _ in partials]).sum(0) % MODULUS, partials[0][1]

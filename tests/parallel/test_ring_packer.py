@@ -34,15 +34,17 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
     return [output.outputs[0].token_ids for output in outputs], shared, left
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=str)
-def test_tokens(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int]) -> None:
-    kvp, spp = layout
+@pytest.mark.parametrize("layout", [(2, 1, 0), (3, 1, 0), (2, 2, 0), (2, 1, 1)], ids=str)
+def test_tokens(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, int]) -> None:
+    """Also where decode instances take over what was dealt, whose tokens do not lie in their order."""
+    kvp, spp, replicas = layout
     make_checkpoint(tmp_path, "llama", num_hidden_layers=3)
     lengths = (700, 33, 500, 90, 1, 610)
     prompts = [random_prompt(length, seed=length) for length in lengths]
     sizes = {"block_size": 16, "num_kv_blocks": 200, "max_batch_tokens": 160}
     dealt = {"kvp": kvp, "spp": spp, "max_kv_per_group": 720 // kvp // 16 * 16, "ring": True, **sizes}
-    (tokens, shared, left), *_ = workers.run(generate, kvp * spp, str(tmp_path), dealt, prompts)
+    dealt |= {"decode_replicas": replicas}
+    (tokens, shared, left), *_ = workers.run(generate, kvp * spp + replicas, str(tmp_path), dealt, prompts)
     expected, *_ = generate(str(tmp_path), sizes, prompts)
     assert tokens == expected
     assert left == 0

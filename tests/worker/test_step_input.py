@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from medha.attention.interface import AttentionRows, LayerShape
-from medha.batch import Batch, Extent, Row, append_extent
+from medha.batch import Batch, Extent, Row, Shared, append_extent
 from medha.sched.blocks import facing
 from medha.worker.kv_cache import KVCache
 from medha.worker.step_input import DeviceStep, Slots, StepInput
@@ -217,6 +217,18 @@ def test_a_row_beyond_the_blocks_of_its_slot_is_an_error() -> None:
     ):
         with pytest.raises(IndexError, match=f"^{reason}$"):
             slots.prepare(Batch(1, (row,)))
+
+
+def test_a_request_that_is_handed_over_takes_a_slot_whose_decode_ended_just_before() -> None:
+    """The row that comes next is the one that the former request would have had; its blocks are others."""
+    slots = Slots(BLOCK)
+    slots.prepare(Batch(0, (Row(3, 0, 7, False, True),), (Extent(3, 0, 2),)))
+    slots.prepare(Batch(1, (Row(3, 7, 1, True, True),)))
+    slots.prepare(Batch(2, (), (Extent(3, 10, 3),), frees=(3,), shared=(Shared(3, 0, 0, 8),)))
+    step = slots.prepare(Batch(3, (Row(3, 8, 1, True, True),)))
+    assert step.own is not None
+    assert step.own.pages.tolist() == [10, 11, 12]
+    assert (step.own.kv_len.tolist(), step.targets.tolist()) == ([9], [12 * BLOCK])
 
 
 def test_cleared_slots_are_as_new() -> None:

@@ -1,0 +1,208 @@
+"""Keys and values on their way to a decode instance: in a thread of its own on each rank, beside the compute.
+
+What goes where is :mod:`medha.parallel.handover`. All ranks send and receive the messages of the requests that are
+handed over in one order: request after request, and of each layer after layer, part after part, piece after piece. So
+the first message that is not over has both its ends waiting for it, and none waits for ever. A rank has a few staging
+buffers, each of a piece of one layer, and as many messages on their way.
+
+On CUDA the copies run on a stream of their own, behind the compute launched before the hand-over was heard of; this has
+not run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from medha.attention.staging import record_event
+from medha.batch import Batch
+from medha.errors import PlanDivergenceError, RankFailedError
+from medha.parallel.handover import Part, parts_of
+from medha.parallel.health import tell_failure
+from medha.parallel.mesh import Ranks
+from medha.worker.kv_cache import KVCache
+from medha.worker.runner import Runner
+from medha.worker.shard import ModelShard
+from medha.worker.step import Lane
+from medha.worker.step_input import Slots
+from medha.worker.swap import Run
+
+_RECEIPTS_TAG = 4  # the report group's others are in medha/engine/distributed.py
+PIECE_TOKENS = 1 << 14  # 64 MiB of 8 heads of 128 in 16 bits
+
+
+class Piece(NamedTuple):
+    """One message: some tokens of one layer and some of this rank's heads."""
+
+    is_sent: bool
+    rank: int  # the other one
+    layer: int  # of those held here
+    heads: range  # of those held here
+    num_tokens: int
+    runs: Sequence[Run]  # from where in the pool to where in the buffer
+
+
+def pieces_of(parts: Sequence[Part], rank: int, slots: Slots, slot: int, first_layer: int) -> Iterator[Piece]:
+    """The messages of a hand-over that a rank sends or receives, in order; ``first_layer`` is the first held here."""
+    for layers in sorted({part.layers for part in parts}, key=lambda layers: layers.start):
+        own = [part for part in parts if part.layers == layers and rank in (part.source, part.target)]
+        runs = {part: _runs(slots, slot, 0 if part.source == rank else part.start, part.num_tokens) for part in own}
+        for layer in layers:
+            for part in own:
+                is_sent = part.source == rank
+                first, other = (part.source_head, part.target) if is_sent else (part.target_head, part.source)
+                heads = range(first, first + len(part.heads))
+                for count, its_runs in runs[part]:
+                    yield Piece(is_sent, other, layer - first_layer, heads, count, its_runs)
+
+
+def _runs(slots: Slots, slot: int, start: int, num_tokens: int) -> list[tuple[int, list[Run]]]:
+    """Where the tokens of each piece lie, and how many there are."""
+    bounds = [*range(start, start + num_tokens, PIECE_TOKENS), start + num_tokens]
+    return [(end - at, slots.tokens(slot, at, end)) for at, end in pairwise(bounds)]
+
+
+class Transfers:
+    """Sends and receives the KV of requests that are handed over, one request after the other.
+
+    Args:
+        cache: this rank's.
+        group: of the device's backend, of all ranks; nothing else uses it.
+        num_buffers: messages that may be on their way.
+        failed: is told what ended the thread.
+    """
+
+    def __init__(
+        self, cache: KVCache, group: dist.ProcessGroup, *, num_buffers: int, failed: Callable[[Exception], object]
+    ) -> None:
+        self._cache = cache
+        self._group = group
+        self._failed = failed
+        self._device = cache.k[0].device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._buffers = [cache.k[0].new_empty(0) for _ in range(num_buffers)]
+        self._lane = Lane("medha-transfer")
+
+    def start(self, pieces: Sequence[Piece], done: Callable[[], None] = lambda: None) -> None:
+        """Send or receive the messages of one hand-over behind those of the ones before; ``done`` is called when they
+        are over, in the thread."""
+        ready = record_event(self._device)
+
+        def run() -> None:
+            try:
+                self._run(pieces, ready)
+                done()
+            except Exception as error:
+                self._failed(error)
+
+        self._lane.submit(run)
+
+    def close(self) -> None:
+        """Wait for what has been started, and end the thread."""
+        self._lane.submit(lambda: None).result()
+        self._lane.close()
+
+    @torch.inference_mode()
+    def _run(self, pieces: Sequence[Piece], ready: torch.cuda.Event | None) -> None:
+        free, posted = deque(range(len(self._buffers))), deque[tuple[Piece, int, torch.Tensor, dist.Work]]()
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            for piece in pieces:
+                if not free:
+                    free.append(self._end(*posted.popleft()))
+                buffer = self._buffer(index := free.popleft(), piece)
+                if piece.is_sent:
+                    self._cache.pack(piece.layer, piece.runs, buffer, piece.heads)
+                pass_on = dist.isend if piece.is_sent else dist.irecv
+                work = pass_on(buffer, piece.rank, group=self._group)
+                assert work is not None, "all ranks are in the group"
+                posted.append((piece, index, buffer, work))
+            while posted:
+                self._end(*posted.popleft())
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _end(self, piece: Piece, index: int, buffer: torch.Tensor, work: dist.Work) -> int:
+        """Wait for a message, and put what was received into the pool; returns whose buffer is free then."""
+        work.wait()
+        if not piece.is_sent:
+            self._cache.unpack(piece.layer, piece.runs, buffer, piece.heads)
+        return index
+
+    def _buffer(self, index: int, piece: Piece) -> torch.Tensor:
+        """So much of a staging buffer as a message takes; its memory is kept for the next ones."""
+        size = self._cache.block_size_of(piece.num_tokens, len(piece.heads))
+        if len(self._buffers[index]) < size:
+            self._buffers[index] = self._buffers[index].new_empty(size)
+        return self._buffers[index][:size]
+
+
+class TransferLine:
+    """A rank's end of hand-overs: what it sends and receives, and the receipts of the decode ranks on rank 0."""
+
+    def __init__(self, ranks: Ranks, runner: Runner, shard: ModelShard) -> None:
+        self._ranks = ranks
+        self._runner = runner
+        self._shard = shard
+        assert ranks.transfer_group is not None, "there are decode instances"
+        buffers = ranks.config.transfer_buffers
+        self._transfers = Transfers(runner.cache, ranks.transfer_group, num_buffers=buffers, failed=self._failed)
+        # on rank 0: who waits for the receipts of each instance, which come in order
+        groups = range(ranks.config.kvp, ranks.config.num_groups) if ranks.rank == 0 else ()
+        self._receipts = {group: Lane(f"medha-receipts-{group}") for group in groups}
+
+    def begin(self, held: Sequence[tuple[int, int]], batch: Batch) -> None:
+        """Begin to send or receive what concerns this rank of a request that is handed over, behind the batches
+        prepared so far; a decode rank tells rank 0 when it has all.
+
+        Args:
+            held: the groups from which the request comes, and how many tokens each holds.
+            batch: without rows, of the decode instance: which blocks take them.
+        """
+        ((slot, target, _, _),) = batch.shared
+        if self._ranks.group == target:
+            self._runner.slots.prepare(batch.part_of(target))
+        shard = self._shard
+        sizes = {"num_layers": shard.whole.num_layers, "num_kv_heads": shard.whole.num_kv_heads}
+        parts = parts_of(self._ranks.config, held, target, **sizes)
+        pieces = list(pieces_of(parts, self._ranks.rank, self._runner.slots, slot, shard.layers.start))
+        receipt = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
+
+        def done() -> None:
+            if self._ranks.group == target:
+                dist.send(receipt, dst=0, group=self._ranks.report_group, tag=_RECEIPTS_TAG)
+
+        self._transfers.start(pieces, done)
+
+    def receipt(self, batch: Batch) -> Future[None]:
+        """On rank 0: what is done when every rank of the decode instance has what a hand-over brings it."""
+        target = batch.shared[0].group
+
+        def wait() -> None:
+            ours, theirs = [batch.batch_id, batch.digest()], torch.empty(2, dtype=torch.int64)
+            for rank in self._ranks.of_groups([target]):
+                try:
+                    dist.recv(theirs, src=rank, group=self._ranks.report_group, tag=_RECEIPTS_TAG)
+                except Exception as error:
+                    raise RankFailedError(self._failed(error)) from None
+                if theirs.tolist() != ours:
+                    raise PlanDivergenceError(f"rank {rank} took over {theirs.tolist()} where {ours} was sent")
+
+        return self._receipts[target].submit(wait)
+
+    def close(self) -> None:
+        """Wait for what has begun."""
+        self._transfers.close()
+        for lane in self._receipts.values():
+            lane.close()
+
+    def _failed(self, error: Exception) -> str:
+        return tell_failure(self._ranks.monitor, error, "a hand-over")

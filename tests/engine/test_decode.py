@@ -1,0 +1,147 @@
+"""Who is handed over to which decode instance, and when: schedulers alone, no model and no ranks."""
+
+import random
+from collections import deque
+
+import pytest
+
+from medha.batch import Batch, Extent, Shared
+from medha.config import SchedulerConfig
+from medha.engine.decode import DecodeInstance, HandOvers
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
+from tests.sched.virtual import make_predictor
+
+BLOCK = 16
+
+
+def scheduler(num_blocks: int, num_groups: int = 1, max_num_seqs: int = 64, *, is_async: bool = False) -> Scheduler:
+    room = num_blocks * BLOCK
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_kv_per_group=room, async_scheduling=is_async)
+    predictor = make_predictor(kvp=num_groups)
+    return Scheduler(config, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor)
+
+
+def request(slot: int, num_prompt: int, max_new: int = 17) -> SchedulerRequest:
+    return SchedulerRequest(slot, num_prompt, max_new, 0.0)
+
+
+def hand_overs(*num_blocks: int, most: int = 2, max_num_seqs: int = 64) -> HandOvers:
+    schedulers = [scheduler(size, max_num_seqs=max_num_seqs) for size in num_blocks]
+    return HandOvers([DecodeInstance(1 + i, one) for i, one in enumerate(schedulers)], most)
+
+
+def wait(waits: HandOvers, *requests: SchedulerRequest) -> list[tuple[int, int]]:
+    """(slot, group) of those that are granted now."""
+    waits.waiting.update({one.slot: one for one in requests})
+    return [(request.slot, batch.shared[0].group) for request, batch in waits.grants()]
+
+
+def test_a_grant_says_which_blocks_take_the_kv() -> None:
+    waits = hand_overs(8)
+    waits.waiting[3] = request(3, 40, 30)
+    ((asked, batch),) = waits.grants()
+    assert asked == request(3, 40, 30)
+    assert batch == Batch(0, (), (Extent(3, 0, 3, 1),), shared=(Shared(3, 1, 0, 40),))
+    assert batch == Batch.from_ints(batch.to_ints())
+    (instance,) = waits.instances
+    assert (instance.scheduler.memory.num_used, waits.waiting) == (3, {})
+    instance.scheduler.arrived(instance.coming.pop(3), wanted=True)
+    decode = instance.scheduler.schedule(0.0).batch
+    assert decode is not None
+    assert str(decode.rows[0]) == "slot 3 decode [40]"
+    assert (decode.batch_id, decode.num_decodes) == (1, 1)
+
+
+def test_the_instance_with_most_room_for_each_of_its_requests_is_next() -> None:
+    """(free - virtual) / max(1, batch), where virtual is the whole claim of what is on its way."""
+    waits = hand_overs(20, 30, most=9)
+    assert wait(waits, request(0, 32)) == [(0, 2)]  # 30 > 20; then 30 - 3 = 27
+    assert wait(waits, request(1, 10 * BLOCK)) == [(1, 2)]  # then 27 - 11 = 16
+    assert wait(waits, request(2, 32)) == [(2, 1)]  # 20 > 16
+    second = waits.instances[1]
+    for slot in (0, 1):
+        second.scheduler.arrived(second.coming.pop(slot), wanted=True)
+    assert second.freeness == pytest.approx((30 - 12) / 2)  # what has arrived counts as what it holds
+    assert waits.instances[0].freeness == pytest.approx(20 - 3)
+    assert wait(waits, request(3, 32)) == [(3, 1)]
+
+
+def test_there_is_no_grant_without_room_for_the_whole_claim_and_nobody_overtakes() -> None:
+    waits = hand_overs(10)
+    assert wait(waits, request(0, 64, 49)) == [(0, 1)]  # 7 blocks in the end, 4 now
+    assert wait(waits, request(1, 33, 17), request(2, 16, 2)) == []  # 4 of the 3 that nobody claims
+    (instance,) = waits.instances
+    instance.scheduler.arrived(instance.coming.pop(0), wanted=True)
+    assert list(waits.grants()) == []
+    assert instance.scheduler.cancel(0) == (0,)
+    assert wait(waits) == [(1, 1), (2, 1)]
+
+
+def test_an_instance_takes_over_so_many_at_once_and_runs_so_many() -> None:
+    waits = hand_overs(99, most=2, max_num_seqs=3)
+    assert wait(waits, *(request(slot, 16) for slot in range(5))) == [(0, 1), (1, 1)]
+    (instance,) = waits.instances
+    for slot in (0, 1):
+        instance.scheduler.arrived(instance.coming.pop(slot), wanted=True)
+    assert wait(waits) == [(2, 1)]
+
+
+def test_one_that_ended_on_the_way_gives_its_blocks_back() -> None:
+    waits = hand_overs(10)
+    assert wait(waits, request(0, 64)) == [(0, 1)]
+    (instance,) = waits.instances
+    instance.scheduler.arrived(instance.coming.pop(0), wanted=False)
+    assert (instance.scheduler.memory.num_used, instance.scheduler.num_running) == (0, 0)
+    waits.waiting[0] = request(0, 16)
+    ((_, batch),) = waits.grants()
+    assert batch.frees == (0,)  # whoever has the slot next comes behind
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> None:
+    """Prefills, transfers and decodes end in random order; pools hold a few requests each."""
+    draw = random.Random(seed)
+    prefill, waits = scheduler(24, num_groups=2, is_async=seed % 2 == 0), hand_overs(14, 11, most=1)
+    left = [request(slot, draw.randint(1, 150), draw.randint(2, 60)) for slot in range(60)]
+    in_flight: deque[Batch] = deque()
+    decoding: dict[int, int] = {}  # by slot, tokens to come
+    wanted = {one.slot: one for one in left}
+    now_s, num_done = 0.0, 0
+    for one in left:
+        prefill.add(SchedulerRequest(one.slot, one.num_prompt_tokens, 1, 0.0))
+    for _ in range(20_000):
+        now_s += 0.01
+        choice = draw.randrange(4)
+        if choice == 0 and (batch := prefill.schedule(now_s).batch) is not None:
+            in_flight.append(batch)
+        elif choice == 1 and in_flight:
+            batch = in_flight.popleft()
+            drawn = [row.slot for row in batch.rows if row.samples]
+            assert prefill.complete(batch, now_s, [(slot, 0, False) for slot in drawn], 0.01) == ()
+            for slot in drawn:
+                prefill.keep(slot)
+                held = prefill.memory.held_by_group(slot, wanted[slot].num_prompt_tokens)
+                assert sum(count for _, count in held) == wanted[slot].num_prompt_tokens
+                waits.waiting[slot] = wanted[slot]
+        elif choice == 2:
+            decoding.update({one.slot: one.max_new_tokens - 1 for one, _ in waits.grants()})
+            for instance in waits.instances:
+                if instance.coming and draw.random() < 0.5:
+                    slot = draw.choice(list(instance.coming))
+                    assert prefill.let_go(slot) == (slot,)
+                    instance.scheduler.arrived(instance.coming.pop(slot), wanted=True)
+        elif choice == 3:
+            for instance in waits.instances:
+                if (batch := instance.scheduler.schedule(now_s).batch) is None:
+                    continue
+                assert all(row.is_decode for row in batch.rows)
+                results = []
+                for row in batch.rows:
+                    decoding[row.slot] -= 1
+                    results.append((row.slot, 1, decoding[row.slot] == 0))
+                num_done += len(instance.scheduler.complete(batch, now_s, results, 0.01))
+        if num_done == len(left):
+            break
+    assert num_done == len(left)
+    assert [one.memory.num_used for one in (prefill, *(i.scheduler for i in waits.instances))] == [0, 0, 0]

@@ -1,0 +1,283 @@
+"""Decode instances in real gloo processes: tokens, who computes what, back pressure, and ends in every state."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.params import SamplingParams
+from medha.worker.step_input import StepInput
+from tests.checkpoints import make_checkpoint, random_prompt
+from tests.parallel.faults import Fault, Job, command, start
+from tests.parallel.test_faults import check_ends, written
+from tests.parallel.workers import WorkerPool
+
+LENGTHS = (1, 33, 150, 5, 90, 61, 2)
+SIZES = {"block_size": 16, "num_kv_blocks": 40, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+PENALTIES = GREEDY | {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.2}
+DRAWN: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "ignore_eos": True, "logprobs": 1}
+
+
+def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[dict[str, Any]], list[SamplingParams]]:
+    """Prompts, and parameters of every kind; one asks for its first token alone."""
+    kinds = (GREEDY, PENALTIES, DRAWN)
+    params = [SamplingParams(**kinds[i % 3], max_tokens=(9, 3, 20, 1, 12)[i % 5]) for i in range(len(lengths))]
+    return [{"prompt_token_ids": random_prompt(length, seed=i)} for i, length in enumerate(lengths)], params
+
+
+def serve(folder: str, options: dict[str, Any], prompts: Any, params: Any) -> Any:
+    """On each rank: build the LLM and generate. Rank 0 says the tokens, the seconds that each waited for a decode
+    instance, the tokens that each rank computed, and the blocks that are left in use."""
+    from medha import LLM
+
+    with LLM(folder, **SIZES | options) as llm:
+        outputs = llm.generate(prompts, params)
+        if not llm.is_driver:
+            return [], [], [], 0
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        explained = [output.metrics.explanation for output in outputs]
+        waits = [0.0 if one is None else one.decode_wait_s for one in explained]
+        engine = llm.engine
+        if not engine.hand_overs:
+            return tokens, waits, [], engine.scheduler.memory.num_used
+        left = [one.scheduler.memory.num_used for one in engine.hand_overs.instances]
+        ran = [sum(batch.num_tokens for batch in rank.batches) for rank in engine.runner.gather_records()]
+        return tokens, waits, ran, engine.scheduler.memory.num_used + sum(left)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"decode_tp": 2},
+    {"kvp": 2, "max_kv_per_group": 80, "decode_tp": 1},
+    {"decode_tp": 4},  # two KV heads: each is on two ranks
+    {"spp": 2, "decode_tp": 2},
+    {"tp": 2, "kvp": 2, "max_kv_per_group": 80, "decode_tp": 1},
+    {"decode_replicas": 2, "decode_tp": 2},
+    {"scheduler": "cdsp", "kvp": 2, "decode_tp": 2, "chunk_size": None, "improvement_rate": 0.0},
+]
+
+
+def size_of(layout: dict[str, Any]) -> int:
+    prefill = layout.get("tp", 1) * layout.get("spp", 1) * layout.get("kvp", 1)
+    return prefill + layout.get("decode_replicas", 1) * layout["decode_tp"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(folder, "llama", tied=False, seed=0, num_hidden_layers=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(workers: WorkerPool, folder: Path) -> list[list[int]]:
+    return workers.run(serve, 1, str(folder), {}, *wishes())[0][0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
+    workers: WorkerPool, folder: Path, expected: list[list[int]], layout: dict[str, Any]
+) -> None:
+    answers = workers.run(serve, size_of(layout), str(folder), {"decode_replicas": 1} | layout, *wishes())
+    tokens, waits, ran, left = answers[0]
+    assert tokens == expected
+    assert left == 0
+    assert [wait > 0 for wait in waits] == [len(found) > 1 for found in expected]
+    decode_tp, behind = layout["decode_tp"], size_of(layout) - layout.get("decode_replicas", 1) * layout["decode_tp"]
+    assert sum(ran[behind::decode_tp]) == sum(len(found) - 1 for found in expected)  # but the first token of each
+    assert all(ran[rank] == ran[rank - (rank - behind) % decode_tp] for rank in range(behind, len(ran)))
+    if "kvp" not in layout:
+        assert ran[:behind] == [sum(LENGTHS)] * behind
+
+
+def beside(folder: str, options: dict[str, Any]) -> Any:
+    """On each rank: a request decodes while a long prompt is prefilled in slow batches; when the one ends, and when the
+    other has its first token, and the batches with a chunk."""
+    from medha import LLM
+    from medha.worker.runner import Runner
+
+    run, slow = Runner.run, []
+
+    def run_slowly(self: Runner, step: StepInput) -> Any:
+        if step.batch.chunks and len(slow) > 1:
+            time.sleep(0.3)
+        slow.extend(step.batch.chunks)
+        return run(self, step)
+
+    with pytest.MonkeyPatch.context() as patch, LLM(folder, **SIZES | options) as llm:
+        patch.setattr(Runner, "run", run_slowly)
+        prompts = [{"prompt_token_ids": random_prompt(length, seed=0)} for length in (20, 300)]
+        params = [SamplingParams(**GREEDY, max_tokens=max_tokens) for max_tokens in (25, 2)]
+        outputs = llm.generate(prompts, params)
+        return [(output.metrics.finished, output.metrics.first_token) for output in outputs], len(slow)
+
+
+def test_decodes_go_on_beside_a_long_prefill(workers: WorkerPool, folder: Path) -> None:
+    """Batches of the instance complete independently: 24 of them within fewer slow ones."""
+    options = {"decode_replicas": 1, "decode_tp": 1, "scheduler": "medha", "max_batch_tokens": 37}
+    ((short_end, _), (_, long_first)), num_slow = workers.run(beside, 2, str(folder), options)[0]
+    assert num_slow < 15
+    assert short_end < long_first
+
+
+def share(folder: str, options: dict[str, Any]) -> Any:
+    """On each rank: one prompt twice, then several completions of it; the tokens, and the cached tokens of each."""
+    from medha import LLM
+
+    with LLM(folder, **SIZES | options) as llm:
+        prompt = {"prompt_token_ids": random_prompt(100, seed=3)}
+        asked = [SamplingParams(**PENALTIES, max_tokens=30), SamplingParams(**DRAWN, n=3, max_tokens=9)]
+        outputs = [output for params in (asked[0], asked[0], asked[1]) for output in llm.generate([prompt], params)]
+        return [[one.token_ids for one in output.outputs] for output in outputs], [
+            output.metrics.num_cached_tokens for output in outputs
+        ]
+
+
+def test_prompts_are_shared_and_have_several_completions(workers: WorkerPool, folder: Path) -> None:
+    options = {"decode_replicas": 1, "decode_tp": 2, "prefix_caching": True}
+    expected = workers.run(share, 1, str(folder), {"prefix_caching": True})[0]
+    tokens, cached = workers.run(share, 3, str(folder), options)[0]
+    assert tokens == expected[0]
+    assert cached[:2] == [0, 96]
+
+
+# -- full pools --------------------------------------------------------------------------------------------------------
+
+MANY = tuple(1 + (37 * i) % 150 for i in range(24))
+
+
+@pytest.mark.parametrize("layout", [{"decode_tp": 2}, {"kvp": 2, "max_kv_per_group": 96, "decode_tp": 1}], ids=str)
+def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
+    workers: WorkerPool, folder: Path, layout: dict[str, Any]
+) -> None:
+    """Requests wait for a decode instance, and prefills for the memory of those that wait."""
+    expected = workers.run(serve, 1, str(folder), {}, *wishes(MANY))[0][0]
+    options = {"decode_replicas": 1, "transfer_buffers": 1, "num_kv_blocks": 12} | layout
+    tokens, _, _, left = workers.run(serve, size_of(layout), str(folder), options, *wishes(MANY))[0]
+    assert (tokens, left) == (expected, 0)
+
+
+def refuse(folder: str, options: dict[str, Any]) -> Any:
+    """On each rank: what is said of a request whose prompt fits, and what it is to decode does not."""
+    from medha import LLM
+    from medha.errors import MedhaError
+
+    with LLM(folder, **SIZES | options) as llm:
+        said = []
+        for length, max_tokens in ((150, 500), (700, 2)):
+            try:
+                llm.generate(
+                    [{"prompt_token_ids": random_prompt(length, seed=0)}], SamplingParams(max_tokens=max_tokens)
+                )
+            except MedhaError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        (output,) = llm.generate([{"prompt_token_ids": [5] * 150}], SamplingParams(max_tokens=3, **GREEDY)) or [None]
+        return said, None if output is None else len(output.outputs[0].token_ids)
+
+
+def test_a_claim_that_is_too_large_for_either_side_is_refused_with_the_numbers(
+    workers: WorkerPool, folder: Path
+) -> None:
+    answers = workers.run(refuse, 3, str(folder), {"decode_replicas": 1, "decode_tp": 2})
+    for said, _ in answers:
+        assert "150 prompt tokens and max_tokens=500 need 649 tokens of KV cache on a decode instance" in said[0]
+        assert "accepted: at most 640" in said[0]
+        assert "700 prompt tokens and max_tokens=1 need 700 tokens of KV cache; accepted: at most 640" in said[1]
+    assert [count for _, count in answers] == [3, None, None]
+
+
+# -- ends in every state -----------------------------------------------------------------------------------------------
+
+
+def abort_in(folder: str, options: dict[str, Any], prompts: Any, params: Any, state: str) -> Any:
+    """On each rank: abort the second request when it is in a state; the tokens of all, and what is left in use."""
+    from medha import LLM
+
+    with LLM(folder, **SIZES | options) as llm:
+        if not llm.is_driver:
+            llm.follow()
+            return {}, 0, 0
+        engine, found = llm.engine, {}
+        (instance,) = engine.hand_overs.instances
+        for name, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(str(name), prompt, its)
+        is_aborted = False
+        while engine.has_unfinished:
+            for output in engine.step():
+                found[output.request_id] = output.outputs[0]
+            states = {
+                "queued": True,
+                "prefilling": engine._by_slot.get(1) is not None and engine._by_slot[1].num_computed_tokens > 0,
+                "waiting": 1 in engine.hand_overs.waiting,
+                "coming": 1 in engine.hand_overs.transfers,
+                "decoding": instance.scheduler.knows(1),
+            }
+            if states[state] and not is_aborted:
+                is_aborted = True
+                engine.abort("1")
+                engine.add_request("late", prompts[0], params[0])  # which may get the slot
+        left = engine.scheduler.memory.num_used + instance.scheduler.memory.num_used
+        return {name: (one.finish_reason, one.token_ids) for name, one in found.items()}, left, len(engine._by_slot)
+
+
+@pytest.mark.parametrize("state", ["queued", "prefilling", "waiting", "coming", "decoding"])
+def test_an_abort_in_any_state_leaves_nothing_behind(workers: WorkerPool, folder: Path, state: str) -> None:
+    lengths = (100, 90, 40, 70)
+    prompts, _ = wishes(lengths)
+    params = [SamplingParams(**kind, max_tokens=25) for kind in (GREEDY, PENALTIES, PENALTIES, DRAWN)]
+    expected = workers.run(serve, 1, str(folder), {}, prompts, params)[0][0]
+    options = {"decode_replicas": 1, "decode_tp": 2, "num_kv_blocks": 16, "transfer_buffers": 1}
+    found, left, num_slots = workers.run(abort_in, 3, str(folder), options, prompts, params, state)[0]
+    reason, tokens = found.pop("1")
+    assert reason == "abort"
+    assert tokens == expected[1][: len(tokens)]
+    assert (len(tokens) > 0) == (state in ("waiting", "coming", "decoding"))
+    wanted = {"0": 0, "2": 2, "3": 3, "late": 0}
+    assert {name: ids for name, (_, ids) in found.items()} == {name: expected[at] for name, at in wanted.items()}
+    assert (left, num_slots) == (0, 0)
+
+
+REQUESTS = [
+    {"id": "short", "prompt": "a", "max_tokens": 1},
+    {"id": "first", "prompt": "c" * 300, "max_tokens": 200, "ignore_eos": True},
+    {"id": "second", "prompt": "b" * 2000, "max_tokens": 200, "ignore_eos": True},
+]
+
+FAULTS = [
+    Fault(1, "transfer", "kill", after=1),  # the decode rank, while it takes over
+    Fault(0, "transfer", "throw", after=1),  # the source
+    Fault(1, "transfer", "throw", after=1),
+    Fault(1, "decode", "kill", after=6),  # while another request is prefilled, or waits
+    Fault(0, "prefill", "kill", after=20),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.rank}-{fault.point}-{fault.action}")
+def test_a_rank_that_fails_ends_all_with_its_name(model: Path, tmp_path: Path, jobs: list[Job], fault: Fault) -> None:
+    """A lost decode instance costs the job, as any lost rank does."""
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
+    sizes = "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64 --max-model-len 4096"
+    files = ("--requests", str(tmp_path / "requests.jsonl"), "--output", str(tmp_path / "out.jsonl"))
+    arguments = ["--model", str(model), *sizes.split(), *files, "--decode-replicas", "1"]
+    jobs.append(job := start(tmp_path, 2, command, arguments, fault=fault))
+    said = check_ends(job, fault)
+    assert ("rank 0 (stage 0)", "rank 1 (decode instance 0)")[fault.rank] in said
+    assert ("ValueError: boom" in said) == (fault.action == "throw")
+    ends = written(tmp_path)
+    assert ends["short"]["finish_reason"] == "length"
+    if fault.rank:
+        assert ends["second"]["finish_reason"] == "error"
+
+
+def test_a_transfer_that_takes_long_is_waited_for(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
+    files = ("--requests", str(tmp_path / "requests.jsonl"), "--output", str(tmp_path / "out.jsonl"))
+    fault = Fault(1, "transfer", "sleep", sleep_s=2.0)
+    arguments = ["--model", str(model), *files, "--decode-replicas", "1", "--max-model-len", "4096"]
+    jobs.append(job := start(tmp_path, 2, command, arguments, fault=fault))
+    assert job.wait(60.0) == [0, 0], job.stderr(0)
+    assert {name: row["finish_reason"] for name, row in written(tmp_path).items()} == dict.fromkeys(
+        ("short", "first", "second"), "length"
+    )
