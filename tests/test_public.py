@@ -30,7 +30,7 @@ SIGNATURES = {
     "Engine.abort": "request_id",
     "Engine.abort_all": "",
     "Engine.reset_prefix_cache": "",
-    "Engine.step": "",
+    "Engine.step": "wait_s=None",
     "SamplingParams.resolve": "defaults",
     "SamplingParams.capped": "max_tokens",
     "SamplingParams.reported": "output_kind",

@@ -15,7 +15,7 @@ import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
 from medha.engine.engine import Engine
 from medha.engine.prefix import PrefixIds
-from medha.models.layers import LinearFn, TensorShard
+from medha.models.layers import FusedKernels, LinearFn, TensorShard
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
@@ -116,9 +116,11 @@ def padding_drawn(patch: Patch) -> None:
     """The vocabulary's padding, where tensor parallelism does not divide it, can be drawn."""
     head = decoder._vocab_parallel_head
 
-    def padded(rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None) -> LinearFn:
+    def padded(
+        rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None, fused: FusedKernels | None
+    ) -> LinearFn:
         size = 1 if shard is None else shard.size
-        return head(rows_VD, size * -(-vocab_size // size), shard)
+        return head(rows_VD, size * -(-vocab_size // size), shard, fused)
 
     patch.setattr(decoder, "_vocab_parallel_head", padded)
 

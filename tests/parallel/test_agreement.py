@@ -27,7 +27,8 @@ def start(folder: str, broken: int | None, options: dict[str, Any]) -> tuple[str
             patch.delenv("CXX", raising=False)
             library.cache_clear()
         logger.addHandler(handler)
-        patch.setattr(logger, "level", logging.INFO)
+        level = logger.level
+        logger.setLevel(logging.INFO)  # which forgets what the logger found to be off before
         try:
             role = build_role(EngineConfig.from_flat(folder, num_kv_blocks=8, **options))
             runner = (role.follower or role.engine.runner)._runner  # type: ignore[union-attr]
@@ -37,6 +38,7 @@ def start(folder: str, broken: int | None, options: dict[str, Any]) -> tuple[str
             role.close()
         finally:
             logger.removeHandler(handler)
+            logger.setLevel(level)
             library.cache_clear()
     return found
 

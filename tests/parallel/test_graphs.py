@@ -67,7 +67,13 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         def __del__(self) -> None:
             order.append("graph")
 
-    groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
+    groups: dict[str, Any] = {
+        "pipe_group": "pipe",
+        "report_group": "gloo",
+        "control_group": "control",
+        "merge_group": "merges",
+    }
+    groups["transfer_group"] = None  # of decode instances alone
     monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
     ranks: Any = SimpleNamespace(**groups, monitor=monitor)
     runner: Any = SimpleNamespace(graphs=Graph())
