@@ -110,12 +110,12 @@ def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path)
     """Requests wait, and no batch completes, since a step hangs."""
     code = (
         "import time, medha.engine.engine as engine\n"
-        "complete = engine.Engine._complete_oldest\n"
-        "def hanging(self):\n"
-        "    if any(row.kv_len > 100 for row in self._in_flight[0].batch.rows):\n"
+        "complete = engine.Engine._complete\n"
+        "def hanging(self, index):\n"
+        "    if any(row.kv_len > 100 for row in self._in_flight[index].batch.rows):\n"
         "        time.sleep(600)\n"
-        "    complete(self)\n"
-        "engine.Engine._complete_oldest = hanging\n"
+        "    complete(self, index)\n"
+        "engine.Engine._complete = hanging\n"
         "from medha.serve.__main__ import main\n"
         "main()"
     )
