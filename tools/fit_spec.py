@@ -40,6 +40,7 @@ _DECODE_RATES = (
     *("short_bytes_per_s", "block_bytes_per_s"),
 )
 _CHUNK_RATES: tuple[str, ...] = ("flops_per_s", "block_flops_per_s", "overlap_power", "launch_s", "cached_launch_s")
+_UNTOLD = ("ring_step_s", "hides_sends")  # of which no table tells
 _CHUNKS_DERIVED = (
     "chunks behind a cache are derived: differences of prompts, decodes as chunks of one token, and the launch of a "
     "decode whose keys are split"
@@ -287,8 +288,9 @@ def fit_spec(gpu: Published, data: Folders, base: HardwareSpec | None) -> tuple[
     host = gpu_tables.host(data)
     if is_fitted("host_s", set() if host is None else {host[0]}, "sample_s") and host is not None:
         spec = replace(spec, host_s=_rounded(host[1]), sample_s=_rounded(host[2]))
+    kept = {name: basis.sources[name] for name in _UNTOLD}
     provenance = "measured" if all(sources[part].startswith("fit") for part in ("gemm", "attention")) else "derived"
-    return replace(spec, provenance=provenance, sources={**sources, "control_s": "assumed"}), errors
+    return replace(spec, provenance=provenance, sources={**sources, "control_s": "assumed", **kept}), errors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -340,6 +342,7 @@ def derived(spec: HardwareSpec, of: Published, to: Published) -> HardwareSpec:
         sources={
             **dict.fromkeys(("gemm", "attention", "elementwise"), by_peak),
             **dict.fromkeys(("host_s", "sample_s"), f"that of {spec.name}"),
+            **{name: spec.sources[name] for name in _UNTOLD},
             **dict.fromkeys(("all_reduce", "all_gather", "send"), by_links),
             "node_all_reduce": f"derived, not measured: {spec.name} by the ratio of node_send, latency unchanged",
             "node_send": (
