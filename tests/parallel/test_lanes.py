@@ -1,6 +1,8 @@
 """``scheduler='cdsp'`` live: batches that share no group complete independently, with the tokens of one rank."""
 
 import io
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ import pytest
 from medha.cost.chunk_times import ChunkTimes
 from medha.engine import build
 from medha.engine.replay import replay
-from medha.errors import ValidationError
+from medha.errors import RankFailedError, ValidationError
 from medha.params import SamplingParams
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
 from tests.checkpoints import make_checkpoint, random_prompt
+from tests.parallel.faults import Job, start
 from tests.parallel.workers import WorkerPool
 
 SIZES = {"block_size": 16, "num_kv_blocks": 100}
@@ -80,6 +83,35 @@ def serve(
                 (again.mismatch, again.num_batches == len(completed)),
                 engine.scheduler.memory.num_used,
             )
+
+
+def serve_until_a_rank_is_gone(rank: int, folder: str) -> None:
+    """A chunk of 20 s on group 0, another one on group 1, whose rank is killed when it begins that."""
+    Runner.run = sleep_instead  # type: ignore[method-assign]
+    if rank == 1:
+        Runner.run = lambda self, step: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
+    build.predicted_times = lambda *_, **__: ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))  # type: ignore[attr-defined]
+    from medha import LLM
+
+    with LLM(folder, kvp=3, scheduler="cdsp", sp_sizes=(1,), block_size=16, num_kv_blocks=1300) as llm:
+        begun_s = time.monotonic()
+        prompts = [{"prompt_token_ids": random_prompt(length, seed=1)} for length in (20_000, 300)]
+        try:
+            llm.generate(prompts, ONE)
+        except RankFailedError as error:
+            print(f"after {time.monotonic() - begun_s:.1f} s: {error}", flush=True)
+            raise
+
+
+def test_a_rank_that_dies_in_another_lane_ends_the_job_by_name(tmp_path: Path, jobs: list[Job]) -> None:
+    """While rank 0's own group computes for 20 s, and the third has nothing."""
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=32_768)
+    jobs.append(job := start(tmp_path, 3, serve_until_a_rank_is_gone, str(tmp_path)))
+    codes = job.wait(25.0)
+    assert None not in codes and codes[1] == -signal.SIGKILL and codes[0] != 0
+    said = (tmp_path / "stdout-0").read_text()
+    assert "rank 1 (group 1, stage 0) has died" in said, job.stderr(0)
+    assert float(said.split()[1]) < 10
 
 
 @pytest.mark.parametrize(("kvp", "tp"), [(2, 1), (3, 1), (2, 2), (4, 1)])
