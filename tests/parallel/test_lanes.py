@@ -63,7 +63,7 @@ def serve(
                     index, (prompt, _) = waiting.pop(0)
                     engine.add_request(str(index), {"prompt_token_ids": prompt}, ONE)
                     if index == abort:
-                        engine.step(wait_s=0.0)
+                        engine.advance(wait_s=0.0)  # its chunk may be in flight
                         engine.abort(str(index))
                 left_s = waiting[0][1][1] - (engine.now() - start_s) if waiting else None
                 for output in engine.step(wait_s=left_s):
