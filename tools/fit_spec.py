@@ -231,6 +231,9 @@ def fit_spec(gpu: Published, data: Folders, base: HardwareSpec | None) -> tuple[
     basis = None if base is None else derived(base, published(base.name), gpu)
     sources = dict.fromkeys(("peak_flops_per_s", "hbm_bytes_per_s", "num_sms"), "published; dense bfloat16")
     sources |= {"memory_bytes": "published, as nvidia-smi shows it", "gpus_per_node": "published"}
+    told = spec if basis is None else basis
+    spec = replace(spec, ring_step_s=told.ring_step_s, hides_sends=told.hides_sends)
+    sources |= {name: told.sources[name] for name in _UNTOLD}
     errors: list[TableErrors] = []
 
     def is_fitted(name: str, files: set[str], *more: str) -> bool:
@@ -288,9 +291,8 @@ def fit_spec(gpu: Published, data: Folders, base: HardwareSpec | None) -> tuple[
     host = gpu_tables.host(data)
     if is_fitted("host_s", set() if host is None else {host[0]}, "sample_s") and host is not None:
         spec = replace(spec, host_s=_rounded(host[1]), sample_s=_rounded(host[2]))
-    kept = {name: basis.sources[name] for name in _UNTOLD}
     provenance = "measured" if all(sources[part].startswith("fit") for part in ("gemm", "attention")) else "derived"
-    return replace(spec, provenance=provenance, sources={**sources, "control_s": "assumed", **kept}), errors
+    return replace(spec, provenance=provenance, sources={**sources, "control_s": "assumed"}), errors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
