@@ -110,12 +110,9 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
         check_options(self)
-        if self.scheduler.scheduler == CDSP:
-            for name, value in {"spp": self.parallel.spp - 1, "swap_space": self.cache.swap_bytes}.items():
-                if value:
-                    value = self.parallel.spp if name == "spp" else value
-                    accepted = "1, as its chunks are of whole groups" if name == "spp" else "0"
-                    raise ConfigError(f"{name}={value} with scheduler='cdsp'; accepted: {accepted}")
+        self.scheduler.check_layout(self.parallel)
+        if self.scheduler.scheduler == CDSP and self.cache.swap_bytes:
+            raise ConfigError(f"swap_space={self.cache.swap_bytes} with scheduler='cdsp'; accepted: 0")
         self._check_decode()
         whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
         if whole != self.scheduler.max_kv_per_group:

@@ -307,6 +307,12 @@ class SchedulerConfig:
         """In how many batches a decode comes round again: where its token need not be known, in one per stage."""
         return max(self.num_in_flight - 1, 1) if self.async_scheduling else self.num_in_flight
 
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        """Refuse a layout that the scheduler cannot use."""
+        if self.scheduler == CDSP and parallel.spp > 1:
+            what = f"spp={parallel.spp} with scheduler='cdsp'"
+            raise ConfigError(f"{what}; accepted: 1, as its chunks are of whole groups")
+
     def budget_text(self, *, has_tpot: bool) -> str:
         """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
         if self.scheduler == CDSP:

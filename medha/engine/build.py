@@ -242,8 +242,8 @@ class _KVPools(NamedTuple):
     @classmethod
     def of(cls, config: EngineConfig, ranks: Ranks | None, num_blocks: int) -> _KVPools:
         """From how many this rank has room for; every rank calls it."""
-        if ranks is None:
-            return cls(*[num_blocks] * 3)
+        if ranks is None or not config.parallel.decode_replicas:
+            return cls(*[num_blocks if ranks is None else over_ranks(ranks, num_blocks, ReduceOp.MIN)] * 3)
         decodes, most = ranks.group >= config.parallel.kvp, 2**62
         of_prefills, of_decodes = (
             over_ranks(ranks, num_blocks if decodes == of_kind else most, ReduceOp.MIN) for of_kind in (False, True)

@@ -444,9 +444,12 @@ class Engine:
                 one = self._by_slot[shared.slot]
                 if one.metrics.num_chunks == 1:  # not what it finds again after it was preempted
                     one.metrics.num_cached_tokens += shared.num_tokens
-            lanes = _ONE_LANE if self._news is None else frozenset(batch.groups)
-            sent = _InFlight(start, decision, batch, self.runner.submit(batch), lanes, self.scheduler)
-            self._in_flight.append(sent)
+            self._send(self.scheduler, decision, start, batch)
+
+    def _send(self, scheduler: Scheduler, decision: Decision, start_s: float, batch: Batch) -> None:
+        """Submit a batch, on the groups where it runs."""
+        lanes = _ONE_LANE if self._news is None else frozenset(batch.groups)
+        self._in_flight.append(_InFlight(start_s, decision, batch, self.runner.submit(batch), lanes, scheduler))
 
     def _fill_decodes(self) -> None:
         """Take the hand-overs that are done, begin those that are granted, and submit batches of decode instances."""
@@ -457,9 +460,7 @@ class Engine:
             self.hand_overs.begin(request, self._by_slot[request.slot].token_ids[0], held, batch)
         for group, scheduler in [(one.group, one.scheduler) for one in self.hand_overs.instances]:
             while (decision := scheduler.schedule(start := self.now())).batch is not None:
-                batch = decision.batch.on_group(group)
-                pending = self.runner.submit(batch)
-                self._in_flight.append(_InFlight(start, decision, batch, pending, frozenset([group]), scheduler))
+                self._send(scheduler, decision, start, decision.batch.on_group(group))
 
     def _take_over(self, slot: int) -> None:
         """A request has been handed over: its decode instance has it from now on."""

@@ -447,8 +447,7 @@ def complete_config(
 
     ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
     """
-    if config.scheduler == CDSP and parallel.spp > 1:
-        raise ConfigError(f"spp={parallel.spp} with scheduler='cdsp'; accepted: 1, as its chunks are of whole groups")
+    config.check_layout(parallel)
     least = PIECES * parallel.kvp
     if config.ring and config.chunk_size is not None and config.chunk_size < least:
         what = f"chunk_size={config.chunk_size} with ring on {parallel.kvp} groups"
