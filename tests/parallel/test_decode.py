@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ SIZES = {"block_size": 16, "num_kv_blocks": 40, "chunk_size": 37, "max_batch_tok
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 PENALTIES = GREEDY | {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.2}
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "ignore_eos": True, "logprobs": 1}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[WorkerPool]:
+    """Processes of this file alone. DTensor keeps a mesh by its ranks, with the names of its groups, also where all
+    groups were ended and are made anew, which a pool of tests does and no program: in another layout the same ranks are
+    a group of another number, so a later job would be given a group of other ranks."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
 
 
 def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[dict[str, Any]], list[SamplingParams]]:
