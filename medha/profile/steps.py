@@ -2,8 +2,7 @@
 
 What a step costs depends on how many tokens it has and how many are cached before them, not on what they are. So block
 tables are pointed at random numbers, and a batch of any shape runs through the real runner and control plane, on every
-layout. A row that has tokens cached is first given its blocks by a batch of one token, which every rank applies like
-any other.
+layout. What lies before its rows a batch says as of a prefix that others have computed (:class:`medha.batch.Shared`).
 """
 
 from __future__ import annotations
@@ -72,13 +71,7 @@ class StepRunner:
         """Run a step once, behind what it has cached; returns its batch id and its busy seconds, those of the stage
         that samples."""
         self._open(len(step))
-        extents = self._extents(step)
-        frees = tuple(row.slot for row in step)
-        for rows in _placing(step, self._block_size):
-            self._submit(rows, [extent for slot in frees for extent in extents[slot]], frees)
-            frees = ()
-        new = [extent for slot in frees for extent in extents[slot]]
-        return self._submit(step, new, frees)
+        return self._submit(step, self._extents(step), tuple(row.slot for row in step))
 
     def read(self, num_tokens: int, chunk_size: int, *, num_groups: int) -> list[int]:
         """Read a prompt whose chunks are dealt to the first groups; returns its batch ids, and sets ``last_s``."""
@@ -103,74 +96,54 @@ class StepRunner:
         return [batch_id for batch_id, _ in pending]
 
     def _open(self, number: int) -> None:
-        """Make the first slots known; their prompts are as long as the pool, so none ever ends."""
+        """Make the first slots known, each with a token drawn for a decode to go on from; their prompts are as long as
+        the pool, so none ever ends."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True).resolve({})
-        for slot in range(FIRST_SLOT + self._num_open, FIRST_SLOT + number):
+        new = range(FIRST_SLOT + self._num_open, FIRST_SLOT + number)
+        for slot in new:
             self._runner.open(slot, self._prompt, params, seed=0, end_ids=())
+        if new:
+            rows, extents = [Row(slot, 0, 1, False, True) for slot in new], [Extent(slot, 0, 1) for slot in new]
+            self._submit(rows, extents, ())
         self._num_open = max(self._num_open, number)
 
     def _submit(self, rows: Sequence[Row], extents: Sequence[Extent], frees: tuple[int, ...]) -> tuple[int, float]:
-        dealt = [(row.slot, *one) for row in rows if row.is_dealt for one in enumerate(_shares(row))]
-        deals = tuple(Deal(slot, group, share, share) for slot, group, share in dealt)
-        shared = tuple(Shared(slot, group, 0, share) for slot, group, share in dealt)
-        batch = Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees, shared=shared, deals=deals)
+        """Run one batch, which says what every group holds before it: nobody else has computed it."""
+        shared, deals = list[Shared](), list[Deal]()
+        for row in rows:
+            start, dealt = 0, row.is_dealt
+            for group, held in zip(row.groups, _held(row, self._block_size), strict=True):
+                shared += [Shared(row.slot, group, 0 if dealt else start, held)] * (held > 0)
+                deals += [Deal(row.slot, group, held, held)] * dealt
+                start += held
+        batch = Batch(
+            next(self._batch_ids), tuple(rows), tuple(extents), frees, shared=tuple(shared), deals=tuple(deals)
+        )
         start_s = time.perf_counter()
         busy_s = self._runner.submit(batch).result().busy_s
         self.last_s = time.perf_counter() - start_s
         return batch.batch_id, busy_s
 
-    def _extents(self, step: Step) -> dict[int, list[Extent]]:
+    def _extents(self, step: Step) -> list[Extent]:
         """Blocks of each slot, one run of them a group, one row behind the other around the pool."""
-        extents: dict[int, list[Extent]] = {}
+        extents = []
         first = [0] * max(row.num_groups for row in step)
         for row in step:
-            extents[row.slot] = []
-            for group in row.groups:
-                size = -(-_tokens_on(row, group, self._block_size) // self._block_size)
+            for group, held in zip(row.groups, _held(row, self._block_size), strict=True):
+                more = row.tokens_on(group) if row.is_dealt or group == row.writer else 0
+                size = -(-(held + more) // self._block_size)
                 assert size <= self._num_blocks, "a row fits the pool"
                 if first[group] + size > self._num_blocks:
                     first[group] = 0
-                extents[row.slot].append(Extent(row.slot, first[group], size, group))
+                extents.append(Extent(row.slot, first[group], size, group))
                 first[group] += size
         return extents
 
 
-def _shares(row: Row) -> list[int]:
-    """Tokens before a dealt row that lie on each group."""
-    return even_shares(row.position, row.num_groups)
-
-
-def _share(row: Row, block_size: int) -> int:
-    """Tokens that lie on each group but the last, whole blocks."""
-    return -(-row.position // (row.num_groups * block_size)) * block_size
-
-
-def _tokens_on(row: Row, group: int, block_size: int) -> int:
-    """Tokens that a group holds once the row has run."""
+def _held(row: Row, block_size: int) -> list[int]:
+    """Tokens before a row that lie on each group of its run: of a dealt row even shares, of another whole blocks on all
+    but the last."""
     if row.is_dealt:
-        return _shares(row)[group] + row.tokens_on(group)
-    share = _share(row, block_size)
-    return row.kv_len - share * group if group == row.writer else share
-
-
-def _placing(step: Step, block_size: int) -> list[list[Row]]:
-    """Batches of one token a row after which every group knows which positions it holds; none where nothing is cached.
-
-    A group's shard is what lies between the first and the last position that it was given: so each gets the two ends of
-    its own, while it is the last group of the run.
-    """
-    batches: list[list[Row]] = []
-    cached = [row for row in step if row.position and not row.is_dealt]  # those a batch tells without one
-    for group in range(max((row.num_groups for row in cached), default=0)):
-        within = [(row, _share(row, block_size)) for row in cached if group < row.num_groups]
-        starts = [
-            Row(row.slot, share * group, 1, False, row.is_decode and group == 0, num_groups=group + 1)
-            for row, share in within
-        ]
-        ends = [
-            Row(row.slot, share * (group + 1) - 1, 1, False, False, num_groups=group + 1)
-            for row, share in within
-            if group < row.writer
-        ]
-        batches += [rows for rows in (starts, ends) if rows]
-    return batches
+        return even_shares(row.position, row.num_groups)
+    share = -(-row.position // (row.num_groups * block_size)) * block_size
+    return [*[share] * (row.num_groups - 1), row.position - share * (row.num_groups - 1)]
