@@ -8,6 +8,7 @@ two; queues up to a second, five and twenty; improvement rates 0 and 0.3. Thread
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import product
 from typing import Annotated
 
@@ -17,7 +18,7 @@ import typer
 from medha.cli.command import end_process, make_app, run_app
 from medha.cli.report import print_report, stamp
 from medha.config import ParallelConfig
-from medha.cost.chunk_times import ring_times
+from medha.cost.chunk_times import fitted_times, ring_chunk_s
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
@@ -35,9 +36,8 @@ def planner_of(num_groups: int, max_chunks: int | None) -> Planner:
     spec, model, parallel = load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=num_groups)
     one = Predictor(stage_coefficients(spec, model, ParallelConfig(), 0), max_tokens=_LONGEST)
     sizes = [1 << power for power in range(num_groups.bit_length())]
-    return Planner(
-        ring_times(spec, model, parallel, one, sizes=sizes, longest=_LONGEST), num_groups, max_chunks=max_chunks
-    )
+    times = fitted_times(partial(ring_chunk_s, spec, model, parallel, one), sizes, longest=_LONGEST)
+    return Planner(times, num_groups, max_chunks=max_chunks)
 
 
 @app.command()

@@ -18,7 +18,7 @@ import numpy as np
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.sim.replica import KNOWN_MODELS, Replica
+from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.io import read_trace
 from medha.workload.metrics import percentile
@@ -57,7 +57,7 @@ def play(trace: Trace, num_blocks: int, **options: object) -> tuple[float, float
     """Hit rate, and TTFT at P50 and P99 in seconds."""
     replica = Replica(
         load_spec("a100-80g"),
-        KNOWN_MODELS["llama-3-8b"],
+        find_model("llama-3-8b"),
         ParallelConfig(tp=8),
         replace(SchedulerConfig(), **options),  # type: ignore[arg-type]
         num_blocks=num_blocks,

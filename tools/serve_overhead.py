@@ -37,7 +37,7 @@ from medha.serve.app import Front, Limits
 from medha.serve.metrics import Metrics
 from medha.serve.service import Service
 from medha.serve.web import bound, listening
-from medha.sim.replica import KNOWN_MODELS
+from medha.sim.replica import find_model
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 
@@ -72,7 +72,7 @@ def make_engine(step_s: float) -> Engine:
     """An engine of such a runner, for many requests at once."""
     config = SchedulerConfig(max_num_seqs=512)
     predictor = Predictor(
-        stage_coefficients(load_spec("h100-80g"), KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0), max_tokens=2048
+        stage_coefficients(load_spec("h100-80g"), find_model("llama-3-8b"), ParallelConfig(), 0), max_tokens=2048
     )
     size = CacheConfig().block_size
     scheduler = Scheduler(config, num_blocks=(1 << 20) // size, block_size=size, predictor=predictor)

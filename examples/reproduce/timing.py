@@ -19,7 +19,7 @@ from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.pipeline import Segment
-from medha.sim.replica import KNOWN_MODELS, Replica, kv_pool_tokens
+from medha.sim.replica import Replica, find_model, kv_pool_tokens
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
@@ -27,7 +27,7 @@ M = 1 << 20
 """What the figures call 1M tokens."""
 CHUNK = 4096
 """Tokens of a chunk where a claim names none: v4 section 3.3 gives 4K for its prefills."""
-MODELS = {"Llama-3 8B": KNOWN_MODELS["llama-3-8b"], "Llama-3 70B": KNOWN_MODELS["llama-3-70b"]}
+MODELS = {"Llama-3 8B": find_model("llama-3-8b"), "Llama-3 70B": find_model("llama-3-70b")}
 BLOCK = 256
 _NEAR, _FAR = 1 << 10, 1 << 22
 

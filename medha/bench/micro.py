@@ -47,7 +47,7 @@ from medha.params import SLO, SamplingParams
 from medha.profile.steps import decodes, fill_pools
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from medha.sim.replica import KNOWN_MODELS
+from medha.sim.replica import find_model
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
@@ -271,7 +271,7 @@ class Queue:
     def __init__(self, policy: str, waiting: int, options: SchedulerOptions) -> None:
         max_num_seqs = options.num_decoding + options.num_prefilling
         config = SchedulerConfig(policy=policy, max_num_seqs=max_num_seqs, depth=2 if options.is_full else None)
-        coefficients = stage_coefficients(load_spec("a100-80g"), KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
+        coefficients = stage_coefficients(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(), 0)
         size, num_tokens = CacheConfig().block_size, config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS)
         if options.is_full:  # the decode is in the last block throughout
             num_tokens = _LONG_TOKENS + (size := options.warmup + options.runs + 2)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -134,38 +133,17 @@ def ring_chunk_s(
     return alone_s + cost.seconds(shard.layers * slope_s, size=size, history=history, tokens=tokens)
 
 
-def ring_times(
-    spec: HardwareSpec,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    predictor: Predictor,
-    *,
-    sizes: Sequence[int],
-    longest: int,
+def dealt_chunk_s(predictor: Predictor, *, size: int, history: int, tokens: int) -> float:
+    """Seconds of a chunk that is dealt to ``size`` groups, as the predictor of a group, measured or of a spec, has it."""
+    own = -(-tokens // size)
+    return predictor.tick().with_chunk(own, history + (tokens - own) // 2, samples=True, ring=size)
+
+
+def fitted_times(
+    seconds: Callable[..., float], sizes: Sequence[int], *, longest: int, groups_per_node: int = 8
 ) -> ChunkTimes:
-    """Eq. 1 fitted to :func:`ring_chunk_s`, on chunks of up to ``longest`` tokens that end there at the latest."""
-    check_sizes(sizes, parallel.kvp)
-    groups_per_node = max(spec.gpus_per_node // parallel.tp, 1)
-    seconds = partial(ring_chunk_s, spec, model, parallel, predictor)
-    return _fitted(seconds, sizes=sizes, longest=longest, groups_per_node=groups_per_node)
-
-
-def predicted_times(
-    predictor: Predictor, *, sizes: Sequence[int], longest: int, groups_per_node: int = 8
-) -> ChunkTimes:
-    """Eq. 1 fitted to what the predictor of a group, measured or of a spec, says of dealt chunks; as
-    :func:`ring_times`."""
-    check_sizes(sizes)
-
-    def seconds(*, size: int, history: int, tokens: int) -> float:
-        own = -(-tokens // size)
-        return predictor.tick().with_chunk(own, history + (tokens - own) // 2, samples=True, ring=size)
-
-    return _fitted(seconds, sizes=sizes, longest=longest, groups_per_node=groups_per_node)
-
-
-def _fitted(seconds: Callable[..., float], *, sizes: Sequence[int], longest: int, groups_per_node: int) -> ChunkTimes:
-    """Eq. 1 of a grid of chunks."""
+    """Eq. 1 of some SP sizes, fitted to :func:`ring_chunk_s` or :func:`dealt_chunk_s` on chunks of up to ``longest``
+    tokens that end there at the latest."""
     lengths = sorted({max(longest >> halvings, 1) for halvings in range(_HALVINGS)})
     grid = [(int(share * n), n) for n in lengths for share in _HISTORIES if (share + 1) * n <= longest]
     chunks = {

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from medha.config import CDSP, EngineConfig, ModelConfig
-from medha.cost.chunk_times import predicted_times
+from medha.cost.chunk_times import dealt_chunk_s, fitted_times
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor
@@ -275,12 +275,10 @@ def _build_scheduler(
     completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **sizes)
     dealing = None
     if completed.scheduler == CDSP:
-        times = partial(predicted_times, predictor, longest=longest)
+        times = partial(fitted_times, partial(dealt_chunk_s, predictor), longest=longest)
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         hardware = spec_of_device(gpu, torch.get_num_threads()).name
-        dealing = Dealing.of(
-            completed, config.parallel, lambda sizes: times(sizes=sizes), hardware=hardware, model=shape_name(model)
-        )
+        dealing = Dealing.of(completed, config.parallel, times, hardware=hardware, model=shape_name(model))
     return Scheduler(completed, dealing, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from medha.config import CDSP, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
-from medha.cost.chunk_times import ChunkTimes, ring_times
+from medha.config import CDSP, ModelConfig, ParallelConfig, SchedulerConfig
+from medha.cost.chunk_times import fitted_times, ring_chunk_s
 from medha.cost.hardware import HardwareSpec
 from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
@@ -73,11 +74,9 @@ class Replica:
 
     def dealing(self, predictor: Predictor) -> Dealing:
         """What deals chunks; ``predictor`` is of a group. ConfigError for wrong SP sizes or rates of another."""
-        ring = self.spec, self.model, self.parallel, predictor
-
-        def times(sizes: Sequence[int]) -> ChunkTimes:
-            return ring_times(*ring, sizes=sizes, longest=self.max_model_len)
-
+        seconds = partial(ring_chunk_s, self.spec, self.model, self.parallel, predictor)
+        in_a_node = max(self.spec.gpus_per_node // self.parallel.tp, 1)
+        times = partial(fitted_times, seconds, longest=self.max_model_len, groups_per_node=in_a_node)
         named = {"hardware": self.spec.name, "model": shape_name(self.model)}
         return Dealing.of(self.scheduler, self.parallel, times, **named)
 
@@ -151,48 +150,9 @@ def kv_pool_tokens(
     return min(tokens)
 
 
-_LLAMA_3_8B = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=8192,
-    rope=RopeConfig(theta=500000.0),
-    rms_norm_eps=1e-5,
-    dtype="bfloat16",
-    bos_token_id=128000,
-    eos_token_ids=(128001,),
-)
-
-
-KNOWN_MODELS = {
-    "llama-3-8b": _LLAMA_3_8B,
-    "llama-3-70b": replace(_LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64),
-    "llama-3.1-8b": replace(
-        _LLAMA_3_8B,
-        max_position_embeddings=131072,
-        rope=RopeConfig("llama3", 500000.0, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
-    ),
-    "qwen2.5-14b-1m": replace(
-        _LLAMA_3_8B,
-        architecture="Qwen2ForCausalLM",
-        vocab_size=152064,
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_layers=48,
-        num_heads=40,
-        max_position_embeddings=1010000,
-        rope=RopeConfig(theta=10000000.0),
-        qkv_bias=True,
-        bos_token_id=151643,
-        eos_token_ids=(151645,),
-    ),
-}
-
+MODELS = Path(__file__).parent / "models"
+KNOWN_MODELS = ("llama-3-8b", "llama-3-70b", "llama-3.1-8b", "qwen2.5-14b-1m")
+"""Of each there is a folder with its ``config.json``."""
 
 _AROUND = re.compile(r"^(meta-llama|qwen)/(meta-)?|-instruct")  # what ids on the hub have around or in these names
 
@@ -203,9 +163,7 @@ def find_model(name_or_path: str | Path) -> ModelConfig:
     A simulation takes the shape alone, so contexts may be longer than ``max_position_embeddings``.
     """
     name = _AROUND.sub("", str(name_or_path).lower()).replace("llama3", "llama-3")
-    if name in KNOWN_MODELS:
-        return KNOWN_MODELS[name]
-    path = Path(name_or_path)
+    path = MODELS / name if name in KNOWN_MODELS else Path(name_or_path)
     folder = path.parent if path.name == "config.json" else path
     if (folder / "config.json").is_file():
         return load_model_config(folder)

@@ -1,19 +1,20 @@
 """Eq. 1 of Tetris: its fit to the paper's Table 1 and to a computed ring, and what is refused."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from examples.reproduce.baselines.tetris import BETWEEN_NODES, CELLS, table_times
 from medha.config import ParallelConfig
-from medha.cost.chunk_times import ChunkTimes, fit_chunk_times, ring_chunk_s, ring_times
+from medha.cost.chunk_times import ChunkTimes, check_sizes, fit_chunk_times, fitted_times, ring_chunk_s
 from medha.cost.hardware import LinkRates, load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
-from medha.sim.replica import KNOWN_MODELS
+from medha.sim.replica import find_model
 
-SPEC, MODEL = load_spec("a100-80g"), KNOWN_MODELS["llama-3-8b"]
+SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
 
 
 def test_table_1_is_met_within_seven_percent() -> None:
@@ -48,8 +49,7 @@ def predictor() -> Predictor:
 
 def test_the_ring_is_met_by_its_fit() -> None:
     one, layout = predictor(), ParallelConfig(kvp=16)
-    times = ring_times(SPEC, MODEL, layout, one, sizes=(1, 2, 4, 8, 16), longest=190_000)
-    assert times.groups_per_node == 8
+    times = fitted_times(partial(ring_chunk_s, SPEC, MODEL, layout, one), (1, 2, 4, 8, 16), longest=190_000)
     for size in times.sizes:
         for history, n in ((0, 1024), (0, 16384), (16384, 4096), (65536, 4096), (65536, 65536), (0, 131072)):
             ours = ring_chunk_s(SPEC, MODEL, layout, one, size=size, history=history, tokens=n)
@@ -101,5 +101,5 @@ def test_bad_input() -> None:
     with pytest.raises(ConfigError, match="sp_sizes=32; accepted: of 1, 2, 4, 8, 16"):
         table_times().only((8, 32))
     with pytest.raises(ConfigError, match="sp_sizes='1,32'; accepted: ascending powers of two up to kvp=16"):
-        ring_times(SPEC, MODEL, ParallelConfig(kvp=16), predictor(), sizes=(1, 32), longest=1000)
+        check_sizes((1, 32), 16)
     assert table_times().only((8,)).sizes == (8,)

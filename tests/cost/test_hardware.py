@@ -16,13 +16,13 @@ from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import Shard, chunk_slope_s, first_chunk_s, linear_layer_s, stage_coefficients
 from medha.errors import ConfigError
-from medha.sim.replica import KNOWN_MODELS, activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
+from medha.sim.replica import activation_bytes, find_model, kv_bytes_per_token, kv_pool_tokens, weights_bytes
 from medha.worker.shard import ModelShard
 from tests.sched.costs import changed as changed_file
 
 NAMES = ("a100-80g", "b200-180g", "h100-80g", "h200-141g")
 A100, H100 = load_spec("a100-80g"), load_spec("h100-80g")
-LLAMA_8B, LLAMA_70B, QWEN = (KNOWN_MODELS[name] for name in ("llama-3-8b", "llama-3-70b", "qwen2.5-14b-1m"))
+LLAMA_8B, LLAMA_70B, QWEN = (find_model(name) for name in ("llama-3-8b", "llama-3-70b", "qwen2.5-14b-1m"))
 
 
 def predictor(

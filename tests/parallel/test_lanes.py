@@ -48,7 +48,7 @@ def serve(
         if sleeps:
             patch.setattr(Runner, "run", sleep_instead)
             times = ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))
-            patch.setattr(build, "predicted_times", lambda *_, **__: times)
+            patch.setattr(build, "fitted_times", lambda *_, **__: times)
         with LLM(folder, **options) as llm:
             if not llm.is_driver:
                 llm.follow()
@@ -90,7 +90,7 @@ def serve_until_a_rank_is_gone(rank: int, folder: str) -> None:
     Runner.run = sleep_instead  # type: ignore[method-assign]
     if rank == 1:
         Runner.run = lambda self, step: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
-    build.predicted_times = lambda *_, **__: ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))  # type: ignore[attr-defined]
+    build.fitted_times = lambda *_, **__: ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))  # type: ignore[attr-defined]
     from medha import LLM
 
     with LLM(folder, kvp=3, scheduler="cdsp", sp_sizes=(1,), block_size=16, num_kv_blocks=1300) as llm:

@@ -21,12 +21,12 @@ from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
 from medha.sched.lanes import CdspPacker, Dealing
 from medha.sched.scheduler import Scheduler, complete_config
-from medha.sim.replica import KNOWN_MODELS
+from medha.sim.replica import find_model
 from tools.best_rates import best_rate, played_ttft_s
 
 BLOCK = 256
 TIMES = ChunkTimes((1, 2, 4, 8), tuple((0.05 * n, 8e-5 / n, 2e-9 / n, 1e-9 / n, 0.0) for n in (1, 2, 4, 8)))
-PREDICTOR = stage_coefficients(load_spec("a100-80g"), KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
+PREDICTOR = stage_coefficients(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(), 0)
 
 
 @dataclass

@@ -12,10 +12,17 @@ from medha.sim.replica import KNOWN_MODELS, find_model
 
 def test_names_and_aliases() -> None:
     assert set(KNOWN_MODELS) == {"llama-3-8b", "llama-3-70b", "llama-3.1-8b", "qwen2.5-14b-1m"}
-    for name, model in KNOWN_MODELS.items():
-        assert find_model(name) is find_model(name.upper()) is model
-    assert find_model("meta-llama/Meta-Llama-3-70B-Instruct") is find_model("llama3-70b") is KNOWN_MODELS["llama-3-70b"]
-    assert find_model("Qwen/Qwen2.5-14B-Instruct-1M") is KNOWN_MODELS["qwen2.5-14b-1m"]
+    for name in KNOWN_MODELS:
+        assert find_model(name) == find_model(name.upper())
+    assert find_model("meta-llama/Meta-Llama-3-70B-Instruct") == find_model("llama3-70b") == find_model("llama-3-70b")
+    assert find_model("Qwen/Qwen2.5-14B-Instruct-1M") == find_model("qwen2.5-14b-1m")
+
+
+def test_shapes() -> None:
+    shapes = [(one.num_layers, one.hidden_size, one.max_position_embeddings) for one in map(find_model, KNOWN_MODELS)]
+    assert shapes == [(32, 4096, 8192), (80, 8192, 8192), (32, 4096, 131072), (48, 5120, 1010000)]
+    stretched, biased = find_model("llama-3.1-8b"), find_model("qwen2.5-14b-1m")
+    assert (stretched.rope.rope_type, stretched.rope.factor, biased.qkv_bias) == ("llama3", 8.0, True)
 
 
 def test_a_folder_or_its_config(tmp_path: Path) -> None:
@@ -35,7 +42,7 @@ def test_a_folder_or_its_config(tmp_path: Path) -> None:
         "eos_token_id": 128001,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert find_model(tmp_path) == find_model(str(tmp_path / "config.json")) == KNOWN_MODELS["llama-3-8b"]
+    assert find_model(tmp_path) == find_model(str(tmp_path / "config.json")) == find_model("llama-3-8b")
 
 
 def test_an_unknown_name_names_the_nearest(tmp_path: Path) -> None:
