@@ -18,30 +18,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from medha.cli.command import (
-    FAILED_REQUESTS,
-    end_process,
-    first_interrupt,
-    lossy,
-    make_app,
-    run_app,
-    start_logging,
-    state_on_signal,
-)
+from medha.cli import command
 from medha.cli.display import Display, StreamedText, print_explanation
-from medha.cli.options import (
-    DEALT,
-    MEMORY,
-    MODEL,
-    PARALLEL,
-    SAMPLING,
-    SCHEDULING,
-    SERVING,
-    LogLevel,
-    but,
-    engine_options,
-    takes,
-)
+from medha.cli.options import ENGINE, SAMPLING, LogLevel, but, engine_options, takes
 from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
@@ -56,13 +35,13 @@ if TYPE_CHECKING:
     from medha.engine.engine import Engine
 
 logger = logging.getLogger("medha")
-app = make_app()
+app = command.make_app()
 _request_option = partial(typer.Option, rich_help_panel="Requests", show_default=False)
 _output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 @app.command()
-@takes(MODEL, but(SAMPLING, max_tokens=128, temperature=0.0), MEMORY, SCHEDULING, SERVING, PARALLEL, DEALT)
+@takes(ENGINE, but(SAMPLING, max_tokens=128, temperature=0.0))
 def generate(
     context: typer.Context,
     model_argument: Annotated[
@@ -108,7 +87,7 @@ def generate(
 
     Options may be spelled with _ for -, and by the names that vLLM and SGLang have for them.
     """
-    start_logging(log_level)
+    command.start_logging(log_level)
     if not _given(context, *context.params):
         from medha.verify.demo import run_demo
 
@@ -125,14 +104,14 @@ def generate(
         return follow(config)
     arrivals, earlier = requested(context.params, config)
     if earlier.done and not arrivals and not is_launched():
-        return FAILED_REQUESTS if earlier.num_failed else 0
+        return command.FAILED_REQUESTS if earlier.num_failed else 0
     with ExitStack() as stack:
         if launch is None and config.parallel.world_size > 1:
             logger.info("starting %d ranks on this machine", config.parallel.world_size)
             stack.enter_context(own_ranks(config.parallel.world_size, ["medha.engine.follow", json.dumps(options)]))
         files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
         code = _serve(config, arrivals, files, context.params)
-    return code or (FAILED_REQUESTS if earlier.num_failed else 0)
+    return code or (command.FAILED_REQUESTS if earlier.num_failed else 0)
 
 
 def asked_config(
@@ -193,8 +172,8 @@ def _serve(
             stack.callback(unwritable_reported(timeline.name)(trace.write), Path(timeline.name))
         if journal is not None:
             engine.record(emptied(journal))
-        interrupted = stack.enter_context(first_interrupt())
-        stack.enter_context(state_on_signal(role.describe))
+        interrupted = stack.enter_context(command.first_interrupt())
+        stack.enter_context(command.state_on_signal(role.describe))
         stdout_failure = stack.enter_context(_lasting_stdout())
         view = _view(engine, arrivals, json_lines=json_lines, live=live)
         stack.enter_context(view)
@@ -237,14 +216,14 @@ def _end_of(num_failed: int, lost: OSError | None, *, has_file: bool) -> int:
     elif lost is not None:
         with unwritable_reported("stdout"):
             raise lost
-    return FAILED_REQUESTS if num_failed else 0
+    return command.FAILED_REQUESTS if num_failed else 0
 
 
 @contextmanager
 def _lasting_stdout() -> Iterator[Callable[[], OSError | None]]:
     """Within, stdout takes everything; yields what tells why it is lost since when."""
     before = sys.stdout
-    sys.stdout, failure = lossy(before)
+    sys.stdout, failure = command.lossy(before)
     try:
         yield failure
     finally:
@@ -263,7 +242,7 @@ def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live
 
 def main() -> NoReturn:
     """Entry point of ``python -m medha.generate``. Ends in SystemExit."""
-    end_process(run_app(app, "python -m medha.generate"))
+    command.end_process(command.run_app(app, "python -m medha.generate"))
 
 
 if __name__ == "__main__":

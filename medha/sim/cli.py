@@ -16,20 +16,7 @@ from medha.cli.command import FAILED_REQUESTS, start_logging
 from medha.cli.options import DEALT, MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, pick, takes
 from medha.config import CDSP, SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError, exit_code
-from medha.workload.cli import (
-    LENGTHS,
-    Arrivals,
-    Burstiness,
-    Duration,
-    Lengths,
-    Number,
-    Objective,
-    Rate,
-    Rates,
-    Seed,
-    TraceFile,
-    option,
-)
+from medha.workload.cli import LENGTHS, PLAYED, Rate, Seed, option
 
 if TYPE_CHECKING:
     from medha.sim import plan as planning
@@ -62,8 +49,9 @@ _POLICIES = (
 @takes(
     *(but(group, *_OTHERS) for group in (PARALLEL, SCHEDULING, SERVING, MEMORY)),
     pick("max_model_len"),
-    but(SIMULATED),
-    but(DEALT),
+    SIMULATED,
+    DEALT,
+    PLAYED,
 )
 def simulate(
     context: typer.Context,
@@ -71,16 +59,6 @@ def simulate(
     policy: Annotated[list[str] | None, option(help=_POLICIES, shows="priority")] = None,
     hardware: Hardware = "h100-80g",
     model: Model = "llama-3-8b",
-    workload: Lengths = None,
-    trace: TraceFile = None,
-    arrivals: Arrivals = "poisson",
-    burstiness: Burstiness = 1.0,
-    qps: Rates = None,
-    duration: Duration = None,
-    num_requests: Number = None,
-    seed: Seed = 0,
-    slo_ttft_s: Objective = None,
-    slo_tpot_s: Objective = None,
     prefill_only: Annotated[bool, option("--prefill-only", help="Requests end with their first token.")] = False,
     stop_s: Annotated[float | None, option(help="Virtual seconds at which to stop.", shows="the end")] = None,
     output_json: OutputJson = None,

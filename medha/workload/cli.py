@@ -47,17 +47,22 @@ Objective = Annotated[float | None, _load(help="Objective of requests without th
 _In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")]
 
-_DRAWN: Group = {
+DRAWN: Group = {
     **{"qps": (Rate, None), "arrivals": (Arrivals, "poisson"), "burstiness": (Burstiness, 1.0)},
     **{"num_requests": (Number, None), "duration": (Duration, None), "seed": (Seed, 0)},
 }
+PLAYED: Group = {
+    **{"workload": (Lengths, None), "trace": (TraceFile, None), **DRAWN, "qps": (Rates, None)},
+    **dict.fromkeys(("slo_ttft_s", "slo_tpot_s"), (Objective, None)),
+}
+"""What a simulation plays."""
 _From = Annotated[str | None, typer.Option("--from", help=f"{FORMATS}; by default seen from the content.")]
 _SHOWN = 20  # faults that are printed
 _Skip = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
 
 
 @app.command()
-@takes(_DRAWN)
+@takes(DRAWN)
 def convert(
     source: _In,
     target: _Out,
@@ -98,7 +103,7 @@ def stats(source: _In, output_json: OutputJson = None, from_format: _From = None
 
 
 @app.command()
-@takes(but(_DRAWN, "arrivals"))
+@takes(but(DRAWN, "arrivals"))
 def synth(
     target: _Out,
     lengths: Annotated[str, typer.Option(help=f"{LENGTHS}.")] = "medha-mix",
