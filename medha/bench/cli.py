@@ -20,7 +20,7 @@ import typer.core
 from medha.cli.command import FAILED_REQUESTS, make_app
 from medha.cli.options import MODEL, Group, OutputJson, but, engine_options, options_of, parse_lengths, takes
 from medha.config import option_of
-from medha.config.fields import check_options, integer, option
+from medha.config.fields import check_options, integer, option, read_option
 from medha.parallel.launch import is_first_rank
 
 Report = dict[str, Any]
@@ -60,8 +60,7 @@ ALONE: Group = {name: SUBJECT[name] for name in ("model", "hf_overrides", "devic
 
 def lengths(name: str, default: str, help: str) -> Any:
     """A field of lengths, which users give comma separated."""
-    read = partial(parse_lengths, name)
-    return asked(read(default), help, name=name, kind=str, shown=default, read=read)
+    return asked(parse_lengths(name, default), help, name=name, kind=str, shown=default, read=parse_lengths)
 
 
 def warmups(default: int, what: str = "Runs") -> Any:
@@ -110,7 +109,7 @@ def _made(cls: type, given: Mapping[str, Any], engine: Mapping[str, Any]) -> Any
         elif is_dataclass(hint):
             values[field.name] = _made(hints[field.name], given, engine)
         elif value is not None:
-            values[field.name] = said.read(value) if said is not None and said.read is not None else value
+            values[field.name] = read_option(field, value)
     options = cls(**values)
     check_options(options)
     return options

@@ -44,7 +44,7 @@ class CompareOptions:
     )
     input_lens: tuple[int, ...] = asked(
         (2048, 16384), "Prompts to read, in tokens, or none.", name="input_len", kind=str, shown="2048,16384",
-        read=lambda text: () if text == "none" else parse_lengths("input_len", text),
+        read=lambda name, text: () if text == "none" else parse_lengths(name, text),
     )  # fmt: skip
     batch_size: int = asked(16, "Requests that decode together; 0 leaves them out.", ANY_COUNT)
     output_len: int = asked(32, "Tokens that each decodes.", integer(2, 2**31 - 1))
@@ -57,7 +57,7 @@ class CompareOptions:
         None,
         'Options of an engine: \'{"vllm": {"max_num_batched_tokens": 512}}\'.',
         kind=str,
-        read=lambda text: parse_json_object(text.encode(errors="replace"), f"engine_options {short_repr(text)}"),
+        read=lambda name, text: parse_json_object(text.encode(errors="replace"), f"{name} {short_repr(text)}"),
     )
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     num_threads: int = asked(2, "CPU threads, the same for both.", COUNT)

@@ -233,7 +233,7 @@ class SchedulerOptions:
         "num_waiting", "1000,10000,100000", "Requests that wait, comma separated; each is measured."
     )
     policies: tuple[str, ...] = asked(
-        ("priority",), "May be repeated; priority by default.", name="policy", kind=list[str], read=tuple
+        ("priority",), "May be repeated; priority by default.", name="policy", kind=list[str], read=lambda _, names: tuple(names)
     )
     num_decoding: int = asked(256, "Requests that decode.", COUNT, name="num_running")
     num_prefilling: int = asked(

@@ -33,7 +33,7 @@ from medha.bench.timing import Worker, in_turn, timing_of
 from medha.cli.command import end_process, run_guarded
 from medha.cli.options import parse_lengths, pick
 from medha.config import ParallelConfig
-from medha.config.fields import choice
+from medha.config.fields import choice, text_read, words
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 from medha.profile.steps import FIRST_SLOT, StepRunner
@@ -54,16 +54,16 @@ class ScalingOptions:
     mode: str = asked("prefill", "prefill of a prompt, or one step over a long context: decode, chunk.", choice(*MODES))
     layouts: tuple[str, ...] = asked(
         (), "Compared with one rank, as kvp2spp2, comma separated.", kind=str, shown="spp2, kvp2 for a step",
-        read=lambda text: tuple(word.strip() for word in text.split(",") if word),
+        read=text_read(words),
     )  # fmt: skip
     lengths: tuple[int, ...] = asked(
         (), "Tokens of the prompt, or in the KV cache before a step, comma separated.", name="input_len",
         kind=str, shown="16384, 65536 for a step",
-        read=partial(parse_lengths, "input_len"),
+        read=parse_lengths,
     )  # fmt: skip
     attention: tuple[str, ...] = asked(
         (GATHER,), "How the groups of a layout attend to a chunk: gather, ring, or both, comma separated.", kind=str,
-        shown=GATHER, read=lambda text: tuple(word.strip() for word in text.split(",") if word),
+        shown=GATHER, read=text_read(words),
     )  # fmt: skip
     chunk_size: int | None = asked(None, "Prompt tokens a batch.", COUNT, shown="512, 64 for a step")
     warmup: int = warmups(1, "Prompts, or turns of 10 steps,")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,9 @@ from medha.config.fields import (
     integer,
     option,
     option_of,
-    parsed_size,
+    read_length,
+    read_option,
+    text_read,
 )
 from medha.config.model_config import DTYPES
 from medha.config.sections import CDSP, CacheConfig, ParallelConfig, SchedulerConfig
@@ -57,7 +58,12 @@ class EngineConfig:
         None, "Folder or hub id of the tokenizer, if not the model's.", TEXT, shown="the model's"
     )
     revision: str | None = _model(None, "Branch, tag or commit on the hub.", TEXT, shown="main")
-    dtype: str = _model("auto", "auto (the checkpoint's), float32, bfloat16 or float16.", choice("auto", *DTYPES))
+    dtype: str = _model(
+        "auto",
+        "auto (the checkpoint's), float32, bfloat16 or float16.",
+        choice("auto", *DTYPES),
+        read=text_read(lambda name: _DTYPE_ALIASES.get(name, name)),
+    )
     device: str = _model(
         "auto",
         "auto (CUDA where there is one), cpu, cuda or cuda:N.",
@@ -76,7 +82,7 @@ class EngineConfig:
         flags=("--cuda-graphs/--enforce-eager",),
     )
     max_model_len: int | None = _model(
-        None, "Most tokens of a request, prompt and output.", COUNT, is_length=True, shown="what the model claims"
+        None, "Most tokens of a request, prompt and output.", COUNT, read=read_length, shown="what the model claims"
     )
     rope_scaling: str | dict[str, Any] | None = _model(
         None,
@@ -154,18 +160,7 @@ class EngineConfig:
                 raise ConfigError(f"{canonical} is given twice, under its own name or an alias")
             seen.add(canonical)
             section, of = _OPTIONS[canonical]
-            said = option_of(of)
-            if canonical == "swap_space":
-                value = _swap_bytes(name, value)
-            elif canonical == "kv_memory":
-                value = parsed_size(name, value, "4GiB")
-            elif said is not None and said.read is not None and isinstance(value, str):
-                value = said.read(value)
-            elif said is not None and said.is_length:
-                value = parsed_size(name, value, "128K")
-            elif canonical == "dtype" and isinstance(value, str):
-                value = _DTYPE_ALIASES.get(value, value)
-            sections[section][of.name] = value
+            sections[section][of.name] = read_option(of, value, name)
         parts: dict[str, Any] = {part: SECTIONS[part](**given) for part, given in sections.items() if part}
         return cls(model, **parts, **sections[""])
 
@@ -260,17 +255,6 @@ def whole_blocks(max_kv_per_group: int | None, block_size: int) -> int | None:
     whole = max(1, max_kv_per_group // block_size) * block_size
     logger.warning("max_kv_per_group=%d is taken as %d, blocks of %d tokens", max_kv_per_group, whole, block_size)
     return whole
-
-
-def _swap_bytes(name: str, value: Any) -> int:
-    """Bytes of ``swap_space``: a number, be it text, is GiB as in vLLM."""
-    try:
-        gib = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
-        return int(parsed_size("swap_space", value, "4GiB"))
-    if not 0 <= gib <= 2**30:
-        raise ConfigError(f"{name}={value!r}; accepted: GiB from 0 to {2**30}, or text as in '512MiB'")
-    return int(gib * 2**30)
 
 
 def note_foreign(name: str, value: Any, typed: str) -> str:

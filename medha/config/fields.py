@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from medha.errors import ConfigError
@@ -44,8 +45,7 @@ class OptionField:
     kind: Any = None  # its type on a command line, where it is not the field's; str is text that is read later
     flags: tuple[str, ...] = ()  # its spellings on a command line, where they are not made from the name
     shown: str = ""  # its default in words, where it is not the value
-    is_length: bool = False  # it counts tokens, so that it may be text such as 128K
-    read: Callable[[Any], Any] | None = None  # what text of a command line means, where the field is no text
+    read: Callable[[str, Any], Any] | None = None  # what a user's value of that name means, where it may be text
 
 
 def option(panel: str, default: Any, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:
@@ -56,6 +56,14 @@ def option(panel: str, default: Any, help: str, check: Check | None = None, *, r
 def option_of(field: dataclasses.Field[Any]) -> OptionField | None:
     """What a field says of itself; None where users do not give it."""
     return field.metadata.get("option")
+
+
+def read_option(field: dataclasses.Field[Any], value: Any, name: str = "") -> Any:
+    """What a user's value means, who gave it by a name; an error names it."""
+    said = option_of(field)
+    if said is None or said.read is None:
+        return value
+    return said.read(name or said.name or field.name, value)
 
 
 def _config_error(name: str, value: Any, accepted: str) -> Exception:
@@ -104,13 +112,18 @@ def are_weights(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(n, str) and POSITIVE.holds(v) for n, v in value.items())
 
 
-def read_sp_sizes(text: str) -> tuple[int, ...]:
-    """``1,2,4`` as integers; 0 for a part that is none, which no check accepts."""
-    return tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+def text_read(read: Callable[[str], Any]) -> Callable[[str, Any], Any]:
+    """What reads text alone; a value of another type means itself."""
+    return lambda _, value: read(value) if isinstance(value, str) else value
 
 
-def read_rate(text: str) -> float | str:
-    """A number, or the name of a file."""
+def words(text: str) -> tuple[str, ...]:
+    """Comma separated ones."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def number_or_text(text: str) -> float | str:
+    """A number, where it is one."""
     try:
         return float(text)
     except ValueError:
@@ -148,9 +161,24 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parsed_size(name: str, value: Any, example: str) -> Any:
-    """The number of a size or length that is text; anything else is left to its check."""
+def read_size(name: str, value: Any, example: str = "4GiB") -> Any:
+    """The number of a size that is text; anything else is left to its check."""
     try:
         return parse_size(value) if isinstance(value, str) else value
     except ConfigError as error:
         raise ConfigError(f"{name}={value!r}; accepted: as in {example!r} ({error})") from None
+
+
+read_length = partial(read_size, example="128K")
+"""The same of a length in tokens."""
+
+
+def read_gib(name: str, value: Any) -> Any:
+    """Bytes of a size that is text; a number, be it text, is GiB as in vLLM."""
+    try:
+        gib = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        return read_size(name, value)
+    if not 0 <= gib <= 2**30:
+        raise ConfigError(f"{name}={value!r}; accepted: GiB from 0 to {2**30}, or text as in '512MiB'")
+    return int(gib * 2**30)

@@ -27,9 +27,13 @@ from medha.config.fields import (
     finite,
     integer,
     number,
+    number_or_text,
     option,
-    read_rate,
-    read_sp_sizes,
+    read_gib,
+    read_length,
+    read_size,
+    text_read,
+    words,
 )
 from medha.config.model_config import ModelConfig
 from medha.errors import ConfigError, ParallelConfigError
@@ -59,7 +63,7 @@ class CacheConfig:
         None, "Blocks of the KV pool.", COUNT, name="num_kv_blocks", shown="what the memory holds"
     )
     memory_bytes: int | None = _memory(
-        None, "Size of the KV pool, as 4GiB.", integer(1, 2**60), name="kv_memory", kind=str, shown="none"
+        None, "Size of the KV pool, as 4GiB.", integer(1, 2**60), name="kv_memory", kind=str, shown="none", read=read_size
     )
     gpu_memory_utilization: float = _memory(
         0.9,
@@ -73,6 +77,7 @@ class CacheConfig:
         name="swap_space",
         kind=str,
         shown="0",
+        read=read_gib,
     )
 
     def __post_init__(self) -> None:
@@ -100,12 +105,12 @@ class SchedulerConfig:
         repr=False,
     )
     max_num_seqs: int = _serving(256, "Requests started and not finished at once; rows of a batch.", FEW)
-    max_batch_tokens: int = _scheduling(2048, "Query tokens of a batch.", integer(1, 2**24), is_length=True)
+    max_batch_tokens: int = _scheduling(2048, "Query tokens of a batch.", integer(1, 2**24), read=read_length)
     chunk_size: int | None = _scheduling(
         None,
         "Query tokens of one prefill in a batch.",
         integer(1, 2**24),
-        is_length=True,
+        read=read_length,
         shown="what the batch's time holds; --max-batch-tokens with vllm, 512 with other schedulers",
     )
     depth: int | None = _parallel(
@@ -115,7 +120,7 @@ class SchedulerConfig:
         None,
         "KV tokens of a request on one KV-parallel group, in whole blocks; with more it takes the next group too.",
         COUNT,
-        is_length=True,
+        read=read_length,
         shown="what a chunk of --min-chunk tokens fills a batch's time with, at least an even share of the longest",
     )
     ring: bool = _parallel(
@@ -144,7 +149,7 @@ class SchedulerConfig:
         shown="0.4; 0 with ilrs, lrs, edf and fcfs",
     )
     long_threshold: int = _serving(
-        8192, "Prompt tokens from which a prefill is long: one a batch and group, and it yields.", COUNT, is_length=True
+        8192, "Prompt tokens from which a prefill is long: one a batch and group, and it yields.", COUNT, read=read_length
     )
     late_share: float | None = _serving(
         None,
@@ -232,7 +237,7 @@ class SchedulerConfig:
         Check("ascending powers of two", are_sp_sizes),
         kind=str,
         shown="all up to --kvp",
-        read=read_sp_sizes,
+        read=text_read(lambda text: tuple(int(size) if size.isdecimal() else 0 for size in words(text))),
     )
     max_chunks: int | None = _dealt(None, "Chunks of a prompt; 1 is one SP size a request.", COUNT, shown="any number")
     improvement_rate: float | str = _dealt(
@@ -241,7 +246,7 @@ class SchedulerConfig:
         Check("a number from 0 to below 1, or a file", lambda rate: isinstance(rate, str) or SHARE.holds(rate)),
         kind=str,
         shown="0.3",
-        read=read_rate,
+        read=text_read(number_or_text),
     )
     plan_order: str = _dealt(
         "arrival",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from medha.config import CDSP, CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
-from medha.config.fields import read_rate, read_sp_sizes
+from medha.config.fields import read_option, words
 from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
@@ -150,9 +150,9 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     policies = _listed(given["policy"])
     if policies and "medha" not in schedulers:
         raise ConfigError(f"policy={','.join(policies)!r} is for the medha scheduler; accepted: --scheduler medha too")
-    budgets = {one.name: given[one.name] for one in fields(SchedulerConfig) if one.name not in LIVE_ONLY}
-    budgets |= _dealt(given)
-    budgets["max_kv_per_group"] = whole_blocks(budgets["max_kv_per_group"], CacheConfig().block_size)
+    asked = [one for one in fields(SchedulerConfig) if one.name not in LIVE_ONLY and given[one.name] is not None]
+    budgets = {one.name: read_option(one, given[one.name]) for one in asked}
+    budgets["max_kv_per_group"] = whole_blocks(given["max_kv_per_group"], CacheConfig().block_size)
     configs = {}
     for scheduler in schedulers:
         for policy in (policies or [DEFAULT_POLICY]) if scheduler == "medha" else [None]:
@@ -161,20 +161,9 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     return configs
 
 
-def _dealt(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of dealt chunks that are text: SP sizes, and an improvement rate or its file."""
-    text, rate = given["sp_sizes"], given["improvement_rate"]
-    sizes = None if text is None else read_sp_sizes(text)
-    return {
-        "sp_sizes": sizes,
-        "improvement_rate": SchedulerConfig().improvement_rate if rate is None else read_rate(rate),
-    }
-
-
 def _listed(values: list[str] | None) -> list[str]:
     """The parts of comma separated values, each once."""
-    parts = [part.strip() for value in values or [] for part in value.split(",")]
-    return list(dict.fromkeys(part for part in parts if part))
+    return list(dict.fromkeys(words(",".join(values or []))))
 
 
 def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:

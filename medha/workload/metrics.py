@@ -56,21 +56,21 @@ class Goodput:
         return SLO(self.ttft_s, self.tpot_s)
 
 
-def parse_metrics(text: str) -> tuple[str, ...]:
+def parse_metrics(option: str, text: str) -> tuple[str, ...]:
     """``ttft,e2el`` as names, each once, in their usual order; ConfigError for an unknown one."""
     given = [name.strip() for name in text.split(",")]
     unknown = [name for name in given if name not in METRICS]
     if unknown:
-        raise ConfigError(f"percentile_metrics={unknown[0]!r}; accepted: {', '.join(METRICS)}, comma separated")
+        raise ConfigError(f"{option}={unknown[0]!r}; accepted: {', '.join(METRICS)}, comma separated")
     return tuple(name for name in METRICS if name in given)
 
 
-def parse_percentiles(text: str) -> tuple[float, ...]:
+def parse_percentiles(option: str, text: str) -> tuple[float, ...]:
     """``50,99.9`` as numbers, each once; ConfigError where they are not above 0 and below 100."""
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not 0 < _number(part) < 100]
     if wrong:
-        raise ConfigError(f"metric_percentiles={wrong[0]!r}; accepted: numbers above 0, below 100, comma separated")
+        raise ConfigError(f"{option}={wrong[0]!r}; accepted: numbers above 0, below 100, comma separated")
     return tuple(sorted({float(part) for part in parts}))
 
 

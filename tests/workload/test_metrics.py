@@ -109,5 +109,5 @@ def test_a_figure_that_is_for_ever_is_none() -> None:
 def test_parsing() -> None:
     assert Goodput.parse(["ttft:100", "tpot:50,e2el:900.5"]) == Goodput(0.1, 0.05, 0.9005)
     assert Goodput.parse([]) == Goodput()
-    assert parse_metrics("e2el, ttft") == ("ttft", "e2el")
-    assert parse_percentiles("99.9,50,50") == (50.0, 99.9)
+    assert parse_metrics("metrics", "e2el, ttft") == ("ttft", "e2el")
+    assert parse_percentiles("percentiles", "99.9,50,50") == (50.0, 99.9)
