@@ -12,7 +12,6 @@ import typer
 from medha.bench.cli import app as bench_app
 from medha.cli.command import end_process, make_app, run_app
 from medha.cli.report import environment, print_report
-from medha.errors import ConfigError
 from medha.generate.__main__ import generate
 from medha.profile.cli import profile
 from medha.serve.__main__ import serve
@@ -31,24 +30,6 @@ app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")
 app.add_typer(trace_app, name="trace")
-
-
-# Verbs of other engines' commands, and what there is in their place.
-_ELSEWHERE = {
-    "run-batch": "medha generate MODEL --requests FILE --output FILE reads OpenAI's batch lines",
-    "chat": "medha generate MODEL --chat --prompt TEXT",
-    "complete": "medha generate MODEL --prompt TEXT",
-    "collect-env": "medha env",
-}
-
-
-def _elsewhere(context: typer.Context) -> int:
-    raise ConfigError(f"medha has no verb {context.info_name!r}; accepted: {_ELSEWHERE[context.info_name or '']}")
-
-
-for _verb in _ELSEWHERE:
-    options = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(_verb, hidden=True, context_settings=options)(_elsewhere)
 
 
 @app.callback(invoke_without_command=True)
