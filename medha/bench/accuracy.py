@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medha.batch import Batch
-from medha.bench.cli import COUNT, SUBJECT, Report, Shown, asked, verb
+from medha.bench.cli import COUNT, SUBJECT, Report, asked, verb
 from medha.bench.harness import Local, Subject, on_ranks
 from medha.cli.options import pick
 from medha.config.fields import finite
@@ -244,15 +244,8 @@ def _repeatability(steps: Sequence[Ran], same: Sequence[Ran]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def shown(report: Report) -> Shown:
-    """What is printed of the report."""
-    options = report["options"]
-    return {name: report[name] for name in ("factors", "lines")}, [
-        f"within: steps within {report['tolerance']:.0%} of their prediction, made before dispatch; repeatability: "
-        "identical steps within that of the median of their four runs nearest in time; KV: the longest in a step",
-        f"steps of {options['t_target_s']:g} s, seed {options['seed']}, {options['num_rounds']} rounds after one "
-        "that does not count",
-    ]
-
-
-verb("accuracy", AccuracyOptions, accuracy, shown, SUBJECT, pick("profile"))
+_NOTES = (
+    f"within: steps within {TOLERANCE:.0%} of their prediction, made before dispatch; repeatability: identical steps "
+    "within that of the median of their four runs nearest in time; KV: the longest in a step",
+)
+verb("accuracy", AccuracyOptions, accuracy, {"factors": (), "lines": ()}, _NOTES, SUBJECT, pick("profile"))

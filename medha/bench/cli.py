@@ -1,8 +1,8 @@
 """``medha bench …``: which verbs there are, and how a verb becomes a command. A verb's module is imported when it runs.
 
 A verb's module has a frozen dataclass of options, whose fields are the options of the command, a function that
-measures, one that says what to print of its report, and at its end :func:`verb`. The function that measures gets the
-options and returns the report on rank 0, None on the others; its docstring is the help.
+measures, and at its end :func:`verb`, which says what is printed of the report. The function gets the options and
+returns the report on rank 0, None on the others; its docstring is the help.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from medha.parallel.launch import is_first_rank
 Report = dict[str, Any]
 """What a benchmark measured, as JSON has it."""
 
-Shown = tuple[Mapping[str, Any], Sequence[str]]
-"""What is printed of a report: entries, and lines below them."""
+Shows = Mapping[str, Sequence[str]]
+"""What is printed of a report: entries of it, of rows these columns; without any the entry as it is."""
 
 _Verbs = Mapping[str, tuple[str, str]]
 VERBS: _Verbs = {
@@ -74,9 +74,15 @@ def counted(default: int, what: str = "Runs") -> Any:
 
 
 def verb(
-    name: str, cls: type, measure: Callable[..., Report | None], shown: Callable[[Report], Shown], *groups: Group
+    name: str,
+    cls: type,
+    measure: Callable[..., Report | None],
+    shows: Shows,
+    notes: Sequence[str],
+    *groups: Group,
 ) -> None:
-    """Make a command of a dataclass of options, what measures, what says what to print, and ``groups`` of more options.
+    """Make a command of a dataclass of options, what measures, what is printed of its report and below it, and
+    ``groups`` of more options.
 
     A field without help is the ``subject``, a dataclass of options itself, or takes what a group has under its name.
     """
@@ -86,8 +92,7 @@ def verb(
     @takes(own, *groups, {"output_json": (OutputJson, None)})
     def command(**given: Any) -> int:
         engine = engine_options({key: value for key, value in given.items() if key not in own})
-        options = _made(cls, given, engine)
-        return _run(given["output_json"], options, measure, shown)
+        return _run(given["output_json"], _made(cls, given, engine), measure, shows, notes)
 
     command.__doc__ = measure.__doc__
     _COMMANDS[name] = make_app()
@@ -115,7 +120,9 @@ def _made(cls: type, given: Mapping[str, Any], engine: Mapping[str, Any]) -> Any
     return options
 
 
-def _run(path: Any, options: Any, measure: Callable[..., Report | None], shown: Callable[[Report], Shown]) -> int:
+def _run(
+    path: Any, options: Any, measure: Callable[..., Report | None], shows: Shows, notes: Sequence[str]
+) -> int:
     """Measure on this rank; rank 0 writes the report and prints a part of it. Returns 0, or 3 where requests have
     failed, or tokens are wrong."""
     from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
@@ -131,11 +138,16 @@ def _run(path: Any, options: Any, measure: Callable[..., Report | None], shown: 
     report["load_before_after"] = [load, os.getloadavg()[0]]
     write_report(path, report)
     if path != STDOUT:
-        entries, notes = shown(report)
+        entries = {
+            name: [{key: row[key] for key in columns if key in row} for row in report[name]] if columns else report[name]
+            for name, columns in shows.items()
+            if name in report
+        }
+        runs = [f"median of {options.runs} after {options.warmup} warm-up"] if hasattr(options, "runs") else []
         where = [str(report[name]) for name in ("dtype", "device") if name in report]
         if report.get("num_ranks", 1) > 1:
             where.append(f"{report['num_ranks']} ranks")
-        lines = [*notes, f"load average {load:.1f} before, {report['load_before_after'][1]:.1f} after"]
+        lines = [*report.get("notes", ()), *runs, *notes, f"load average {load:.1f} before, {report['load_before_after'][1]:.1f} after"]
         title = "; ".join([str(report.get("title", report["benchmark"])), *where])
         print_report({**entries, "notes": lines, "environment": report["environment"]}, title=title)
     return FAILED_REQUESTS if report.get("failed") or report.get("num_wrong") else 0

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, counted, verb, warmups
-from medha.bench.harness import Subject, median_text, rows_of
+from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, asked, counted, verb, warmups
+from medha.bench.harness import Subject
 from medha.bench.load import Workload
 from medha.bench.peers import PAGE, Prompts
 from medha.bench.timing import Worker, in_turn, timing_of
@@ -210,14 +210,9 @@ def _convoy_figures(ran: Sequence[Report], alone: Sequence[Sequence[float]], num
     }
 
 
-def shown(report: Report) -> Shown:
-    """What is printed of the report."""
-    columns = ("name", "way", "medha", "peer", "ratio", "num_requests", "num_equal")
-    how = f"{median_text(report)}, interleaved, the idle side stopped; threads: {report['options']['num_threads']}"
-    equal = "requests of which every token is the same; in 16 bits or with padding another order of sums may turn a tie"
-    convoys = [{name: value for name, value in one.items() if name != "runs"} for one in report["convoys"]]
-    tables = {"results": rows_of(report["results"], columns)} | ({"convoys": convoys} if convoys else {})
-    return tables, [how, f"equal: {equal}"]
-
-
-verb("compare", CompareOptions, compare, shown, {name: SUBJECT[name] for name in ("model", "hf_overrides")})
+_SHOWS = {"results": ("name", "way", "medha", "peer", "ratio", "num_requests", "num_equal"), "convoys": ()}
+_NOTES = (
+    "interleaved, the idle side stopped",
+    "equal: requests of which every token is the same; in 16 bits or with padding another order of sums may turn a tie",
+)
+verb("compare", CompareOptions, compare, _SHOWS, _NOTES, {name: SUBJECT[name] for name in ("model", "hf_overrides")})

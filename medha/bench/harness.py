@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -227,16 +227,6 @@ def on_ranks(
             raise
         role.close()
         return report
-
-
-def rows_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Some columns of rows, those that they have."""
-    return [{name: row[name] for name in columns if name in row} for row in rows]
-
-
-def median_text(report: Mapping[str, Any]) -> str:
-    """How often something ran, for below a table."""
-    return f"median of {report['options']['runs']} after {report['options']['warmup']} warm-up"
 
 
 def terms(*names: str) -> str:

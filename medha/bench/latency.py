@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from medha.bench.cli import COUNT, SUBJECT, Report, Shown, asked, counted, lengths, verb, warmups
-from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, random_prompt, rows_of, terms
+from medha.bench.cli import COUNT, SUBJECT, Report, asked, counted, lengths, verb, warmups
+from medha.bench.harness import Local, Subject, count_parameters, on_ranks, random_prompt, terms
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import in_turn, matrix_product, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING
@@ -127,16 +127,13 @@ def useful_flops(model: ModelConfig, prompt_len: int) -> float:
     return linear + 2.0 * prompt_len**2 * model.num_heads * model.head_dim * model.num_layers
 
 
-def shown(report: Report) -> Shown:
-    """What is printed of the report."""
-    columns = ("input_len", "way", "num_chunks", "ttft", "e2el", "tpot", "mfu", "ratio")
-    notes = [f"{median_text(report)}, one request at a time, in turn", terms("TTFT", "TPOT", "E2EL")]
-    rate = {name: report[name] for name in ("matrix_product",) if name in report}
-    if rate:
-        notes.append(
-            "mfu: useful operations over TTFT, of the matrix product's; ratio: to the TTFT of the whole prompt"
-        )
-    return {**rate, "results": rows_of(report["results"], columns)}, notes
-
-
-verb("latency", LatencyOptions, latency, shown, SUBJECT, SCHEDULING, MEMORY, PARALLEL)
+_SHOWS = {
+    "matrix_product": (),
+    "results": ("input_len", "way", "num_chunks", "ttft", "e2el", "tpot", "mfu", "ratio"),
+}
+_NOTES = (
+    "one request at a time, in turn",
+    terms("TTFT", "TPOT", "E2EL"),
+    "mfu: useful operations over TTFT, of the matrix product's; ratio: to the TTFT of the whole prompt",
+)
+verb("latency", LatencyOptions, latency, _SHOWS, _NOTES, SUBJECT, SCHEDULING, MEMORY, PARALLEL)

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from medha.attention.interface import AttentionRows, LayerShape
-from medha.bench.cli import ALONE, ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, counted, lengths, verb, warmups
-from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, rows_of
+from medha.bench.cli import ALONE, ANY_COUNT, COUNT, SUBJECT, Report, asked, counted, lengths, verb, warmups
+from medha.bench.harness import Local, Subject, count_parameters, on_ranks
 from medha.bench.timing import in_turn, matrix_product, memory_read, timed, timing_of, waited
 from medha.cli.options import PARALLEL
 from medha.cli.report import stamp
@@ -329,35 +329,18 @@ class Queue:
         self.scheduler.add(SchedulerRequest(slot, length, tokens, arrival_s, slo, priority))
 
 
-def _attention_shown(report: Report) -> Shown:
-    columns = ("kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")
-    return {"results": rows_of(report["results"], columns)}, [
-        f"one layer; {median_text(report)}, in turn; share: of the matrix product's rate; operations: those under the "
-        "causal mask; overhead: seconds for each of them against the largest chunk over the same KV cache, less 1"
-    ]
-
-
-def _decode_shown(report: Report) -> Shown:
-    columns = ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu")
-    entries = {"memory_read": report["memory_read"], "results": rows_of(report["results"], columns)}
-    mbu = "bytes that a step has to read (weights and KV) over its time, of the memory's rate"
-    timed = "a step of the runner, from the batch to its tokens; without scheduler and engine"
-    notes = [f"timed: {timed}; MBU: {mbu}", f"{median_text(report)}, in turn; KV cache of random numbers"]
-    return entries, notes
-
-
-def _sampling_shown(report: Report) -> Shown:
-    return {name: report[name] for name in ("vocab_size", "results")}, [f"{median_text(report)}, in turn"]
-
-
-def _scheduler_shown(report: Report) -> Shown:
-    calls, options = ("schedule", "complete", "both"), report["options"]
-    rows = [line | {"call": call, **line[call]} for line in report["results"] for call in calls]
-    notes = [f"{options['warmup']} decisions of warm-up, {options['runs']} counted"]
-    return {"decisions": rows_of(rows, ("policy", "waiting", "call", *_FIGURES))}, notes
-
-
-verb("attention", AttentionOptions, attention, _attention_shown, ALONE)
-verb("decode", DecodeOptions, decode, _decode_shown, SUBJECT, PARALLEL)
-verb("sampling", SamplingOptions, sampling, _sampling_shown, ALONE)
-verb("scheduler", SchedulerOptions, scheduler, _scheduler_shown)
+_ATTENTION = {"results": ("kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")}
+_ATTENTION_NOTES = (
+    "one layer, in turn; share: of the matrix product's rate; operations: those under the causal mask; overhead: seconds "
+    "for each of them against the largest chunk over the same KV cache, less 1",
+)
+_DECODE = {"memory_read": (), "results": ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu")}
+_DECODE_NOTES = (
+    "timed: a step of the runner, from the batch to its tokens; without scheduler and engine; MBU: bytes that a step has "
+    "to read (weights and KV) over its time, of the memory's rate",
+    "in turn; KV cache of random numbers",
+)
+verb("attention", AttentionOptions, attention, _ATTENTION, _ATTENTION_NOTES, ALONE)
+verb("decode", DecodeOptions, decode, _DECODE, _DECODE_NOTES, SUBJECT, PARALLEL)
+verb("sampling", SamplingOptions, sampling, {"vocab_size": (), "results": ()}, ("in turn",), ALONE)
+verb("scheduler", SchedulerOptions, scheduler, {"results": ()}, ())

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from medha.batch import PIECES, Row
-from medha.bench.cli import ANY_COUNT, COUNT, Report, Shown, asked, counted, verb, warmups
-from medha.bench.harness import Local, Subject, median_text, on_ranks, random_prompt, rows_of
+from medha.bench.cli import ANY_COUNT, COUNT, Report, asked, counted, verb, warmups
+from medha.bench.harness import Local, Subject, on_ranks, random_prompt
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import Worker, in_turn, timing_of
 from medha.cli.command import end_process, run_guarded
@@ -243,22 +243,18 @@ def _run_job() -> int:
     return 0
 
 
-def shown(report: Report) -> Shown:
-    """What is printed of the report."""
-    waits = [f"{what}_wait_s" for what in ("transfer", "control", "merge")]
-    columns = ("length", "layout", "timing", "ratio", "bubble", "cpu_s", *waits)
-    busiest = [line | line["usage"] | {"cpu_s": max(line["usage"]["cpu_s"])} for line in report["results"]]
-    rows = rows_of(busiest, columns)
-    notes = [
-        f"{median_text(report)}, interleaved; 1 thread a rank; ratio: one rank's time over a layout's",
-        "cpu_s: of the busiest rank",
-    ]
-    if report["options"]["mode"] != "prefill":
-        notes.append("turns of 10 steps over random keys and values; waits: of a turn")
-    return {"results": rows}, notes
-
-
-verb("scaling", ScalingOptions, scaling, shown, pick("dtype", "device", "attention_backend", "hf_overrides"))
+_NOTES = (
+    "interleaved; 1 thread a rank; ratio: one rank's time over a layout's",
+    "of a step: turns of 10 over random keys and values; waits: of a turn",
+)
+verb(
+    "scaling",
+    ScalingOptions,
+    scaling,
+    {"results": ("length", "layout", "timing", "ratio", "usage")},
+    _NOTES,
+    pick("dtype", "device", "attention_backend", "hf_overrides"),
+)
 
 if __name__ == "__main__":
     end_process(run_guarded(_run_job))

@@ -25,7 +25,7 @@ import numpy as np
 import typer
 
 from medha.batch import Batch
-from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, of_load, verb
+from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shows, asked, of_load, verb
 from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
 from medha.bench.load import ArrivingWorkload, arrivals_of, fixed_output, serve_load
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
@@ -139,6 +139,11 @@ def _serve(local: Local, options: ServeOptions) -> Report:
         "prediction_error": errors,
     }
     figures = serving_figures(served, goodput=goals, metrics=options.metrics, percentiles=options.percentiles)
+    names = ("mean", "median", "std", *(f"p{percent:g}" for percent in options.percentiles))
+    found["by_metric"] = [
+        {"": metric.upper(), **{f"{name}_ms": figures[f"{name}_{metric}_ms"] for name in names}}
+        for metric in options.metrics
+    ]
     return local.report("serve", given) | found | figures | detailed(served.outcomes)
 
 
@@ -233,7 +238,25 @@ def _convoy(local: Local, options: ServeOptions) -> Report:
         systems.append({"system": name, "options": options_of[name]} | figures)
     found: Report = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}
     found["failed"] = sum(one["failed"] for one in systems)
+    found["ttft_by_scheduler"] = [
+        {
+            "scheduler": one["system"],
+            **{f"short {name}_ms": one["short"][f"{name}_ttft_ms"] for name in ("median", "p90", "p99")},
+            "short in SLO_share": one["short"]["slo_attainment"],
+            **{f"long {name}_ms": one["long"][f"{name}_ttft_ms"] for name in ("mean", "p99")},
+            "short p99 TPOT_ms": one["short"]["p99_tpot_ms"],
+            "span_s": one["duration"],
+        }
+        for one in systems
+    ]
     lengths = {"num_long": _NUM_LONG, "short_lens": _SHORT_LENS, "output_len": _OUTPUT_LEN}
+    low, high = _SHORT_LENS
+    found["notes"] = [
+        f"{_NUM_LONG} prompts of {options.long_len:,} tokens queued at 0 s, {options.num_short} of {low} to {high} "
+        f"(Poisson) within {found['span_s']:.1f} s; {_OUTPUT_LEN} output tokens each",
+        f"capacity: the whole mix at once takes {capacity_s:.1f} s under LARS+sharing; load {options.load:g}; SLO: a TTFT "
+        f"of {_SHORT_TTFT_S:g} s",
+    ]
     workload = {"num_short": options.num_short, **lengths, "short_ttft_s": _SHORT_TTFT_S, "seed": options.workload.seed}
     return local.report("serve", asdict(options) | {"workload": workload}) | found
 
@@ -251,46 +274,14 @@ def convoy_figures(served: Served) -> Report:
     return figures
 
 
-def shown(report: Report) -> Shown:
-    """What is printed of the report."""
-    if "systems" in report:
-        return _convoy_shown(report)
-    options = report["options"]
-    names = ("mean", "median", "std", *(f"p{percent:g}" for percent in options["percentiles"]))
-    figures = ["completed", "failed", "request_rate", "burstiness", "max_concurrent_requests"]
-    figures += ["request_throughput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"]
-    figures += ["request_goodput", "slo_attainment"]
-    entries = {"duration_s": report["duration"]} | {name: report[name] for name in figures}
-    entries["prediction_error"] = report["prediction_error"]
-    entries["latencies"] = [
-        {"": metric.upper(), **{f"{name}_ms": report[f"{name}_{metric}_ms"] for name in names}}
-        for metric in options["metrics"]
-    ]
-    entries["ttft_by_length"] = report["ttft_by_length"]
-    warm = f"one run after {report['warmup']} warm-up requests; error: of predicted step times, as a share"
-    return entries, [warm, terms("TTFT", "TPOT", "ITL", "E2EL", "goodput", "SLO attainment")]
-
-
-def _convoy_shown(report: Report) -> Shown:
-    rows = [
-        {
-            "scheduler": one["system"],
-            **{f"short {name}_ms": one["short"][f"{name}_ttft_ms"] for name in ("median", "p90", "p99")},
-            "short in SLO_share": one["short"]["slo_attainment"],
-            **{f"long {name}_ms": one["long"][f"{name}_ttft_ms"] for name in ("mean", "p99")},
-            "short p99 TPOT_ms": one["short"]["p99_tpot_ms"],
-            "span_s": one["duration"],
-        }
-        for one in report["systems"]
-    ]
-    options, (low, high) = report["options"], _SHORT_LENS
-    return {"TTFT_by_scheduler": rows}, [
-        f"{_NUM_LONG} prompts of {options['long_len']:,} tokens queued at 0 s, {options['workload']['num_short']} of "
-        f"{low} to {high} (Poisson) within {report['span_s']:.1f} s; {_OUTPUT_LEN} output tokens each",
-        f"capacity: the whole mix at once takes {report['capacity_s']:.1f} s under LARS+sharing; load "
-        f"{options['load']:g}; SLO: a TTFT of {_SHORT_TTFT_S:g} s",
-        terms("TTFT", "TPOT"),
-    ]
-
-
-verb("serve", ServeOptions, serve, shown, _MORE, SUBJECT, SCHEDULING, SERVING, MEMORY, PARALLEL)
+_SHOWN = """
+    ttft_by_scheduler duration completed failed request_rate burstiness max_concurrent_requests request_throughput
+    output_throughput total_token_throughput max_output_tokens_per_s request_goodput slo_attainment prediction_error
+    by_metric ttft_by_length
+"""
+_SHOWS: Shows = dict.fromkeys(_SHOWN.split(), ())
+_NOTES = (
+    "one run after the warm-up; error: of predicted step times, as a share",
+    terms("TTFT", "TPOT", "ITL", "E2EL", "goodput", "SLO attainment"),
+)
+verb("serve", ServeOptions, serve, _SHOWS, _NOTES, _MORE, SUBJECT, SCHEDULING, SERVING, MEMORY, PARALLEL)

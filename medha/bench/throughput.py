@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 
 from medha.batch import Batch
-from medha.bench.cli import SUBJECT, Report, Shown, counted, verb, warmups
-from medha.bench.harness import Local, Subject, median_text, on_ranks, rows_of
+from medha.bench.cli import SUBJECT, Report, Shows, counted, verb, warmups
+from medha.bench.harness import Local, Subject, on_ranks
 from medha.bench.load import Workload, arrivals_of, serve_load
 from medha.bench.timing import in_turn, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
@@ -93,19 +93,13 @@ def host_fields(steps: Sequence[tuple[int, float]]) -> Report:
     }
 
 
-def shown(report: Report) -> Shown:
-    """What is printed of the report."""
-    rates = ("requests_per_second", "tokens_per_second", "output_tokens_per_second")
-    columns = ("num_requests", "total_input_tokens", "total_output_tokens", "timing", *rates)
-    host = report["host"]
-    steps = {"all": host["timing"], f"largest, {host['largest_batch']:,} rows": host["at_largest"]}
-    entries = {
-        "passes": rows_of([report], columns),
-        "host_of_a_step": [{"batch": batch, "timing": timing} for batch, timing in steps.items()],
-    }
-    host_is = "a step less the runner's compute: scheduler, engine, and noting the tokens here"
-    notes = [f"all requests at once; {median_text(report)} passes", f"host: {host_is}; of all passes that count"]
-    return entries, notes
-
-
-verb("throughput", ThroughputOptions, throughput, shown, SUBJECT, SCHEDULING, SERVING, MEMORY, PARALLEL)
+_SHOWN = """
+    num_requests total_input_tokens total_output_tokens timing requests_per_second tokens_per_second
+    output_tokens_per_second host
+"""
+_SHOWS: Shows = dict.fromkeys(_SHOWN.split(), ())
+_NOTES = (
+    "all requests at once",
+    "host: a step less the runner's compute: scheduler, engine, and noting the tokens here; of all passes that count",
+)
+verb("throughput", ThroughputOptions, throughput, _SHOWS, _NOTES, SUBJECT, SCHEDULING, SERVING, MEMORY, PARALLEL)

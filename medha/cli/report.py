@@ -181,11 +181,11 @@ def _unit_end(name: str) -> str:
 
 
 def text_of(name: str, value: Any) -> str:
-    """A scalar, a time and its spread, or a mapping of scalars, by what the name ends in; empty where there is none."""
+    """A scalar, a time and its spread, or a mapping of these, by what the name ends in; empty where there is none."""
     if isinstance(value, Mapping):
         if "median_s" in value:
             return _scaled("_s", *(value[one] for one in ("median_s", "min_s", "max_s")))
-        parts = {key: text_of(key, one) for key, one in value.items() if not isinstance(one, (Mapping, list))}
+        parts = {key: text_of(key, one) for key, one in value.items() if not isinstance(one, Mapping) or "median_s" in one}
         return ", ".join(f"{_spoken(key)} {text}" for key, text in parts.items() if text)
     if value is None or isinstance(value, list):
         return ""
