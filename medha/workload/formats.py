@@ -147,11 +147,8 @@ def _medha(fields: Fields) -> Row:
         given.setdefault("num_prompt_tokens", len(ids))
     if "max_tokens" in given:
         given.setdefault("num_output_tokens", given["max_tokens"])
-    slo = given.get("slo")
-    if slo is not None and (not isinstance(slo, dict) or set(slo) - {"ttft_s", "tpot_s"}):
-        raise _bad("slo", slo, "an object with ttft_s and tpot_s")
     try:
-        limits = SLO(**(slo or {}))
+        limits = SLO() if given.get("slo") is None else SLO.from_dict(given["slo"])
         priority = None if given.get("priority") is None else PRIORITIES.index(check_priority(given["priority"]))
     except ValidationError as error:
         raise RowError(str(error)) from error
