@@ -65,22 +65,6 @@ def test_threads_soon_sleep(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
-        (["run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "m"], "medha generate MODEL --requests FILE"),
-        (["chat"], "medha generate MODEL --chat --prompt TEXT"),
-        (["complete", "--model", "m"], "medha generate MODEL --prompt TEXT"),
-        (["collect-env"], "medha env"),
-    ],
-)
-def test_verbs_of_other_engines(arguments: list[str], instead: str, command: Command) -> None:
-    done = command(*arguments)
-    assert done.code == 2 and instead in done.err
-    assert done.err.startswith(f"error: ConfigError: medha has no verb '{arguments[0]}'; accepted: ")
-    assert f"│ {arguments[0]} " not in command().out
-
-
-@pytest.mark.parametrize(
     ("error", "code"),
     [
         (ConfigError("a\nb"), 2),
