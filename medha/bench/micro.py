@@ -233,7 +233,11 @@ class SchedulerOptions:
         "num_waiting", "1000,10000,100000", "Requests that wait, comma separated; each is measured."
     )
     policies: tuple[str, ...] = asked(
-        ("priority",), "May be repeated; priority by default.", name="policy", kind=list[str], read=lambda _, names: tuple(names)
+        ("priority",),
+        "May be repeated; priority by default.",
+        name="policy",
+        kind=list[str],
+        read=lambda _, names: tuple(names),
     )
     num_decoding: int = asked(256, "Requests that decode.", COUNT, name="num_running")
     num_prefilling: int = asked(
@@ -331,13 +335,13 @@ class Queue:
 
 _ATTENTION = {"results": ("kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")}
 _ATTENTION_NOTES = (
-    "one layer, in turn; share: of the matrix product's rate; operations: those under the causal mask; overhead: seconds "
-    "for each of them against the largest chunk over the same KV cache, less 1",
+    "one layer, in turn; share: of the matrix product's rate; operations: those under the causal mask; overhead: "
+    "seconds for each of them against the largest chunk over the same KV cache, less 1",
 )
 _DECODE = {"memory_read": (), "results": ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu")}
 _DECODE_NOTES = (
-    "timed: a step of the runner, from the batch to its tokens; without scheduler and engine; MBU: bytes that a step has "
-    "to read (weights and KV) over its time, of the memory's rate",
+    "timed: a step of the runner, from the batch to its tokens; without scheduler and engine; MBU: bytes that a step "
+    "has to read (weights and KV) over its time, of the memory's rate",
     "in turn; KV cache of random numbers",
 )
 verb("attention", AttentionOptions, attention, _ATTENTION, _ATTENTION_NOTES, ALONE)

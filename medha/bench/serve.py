@@ -127,7 +127,7 @@ def _serve(local: Local, options: ServeOptions) -> Report:
         served = serve_load(local.engine, arrivals, max_concurrency=limit)
     given = asdict(options) | {"goodput": asdict(goals)}
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
-    found = {
+    found: Report = {
         "backend": "medha",
         "tokenizer_id": options.subject.model if local.role.tokenizer is not None else None,
         "num_prompts": len(arrivals),
@@ -229,7 +229,7 @@ def _convoy(local: Local, options: ServeOptions) -> Report:
     stream = stream_of(mix, capacity_s / options.load, options.workload.seed)
     options_of = systems_of(options.long_len)
     engines = {name: local.engine_with(**scheduler) for name, scheduler in options_of.items()}
-    systems = []
+    systems: list[Report] = []
     for name, engine in engines.items():
         warm_up(engine, warm)
         with errors_counted(engine) as errors:
@@ -254,8 +254,8 @@ def _convoy(local: Local, options: ServeOptions) -> Report:
     found["notes"] = [
         f"{_NUM_LONG} prompts of {options.long_len:,} tokens queued at 0 s, {options.num_short} of {low} to {high} "
         f"(Poisson) within {found['span_s']:.1f} s; {_OUTPUT_LEN} output tokens each",
-        f"capacity: the whole mix at once takes {capacity_s:.1f} s under LARS+sharing; load {options.load:g}; SLO: a TTFT "
-        f"of {_SHORT_TTFT_S:g} s",
+        f"capacity: the whole mix at once takes {capacity_s:.1f} s under LARS+sharing; load {options.load:g}; SLO: a "
+        f"TTFT of {_SHORT_TTFT_S:g} s",
     ]
     workload = {"num_short": options.num_short, **lengths, "short_ttft_s": _SHORT_TTFT_S, "seed": options.workload.seed}
     return local.report("serve", asdict(options) | {"workload": workload}) | found

@@ -185,7 +185,9 @@ def text_of(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         if "median_s" in value:
             return _scaled("_s", *(value[one] for one in ("median_s", "min_s", "max_s")))
-        parts = {key: text_of(key, one) for key, one in value.items() if not isinstance(one, Mapping) or "median_s" in one}
+        parts = {
+            key: text_of(key, one) for key, one in value.items() if not isinstance(one, Mapping) or "median_s" in one
+        }
         return ", ".join(f"{_spoken(key)} {text}" for key, text in parts.items() if text)
     if value is None or isinstance(value, list):
         return ""

@@ -44,6 +44,7 @@ ATTENTION_BACKENDS = {
 }
 """The class of each :class:`medha.attention.interface.AttentionBackend`; ``auto`` takes the first that can serve."""
 
+_DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _model = partial(option, MODEL)
 
 
@@ -175,8 +176,6 @@ _OPTIONS: dict[str, tuple[str, dataclasses.Field[Any]]] = {
     for of in dataclasses.fields(cls)
     if (said := option_of(of)) is not None and said.panel != SIMULATED and of.name != "model"
 }
-
-_DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
 # Other names by which users of vLLM and SGLang know an option.
 OPTION_ALIASES = {

@@ -63,7 +63,13 @@ class CacheConfig:
         None, "Blocks of the KV pool.", COUNT, name="num_kv_blocks", shown="what the memory holds"
     )
     memory_bytes: int | None = _memory(
-        None, "Size of the KV pool, as 4GiB.", integer(1, 2**60), name="kv_memory", kind=str, shown="none", read=read_size
+        None,
+        "Size of the KV pool, as 4GiB.",
+        integer(1, 2**60),
+        name="kv_memory",
+        kind=str,
+        shown="none",
+        read=read_size,
     )
     gpu_memory_utilization: float = _memory(
         0.9,
@@ -149,7 +155,10 @@ class SchedulerConfig:
         shown="0.4; 0 with ilrs, lrs, edf and fcfs",
     )
     long_threshold: int = _serving(
-        8192, "Prompt tokens from which a prefill is long: one a batch and group, and it yields.", COUNT, read=read_length
+        8192,
+        "Prompt tokens from which a prefill is long: one a batch and group, and it yields.",
+        COUNT,
+        read=read_length,
     )
     late_share: float | None = _serving(
         None,

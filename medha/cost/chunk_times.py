@@ -134,7 +134,7 @@ def ring_chunk_s(
 
 
 def dealt_chunk_s(predictor: Predictor, *, size: int, history: int, tokens: int) -> float:
-    """Seconds of a chunk that is dealt to ``size`` groups, as the predictor of a group, measured or of a spec, has it."""
+    """Seconds of a chunk that is dealt to ``size`` groups, by the predictor of a group, measured or of a spec."""
     own = -(-tokens // size)
     return predictor.tick().with_chunk(own, history + (tokens - own) // 2, samples=True, ring=size)
 
