@@ -36,7 +36,7 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert host["timing"]["runs"] >= 2 * 3 and host["at_largest"]["runs"] >= 2
     assert all(0 < figures["min_s"] <= figures["max_s"] for figures in (host["timing"], host["at_largest"]))
     text = capsys.readouterr().out
-    assert "host of a step" in text and "a step less the runner's compute" in " ".join(text.split())
+    assert "host: timing" in text and "a step less the runner's compute" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("source", ["trace", "distribution"])
