@@ -22,12 +22,12 @@ from medha.config.fields import (
     TEXT,
     Check,
     OptionField,
+    as_length,
     check_options,
     choice,
     integer,
     option,
     option_of,
-    read_length,
     read_option,
     text_read,
 )
@@ -83,7 +83,7 @@ class EngineConfig:
         flags=("--cuda-graphs/--enforce-eager",),
     )
     max_model_len: int | None = _model(
-        None, "Most tokens of a request, prompt and output.", COUNT, read=read_length, shown="what the model claims"
+        None, "Most tokens of a request, prompt and output.", COUNT, read=as_length, shown="what the model claims"
     )
     rope_scaling: str | dict[str, Any] | None = _model(
         None,

@@ -161,7 +161,13 @@ def parse_size(text: str) -> int:
     return size
 
 
-def read_size(name: str, value: Any, example: str = "4GiB") -> Any:
+as_rate = text_read(number_or_text)
+"""A number, or the name of a file."""
+as_sp_sizes = text_read(lambda text: tuple(int(size) if size.isdecimal() else 0 for size in words(text)))
+"""``1,2,4`` as integers; 0 for a part that is none, which no check accepts."""
+
+
+def as_size(name: str, value: Any, example: str = "4GiB") -> Any:
     """The number of a size that is text; anything else is left to its check."""
     try:
         return parse_size(value) if isinstance(value, str) else value
@@ -169,16 +175,16 @@ def read_size(name: str, value: Any, example: str = "4GiB") -> Any:
         raise ConfigError(f"{name}={value!r}; accepted: as in {example!r} ({error})") from None
 
 
-read_length = partial(read_size, example="128K")
+as_length = partial(as_size, example="128K")
 """The same of a length in tokens."""
 
 
-def read_gib(name: str, value: Any) -> Any:
+def as_gib(name: str, value: Any) -> Any:
     """Bytes of a size that is text; a number, be it text, is GiB as in vLLM."""
     try:
         gib = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
-        return read_size(name, value)
+        return as_size(name, value)
     if not 0 <= gib <= 2**30:
         raise ConfigError(f"{name}={value!r}; accepted: GiB from 0 to {2**30}, or text as in '512MiB'")
     return int(gib * 2**30)

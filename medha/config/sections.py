@@ -22,18 +22,17 @@ from medha.config.fields import (
     Check,
     are_sp_sizes,
     are_weights,
+    as_gib,
+    as_length,
+    as_rate,
+    as_size,
+    as_sp_sizes,
     check_options,
     choice,
     finite,
     integer,
     number,
-    number_or_text,
     option,
-    read_gib,
-    read_length,
-    read_size,
-    text_read,
-    words,
 )
 from medha.config.model_config import ModelConfig
 from medha.errors import ConfigError, ParallelConfigError
@@ -69,7 +68,7 @@ class CacheConfig:
         name="kv_memory",
         kind=str,
         shown="none",
-        read=read_size,
+        read=as_size,
     )
     gpu_memory_utilization: float = _memory(
         0.9,
@@ -83,7 +82,7 @@ class CacheConfig:
         name="swap_space",
         kind=str,
         shown="0",
-        read=read_gib,
+        read=as_gib,
     )
 
     def __post_init__(self) -> None:
@@ -111,12 +110,12 @@ class SchedulerConfig:
         repr=False,
     )
     max_num_seqs: int = _serving(256, "Requests started and not finished at once; rows of a batch.", FEW)
-    max_batch_tokens: int = _scheduling(2048, "Query tokens of a batch.", integer(1, 2**24), read=read_length)
+    max_batch_tokens: int = _scheduling(2048, "Query tokens of a batch.", integer(1, 2**24), read=as_length)
     chunk_size: int | None = _scheduling(
         None,
         "Query tokens of one prefill in a batch.",
         integer(1, 2**24),
-        read=read_length,
+        read=as_length,
         shown="what the batch's time holds; --max-batch-tokens with vllm, 512 with other schedulers",
     )
     depth: int | None = _parallel(
@@ -126,7 +125,7 @@ class SchedulerConfig:
         None,
         "KV tokens of a request on one KV-parallel group, in whole blocks; with more it takes the next group too.",
         COUNT,
-        read=read_length,
+        read=as_length,
         shown="what a chunk of --min-chunk tokens fills a batch's time with, at least an even share of the longest",
     )
     ring: bool = _parallel(
@@ -155,10 +154,7 @@ class SchedulerConfig:
         shown="0.4; 0 with ilrs, lrs, edf and fcfs",
     )
     long_threshold: int = _serving(
-        8192,
-        "Prompt tokens from which a prefill is long: one a batch and group, and it yields.",
-        COUNT,
-        read=read_length,
+        8192, "Prompt tokens from which a prefill is long: one a batch and group, and it yields.", COUNT, read=as_length
     )
     late_share: float | None = _serving(
         None,
@@ -246,7 +242,7 @@ class SchedulerConfig:
         Check("ascending powers of two", are_sp_sizes),
         kind=str,
         shown="all up to --kvp",
-        read=text_read(lambda text: tuple(int(size) if size.isdecimal() else 0 for size in words(text))),
+        read=as_sp_sizes,
     )
     max_chunks: int | None = _dealt(None, "Chunks of a prompt; 1 is one SP size a request.", COUNT, shown="any number")
     improvement_rate: float | str = _dealt(
@@ -255,7 +251,7 @@ class SchedulerConfig:
         Check("a number from 0 to below 1, or a file", lambda rate: isinstance(rate, str) or SHARE.holds(rate)),
         kind=str,
         shown="0.3",
-        read=text_read(number_or_text),
+        read=as_rate,
     )
     plan_order: str = _dealt(
         "arrival",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from medha.config import CDSP, CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
-from medha.config.fields import read_option, words
+from medha.config.fields import POSITIVE, number_or_text, read_option, words
 from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
@@ -195,11 +194,8 @@ def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:
 
 
 def _rates(text: str | None) -> list[float | None]:
-    try:
-        rates = [] if text is None else [float(part) for part in text.split(",")]
-    except ValueError:
-        rates = [math.nan]
-    if not all(0 < rate < math.inf for rate in rates):
+    rates: list[Any] = [number_or_text(word) for word in words(text or "")]
+    if (text is not None and not rates) or not all(POSITIVE.holds(rate) for rate in rates):
         raise ConfigError(f"qps={text!r}; accepted: finite numbers above 0, comma separated")
     return list(dict.fromkeys(rates)) or [None]
 
