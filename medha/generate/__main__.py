@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from medha.cli import command
 from medha.cli.display import Display, StreamedText, print_explanation
-from medha.cli.options import ENGINE, SAMPLING, LogLevel, but, engine_options, takes
+from medha.cli.options import ENGINE, MODEL, SAMPLING, LogLevel, but, engine_options, takes
 from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
@@ -41,7 +41,7 @@ _output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 @app.command()
-@takes(ENGINE, but(SAMPLING, max_tokens=128, temperature=0.0))
+@takes({**MODEL, **but(SAMPLING, max_tokens=128, temperature=0.0), **ENGINE})
 def generate(
     context: typer.Context,
     model_argument: Annotated[
