@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.engine.arrivals import Arrival, Joiner
-from medha.engine.files import read_input, unwritable_reported
+from medha.cli.files import read_input, unwritable_reported
 from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError, not_accepted
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
