@@ -91,8 +91,8 @@ class Request:
     def asked(self, slot: int, arrival_s: float) -> SchedulerRequest:
         """What a scheduler is to know of a completion of it."""
         length, priority = len(self.prompt_ids), PRIORITIES.index(self.priority)
-        kept = {"tenant": self.tenant, "prefix": self.prefix}
-        return SchedulerRequest(slot, length, self.max_tokens, arrival_s, self.slo, priority, **kept)
+        head = SchedulerRequest(slot, length, self.max_tokens, arrival_s, self.slo, priority)
+        return replace(head, tenant=self.tenant, prefix=self.prefix)
 
     def begin(
         self,

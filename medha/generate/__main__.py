@@ -29,6 +29,7 @@ from medha.cli.command import (
     state_on_signal,
 )
 from medha.cli.display import Display, StreamedText, print_explanation
+from medha.cli.files import emptied, opened, unwritable_reported
 from medha.cli.options import (
     DEALT,
     MEMORY,
@@ -45,7 +46,6 @@ from medha.cli.options import (
 from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
-from medha.cli.files import emptied, opened, unwritable_reported
 from medha.engine.jsonl import OutputLines
 from medha.errors import ConfigError
 from medha.generate.work import requested

@@ -43,16 +43,16 @@ class Watched(Drive):
 
 def check(drive: Watched) -> None:
     """The parts of each explanation sum to the TTFT, and it names others that ran meanwhile, largest first."""
-    for job, explained in drive.explained.items():
+    for job, found in drive.explained.items():
         ttft_s = drive.first_token_s[job] - drive.jobs[job].arrival_s
-        assert explained.has_first_token and explained.request_id == f"job {job}"
-        assert explained.total_s == pytest.approx(ttft_s)
-        assert sum(explained.parts_s.values()) == pytest.approx(ttft_s, abs=1e-6)
-        assert min(explained.parts_s.values()) > -1e-9
-        seconds = [seconds for _, seconds in explained.others]
-        assert sum(seconds) <= explained.others_s + 1e-6 and seconds == sorted(seconds, reverse=True)
-        assert {name for name, _ in explained.others} <= drive.beside[job] - {f"job {job}"}
-        assert explained.text()
+        assert found.has_first_token and found.request_id == f"job {job}"
+        assert found.total_s == pytest.approx(ttft_s)
+        assert sum(found.parts_s.values()) == pytest.approx(ttft_s, abs=1e-6)
+        assert min(found.parts_s.values()) > -1e-9
+        seconds = [seconds for _, seconds in found.others]
+        assert sum(seconds) <= found.others_s + 1e-6 and seconds == sorted(seconds, reverse=True)
+        assert {name for name, _ in found.others} <= drive.beside[job] - {f"job {job}"}
+        assert found.text()
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from medha.engine.arrivals import Arrival
 from medha.cli.files import opened, unwritable_reported
+from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import output_line, read_requests, write_line
 from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
