@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -138,22 +139,22 @@ class DrivingRunner:
     def _submit(self, batch: Batch) -> PendingStep:
         parts, own_ids = dict[int, Batch](), _NO_TOKENS
         for whole, fields, groups in self._told(batch):
-            plain: list[int] = []  # ranks that get neither tokens nor sampling state
+            alike = defaultdict[bytes, list[int]](list)  # by the tokens that they embed, ranks that are told no more
             for group in groups:
                 parts[group] = part = whole.part_of(group)
                 tokens, embedders = self._runner.chunk_ids(part), self._embedders[group]
                 own_ids = tokens if group == 0 else own_ids
                 sampler, (opened, ids) = self.ranks.sampler_rank(group), self._opened(part, group)
-                told = [sampler] if opened else []
                 if opened:
                     ids = np.concatenate((tokens, ids)) if sampler in embedders else ids
-                    self._sender.send(Message("batch", {**fields, "open": opened}, whole, ids), only=told)
-                if len(tokens) and (embedding := [rank for rank in embedders if rank not in told]):
-                    self._sender.send(Message("batch", fields, whole, tokens), only=embedding)
-                    told += embedding
-                plain += [rank for rank in self._ranks_of[group] if rank not in told]
-            if plain:
-                self._sender.send(Message("batch", fields, whole), only=plain)
+                    self._sender.send(Message("batch", {**fields, "open": opened}, whole, ids), only=[sampler])
+                data = tokens.tobytes()
+                for rank in self._ranks_of[group]:
+                    if not opened or rank != sampler:
+                        alike[data if rank in embedders else b""].append(rank)
+            for data, its_ranks in alike.items():
+                message = Message("batch", fields, whole, np.frombuffer(data, np.int32))
+                self._sender.send(message, only=its_ranks)
         concerned = [group for group in sorted(parts) if parts[group].rows]
         posted = {g: self._reports.post(parts[g], g) for g in concerned if self.ranks.sampler_rank(g) != 0}
         if 0 in posted:
