@@ -24,11 +24,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from medha.cli.files import emptied, opened
 from medha.config import EngineConfig
 from medha.engine.admission import Prompt, is_prompt, listed, spread
 from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
-from medha.engine.files import emptied, opened
 from medha.engine.journal import check_recordable
 from medha.engine.request import Request
 from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationError

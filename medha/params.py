@@ -147,7 +147,7 @@ class SamplingParams:
         logprobs: None, or 0 to 20: log-probabilities of the drawn token and of so many of the likeliest.
         detokenize: whether to produce text.
         skip_special_tokens: leave special tokens out of the text.
-        output_kind: what :meth:`medha.engine.Engine.step` returns before the end: ``cumulative``, ``delta`` or
+        output_kind: what :meth:`medha.engine.engine.Engine.step` returns before the end: ``cumulative``, ``delta`` or
             ``final_only`` (nothing).
     """
 

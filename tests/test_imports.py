@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workload": {*_GROUND, "cli"},
     "engine": {*_GROUND, "sched", "worker", "text", "cost", "cli", "models", "attention", "parallel"},
     "sim": {*_GROUND, "sched", "cost", "workload", "cli", "models.hf_config"},
-    "llm": {*_GROUND, "engine", "parallel", "text"},
+    "llm": {*_GROUND, "engine", "parallel", "text", "cli.files"},
     "profile": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
     "verify": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
     "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.shard", "workload"},

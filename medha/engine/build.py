@@ -26,7 +26,7 @@ from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import load_coefficients, shape_name
 from medha.engine.decode import DecodeInstance, HandOvers
-from medha.engine.distributed import Caller, DrivingRunner, Follower
+from medha.engine.distributed import DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
@@ -79,7 +79,7 @@ class RankHandle:
     tokenizer: Tokenizer | None
     runner: Runner
     engine: Engine | None = None  # on rank 0, and where there is one process
-    caller: Caller | None = None  # on rank 0 of several: how it tells the others what is called
+    caller: DrivingRunner | None = None  # on rank 0 of several: tells the others what is called
     follower: Follower | None = None  # on the other ranks
 
     @property
@@ -95,15 +95,14 @@ class RankHandle:
 
     def give_up(self, error: BaseException) -> None:
         """Tell every rank that this one goes with an error; they end too."""
-        for part in (self.caller, self.follower):
-            if part is not None:
-                give_up(part.ranks.monitor, error)
+        if (part := self.caller or self.follower) is not None:
+            give_up(part.ranks.monitor, error)
 
     def close(self) -> None:
         """Leave the job; every rank calls it."""
         self.runner.graphs = None  # NCCL would wait for the graphs that hold its collectives
         if self.caller is not None:
-            self.caller.close()
+            self.caller.stop()
         if self.follower is not None:
             self.follower.close()
 
@@ -227,9 +226,10 @@ def _build(
     engine = Engine(driven, scheduler, limits, hand_overs=hand_overs, news=driven.news, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe
+    driven.timeline = timeline
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
-    return RankHandle(limits, tokenizer, runner, engine, Caller(sender, ranks, timeline, transfers))
+    return RankHandle(limits, tokenizer, runner, engine, driven)
 
 
 class _KVPools(NamedTuple):

@@ -12,12 +12,13 @@ Each instance has a scheduler of its own, which knows one group, 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from medha.batch import Batch
-from medha.sched.decision import SchedulerRequest
+from medha.engine.request import Completion
+from medha.sched.decision import Decision, SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.scheduler import Scheduler
 
@@ -42,7 +43,7 @@ class DecodeInstance:
 
 
 class HandOvers:
-    """The requests between their first token and their second.
+    """The requests between their first token and their second, and the instances where they decode.
 
     Args:
         instances: none where requests decode where they are prefilled.
@@ -70,6 +71,11 @@ class HandOvers:
         memories = (instance.scheduler.memory for instance in self.instances)
         return max(memories, key=lambda memory: memory.max_request_tokens, default=None)
 
+    def keep(self, prefills: Scheduler, request: SchedulerRequest) -> None:
+        """A request, all of it, has its first token: what ``prefills`` has computed stays until an instance has it."""
+        prefills.keep(request.slot)
+        self.waiting[request.slot] = request
+
     def grants(self) -> Iterator[tuple[SchedulerRequest, Batch]]:
         """Grant what can be granted; a request that finds no room holds up those behind it. The batch, on the
         instance's group, says where keys and values go."""
@@ -88,18 +94,45 @@ class HandOvers:
             instance.coming[request.slot] = request
             yield request, batch
 
-    def waits(self, slot: int) -> bool:
-        """Whether a request waits for a grant, or is on its way."""
-        return slot in self.waiting or slot in self.transfers
+    def advance(self, prefills: Scheduler, by_slot: Mapping[int, Completion], now: Callable[[], float]) -> list[int]:
+        """Take what has been handed over, and begin what is granted; returns the slots whose requests ended on the way.
 
-    def begin(self, request: SchedulerRequest, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> None:
-        """Begin a hand-over that was granted: the request's first token, the groups that hold its KV and how many
-        tokens each, and the batch of the grant."""
-        assert self._begin is not None, "there are instances"
-        self.transfers[request.slot] = self._begin(token, held, batch)
+        Raises what went wrong with a hand-over.
+        """
+        ended = []
+        for slot in [slot for slot, transfer in self.transfers.items() if transfer.done()]:
+            one = by_slot[slot]
+            self.note_wait(one, now())
+            self.transfers.pop(slot).result()
+            instance = next(one for one in self.instances if slot in one.coming)
+            prefills.let_go(slot)
+            wanted = one.finish_reason is None
+            instance.scheduler.arrived(instance.coming.pop(slot), wanted=wanted)
+            ended += [] if wanted else [slot]
+        for request, batch in self.grants():
+            assert self._begin is not None, "there are instances"
+            held = prefills.memory.held_by_group(request.slot, request.num_prompt_tokens)
+            self.transfers[request.slot] = self._begin(by_slot[request.slot].token_ids[0], held, batch)
+        return ended
 
-    def arrived(self, slot: int) -> tuple[DecodeInstance, SchedulerRequest]:
-        """A request has been handed over; to which instance. Raises what went wrong with it."""
-        self.transfers.pop(slot).result()
-        instance = next(one for one in self.instances if slot in one.coming)
-        return instance, instance.coming.pop(slot)
+    def decisions(self, now: Callable[[], float]) -> Iterator[tuple[Scheduler, Decision, float, Batch]]:
+        """What the instances decide to run: by whom it is decided, when, and the batch on the instance's group."""
+        for group, scheduler in [(one.group, one.scheduler) for one in self.instances]:
+            while (decision := scheduler.schedule(start_s := now())).batch is not None:
+                yield scheduler, decision, start_s, decision.batch.on_group(group)
+
+    def cancel(self, prefills: Scheduler, slot: int) -> tuple[int, ...]:
+        """Stop scheduling a request, wherever it is; returns the slots closed by that."""
+        for instance in self.instances:
+            if instance.scheduler.knows(slot):
+                return instance.scheduler.cancel(slot)
+        closed = prefills.cancel(slot)
+        return closed if self.waiting.pop(slot, None) is None else prefills.let_go(slot)
+
+    def note_wait(self, one: Completion, now_s: float) -> None:
+        """Note for how long a completion has waited for an instance, if it waits for one or is on its way."""
+        metrics = one.metrics
+        waits = one.slot in self.waiting or one.slot in self.transfers
+        if waits and metrics.explanation is not None and metrics.first_token is not None:
+            wait_s = now_s - metrics.first_token
+            metrics.explanation = replace(metrics.explanation, decode_wait_s=wait_s)

@@ -6,10 +6,10 @@ ranks. Every other rank runs :class:`Follower`: it takes messages in order and r
 
 What travels: the batch to everyone; with it the tokens of its chunks, to the ranks that embed them, and to the rank
 that samples for a request what it needs for that, once; sampled tokens from each group's sampling rank to the ranks
-that embed them for the next decode, and in a report to rank 0. So a decode may be scheduled before its token is known.
-A rank reports also a batch after which it draws no token, so that no more batches than the depth are between the first
-stage and the last. A group without rows in a batch changes its block tables, moves what it swaps, and does nothing
-else. No outputs travel: followers return nothing.
+that embed them for the next decode, and in a report to rank 0 (:mod:`medha.engine.wire`). So a decode may be scheduled
+before its token is known. A rank reports also a batch after which it draws no token, so that no more batches than the
+depth are between the first stage and the last. A group without rows in a batch changes its block tables, moves what it
+swaps, and does nothing else. No outputs travel: followers return nothing.
 
 With *lanes* batches that share no group complete independently. A batch goes to the groups with rows in it alone; the
 others are told with their next one whose blocks and sampling state it frees. Rank 0's own part runs in a thread, as
@@ -24,180 +24,40 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
 from medha.batch import Batch
 from medha.engine.wire import (
-    decode_report,
+    ReportLine,
+    TokenLine,
     decode_sampling,
-    encode_report,
     encode_sampling,
     error_from_json,
     error_to_json,
-    report_size,
 )
 from medha.errors import EngineDeadError, RankFailedError
 from medha.outputs import RequestOutput
-from medha.parallel.control import ControlReceiver, ControlSender, Message, Sends, post_receive
+from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
 from medha.params import SamplingParams
-from medha.timeline import RankRecords, Timeline, decode_records, encode_records
+from medha.timeline import RankRecords, Timeline
 from medha.worker.runner import Runner
 from medha.worker.step import InOrder, Lane, PendingStep, StepResult, sampling_rows
 from medha.worker.step_input import StepInput
 from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
-
-_REPORTS_IN_FLIGHT = 64
 _NO_TOKENS = np.empty(0, np.int32)
-_TOKENS_IN_FLIGHT = 256
-_REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # what goes between the same ranks; 3 is medha.parallel.spp's
-
-
-class ReportLine:
-    """Sends the reports of batches that are done from each group's sampling rank to rank 0, and receives them there."""
-
-    def __init__(self, ranks: Ranks, runner: Runner) -> None:
-        self._ranks = ranks
-        self._runner = runner
-        self._sends = Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
-
-    def post(self, batch: Batch, group: int) -> PendingStep:
-        """Post the receive of one group's report of its part of a batch, on rank 0."""
-        rows = sampling_rows(batch, group)
-        slots = [self._runner.sampling(row.slot) for row in rows]
-        buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
-        report = post_receive(buffer, self._ranks.sampler_rank(group), self._ranks.report_group, _REPORTS_TAG)
-        return PendingStep(cache(lambda: decode_report(report(), rows, slots)))
-
-    def send(self, result: StepResult) -> None:
-        """Send what was sampled to rank 0, on another rank."""
-        self._sends.add(encode_report(result, [self._runner.sampling(row.slot) for row in result.rows]), 0)
-
-    def drain(self) -> None:
-        """Wait for every send."""
-        self._sends.drain()
-
-
-class TokenLine:
-    """Sends the tokens that this rank draws to those that embed them, and receives what this rank embeds.
-
-    A token goes to the first stages of its request's groups and of the group behind them, into which it may grow; none
-    goes anywhere where these groups do not decode.
-    """
-
-    def __init__(self, ranks: Ranks, runner: Runner, *, decodes: bool = True) -> None:
-        self._ranks = ranks
-        self._runner = runner
-        self._decodes = decodes
-        self._sends = Sends(ranks.report_group, _TOKENS_TAG, _TOKENS_IN_FLIGHT)
-        self._drawn_here: dict[int, int] = {}  # by slot, the newest batch
-        self._receives: deque[tuple[int, list[int], Callable[[], torch.Tensor]]] = deque()  # by batch
-
-    def post(self, batch: Batch) -> None:
-        """Post the receives of a batch's tokens, on a rank that embeds."""
-        if not self._decodes:
-            return
-        group = self._ranks.group
-        for sampler_group in sorted({row.group for row in batch.rows if row.group <= group}):
-            sampler, slots = self._ranks.sampler_rank(sampler_group), _slots_for(batch, sampler_group, group)
-            if slots and sampler != self._ranks.rank:
-                buffer = torch.empty(len(slots), dtype=torch.int64)
-                tokens = post_receive(buffer, sampler, self._ranks.report_group, _TOKENS_TAG)
-                self._receives.append((batch.batch_id, slots, tokens))
-
-    def note(self, batch_id: int, slot: int, token: int) -> None:
-        """Take a token that another instance drew: a request comes from there with the hand-over of this id."""
-        self._receives.append((batch_id, [slot], lambda: torch.tensor([token])))
-
-    def take_from(self, report: PendingStep, batch: Batch) -> None:
-        """Take a batch's tokens from the report of rank 0's group, on rank 0."""
-        slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
-        if slots and self._decodes:
-            self._receives.append((batch.batch_id, slots, partial(_tokens_of, report)))
-
-    def run(self, step: StepInput, waits_for: Literal["report", "control"]) -> StepResult | None:
-        """Run this rank's part of a batch behind the tokens that it embeds, and send those drawn at once: another
-        rank may need them before it takes part in this one's next batch."""
-        with self._runner.recorder.waiting(waits_for):
-            self._wait_for(step)
-        pending = self._runner.run(step)
-        if pending is None:
-            return None
-        result = pending.result()
-        self._send(step.batch, result)
-        return result
-
-    def has(self, step: StepInput) -> bool:
-        """Whether no token that a step embeds is still on its way."""
-        return self._num_needed(step) == 0
-
-    def _wait_for(self, step: StepInput) -> None:
-        """Note the tokens that a step's decodes embed, once they are here."""
-        for _ in range(max(self._num_needed(step), len(self._receives) - _TOKENS_IN_FLIGHT)):
-            batch_id, slots, received = self._receives.popleft()
-            tokens = received()
-            # A slot may have been given to another request meanwhile, of which this rank draws itself.
-            kept = [at for at, slot in enumerate(slots) if self._drawn_here.get(slot, -1) < batch_id]
-            if kept:
-                self._runner.note_tokens([slots[at] for at in kept], tokens[kept])
-        if self._ranks.is_sampler:
-            self._drawn_here.update(dict.fromkeys(step.drawn_slots.tolist(), step.batch.batch_id))
-
-    def _num_needed(self, step: StepInput) -> int:
-        """How many of the oldest receives are to be waited for before a step."""
-        wanted = set(step.decode_slots.tolist())
-        # A copy: the thread that receives messages posts more meanwhile.
-        before = (
-            at
-            for at, (batch_id, slots, _) in enumerate(list(self._receives), start=1)
-            if batch_id < step.batch.batch_id and not wanted.isdisjoint(slots)
-        )
-        return max(before, default=0)
-
-    def _send(self, batch: Batch, result: StepResult) -> None:
-        """Send what was sampled here after a batch's rows."""
-        if not self._decodes:
-            return
-        here = self._ranks.group
-        tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
-        last = max((row.writer for row in result.rows), default=here) + 1
-        for group in range(here, max(here, min(last, self._ranks.config.kvp - 1)) + 1):
-            slots = _slots_for(batch, here, group)
-            embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
-            if slots and embedders:
-                drawn = torch.tensor([tokens[slot] for slot in slots], dtype=torch.int64)
-                for rank in embedders:
-                    self._sends.add(drawn, rank)
-
-    def drain(self) -> None:
-        """Wait for every transfer."""
-        self._sends.drain()
-        while self._receives:
-            self._receives.popleft()[-1]()
-
-
-def _tokens_of(report: PendingStep) -> torch.Tensor:
-    return torch.tensor([sampled.token_id for sampled in report.result().sampled])
-
-
-def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
-    """The slots whose tokens go from the sampling rank of one group to those that embed for another."""
-    slots = [row.slot for row in sampling_rows(batch, sampler_group) if row.group <= group <= row.writer + 1]
-    return sorted(slots)  # the rows of a group's part of a batch are in another order than those of the whole
 
 
 @dataclass(slots=True)
@@ -209,10 +69,11 @@ class _Late:
 
 
 class DrivingRunner:
-    """Rank 0's runner: sends each batch to the others and runs its own stage of it.
+    """Rank 0's runner: sends each batch to the others and runs its own stage of it, and tells them what is called.
 
     Attributes:
         news: with ``lanes``, set when a batch may have come to be done; None where batches complete in order.
+        timeline: gets what the others have recorded before they leave, if given.
     """
 
     def __init__(
@@ -226,12 +87,13 @@ class DrivingRunner:
     ) -> None:
         self._runner = runner
         self._transfers = transfers  # where there are decode instances, and so lanes
-        self._ranks = ranks
+        self.ranks = ranks
         self._sender = sender
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner, decodes=not lanes)
         self._steps = InOrder(self._run_own, at_once=False)
         self.news = threading.Event() if lanes else None
+        self.timeline: Timeline | None = None
         self._lanes: list[Lane] = []  # the first runs this rank's part of batches, the others wait for each group
         if lanes:
             idle = partial(runner.recorder.waiting, "control")
@@ -245,9 +107,7 @@ class DrivingRunner:
         self._groups = groups = range(ranks.config.num_groups)
         self._late = [_Late() for _ in groups]
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
-        self._others = [
-            [rank for rank in ranks.of_groups([group]) if rank not in (0, *self._embedders[group])] for group in groups
-        ]
+        self._ranks_of = [[rank for rank in ranks.of_groups([group]) if rank != 0] for group in groups]
 
     def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], params: SamplingParams, **its: Any) -> None:
         """See :meth:`medha.worker.runner.Runner.open`; the others hear of it with the rows that concern them."""
@@ -272,68 +132,67 @@ class DrivingRunner:
         Raises:
             RankFailedError: another rank failed; the message is the first error that any rank reported.
         """
-        with failures_named(self._ranks.monitor, batch):
+        with failures_named(self.ranks.monitor, batch):
             self._num_in_pipeline += 1
             return self._submit(batch)
 
     def _submit(self, batch: Batch) -> PendingStep:
-        wholes = self._told(batch)
-        parts = {group: whole.part_of(group) for group, whole in wholes.items()}
-        own_ids, told = _NO_TOKENS, set()
-        for group, part in parts.items():
-            whole, embedders, tokens = wholes[group], self._embedders[group], self._runner.chunk_ids(part)
-            own_ids = tokens if group == 0 else own_ids
-            slots, self._late[group].closed = self._late[group].closed, []
-            closed = {"close": slots} if slots else {}
-            sampler, (opened, ids) = self._ranks.sampler_rank(group), self._opened(part, group)
-            if opened:
-                told.add(sampler)
-                ids = np.concatenate((tokens, ids)) if sampler in embedders else ids
-                self._sender.send(Message("batch", {**closed, "open": opened}, whole, ids), only=[sampler])
-            if plain := [rank for rank in embedders if rank not in told]:
-                self._sender.send(Message("batch", closed, whole, tokens), only=plain)
-            if plain := [rank for rank in self._others[group] if rank not in told]:
-                self._sender.send(Message("batch", closed, whole), only=plain)
-        concerned = [group for group, part in parts.items() if part.rows]
-        posted = {g: self._reports.post(parts[g], g) for g in concerned if self._ranks.sampler_rank(g) != 0}
+        parts, own_ids = dict[int, Batch](), _NO_TOKENS
+        for whole, fields, groups in self._told(batch):
+            alike = defaultdict[bytes, list[int]](list)  # by the tokens that they embed, ranks that are told no more
+            for group in groups:
+                parts[group] = part = whole.part_of(group)
+                tokens, embedders = self._runner.chunk_ids(part), self._embedders[group]
+                own_ids = tokens if group == 0 else own_ids
+                sampler, (opened, ids) = self.ranks.sampler_rank(group), self._opened(part, group)
+                if opened:
+                    ids = np.concatenate((tokens, ids)) if sampler in embedders else ids
+                    self._sender.send(Message("batch", {**fields, "open": opened}, whole, ids), only=[sampler])
+                data = tokens.tobytes()
+                for rank in self._ranks_of[group]:
+                    if not opened or rank != sampler:
+                        alike[data if rank in embedders else b""].append(rank)
+            for data, its_ranks in alike.items():
+                message = Message("batch", fields, whole, np.frombuffer(data, np.int32))
+                self._sender.send(message, only=its_ranks)
+        concerned = [group for group in sorted(parts) if parts[group].rows]
+        posted = {g: self._reports.post(parts[g], g) for g in concerned if self.ranks.sampler_rank(g) != 0}
         if 0 in posted:
             self._tokens.take_from(posted[0], parts[0])
         step = self._runner.prepare(parts[0], own_ids) if 0 in parts else None
         if self.news is not None:
             return self._in_lanes(batch, step, posted)
         assert step is not None, "every group is told of every batch"
-        return PendingStep(partial(self._completed, batch, self._steps.add(step), list(posted.values())))
+        reports = [report.result for report in posted.values()]
+        return PendingStep(partial(self._completed, batch, self._steps.add(step), reports))
 
-    def _told(self, batch: Batch) -> dict[int, Batch]:
-        """The batch as each group that is told of it gets it: with what was freed since its last one."""
-        if self.news is None:
-            return dict.fromkeys(self._groups, batch)
-        groups, kvp = batch.groups, self._ranks.config.kvp
-        for late in self._late[:kvp] if min(groups) < kvp else [self._late[group] for group in groups]:
+    def _told(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Any], list[int]]]:
+        """The batch as groups get it, with what was freed since their last one; what else they are told, which slots
+        were closed since then; and the groups for which that is the same."""
+        groups, kvp = list(self._groups) if self.news is None else sorted(batch.groups), self.ranks.config.kvp
+        for late in self._late[:kvp] if groups[0] < kvp else [self._late[group] for group in groups]:
             late.frees += batch.frees
-        wholes = {
-            group: replace(batch, frees=tuple(dict.fromkeys(self._late[group].frees))) for group in sorted(groups)
-        }
+        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for group in groups:
-            self._late[group].frees.clear()
-        return wholes
+            late, self._late[group] = self._late[group], _Late()
+            alike.setdefault((tuple(dict.fromkeys(late.frees)), tuple(late.closed)), []).append(group)
+        for (frees, closed), its_groups in alike.items():
+            whole = batch if frees == batch.frees else replace(batch, frees=frees)
+            yield whole, {"close": closed} if closed else {}, its_groups
 
     def _in_lanes(self, batch: Batch, step: StepInput | None, posted: dict[int, PendingStep]) -> PendingStep:
         """Run this rank's part in its thread, and wait for each report in that of its group."""
         assert self.news is not None, "there are lanes"
         own, *lanes = self._lanes
-        futures: list[Future[Any]] = [lanes[group].submit(report.result) for group, report in posted.items()]
-        reports = [PendingStep(future.result) for future in futures]
-        mine: Callable[[], StepResult | None] = lambda: None  # noqa: E731
-        if step is not None:
-            running = own.submit(partial(self._tokens.run, step, "control"))
-            mine = running.result
-            futures.append(running)
+        mine = [] if step is None else [own.submit(partial(self._tokens.run, step, "control"))]
+        reports = [lanes[group].submit(report.result) for group, report in posted.items()]
+        futures: list[Future[Any]] = [*mine, *reports]
         for future in futures:
             future.add_done_callback(partial(_tell, self.news))
-        monitor = self._ranks.monitor
+        monitor = self.ranks.monitor
         is_done = lambda: monitor.has_failure or all(future.done() for future in futures)  # noqa: E731
-        return PendingStep(partial(self._completed, batch, mine, reports), is_done)
+        own_result = mine[0].result if mine else lambda: None
+        return PendingStep(partial(self._completed, batch, own_result, [one.result for one in reports]), is_done)
 
     def hand_over(self, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
         """Begin to hand a request over to a decode instance, with the last token drawn of it; what is returned is done
@@ -346,8 +205,8 @@ class DrivingRunner:
         assert self._transfers is not None and self.news is not None, "there are decode instances"
         receipt = self._transfers.receipt(batch)
         receipt.add_done_callback(partial(_tell, self.news))
-        ranks = self._ranks.of_groups([*(group for group, _ in held), batch.shared[0].group])
-        with failures_named(self._ranks.monitor, batch):
+        ranks = self.ranks.of_groups([*(group for group, _ in held), batch.shared[0].group])
+        with failures_named(self.ranks.monitor, batch):
             message = Message("handover", {"token": token, "held": held}, batch)
             self._sender.send(message, only=[rank for rank in ranks if rank != 0])
         if 0 in ranks:
@@ -367,24 +226,26 @@ class DrivingRunner:
             if self._sampled_on.get(row.slot) != group:
                 self._sampled_on[row.slot] = group
                 sampling = self._runner.sampling_so_far(row.slot)
-                if self._ranks.sampler_rank(group) != 0:
+                if self.ranks.sampler_rank(group) != 0:
                     fields, its_ids = encode_sampling(row.slot, sampling)
                     opened.append(fields)
                     ids.append(its_ids)
         return opened, np.concatenate(ids)
 
-    def _completed(self, batch: Batch, own: Callable[[], StepResult | None], reports: list[PendingStep]) -> StepResult:
+    def _completed(
+        self, batch: Batch, own: Callable[[], StepResult | None], reports: list[Callable[[], StepResult]]
+    ) -> StepResult:
         """Wait for a batch, with lanes one that is done, else the oldest in the pipeline: for what rank 0 itself
         sampled, and the reports of the groups that it concerns; raises as :meth:`submit`."""
-        with failures_named(self._ranks.monitor, batch):
-            if self.news is not None and self._ranks.monitor.has_failure:  # what it waits for may never come
-                raise RankFailedError(self._ranks.monitor.first_error() or "a rank has failed")
+        with failures_named(self.ranks.monitor, batch):
+            if self.news is not None and self.ranks.monitor.has_failure:  # what it waits for may never come
+                raise RankFailedError(self.ranks.monitor.first_error() or "a rank has failed")
             mine = own()
-            if self._ranks.config.spp > 1:  # the next stage is not to run dry while the last one draws
+            if self.ranks.config.spp > 1:  # the next stage is not to run dry while the last one draws
                 self._steps.run_while(self._tokens.has)
             # with lanes the recorder is that of the thread which runs this rank's part
             with self._runner.recorder.waiting("report") if self.news is None else nullcontext():
-                results = [report.result() for report in reports]
+                results = [report() for report in reports]
         if mine is not None:
             results.insert(0, mine)
         rows = tuple(row for result in results for row in result.rows)
@@ -393,7 +254,7 @@ class DrivingRunner:
         self._runner.take_tokens(whole)
         self._num_in_pipeline -= 1
         if not self._num_in_pipeline:
-            self._ranks.monitor.doing("idle")  # until there are requests
+            self.ranks.monitor.doing("idle")  # until there are requests
         return whole
 
     def gather_records(self) -> list[RankRecords]:
@@ -401,20 +262,47 @@ class DrivingRunner:
 
         After a failure the other ranks cannot be asked, and only rank 0's own records are returned.
         """
-        own = partial(_records_of, self._ranks, self._runner)
+        own = self._reports.own_records
         records = [self._lanes[0].submit(own).result() if self._lanes else own()]
-        if self._is_interrupted or self._ranks.monitor.has_failure:
+        if self._is_interrupted or self.ranks.monitor.has_failure:
             logger.warning("the run has failed: what the other ranks ran is not known")
             return records
-        with failures_named(self._ranks.monitor):
+        with failures_named(self.ranks.monitor):
             self._sender.send(Message("records"))
-            for rank in range(1, self._ranks.config.world_size):
-                size = torch.empty(1, dtype=torch.int64)
-                dist.recv(size, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
-                data = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(data, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
-                records.append(decode_records(data.numpy().tobytes()))
-        return records
+            return records + [self._reports.receive_records(rank) for rank in range(1, self.ranks.config.world_size)]
+
+    def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Run a call that every rank has joined; what it raises, all of them raise."""
+        self._say(Message("call", {"name": name}))
+        try:
+            outputs = run()
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, EngineDeadError):
+                self._say(Message("end", {"error": error_to_json(error)}))
+            else:  # the others may be gone, or anywhere, and hear of it from the monitor
+                give_up(self.ranks.monitor, error)
+            raise
+        self._say(Message("end", {"error": None}))
+        return outputs
+
+    def stop(self) -> None:
+        """Let the others stop, then leave the process groups.
+
+        Raises:
+            RankFailedError: another rank failed before all had left.
+        """
+        with failures_named(self.ranks.monitor, activity="shutdown"):
+            if self.timeline is not None:
+                self.timeline.close()
+            self._sender.send(Message("stop"))
+            self._sender.drain()
+            if self._transfers is not None:
+                self._transfers.close()
+            leave(self.ranks)
+
+    def _say(self, message: Message) -> None:
+        with failures_named(self.ranks.monitor, activity="idle"):
+            self._sender.send(message)
 
 
 class Follower:
@@ -455,7 +343,7 @@ class Follower:
                     if (result := self._tokens.run(step, "control")) is not None:
                         self._reports.send(result)
                 elif message.kind == "records":
-                    self._send_records()
+                    self._reports.send_records()
                 elif message.kind != "handover":
                     return message
 
@@ -496,12 +384,6 @@ class Follower:
             self._tokens.note(batch.batch_id, slot, message.fields["token"])
         self._transfers.begin(message.fields["held"], batch)
 
-    def _send_records(self) -> None:
-        """Answer :meth:`DrivingRunner.gather_records`."""
-        data = encode_records(_records_of(self.ranks, self._runner))
-        for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-            dist.send(tensor, dst=0, group=self.ranks.report_group, tag=_RECORDS_TAG)
-
     def join(self, name: str) -> None:
         """Follow one call of the front door to its end; raises what rank 0's call raised.
 
@@ -539,59 +421,6 @@ class Follower:
         return error
 
 
-class Caller:
-    """Rank 0's side of the front door: tells the others which call begins, and how it ended; ``timeline`` gets what
-    they have recorded before they leave."""
-
-    def __init__(
-        self,
-        sender: ControlSender,
-        ranks: Ranks,
-        timeline: Timeline | None = None,
-        transfers: TransferLine | None = None,
-    ) -> None:
-        self._sender = sender
-        self._transfers = transfers
-        self._timeline = timeline
-        self.ranks = ranks
-
-    def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """Run a call that every rank has joined; what it raises, all of them raise."""
-        self._tell(Message("call", {"name": name}))
-        try:
-            outputs = run()
-        except EngineDeadError as error:  # the others may be gone, and hear of it from the monitor
-            give_up(self.ranks.monitor, error)
-            raise
-        except Exception as error:
-            self._tell(Message("end", {"error": error_to_json(error)}))
-            raise
-        except BaseException as error:
-            give_up(self.ranks.monitor, error)
-            raise
-        self._tell(Message("end", {"error": None}))
-        return outputs
-
-    def close(self) -> None:
-        """Let the others stop, then leave the process groups.
-
-        Raises:
-            RankFailedError: another rank failed before all had left.
-        """
-        with failures_named(self.ranks.monitor, activity="shutdown"):
-            if self._timeline is not None:
-                self._timeline.close()
-            self._sender.send(Message("stop"))
-            self._sender.drain()
-            if self._transfers is not None:
-                self._transfers.close()
-            leave(self.ranks)
-
-    def _tell(self, message: Message) -> None:
-        with failures_named(self.ranks.monitor, activity="idle"):
-            self._sender.send(message)
-
-
 def _tell(news: threading.Event, _: object) -> None:
     news.set()
 
@@ -599,7 +428,3 @@ def _tell(news: threading.Event, _: object) -> None:
 def _close_all(lanes: list[Lane]) -> None:
     for lane in lanes:
         lane.close()
-
-
-def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
-    return RankRecords(ranks.rank, ranks.stage, ranks.tp_rank, runner.recorder.take(), ranks.group)

@@ -80,12 +80,17 @@ class _Chunk(NamedTuple):
 class Explainer(Observer):
     """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.sched.decision.Observer`).
 
-    The predictor says in what proportion rows take a batch's seconds; None goes by their tokens.
+    Args:
+        num_groups: KV-parallel groups.
+        predictor: says in what proportion rows take a batch's seconds; None goes by their tokens.
+        lane: where batches of several groups complete independently, the group of whose batches this one tells; None
+            where all complete in order.
     """
 
-    def __init__(self, num_groups: int, predictor: Predictor | None) -> None:
+    def __init__(self, num_groups: int, predictor: Predictor | None, lane: int | None = None) -> None:
         self._num_groups = num_groups
         self._predictor = predictor
+        self._lane = lane
         self.restarted()
 
     def restarted(self, learned: object = None) -> None:
@@ -125,18 +130,22 @@ class Explainer(Observer):
         """A batch was scheduled, or nothing was."""
         if (batch := decision.batch) is None:
             return
+        for row in batch.chunks:
+            if (account := self._accounts[row.slot]).group is None:
+                account.group = row.group
+        if not self._sees(batch):
+            return
         decodes_s, chunks = _row_seconds(batch, self._predictor, self._num_groups)
         for (row, _), slack_s in zip(chunks, decision.slack_s, strict=True):
-            account = self._accounts[row.slot]
-            if account.group is None:
-                account.group = row.group
-            account.sample(now_s, slack_s)
+            self._accounts[row.slot].sample(now_s, slack_s)
         refused = {*decision.refused} - {row.slot for row, _ in chunks}
         without = frozenset(self._accounts[slot] for slot in refused)
         self._in_flight.append(_Sent(batch, now_s, decodes_s, chunks, without))
 
     def completed(self, batch: Batch, now_s: float, results: object, busy_s: float, closed: Sequence[int] = ()) -> None:
         """A batch is done in every stage."""
+        if not self._sees(batch):
+            return
         sent = self._in_flight.popleft()
         assert sent.batch.batch_id == batch.batch_id, "batches complete in the order in which they were scheduled"
         if sent.start_s > self._time_s:
@@ -162,6 +171,13 @@ class Explainer(Observer):
                 self._chunks.append(_Chunk(account, row.groups, start_s, now_s, seconds * scale, sent.refused))
             if account.end_s is None:
                 self._count_chunk(account, row, seconds * scale, tick)
+
+    def _sees(self, batch: Batch) -> bool:
+        return self._lane is None or self._lane in batch.groups
+
+    def begins(self, slot: int) -> bool:
+        """Whether the request that has a slot, or had it last, begins on this one's lane."""
+        return self._accounts[slot].group == self._lane
 
     def _count_chunk(self, account: _Account, row: Row, seconds: float, tick: Floats) -> None:
         account.own_s += seconds
@@ -230,49 +246,14 @@ class Explainer(Observer):
         return tuple((other.name, float(took_s)) for other, took_s in seconds.most_common(_TOP))
 
 
-class LaneExplainer(Observer):
-    """The same where batches of several groups complete independently: an :class:`Explainer` a group, of its batches
-    alone. A request is explained by that of the group on which it begins, which is in all of its runs."""
+def explained(explainers: Sequence[Explainer], slot: int) -> Explanation:
+    """Where the time of the request that has a slot, or had it last, went.
 
-    def __init__(self, num_groups: int, predictor: Predictor | None) -> None:
-        self._lanes = [Explainer(num_groups, predictor) for _ in range(num_groups)]
-        self._begun: dict[int, int] = {}  # by slot, the group
-
-    def restarted(self, learned: object = None) -> None:
-        """See :meth:`Explainer.restarted`."""
-        for lane in self._lanes:
-            lane.restarted()
-
-    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
-        """A request was queued."""
-        self._begun.pop(request.slot, None)
-        for lane in self._lanes:
-            lane.added(request, now_s, admitted, name)
-
-    def cancelled(self, slot: int, closed: Sequence[int]) -> None:
-        """A request was cancelled."""
-        for lane in self._lanes:
-            lane.cancelled(slot, closed)
-
-    def scheduled(self, now_s: float, decision: Decision) -> None:
-        """A batch was scheduled, or nothing was."""
-        if decision.batch is None:
-            return
-        for row in decision.batch.chunks:
-            self._begun.setdefault(row.slot, row.group)
-        for group in decision.batch.groups:
-            self._lanes[group].scheduled(now_s, decision)
-
-    def completed(self, batch: Batch, now_s: float, results: object, busy_s: float, closed: Sequence[int] = ()) -> None:
-        """A batch is done."""
-        for group in batch.groups:
-            self._lanes[group].completed(batch, now_s, results, busy_s, closed)
-
-    def of(self, slot: int) -> Explanation:
-        """See :meth:`Explainer.of`; of a request that has begun nowhere, on the group that was busiest meanwhile."""
-        if slot in self._begun:
-            return self._lanes[self._begun[slot]].of(slot)
-        return max((lane.of(slot) for lane in self._lanes), key=lambda found: (found.others_s, found.total_s))
+    With lanes that of the group on which it begins says so, which is in all of its runs; of a request that has begun
+    nowhere, that of the group that was busiest meanwhile.
+    """
+    its = [one for one in explainers if one.begins(slot)] or explainers
+    return max((one.of(slot) for one in its), key=lambda found: (found.others_s, found.total_s))
 
 
 def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> tuple[Floats, list[tuple[Row, float]]]:

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from medha.cli.files import read_input, unwritable_reported
 from medha.engine.arrivals import Arrival, Joiner
-from medha.engine.files import read_input, unwritable_reported
 from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError, not_accepted
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +15,13 @@ import numpy.typing as npt
 from medha.engine.prefix import PrefixIds
 from medha.errors import NonFiniteLogitsError
 from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, unserved
-from medha.params import SLO, SamplingParams
+from medha.params import PRIORITIES, SLO, SamplingParams
+from medha.sched.decision import Admitted, Preempted, SchedulerRequest
 from medha.sched.prefix import ID_BYTES
 from medha.text import Detokenizer, StopChecker, Tokenizer
 from medha.worker.sampling import Sampled
+
+logger = logging.getLogger("medha")
 
 PIECE_TOKENS = 16_384
 """Token ids that are worked on at once as Python integers."""
@@ -82,6 +87,12 @@ class Request:
         for part in pieces(len(self.prompt_ids)):
             ids += self.prompt_ids[part].tolist()
         return ids
+
+    def asked(self, slot: int, arrival_s: float) -> SchedulerRequest:
+        """What a scheduler is to know of a completion of it."""
+        length, priority = len(self.prompt_ids), PRIORITIES.index(self.priority)
+        head = SchedulerRequest(slot, length, self.max_tokens, arrival_s, self.slo, priority)
+        return replace(head, tenant=self.tenant, prefix=self.prefix)
 
     def begin(
         self,
@@ -205,6 +216,34 @@ class Completion:
     def has_news(self) -> bool:
         """Whether :meth:`output` has something that it did not have when it was last called."""
         return self._reported != (len(self.token_ids), len(self._pieces), self.finish_reason is not None)
+
+    def admitted(self, its: Admitted) -> None:
+        """Note what the scheduler has made of it."""
+        if its.alone_tpot_s is not None:
+            message = "request %s: slo.tpot_s=%s does not bound batches: a token takes %.4f s even alone, as predicted"
+            logger.warning(message, self.name, self.metrics.tpot_slo_s, its.alone_tpot_s)
+        metrics = self.metrics
+        metrics.is_relegated = its.is_relegated
+        metrics.deadline_s = its.deadline_s if math.isfinite(its.deadline_s) else None
+        metrics.deadline_is_derived = metrics.deadline_s is not None and metrics.ttft_slo_s is None
+
+    def scheduled(self, now_s: float) -> None:
+        """Note that a chunk of it is in a batch."""
+        if self.metrics.first_scheduled is None:
+            self.metrics.first_scheduled = now_s
+        self.metrics.num_chunks += 1
+
+    def found(self, num_tokens: int) -> None:
+        """Note that it began behind tokens that were there; what it finds again once preempted does not count."""
+        if self.metrics.num_chunks == 1:
+            self.metrics.num_cached_tokens += num_tokens
+
+    def gave_way(self, preempted: Preempted) -> None:
+        """Note that it was preempted."""
+        self.num_computed_tokens = preempted.swapped_tokens
+        self.metrics.num_preemptions += 1
+        self.metrics.num_swaps += preempted.swapped_tokens > 0
+        self.metrics.work_lost_s += preempted.lost_s
 
     def take(self, sampled: Sampled, now_s: float) -> bool:
         """Append a sampled token; returns whether this has ended with it."""

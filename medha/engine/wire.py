@@ -1,25 +1,40 @@
-"""What travels between ranks beside batches: sampling states, reports and errors, each with its encoding."""
+"""What ranks tell each other beside batches, and how it is encoded: sampling states, errors, and in lines of their own
+reports, sampled tokens and records of what ran.
+
+A line is the two ends of what goes between the same ranks under one tag of the report group.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from medha import errors
-from medha.batch import Row
+from medha.batch import Batch, Row
+from medha.parallel.control import Sends, post_receive
+from medha.parallel.mesh import Ranks
 from medha.params import SamplingParams
+from medha.timeline import RankRecords, decode_records, encode_records
+from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled, SlotSampling
-from medha.worker.step import StepResult
+from medha.worker.step import PendingStep, StepResult, sampling_rows
+from medha.worker.step_input import StepInput
 
 _ROW_SIZE = 2  # token, finite
 _LOGPROB_SIZE = 3  # token, logprob, rank
 _ERROR_FIELDS = ("param", "index", "predicted_s", "objective_s")
+_REPORTS_IN_FLIGHT = 64
+_TOKENS_IN_FLIGHT = 256
+_REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # 3 is medha.parallel.spp's, 4 medha.worker.transfer's
 
 
 def encode_sampling(slot: int, sampling: SlotSampling) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
@@ -102,3 +117,156 @@ def error_from_json(item: Mapping[str, Any]) -> Exception:
     for name, value in item["where"].items():
         setattr(error, name, value)
     return error
+
+
+class ReportLine:
+    """What others tell rank 0, at both ends: the sampling rank of each group reports batches that are done, and all
+    ranks send records of what they ran when they are asked."""
+
+    def __init__(self, ranks: Ranks, runner: Runner) -> None:
+        self._ranks = ranks
+        self._runner = runner
+        self._sends = Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
+
+    def post(self, batch: Batch, group: int) -> PendingStep:
+        """Post the receive of one group's report of its part of a batch, on rank 0."""
+        rows = sampling_rows(batch, group)
+        slots = [self._runner.sampling(row.slot) for row in rows]
+        buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
+        report = post_receive(buffer, self._ranks.sampler_rank(group), self._ranks.report_group, _REPORTS_TAG)
+        return PendingStep(cache(lambda: decode_report(report(), rows, slots)))
+
+    def send(self, result: StepResult) -> None:
+        """Send what was sampled to rank 0, on another rank."""
+        self._sends.add(encode_report(result, [self._runner.sampling(row.slot) for row in result.rows]), 0)
+
+    def own_records(self) -> RankRecords:
+        """What this rank has run since the last call."""
+        ranks = self._ranks
+        return RankRecords(ranks.rank, ranks.stage, ranks.tp_rank, self._runner.recorder.take(), ranks.group)
+
+    def send_records(self) -> None:
+        """Send this rank's records."""
+        data = encode_records(self.own_records())
+        for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+            dist.send(tensor, dst=0, group=self._ranks.report_group, tag=_RECORDS_TAG)
+
+    def receive_records(self, rank: int) -> RankRecords:
+        """Wait for the records of another rank."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
+        return decode_records(data.numpy().tobytes())
+
+    def drain(self) -> None:
+        """Wait for every send."""
+        self._sends.drain()
+
+
+class TokenLine:
+    """Sends the tokens that this rank draws to those that embed them, and receives what this rank embeds.
+
+    A token goes to the first stages of its request's groups and of the group behind them, into which it may grow; none
+    goes anywhere where these groups do not decode.
+    """
+
+    def __init__(self, ranks: Ranks, runner: Runner, *, decodes: bool = True) -> None:
+        self._ranks = ranks
+        self._runner = runner
+        self._decodes = decodes
+        self._sends = Sends(ranks.report_group, _TOKENS_TAG, _TOKENS_IN_FLIGHT)
+        self._drawn_here: dict[int, int] = {}  # by slot, the newest batch
+        self._receives: deque[tuple[int, list[int], Callable[[], torch.Tensor]]] = deque()  # by batch
+
+    def post(self, batch: Batch) -> None:
+        """Post the receives of a batch's tokens, on a rank that embeds."""
+        if not self._decodes:
+            return
+        group = self._ranks.group
+        for sampler_group in sorted({row.group for row in batch.rows if row.group <= group}):
+            sampler, slots = self._ranks.sampler_rank(sampler_group), _slots_for(batch, sampler_group, group)
+            if slots and sampler != self._ranks.rank:
+                buffer = torch.empty(len(slots), dtype=torch.int64)
+                tokens = post_receive(buffer, sampler, self._ranks.report_group, _TOKENS_TAG)
+                self._receives.append((batch.batch_id, slots, tokens))
+
+    def note(self, batch_id: int, slot: int, token: int) -> None:
+        """Take a token that another instance drew: a request comes from there with the hand-over of this id."""
+        self._receives.append((batch_id, [slot], lambda: torch.tensor([token])))
+
+    def take_from(self, report: PendingStep, batch: Batch) -> None:
+        """Take a batch's tokens from the report of rank 0's group, on rank 0."""
+        slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
+        if slots and self._decodes:
+            self._receives.append((batch.batch_id, slots, partial(_tokens_of, report)))
+
+    def run(self, step: StepInput, waits_for: Literal["report", "control"]) -> StepResult | None:
+        """Run this rank's part of a batch behind the tokens that it embeds, and send those drawn at once: another
+        rank may need them before it takes part in this one's next batch."""
+        with self._runner.recorder.waiting(waits_for):
+            self._wait_for(step)
+        pending = self._runner.run(step)
+        if pending is None:
+            return None
+        result = pending.result()
+        self._send(step.batch, result)
+        return result
+
+    def has(self, step: StepInput) -> bool:
+        """Whether no token that a step embeds is still on its way."""
+        return self._num_needed(step) == 0
+
+    def _wait_for(self, step: StepInput) -> None:
+        """Note the tokens that a step's decodes embed, once they are here."""
+        for _ in range(max(self._num_needed(step), len(self._receives) - _TOKENS_IN_FLIGHT)):
+            batch_id, slots, received = self._receives.popleft()
+            tokens = received()
+            # A slot may have been given to another request meanwhile, of which this rank draws itself.
+            kept = [at for at, slot in enumerate(slots) if self._drawn_here.get(slot, -1) < batch_id]
+            if kept:
+                self._runner.note_tokens([slots[at] for at in kept], tokens[kept])
+        if self._ranks.is_sampler:
+            self._drawn_here.update(dict.fromkeys(step.drawn_slots.tolist(), step.batch.batch_id))
+
+    def _num_needed(self, step: StepInput) -> int:
+        """How many of the oldest receives are to be waited for before a step."""
+        wanted = set(step.decode_slots.tolist())
+        # A copy: the thread that receives messages posts more meanwhile.
+        before = (
+            at
+            for at, (batch_id, slots, _) in enumerate(list(self._receives), start=1)
+            if batch_id < step.batch.batch_id and not wanted.isdisjoint(slots)
+        )
+        return max(before, default=0)
+
+    def _send(self, batch: Batch, result: StepResult) -> None:
+        """Send what was sampled here after a batch's rows."""
+        if not self._decodes:
+            return
+        here = self._ranks.group
+        tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
+        last = max((row.writer for row in result.rows), default=here) + 1
+        for group in range(here, max(here, min(last, self._ranks.config.kvp - 1)) + 1):
+            slots = _slots_for(batch, here, group)
+            embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
+            if slots and embedders:
+                drawn = torch.tensor([tokens[slot] for slot in slots], dtype=torch.int64)
+                for rank in embedders:
+                    self._sends.add(drawn, rank)
+
+    def drain(self) -> None:
+        """Wait for every transfer."""
+        self._sends.drain()
+        while self._receives:
+            self._receives.popleft()[-1]()
+
+
+def _tokens_of(report: PendingStep) -> torch.Tensor:
+    return torch.tensor([sampled.token_id for sampled in report.result().sampled])
+
+
+def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
+    """The slots whose tokens go from the sampling rank of one group to those that embed for another."""
+    slots = [row.slot for row in sampling_rows(batch, sampler_group) if row.group <= group <= row.writer + 1]
+    return sorted(slots)  # the rows of a group's part of a batch are in another order than those of the whole

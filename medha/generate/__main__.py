@@ -20,11 +20,11 @@ from rich.progress import Progress
 
 from medha.cli import command
 from medha.cli.display import Display, StreamedText, print_explanation
+from medha.cli.files import emptied, opened, unwritable_reported
 from medha.cli.options import ENGINE, MODEL, SAMPLING, LogLevel, but, engine_options, takes
 from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
-from medha.engine.files import emptied, opened, unwritable_reported
 from medha.engine.jsonl import OutputLines
 from medha.errors import ConfigError
 from medha.generate.work import requested
@@ -99,7 +99,7 @@ def generate(
 
         return run_dry(config, report_console())
     if not is_first_rank():
-        from medha.engine.follow import follow
+        from medha.generate.follow import follow
 
         return follow(config)
     arrivals, earlier = requested(context.params, config)
@@ -108,7 +108,7 @@ def generate(
     with ExitStack() as stack:
         if launch is None and config.parallel.world_size > 1:
             logger.info("starting %d ranks on this machine", config.parallel.world_size)
-            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.engine.follow", json.dumps(options)]))
+            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.generate.follow", json.dumps(options)]))
         files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
         code = _serve(config, arrivals, files, context.params)
     return code or (command.FAILED_REQUESTS if earlier.num_failed else 0)

@@ -49,14 +49,19 @@ class Message:
 _KINDS = ("batch", "handover", "call", "end", "records", "stop")
 
 
-def encode(message: Message) -> npt.NDArray[np.int32]:
-    """A message as int32: header, batch, token ids, JSON."""
+def encode(message: Message, plan: npt.NDArray[np.int32] | None = None) -> npt.NDArray[np.int32]:
+    """A message as int32: header, batch, token ids, JSON. ``plan`` is the batch where it is encoded already."""
     text = json.dumps(message.fields).encode() if message.fields else b""
-    batch = np.empty(0, np.int32) if message.batch is None else np.asarray(message.batch.to_ints(), np.int32)
+    batch = encode_batch(message.batch) if plan is None else plan
     sizes = (len(text), len(batch), len(message.token_ids))
     header = np.array((_KINDS.index(message.kind), *sizes, _signed_crc(batch)), np.int32)
     padded = np.frombuffer(text + b" " * (-len(text) % 4), np.int32)
     return np.concatenate((header, batch, message.token_ids.astype(np.int32, copy=False), padded))
+
+
+def encode_batch(batch: Batch | None) -> npt.NDArray[np.int32]:
+    """A batch as int32; nothing of none."""
+    return np.empty(0, np.int32) if batch is None else np.asarray(batch.to_ints(), np.int32)
 
 
 def decode(ints: npt.NDArray[np.int32]) -> Message:
@@ -133,6 +138,8 @@ class ControlSender:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self.before_calls: Callable[[], None] = lambda: None
         self._sends = {rank: Sends(group, 0, _RING) for rank in ranks}
+        self._batch: Batch | None = None  # of the last message, and encoded
+        self._plan = encode_batch(None)
 
     def send(self, message: Message, *, only: Sequence[int] | None = None) -> None:
         """Send a message to every rank, or only to some; waits only for a rank that is a ring of buffers behind.
@@ -141,7 +148,9 @@ class ControlSender:
         """
         if message.batch is None:
             self.before_calls()
-        frames = _frames(encode(message))
+        if message.batch is not self._batch:  # it goes to several with different tokens
+            self._batch, self._plan = message.batch, encode_batch(message.batch)
+        frames = _frames(encode(message, self._plan))
         for rank in self._sends if only is None else only:
             for frame in frames:
                 self._sends[rank].add(frame, rank)
@@ -183,8 +192,7 @@ class ControlReceiver(Generic[T]):
             posted = deque(self._post() for _ in range(_POSTED))
             parts: list[npt.NDArray[np.int32]] = []
             while True:
-                work, buffer = posted.popleft()
-                work.wait()
+                buffer = posted.popleft()()
                 posted.append(self._post())
                 size, continues = buffer[:_FRAME_HEADER].tolist()
                 parts.append(buffer[_FRAME_HEADER : _FRAME_HEADER + size].numpy())
@@ -197,11 +205,8 @@ class ControlReceiver(Generic[T]):
         except Exception as error:
             self._arrived.put(error)
 
-    def _post(self) -> tuple[dist.Work, torch.Tensor]:
-        buffer = torch.empty(FRAME_INTS, dtype=torch.int32)
-        work = dist.irecv(buffer, src=0, group=self._group)
-        assert work is not None, "the receiver is in the group"
-        return work, buffer
+    def _post(self) -> Callable[[], torch.Tensor]:
+        return post_receive(torch.empty(FRAME_INTS, dtype=torch.int32), 0, self._group, 0)
 
 
 _FRAME_HEADER = 2  # integers in the frame, whether more frames follow

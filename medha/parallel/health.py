@@ -152,11 +152,16 @@ class Monitor:
         A launcher ends every rank as soon as one has ended. Rank 0 is the one that speaks, so the others of its node
         wait for its end then.
         """
-        is_first = self._rank == 0
         self._wait(self._told.is_set, wait_s)
         if self._told.is_set() and 0 in self._local:
             self._wait(lambda: self._trouble_of(0) is not None, _GRACE_S + _SAVE_S)
-        return is_first or self._told.is_set()
+        return self._rank == 0 or self._told.is_set()
+
+    def part(self, error: str) -> None:
+        """Leave with an error: rank 0 tells the user, and this rank where rank 0 is gone."""
+        if not self.linger():
+            logger.error("%s", error)
+        self.stop()
 
     def leave(self, *, wait_s: float = 60.0) -> None:
         """Stop without an error, rank 0 last since it may hold the store; RankFailedError if one failed before that."""
@@ -330,7 +335,7 @@ class Monitor:
         what = " ended without closing its LLM" if cause is None else f": {type(cause).__name__}: {cause}"
         self.report(self.place + what)
         self.first_error(wait_s=1.0)
-        self.linger(2.0)
+        self.linger()
         exit_at_once(EXIT_CODE if cause is None else exit_code(cause))  # the program's own error is no failed engine
 
 
@@ -338,7 +343,7 @@ def give_up(monitor: Monitor, error: BaseException) -> None:
     """Tell every rank that this one goes with an error; they end too."""
     if not isinstance(error, RankFailedError):
         monitor.report(f"{monitor.place}: {type(error).__name__}: {error}")
-    _linger(monitor, monitor.first_error() or str(error))
+    monitor.part(monitor.first_error() or str(error))
 
 
 @contextmanager
@@ -352,11 +357,11 @@ def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: st
     try:
         yield
     except RankFailedError as error:
-        _linger(monitor, str(error))
+        monitor.part(str(error))
         raise
     except Exception as error:
         first = tell_failure(monitor, error, activity)
-        _linger(monitor, first)
+        monitor.part(first)
         if isinstance(error, MedhaError):
             raise
         raise RankFailedError(first) from (None if _is_lost_peer(error) else error)
@@ -372,13 +377,6 @@ def tell_failure(monitor: Monitor, error: Exception, activity: str) -> str:
         first = f"{monitor.place}, {activity}: lost a peer: {error}"
         monitor.report(first)
     return first
-
-
-def _linger(monitor: Monitor, first: str) -> None:
-    """Let rank 0 tell the user; speak up where it is gone."""
-    if not monitor.linger():
-        logger.error("%s", first)
-    monitor.stop()
 
 
 def _is_lost_peer(error: Exception) -> bool:

@@ -12,6 +12,7 @@ Legend: T tokens shared on a span, N query heads of one rank, H head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -37,21 +38,15 @@ class Shared(NamedTuple):
     digest: int  # CRC-32 of the rows
 
 
+@dataclass(eq=False, repr=False)
 class Merge:
-    """Merges of KVP spans, over the ranks of one stage and tensor-parallel index.
+    """Merges of KVP spans, over the ranks of one stage and tensor-parallel index."""
 
-    Args:
-        group: of the device's backend.
-        digests: what tells the others which rows are meant.
-        ranks: the global rank of each KV-parallel group.
-        own: this rank's KV-parallel group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, digests: Digests, *, ranks: Sequence[int], own: int) -> None:
-        self._group = group
-        self._digests = digests
-        self._ranks = ranks
-        self._own = own
+    group: dist.ProcessGroup  # of the device's backend
+    digests: Digests  # tell the others which rows are meant
+    _: KW_ONLY
+    ranks: Sequence[int]  # the global rank of each KV-parallel group
+    own: int  # this rank's KV-parallel group
 
     def start(self, parts: Sequence[tuple[Shared, Partial]], *, compare: bool) -> Pending:
         """Begin to exchange this rank's parts of one layer with the other ranks of their spans, all in one group of
@@ -64,23 +59,23 @@ class Merge:
         everyone, ops, digests = [], [], []
         for shared, partial in parts:
             first, last = shared.run
-            others = [(self._ranks[group], group) for group in range(first, last + 1) if group != self._own]
+            others = [(self.ranks[group], group) for group in range(first, last + 1) if group != self.own]
             buffers = _buffers(partial, 1 + last - first)
-            mine = buffers[self._own - first]
+            mine = buffers[self.own - first]
             for view, values in zip(_views(mine, partial), partial, strict=True):
                 view.copy_(values)
-            ops += [dist.P2POp(dist.irecv, buffers[group - first], rank, self._group) for rank, group in others]
-            ops += [dist.P2POp(dist.isend, mine, rank, self._group) for rank, _ in others]
+            ops += [dist.P2POp(dist.irecv, buffers[group - first], rank, self.group) for rank, group in others]
+            ops += [dist.P2POp(dist.isend, mine, rank, self.group) for rank, _ in others]
             everyone.append(buffers)
             if compare:
-                digests += [(shared, group, self._digests.post(rank)) for rank, group in others]
+                digests += [(shared, group, self.digests.post(rank)) for rank, group in others]
                 for rank, _ in others:
-                    self._digests.send(shared.batch_id, shared.digest, rank)
+                    self.digests.send(shared.batch_id, shared.digest, rank)
         return Pending(parts, everyone, dist.batch_isend_irecv(ops), digests)
 
     def warm(self, device: torch.device) -> None:
         """Use the communicator once; the rank of every KV-parallel group calls it."""
-        shared = Shared(-1, (0, len(self._ranks) - 1), slice(0), 0)
+        shared = Shared(-1, (0, len(self.ranks) - 1), slice(0), 0)
         empty = torch.zeros(1, 1, 2, device=device)
         self.start([(shared, (empty, empty[..., 0]))], compare=True).result()
 

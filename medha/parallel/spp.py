@@ -30,7 +30,7 @@ from medha.batch import Batch, Row
 from medha.errors import PlanDivergenceError
 from medha.parallel.control import Sends, post_receive
 
-_DIGESTS_TAG = 3  # the report group's others are in medha/engine/distributed.py
+_DIGESTS_TAG = 3  # the report group's others are in medha/engine/wire.py
 _DIGESTS_IN_FLIGHT = 64
 _WARMING = Batch(-1, (Row(0, 0, 1, is_decode=False, samples=False),))
 
@@ -61,8 +61,7 @@ class _Posted(NamedTuple):
 
     batch: Batch
     digest: Callable[[], list[int]]
-    work: dist.Work
-    part: torch.Tensor  # [1, W]
+    part: Callable[[], torch.Tensor]  # [1, W]
 
 
 @dataclass(eq=False, repr=False)
@@ -113,9 +112,8 @@ class StagePipe:
             slice_1W = self._like.new_empty(1, self._width(batch))
             used = record_event(self.device)  # whoever had this memory before may still use it
         with self._beside(used):
-            work = dist.irecv(slice_1W, src=self.previous, group=self.group)
-        assert work is not None, "the receiver is in the group"
-        self._receives.append(_Posted(batch, self.digests.post(self.previous), work, slice_1W))
+            part = post_receive(slice_1W, self.previous, self.group, 0)
+        self._receives.append(_Posted(batch, self.digests.post(self.previous), part))
 
     def receive(self, batch: Batch) -> torch.Tensor:
         """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them: on CUDA the host
@@ -130,9 +128,8 @@ class StagePipe:
             )
         if self._received is not None:
             self._free_receives.append((self._received, record_event(self.device)))
-        posted.work.wait()
-        self._received = posted.part
-        whole = posted.part if self.all_gather is None else self.all_gather(posted.part)
+        self._received = part = posted.part()
+        whole = part if self.all_gather is None else self.all_gather(part)
         return whole.view(-1)[: batch.num_tokens * self.dim].view(batch.num_tokens, self.dim)
 
     def reserve(self) -> None:

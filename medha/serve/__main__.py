@@ -70,7 +70,7 @@ def serve(
         raise ConfigError(f"the server needs {', '.join(missing)}; install medha[serve]")
     config, options, launch = asked_config(context, model_argument, given)
     if not is_first_rank():
-        from medha.engine.follow import follow
+        from medha.generate.follow import follow
 
         return follow(config)
     from medha.engine.build import build_role
@@ -89,7 +89,7 @@ def serve(
         hosts = tuple(name.lower() for name in allowed_host or ((host, *_LOCAL) if is_local else ()))
         limits = Limits(max_body_bytes, max_concurrent, hosts=hosts)
         if launch is None and config.parallel.world_size > 1:
-            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.engine.follow", json.dumps(options)]))
+            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.generate.follow", json.dumps(options)]))
         role = build_role(config)
         assert role.engine is not None, "the first rank has the engine"
         service = Service(role.engine)

@@ -1,10 +1,10 @@
 """A discrete-event simulator around the engine's own scheduler.
 
-The loop is that of :class:`medha.engine.Engine` under :func:`~medha.engine.arrivals.drive`: add who has arrived, fill
-the pipeline to its depth, wait for its oldest batch. Time is virtual: what a batch takes is predicted, and who gets
-tokens and when a request ends is read off the trace. The scheduler is the very object of the engine and knows nothing
-of it. Where chunks are dealt, batches that share no group complete beside each other, the one that is done first first,
-and who arrives meanwhile is added at once.
+The loop is that of :class:`~medha.engine.engine.Engine` under :func:`~medha.engine.arrivals.drive`: add who has
+arrived, fill the pipeline to its depth, wait for its oldest batch. Time is virtual: what a batch takes is predicted,
+and who gets tokens and when a request ends is read off the trace. The scheduler is the very object of the engine and
+knows nothing of it. Where chunks are dealt, batches that share no group complete beside each other, the one that is
+done first first, and who arrives meanwhile is added at once.
 """
 
 from __future__ import annotations

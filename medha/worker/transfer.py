@@ -34,7 +34,7 @@ from medha.worker.step import Lane
 from medha.worker.step_input import Slots
 from medha.worker.swap import Run
 
-_RECEIPTS_TAG = 4  # the report group's others are in medha/engine/distributed.py
+_RECEIPTS_TAG = 4  # the report group's others are in medha/engine/wire.py
 PIECE_TOKENS = 1 << 14  # 64 MiB of 8 heads of 128 in 16 bits
 
 

@@ -1,5 +1,6 @@
 """The ledger: parts that sum to the TTFT, against a reckoning of every batch for every request."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -7,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch
+from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
-from medha.engine.explain import Explainer
+from medha.engine.explain import Explainer, explained
 from medha.outputs import Explanation
 from medha.params import SLO
-from medha.sched.decision import SchedulerRequest
+from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import Drive, Job, Seconds, jobs, make_predictor
 
@@ -42,16 +43,16 @@ class Watched(Drive):
 
 def check(drive: Watched) -> None:
     """The parts of each explanation sum to the TTFT, and it names others that ran meanwhile, largest first."""
-    for job, explained in drive.explained.items():
+    for job, found in drive.explained.items():
         ttft_s = drive.first_token_s[job] - drive.jobs[job].arrival_s
-        assert explained.has_first_token and explained.request_id == f"job {job}"
-        assert explained.total_s == pytest.approx(ttft_s)
-        assert sum(explained.parts_s.values()) == pytest.approx(ttft_s, abs=1e-6)
-        assert min(explained.parts_s.values()) > -1e-9
-        seconds = [seconds for _, seconds in explained.others]
-        assert sum(seconds) <= explained.others_s + 1e-6 and seconds == sorted(seconds, reverse=True)
-        assert {name for name, _ in explained.others} <= drive.beside[job] - {f"job {job}"}
-        assert explained.text()
+        assert found.has_first_token and found.request_id == f"job {job}"
+        assert found.total_s == pytest.approx(ttft_s)
+        assert sum(found.parts_s.values()) == pytest.approx(ttft_s, abs=1e-6)
+        assert min(found.parts_s.values()) > -1e-9
+        seconds = [seconds for _, seconds in found.others]
+        assert sum(seconds) <= found.others_s + 1e-6 and seconds == sorted(seconds, reverse=True)
+        assert {name for name, _ in found.others} <= drive.beside[job] - {f"job {job}"}
+        assert found.text()
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -188,3 +189,21 @@ def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:
     assert (second.total_s, second.others_s, second.own_s, second.others) == (1.5, 0.5, 1.0, (("slot 0", 0.5),))
     third = serve(0, 4.5, 7.0, 8.0)
     assert (third.total_s, third.others_s, third.idle_s, third.own_s) == (3.5, 0.5, 2.0, 1.0)
+
+
+def test_with_lanes_the_group_on_which_a_request_begins_tells_of_it() -> None:
+    """Two batches begin at once, and the younger one ends first; slot 2 has begun nowhere."""
+    lanes = [Explainer(2, None, lane) for lane in (0, 1)]
+    sent = [Batch(group, (Row(group, 0, 8, False, True, group),)) for group in (0, 1)]
+    for lane in lanes:
+        for slot in (0, 1, 2):
+            head = SchedulerRequest(slot, 8, 1, 0.0)
+            lane.added(head, 0.0, Admitted(math.inf, math.inf, is_relegated=False), f"slot {slot}")
+        for batch in sent:
+            lane.scheduled(0.0, Decision(batch, slack_s=(math.inf,)))
+        lane.completed(sent[1], 1.0, (), 1.0)
+        lane.completed(sent[0], 4.0, (), 3.0)
+    first, second, third = (explained(lanes, slot) for slot in (0, 1, 2))
+    assert (first.total_s, first.own_s, first.pipeline_s, first.others_s) == (4.0, 3.0, 1.0, 0.0)
+    assert (second.total_s, second.own_s, second.others_s) == (1.0, 1.0, 0.0)
+    assert (third.total_s, third.others_s, third.others) == (4.0, 3.0, (("slot 0", 3.0),))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from medha.cli.files import opened, unwritable_reported
 from medha.engine.arrivals import Arrival
-from medha.engine.files import opened, unwritable_reported
 from medha.engine.jsonl import output_line, read_requests, write_line
 from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
@@ -249,7 +249,7 @@ import resource, sys
 from pathlib import Path
 from medha.errors import RequestError
 from medha.engine.arrivals import Arrival
-from medha.engine.files import opened, unwritable_reported
+from medha.cli.files import opened, unwritable_reported
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 path = Path(sys.argv[1])
 try:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from medha.engine import distributed
+from medha.engine import wire
 from medha.parallel import control, kvp, mesh, spp
 
 
@@ -227,7 +227,7 @@ class Transport:
         )
         self._dist = dist
         with pytest.MonkeyPatch.context() as patch:
-            for module in (distributed, control, kvp, mesh, spp):
+            for module in (wire, control, kvp, mesh, spp):
                 patch.setattr(module, "dist", dist)
             patch.setattr(control, "threading", SimpleNamespace(Thread=self._thread))
             patch.setattr(control, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))

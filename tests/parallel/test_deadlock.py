@@ -20,16 +20,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import medha.engine.distributed
+import medha.engine.wire
 import medha.parallel.control
 import medha.parallel.kvp
 import medha.worker.runner
 from medha.attention.interface import AttentionRows, LayerShape
 from medha.batch import Batch
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
-from medha.engine.distributed import Caller, DrivingRunner, Follower, ReportLine
+from medha.engine.distributed import DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
+from medha.engine.wire import ReportLine
 from medha.errors import PlanDivergenceError, RankFailedError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlSender, Message
@@ -352,18 +353,17 @@ def on_ranks(
         sender = ControlSender(ranks.control_group, range(1, config.world_size))
         driving = DrivingRunner(runner, ranks, sender)
         engine = toy_engine(driving, workload, config.spp + 1 if config.spp > 1 else 1, num_groups=config.kvp)
-        caller = Caller(sender, ranks)
 
         def generate() -> list[RequestOutput]:
             asks_now_and_then = lambda step: step % 5 == 2 and driving.gather_records()  # noqa: E731
             collected.append(drive(engine, workload, asks_now_and_then))
             return []
 
-        caller.call("generate", generate)
-        caller.close()
+        driving.call("generate", generate)
+        driving.stop()
 
     with transport.installed(config.world_size), toy_arithmetic(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(medha.engine.distributed, "_REPORTS_IN_FLIGHT", limits.reports)
+        patch.setattr(medha.engine.wire, "_REPORTS_IN_FLIGHT", limits.reports)
         patch.setattr(medha.parallel.control, "_RING", limits.messages)
         patch.setattr(medha.parallel.control, "_POSTED", limits.posted)
         patch.setattr(medha.parallel.control, "FRAME_INTS", limits.frame_ints)
@@ -537,6 +537,30 @@ def test_spans_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> No
         on_ranks(dataclasses.replace(CROSSED, depth=2), ranks(3, 1, 1), 0, AMPLE)
 
 
+@pytest.mark.parametrize("layout", [ranks(1, 3, 1), ranks(3, 1, 1), ranks(3, 2, 1), ranks(2, 2, 2)], ids=name_of)
+def test_no_batch_is_encoded_twice(layout: ParallelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ranks are told the same; and the batch itself once, whatever goes with it to each of them."""
+    sent: list[bytes] = []
+    plans: list[Batch] = []
+    encode, encode_batch = medha.parallel.control.encode, medha.parallel.control.encode_batch
+
+    def encoded(message: Message, *plan: Any) -> Any:
+        ints = encode(message, *plan)
+        if message.batch is not None:
+            sent.append(ints.tobytes())
+        return ints
+
+    def encoded_batch(batch: Batch | None) -> Any:
+        plans.extend([] if batch is None else [batch])
+        return encode_batch(batch)
+
+    monkeypatch.setattr(medha.parallel.control, "encode", encoded)
+    monkeypatch.setattr(medha.parallel.control, "encode_batch", encoded_batch)
+    on_ranks(CROSSED, layout, 0, AMPLE)
+    assert len(sent) == len(set(sent)) >= len(plans)
+    assert [batch.batch_id for batch in plans] == list(range(len(plans)))
+
+
 @pytest.mark.parametrize("layout", GROUPS, ids=name_of)
 def test_a_group_that_a_batch_does_not_concern_does_nothing(layout: ParallelConfig) -> None:
     """A request that fits one group: the ranks of the others read messages, are told its tokens as it may grow, and are
@@ -549,6 +573,6 @@ def test_a_group_that_a_batch_does_not_concern_does_nothing(layout: ParallelConf
 def busy_ranks(workload: Workload, layout: ParallelConfig) -> set[int]:
     """The ranks that pass on hidden states or tokens, or take part in a collective."""
     on_ranks(workload, layout, 0, AMPLE, transport := Transport(0))
-    tags = medha.engine.distributed._RECORDS_TAG, medha.engine.distributed._TOKENS_TAG
+    tags = medha.engine.wire._RECORDS_TAG, medha.engine.wire._TOKENS_TAG
     quiet = {("control", 0), ("barrier", 0), *(("report", tag) for tag in tags)}
     return {rank for rank, *what in transport.operations if tuple(what) not in quiet}

@@ -11,8 +11,9 @@ import pytest
 
 import medha.engine.distributed
 import medha.parallel.mesh
+from medha.config import ParallelConfig
 from medha.engine.build import RankHandle
-from medha.engine.distributed import Caller, Follower
+from medha.engine.distributed import DrivingRunner, Follower
 from medha.params import SamplingParams
 from tests.parallel.workers import WorkerPool
 from tests.serving import random_ids
@@ -75,7 +76,8 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     }
     groups["transfer_group"] = None  # of decode instances alone
     monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
-    ranks: Any = SimpleNamespace(**groups, monitor=monitor)
+    places = {"first_stage_ranks": lambda group: [0, 1], "of_groups": lambda groups: [0, 1]}
+    ranks: Any = SimpleNamespace(config=ParallelConfig(tp=2), **places, **groups, monitor=monitor)
     runner: Any = SimpleNamespace(graphs=Graph())
     quiet: Any = SimpleNamespace(send=lambda message: None, drain=lambda: None)
     dist = SimpleNamespace(
@@ -85,7 +87,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     monkeypatch.setattr(medha.parallel.mesh, "dist", dist)
     monkeypatch.setattr(medha.engine.distributed, "ControlReceiver", lambda group, prepare: quiet)
     monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
-    parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks)}
+    parts: dict[str, Any] = {"caller": DrivingRunner(runner, ranks, quiet), "follower": Follower(runner, ranks)}
     no_limits: Any = None
     RankHandle(no_limits, None, runner, **{part: parts[part]}).close()
     assert order == ["graph", "barrier of gloo", "end of pipe", "end of gloo", "end of control", "end of merges"]

@@ -126,7 +126,7 @@ def running(*texts: str) -> dict[int, bytes]:
 
 
 def ranks_of(model: Path) -> list[int]:
-    return [*running("medha.engine.follow", str(model))]
+    return [*running("medha.generate.follow", str(model))]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

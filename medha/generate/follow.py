@@ -1,4 +1,4 @@
-"""``python -m medha.engine.follow OPTIONS``: a rank behind the first one, which started it and tells it what to run.
+"""``python -m medha.generate.follow OPTIONS``: a rank behind the first one, which started it and tells it what to run.
 
 A rank that torchrun has started calls :func:`follow` with what its own command line says.
 """
