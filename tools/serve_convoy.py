@@ -6,7 +6,8 @@ One workload for all: prompts of ``--long`` tokens at 0 and ``--long-every`` sec
 to 400 tokens, ``--rate`` a second by Poisson, 8 tokens each; tokens are drawn, so that nothing is shared. One random
 Llama in float32, and as many threads for each server. Servers are started and asked one after the other, round by
 round, by a client in this process; a request is timed from its sending. "no HTTP" is medha's engine alone, whose
-threads wait as the server's do. Prints a table in Markdown: medians over rounds.
+threads wait as the server's do. Prints a table in Markdown: medians over rounds; with ``--eta`` also how far off
+medha's predictions of the long prompts' first tokens were once half of the prompt was read.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Told:
-    """When its first and its last token came, in seconds from its sending."""
+    """When its first and its last token came, in seconds from its sending, and what was said before: when, which share
+    of the prompt was read, and in how many seconds the first token was due."""
 
     first_s: float
     last_s: float
+    progress: Sequence[tuple[float, float, float]] = ()
 
 
 def workload(given: argparse.Namespace, vocab_size: int) -> list[Ask]:
@@ -79,32 +83,38 @@ def workload(given: argparse.Namespace, vocab_size: int) -> list[Ask]:
     return sorted(asks, key=lambda ask: ask.arrival_s)
 
 
-async def ask_one(port: int, ask: Ask, start: float) -> Told:
-    """Send a request at its time and read its stream."""
+async def ask_one(port: int, ask: Ask, start: float, *, reports: bool = False) -> Told:
+    """Send a request at its time and read its stream; ``reports`` asks how much of the prompt has been read."""
     await asyncio.sleep(max(start + ask.arrival_s - time.perf_counter(), 0.0))
     body = {"model": "m", "prompt": ask.prompt, "max_tokens": ask.num_outputs, "temperature": 0.0}
-    data = json.dumps(body | {"ignore_eos": True, "stream": True}).encode()
+    body |= {"ignore_eos": True, "stream": True, **({"return_progress": True} if reports else {})}
+    data = json.dumps(body).encode()
     sent, first_s, last_s, got = time.perf_counter(), 0.0, 0.0, b""
+    progress: list[tuple[float, float, float]] = []
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     fields = {"host": f"127.0.0.1:{port}", "content-type": "application/json", "connection": "close"}
     fields["content-length"] = str(len(data))
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
-    while part := await reader.read(65_536):
-        got += part
-        if b'"choices":[{' in part:
-            last_s = time.perf_counter() - sent
+    async for line in reader:
+        got, now_s = got + line, time.perf_counter() - sent
+        if b'"choices":[{' in line:
+            last_s = now_s
             first_s = first_s or last_s
+        elif b'"prompt_progress":' in line:
+            said = json.loads(line.removeprefix(b"data: "))["prompt_progress"]
+            progress.append((now_s, said["processed"] / said["total"], said["eta_s"]))
     writer.close()
     if b"[DONE]" not in got or b'"error"' in got:
         raise RuntimeError(f"a request failed: {got[-500:]!r}")
-    return Told(first_s, last_s)
+    return Told(first_s, last_s, progress)
 
 
-async def ask_all(port: int, asks: list[Ask]) -> list[Told]:
+async def ask_all(port: int, asks: list[Ask], *, reports: bool) -> list[Told]:
     """Serve the workload."""
     start = time.perf_counter()
-    return await asyncio.wait_for(asyncio.gather(*(ask_one(port, ask, start) for ask in asks)), REQUEST_S)
+    told = [ask_one(port, ask, start, reports=reports and ask.is_long) for ask in asks]
+    return await asyncio.wait_for(asyncio.gather(*told), REQUEST_S)
 
 
 def serve(name: str, folder: str, given: argparse.Namespace, asks: list[Ask], log: Path) -> list[Told]:
@@ -134,7 +144,7 @@ def serve(name: str, folder: str, given: argparse.Namespace, asks: list[Ask], lo
             chance = np.random.default_rng(99)
             for size in (100, 3000):
                 asyncio.run(ask_one(port, Ask(0.0, chance.integers(0, 256, size).tolist(), 8, False), 0.0))
-            return asyncio.run(ask_all(port, asks))
+            return asyncio.run(ask_all(port, asks, reports=given.eta))
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -182,6 +192,19 @@ def figures(asks: list[Ask], told: list[Told]) -> list[float]:
     return [float(one or 0.0) for one in found] + [statistics.median(longs), total / end]
 
 
+def eta_errors(told: list[Told]) -> str:
+    """How far off predictions of the first token were from where half of a prompt was read, in shares of the time that
+    was left, where that was a second or more, and of the whole time to first token."""
+    halves = [(at_s + eta_s - one.first_s, one.first_s - at_s, one.first_s)
+              for one in told for at_s, share, eta_s in one.progress if share >= 0.5]  # fmt: skip
+    of_left = [abs(off_s) / left_s for off_s, left_s, _ in halves if left_s >= 1]
+    of_all = [abs(off_s) / first_s for off_s, _, first_s in halves]
+    if not of_left:
+        return "no prediction of a second or more"
+    left, whole = (f"P50 {percentile(some, 50):.1%}, most {max(some):.1%}" for some in (of_left, of_all))
+    return f"{len(halves)} predictions, off by {left} of 1 s or more that was left, {whole} of the TTFT"
+
+
 def main() -> None:
     """Run the tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,6 +219,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--eta", action="store_true", help="tell how far off predictions of the long ones were")
     parser.add_argument("--output-json", type=Path)
     parser.add_argument("--from-json", type=Path, help="show what an earlier run wrote, and run nothing")
     parser.add_argument("--plot", type=Path, help="how the short ones' times to first token are distributed")
@@ -215,6 +239,9 @@ def main() -> None:
         p50, p99, tpot50, tpot99, long_s = times
         row = f"{p50:.3f} s | {p99:.3f} s | {1e3 * tpot50:.1f} ms | {1e3 * tpot99:.1f} ms | {long_s:.1f} s"
         print(f"| {name} | {row} | {rate:,.0f} |")
+    for name, runs in found.items() if given.eta else ():
+        for told in runs:
+            print(f"{name}: {eta_errors(told)}")
     if given.plot is not None:
         draw(given.plot, asks, found)
 
@@ -223,7 +250,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     """Ask every server in every round: what was asked (arrival, tokens, outputs, whether it is long), and when what
     came."""
     names = [name for name in given.servers if given.peer_python or not name.startswith("vLLM")]
-    found: dict[str, list[list[list[float]]]] = {name: [] for name in names}
+    found: dict[str, list[list[list[Any]]]] = {name: [] for name in names}
     with (
         tempfile.TemporaryDirectory() as scratch,
         Subject(hf_overrides=SHAPE | {"vocab_size": 256}).checkpoint(
@@ -236,7 +263,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         for _ in range(given.runs):
             for name in names:
                 told = serve(name, folder, given, asks, Path(scratch) / "log")
-                found[name].append([[one.first_s, one.last_s] for one in told])
+                found[name].append([list(astuple(one)) for one in told])
                 print(name, [round(one, 4) for one in figures(asks, told)], file=sys.stderr, flush=True)
     asked = [[ask.arrival_s, len(ask.prompt), ask.num_outputs, ask.is_long] for ask in asks]
     return {"asked": asked, "runs": found}

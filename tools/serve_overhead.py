@@ -6,6 +6,9 @@ Clients are in another process and send prompts of ids. A batch takes ``--step-m
 in ``explanation`` how long its first token took, and what the client saw beyond that is HTTP's. Beside it, in the same
 run and from the same loop, a handler that does nothing.
 
+What memory this process has at the start, in the middle and at the end of the requests is told as well; with ``--gap-s
+0 --requests 100000`` that is what a leak would show in.
+
 With ``--body-ids 10_000_000`` it tells in place of that how one stream's tokens come while a body of so many ids is
 sent, parsed and refused: their longest gap over their median one, and the same without the body.
 """
@@ -14,13 +17,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
+import resource
 import threading
 import time
 from collections.abc import Callable
 from http.client import HTTPConnection
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,11 +37,10 @@ from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.engine.engine import Engine
-from medha.engine.request import ModelLimits
+from medha.engine.request import ModelLimits, Request
+from medha.outputs import RequestOutput
 from medha.sched.scheduler import Scheduler
 from medha.serve.app import Front, Limits
-from medha.serve.metrics import Metrics
-from medha.serve.service import Service
 from medha.serve.web import bound, listening
 from medha.sim.replica import find_model
 from medha.worker.sampling import Sampled
@@ -97,13 +102,14 @@ async def exchange(port: int, path: str, body: bytes) -> tuple[float, bytes]:
 
 async def load(port: int, num_requests: int, num_streams: int, gap_s: float) -> dict[str, list[float]]:
     """``num_streams`` at once, each after the other and a pause; what HTTP added, and the handler that does nothing."""
-    body = json.dumps({"prompt": [5] * 200, "max_tokens": 8, "stream": True, "explain": True}).encode()
+    shared = {"max_tokens": 8, "stream": True, "explain": True}
     found: dict[str, list[float]] = {"http": [], "empty": []}
     left = iter(range(num_requests))
 
     async def stream(at: int) -> None:
         await asyncio.sleep(gap_s * at / num_streams)
-        for _ in left:
+        for number in left:
+            body = json.dumps({"prompt": [number % 30_000, number // 30_000, *[5] * 198], **shared}).encode()
             first_s, got = await exchange(port, "/v1/completions", body)
             events = [json.loads(line[6:]) for line in got.split(b"\n") if line.startswith(b"data: {")]
             own_s = next(event["explanation"]["ttft_s"] for event in events if "explanation" in event)
@@ -162,10 +168,19 @@ def main() -> None:
     parser.add_argument("--body-ids", type=int, default=0)
     given = parser.parse_args()
     engine = make_engine(given.step_ms / 1e3)
-    service, stopping = Service(engine), threading.Event()
-    front = Front(service, ["timetable"], [], Limits(), Metrics(engine, "timetable"))
+    front, stopping = Front(engine, ["timetable"], [], Limits()), threading.Event()
+    service = front.service
     front.app.add_route("/empty", _empty, methods=["POST"])
-    with bound("127.0.0.1", 0) as listener, listening(front.app, listener, max_connections=4096):
+    taken, count, on_end = list[str](), itertools.count(1), service.on_end
+
+    def note(request: Request, output: RequestOutput) -> None:
+        on_end(request, output)
+        if (number := next(count)) in [share * given.requests // 10 for share in (1, 5, 10)]:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            taken.append(f"{pages * resource.getpagesize() / 2**20:.1f} MiB after {number:,}")
+
+    service.on_end = note
+    with bound("127.0.0.1", 0) as listener, listening(front, listener, max_connections=4096):
         context = multiprocessing.get_context("spawn")
         answers: Any = context.Queue()
         process = context.Process(target=client, args=(listener.getsockname()[1], given, answers))
@@ -180,11 +195,14 @@ def main() -> None:
 
         threading.Thread(target=wait).start()
         service.run(stopping.is_set)
-    service.close()
+    front.close()
     for name, seconds in box[0].items():
         p50, p99, most = (1e3 * np.percentile(seconds, percent) for percent in (50, 99, 100))
         what = f"{len(seconds)} {'gaps' if given.body_ids else 'requests'}"
         print(f"{name}: {what}, P50 {p50:.2f} ms, P99 {p99:.2f} ms, longest {most:.2f} ms ({most / p50:.1f} times)")
+
+    if not given.body_ids:
+        print(f"resident memory of the server's process: {', '.join(taken)} requests")
 
 
 async def _empty(request: Any) -> Any:

@@ -33,6 +33,7 @@ app = make_app()
 _PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _option = partial(typer.Option, rich_help_panel="Server")
+Texts = list[str] | None
 
 
 @app.command()
@@ -44,16 +45,10 @@ def serve(
     ] = None,
     host: Annotated[str, _option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, _option(help="Port; 0 is any.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        _option(help="Let in who has it; may be repeated.", envvar="MEDHA_API_KEY"),
-    ] = None,
+    api_key: Annotated[Texts, _option(help="Let in who has it; may be repeated.", envvar="MEDHA_API_KEY")] = None,
     key_file: Annotated[Path | None, _option(help="TOML: keys with their tenants, objectives, limits.")] = None,
-    served_model_name: Annotated[list[str] | None, _option(help="What clients call it; may be repeated.")] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        _option(help="Names in the Host header; by default, at a loopback address, its own."),
-    ] = None,
+    served_model_name: Annotated[Texts, _option(help="What clients call it; may be repeated.")] = None,
+    allowed_host: Annotated[Texts, _option(help="Names in the Host header; by default a loopback's own.")] = None,
     max_body_bytes: Annotated[int, _option(help="Of a request.", min=1)] = 128 << 20,
     max_concurrent: Annotated[int, _option(help="Requests open at once.", min=1)] = 4096,
     max_connections: Annotated[int, _option(help="At once.", min=1)] = 8192,
@@ -76,8 +71,6 @@ def serve(
     from medha.engine.build import build_role
     from medha.serve.app import Front, Limits
     from medha.serve.keys import load_keys
-    from medha.serve.metrics import Metrics
-    from medha.serve.service import Service
     from medha.serve.web import bound, listening
 
     keys = load_keys(api_key or [], key_file)
@@ -92,20 +85,19 @@ def serve(
             stack.enter_context(own_ranks(config.parallel.world_size, ["medha.generate.follow", json.dumps(options)]))
         role = build_role(config)
         assert role.engine is not None, "the first rank has the engine"
-        service = Service(role.engine)
         names = served_model_name or [config.model]
-        front = Front(service, names, keys, limits, Metrics(role.engine, names[0]))
+        front = Front(role.engine, names, keys, limits)
         if role.caller is not None:
             role.caller.ranks.monitor.before_end = partial(_end_streams, front, RankFailedError)
-        stack.callback(service.close)
-        stack.callback(front.bodies.interrupt)
+        stack.callback(front.close)
         interrupted = stack.enter_context(first_interrupt(also_terminate=True))
         stack.enter_context(state_on_signal(role.describe))
         tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile}
-        stack.enter_context(listening(front.app, listener, max_connections=max_connections, **tls))
+        stack.enter_context(listening(front, listener, max_connections=max_connections, **tls))
         threading.Thread(target=_watch, args=(front, stall_timeout), name="medha-stall", daemon=True).start()
         scheme = "http" if ssl_certfile is None else "https"
         logger.info("serving %s at %s://%s:%d", names[0], scheme, host, listener.getsockname()[1])
+        service = front.service
         service.run(lambda: bool(interrupted))
         service.is_draining = True
         logger.info("stopping: %d requests have %g s to end", front.num_open.total(), shutdown_timeout)
@@ -122,7 +114,7 @@ def _watch(front: Front, limit_s: float) -> None:
     service = front.service
     while service.stuck_s < limit_s:
         time.sleep(min(1.0, limit_s / 4))
-    if service.dead is None:
+    if service.ended is None:
         message = f"no batch has completed for {limit_s:g} s"
         logger.error("%s:\n%s", message, service.engine.describe())
         _end_streams(front, EngineDeadError, message)

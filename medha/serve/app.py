@@ -7,41 +7,42 @@ server-sent events. Whoever leaves aborts what was asked for.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.arrivals import is_long
+from medha.engine.engine import Engine
 from medha.engine.jsonl import KNOWN_FIELDS
-from medha.errors import MedhaError, not_accepted
+from medha.errors import EngineDeadError, MedhaError, not_accepted
 from medha.outputs import RequestOutput
 from medha.params import CHAT_OPTIONS
 from medha.serve.body import BodyReader
 from medha.serve.keys import Key, key_of
-from medha.serve.metrics import Metrics
-from medha.serve.page import EVENTS_S, PAGE, Snapshots
+from medha.serve.metrics import EVENTS_S, PAGE, Metrics, snapshot
 from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error, read_asked, stopped
 from medha.serve.service import Answer, Service
 
 logger = logging.getLogger("medha")
-T = TypeVar("T")
 
 _PING_S = 10.0
 _SLOWEST_BYTES_S = 1e6  # of a body
@@ -51,7 +52,7 @@ _MOST_NAMES = 100  # of fields that nobody knows are logged
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
 _ERRORS = (ClientDisconnect, MedhaError, RecursionError, msgspec.ValidationError)  # what a request may end with
-_SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_SSE = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +66,21 @@ class Limits:
 
 
 class Front:
-    """The routes of a server, and the requests that it has open."""
+    """The server as an ASGI application: its routes, and the requests that it has open."""
 
-    def __init__(
-        self, service: Service, models: Sequence[str], keys: Sequence[Key], limits: Limits, metrics: Metrics
-    ) -> None:
-        self.service = service
+    def __init__(self, engine: Engine, models: Sequence[str], keys: Sequence[Key], limits: Limits) -> None:
+        self.service = Service(engine)
         self.models = models
         self.num_open: Counter[str] = Counter()  # requests, by tenant
         self._keys = keys
         self._limits = limits
-        self.bodies = BodyReader()
+        self._bodies = BodyReader()
         self._num_bytes = 0  # of bodies that are being read
-        self._snapshots = Snapshots(service, models[0])
-        self._metrics = metrics
+        self._drawn = -math.inf, b""  # when, and what the page drew last: made once for all who look
+        self._metrics = metrics = Metrics(engine, models[0])
         self._ignored: set[str] = set()  # names of fields
         self._start_s = int(time.time())
-        service.on_end = metrics.ended
+        self.service.on_end = metrics.ended
         get, post = partial(self._route, "GET"), partial(self._route, "POST")
         self.app = Starlette(
             routes=[
@@ -96,7 +95,7 @@ class Front:
                 get("/metrics", lambda request, key: Response(metrics.text(), media_type="text/plain; version=0.0.4")),
                 get("/health", partial(self._state, also_draining=False)),
                 get("/ready", partial(self._state, also_draining=True)),
-                get("/events", lambda request, key: Events(self._events(request.method))),
+                get("/events", lambda request, key: StreamingResponse(self._events(request.method), headers=_SSE)),
                 get("/", lambda request, key: FileResponse(PAGE, headers={"x-content-type-options": "nosniff"})),
             ],
             exception_handlers=dict.fromkeys((HTTPException, *_ERRORS, Exception), _told),
@@ -105,11 +104,30 @@ class Front:
     def _route(self, method: str, path: str, handler: Callable[..., Any]) -> Route:
         """A route whose handler gets the request and its key."""
 
-        async def answer(request: HttpRequest) -> Response:
+        async def answer(request: HttpRequest) -> ASGIApp:
             found = handler(request, self._admitted(request, path))
-            return _named(request, await found if isinstance(found, Awaitable) else found)
+            response: ASGIApp = await found if isinstance(found, Awaitable) else found
+            return response
 
         return Route(path, answer, methods=[method])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by the name that its client gave it; what it has opened is closed when that is over."""
+        name = _NAME.fullmatch(Headers(scope=scope).get("x-request-id", ""))
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start" and name is not None:
+                MutableHeaders(scope=message)["x-request-id"] = name[0]
+            await send(message)
+
+        with ExitStack() as leave:
+            scope["state"] |= {"name": None if name is None else name[0], "leave": leave}
+            await self.app(scope, receive, send_named)
+
+    def close(self) -> None:
+        """Give up what is being read or prepared."""
+        self._bodies.interrupt()
+        self.service.close()
 
     def _admitted(self, request: HttpRequest, path: str) -> Key:
         """Whose request it is; raises ApiError where it may not come in."""
@@ -147,7 +165,7 @@ class Front:
                         raise large
                     if self._num_bytes > _BODIES * most:
                         raise ApiError(503, "too many bodies are being read", retry_after="1")
-            found = await self.bodies.read(body)
+            found = await self._bodies.read(body)
         except TimeoutError as error:
             raise ApiError(408, "the body did not come in time", connection="close") from error
         except ValueError:
@@ -158,38 +176,39 @@ class Front:
             raise ApiError(400, "the body is not a JSON object")
         return found
 
-    @contextlib.contextmanager
-    def _opened(self, key: Key) -> Iterator[contextlib.ExitStack]:
-        """Within, a request of a key is open; what is called back on the stack is called when it is no more."""
+    def _open(self, request: HttpRequest, key: Key) -> ExitStack:
+        """Count a request of a key as open until its answer is over; returns what is closed then."""
         service, most = self.service, self._limits.max_concurrent
-        if service.is_draining or service.dead is not None:
+        if service.is_draining or service.ended is not None:
             raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
         if self.num_open.total() >= most:
             raise ApiError(429, f"{most} requests are open, as many as may be", retry_after="1")
         if key.max_concurrent is not None and self.num_open[key.tenant] >= key.max_concurrent:
             raise ApiError(429, f"this API key has {key.max_concurrent} requests open, all it may", retry_after="1")
-        with contextlib.ExitStack() as leave:
-            self.num_open[key.tenant] += 1
-            leave.callback(lambda: self.num_open.subtract([key.tenant]))
-            yield leave
+        self.num_open[key.tenant] += 1
+        leave: ExitStack = request.state.leave
+        leave.callback(self.num_open.subtract, [key.tenant])
+        return leave
 
     # -- completions -------------------------------------------------------------------------------------------------
 
-    async def _complete(self, request: HttpRequest, key: Key, *, is_chat: bool) -> Response:
-        arrival_s = self.service.engine.now()
-        with self._opened(key) as leave:
-            body = await self._body(request)
-            objectives, name = key.objectives(body, request.headers), _name_of(request)
-            asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
-            self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
-            del body
-            key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
-            submitted = self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
-            answer = await _unless_gone(request.receive, submitted)
+    async def _complete(self, request: HttpRequest, key: Key, *, is_chat: bool) -> ASGIApp:
+        arrival_s, leave = self.service.engine.now(), self._open(request, key)
+        body = await self._body(request)
+        objectives, name = key.objectives(body, request.headers), request.state.name
+        asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
+        self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
+        key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
+
+        async def make(scope: Scope, receive: Receive, send: Send) -> None:
+            answer = await self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
             leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
-            if not asked.flags.stream:
-                return await _unless_gone(request.receive, self._whole(asked, answer))
-            return Events(self._stream(asked, answer), leave.pop_all())
+            if asked.flags.stream:
+                await StreamingResponse(self._stream(asked, answer), headers=_SSE).stream_response(send)
+            else:
+                await (await self._whole(asked, answer))(scope, receive, send)
+
+        return partial(_while_there, make)
 
     def _note_ignored(self, names: Set[str]) -> None:
         """Count fields of a body that nobody knows, and log each of their names once."""
@@ -200,61 +219,54 @@ class Front:
 
     async def _whole(self, asked: Asked, answer: Answer) -> Response:
         """The answer when all of it is there."""
-        outputs: dict[int, RequestOutput] = {}
-        while len(outputs) < len(asked.arrivals):
-            outputs |= await answer.read()
-        ordered = [outputs[index] for index in range(len(asked.arrivals))]
-        if (error := _error_of(ordered)) is not None:
+        while not answer.last:
+            await answer.read()
+        if (error := _error_of(answer.last)) is not None:
             raise error
-        return _json(asked.whole(ordered))
+        return _json(asked.whole(answer.last))
 
     async def _stream(self, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, comments while there is nothing to say, an error in place of the rest."""
-        ended, has_begun = dict[int, RequestOutput](), False
-        while len(ended) < len(asked.arrivals):
-            reports = bool(asked.flags.return_progress) and not has_begun
+        reports, said = bool(asked.flags.return_progress), list[Json]()  # until the first token
+        while not answer.last:
             news = await answer.read(_PROGRESS_S if reports else _PING_S)
-            ended |= {index: output for index, output in news if output.finished}
             said = [chunk for index, output in news for chunk in asked.chunks(index, output)]
-            has_begun |= bool(said)
-            if not news and reports:
+            if reports and not news:
                 said = [asked.progress(answer.requests, self.service.eta_s(answer.requests))]
-            if not news and not reports:
-                yield b": ping\n\n"
-            elif len(ended) < len(asked.arrivals):
-                yield b"".join(map(_event, said))
-        ordered = [ended[index] for index in range(len(asked.arrivals))]
-        error = _error_of(ordered)
-        said += asked.last(ordered) if error is None else [error.body]
+            reports &= not news
+            if not answer.last:
+                yield b"".join(map(_event, said)) or b": ping\n\n"
+        error = _error_of(answer.last)
+        said += asked.last(answer.last) if error is None else [error.body]
         yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
-        self.service.reset_prefix_cache()
+        self.service.ask(self.service.engine.reset_prefix_cache)
         return Response()
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     async def _tokenize(self, request: HttpRequest, key: Key) -> Response:
-        with self._opened(key):
-            body, engine = await self._body(request), self.service.engine
-            prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
-            special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
-            work = partial(tokenise, prompt, self._tokenizer(), size, add_special_tokens=special)
-            _, ids = await self.service.in_thread(work, is_long=is_long(prompt))
-            return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
+        self._open(request, key)
+        body, engine = await self._body(request), self.service.engine
+        prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
+        special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
+        work = partial(tokenise, prompt, self._tokenizer(), size, add_special_tokens=special)
+        _, ids = await self.service.in_thread(work, is_long=is_long(prompt))
+        return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
 
     async def _detokenize(self, request: HttpRequest, key: Key) -> Response:
-        with self._opened(key):
-            body, tokenizer, limits = await self._body(request), self._tokenizer(), self.service.engine.limits
-            tokens: Any = body.get("tokens")
-            if not hasattr(tokens, "__len__") or len(tokens) > limits.max_model_len:
-                raise not_accepted("tokens", None, f"a list of at most {limits.max_model_len} token ids")
+        self._open(request, key)
+        body, tokenizer, limits = await self._body(request), self._tokenizer(), self.service.engine.limits
+        tokens: Any = body.get("tokens")
+        if not hasattr(tokens, "__len__") or len(tokens) > limits.max_model_len:
+            raise not_accepted("tokens", None, f"a list of at most {limits.max_model_len} token ids")
 
-            def text() -> str:
-                ids = checked_ids(tokens, "tokens", limits.vocab_size).tolist()
-                return str(tokenizer.decode(ids, skip_special_tokens=False))
+        def text() -> str:
+            ids = checked_ids(tokens, "tokens", limits.vocab_size).tolist()
+            return str(tokenizer.decode(ids, skip_special_tokens=False))
 
-            return _json({"prompt": await self.service.in_thread(text, is_long=is_long(tokens))})
+        return _json({"prompt": await self.service.in_thread(text, is_long=is_long(tokens))})
 
     def _tokenizer(self) -> Any:
         if (tokenizer := self.service.engine.tokenizer) is None:
@@ -262,43 +274,29 @@ class Front:
         return tokenizer
 
     def _list_models(self, request: HttpRequest, key: Key) -> Response:
-        length, wanted = self.service.engine.limits.max_model_len, request.path_params.get("name")
-        fields = {
-            "object": "model",
-            "created": self._start_s,
-            "owned_by": "medha",
-            "root": self.models[0],
-            "max_model_len": length,
-        }
-        found = [{"id": name, **fields} for name in self.models if wanted in (None, name)]
+        wanted, length = request.path_params.get("name"), self.service.engine.limits.max_model_len
+        same = {"object": "model", "created": self._start_s, "owned_by": "medha", "root": self.models[0]}
+        found = [{"id": one, **same, "max_model_len": length} for one in self.models if wanted in (None, one)]
         if not found:
             raise ApiError(404, "there is no such model", param="model", code="model_not_found")
         return _json({"object": "list", "data": found} if wanted is None else found[0])
 
     def _state(self, request: HttpRequest, key: Key, *, also_draining: bool) -> Response:
         """Whether the engine lives, and whether it takes requests."""
-        if (dead := self.service.dead) is not None:
-            return _json({"status": "dead", "reason": type(dead).__name__}, 503)
-        is_draining = self.service.is_draining
-        return _json({"status": "draining" if is_draining else "ok"}, 503 if is_draining and also_draining else 200)
+        service = self.service
+        if isinstance(service.ended, EngineDeadError):
+            return _json({"status": "dead", "reason": type(service.ended).__name__}, 503)
+        status = 503 if service.is_draining and also_draining else 200
+        return _json({"status": "draining" if service.is_draining else "ok"}, status)
 
     async def _events(self, method: str) -> AsyncIterator[bytes]:
         """What the page draws, some times a second."""
-        while method == "GET" and not self.service.is_draining and self.service.dead is None:
-            yield b"data: " + self._snapshots.event() + b"\n\n"
+        service = self.service
+        while method == "GET" and not service.is_draining and service.ended is None:
+            if (now_s := service.engine.now()) - self._drawn[0] >= EVENTS_S:
+                self._drawn = now_s, msgspec.json.encode({"model": self.models[0], **snapshot(service)})
+            yield b"data: " + self._drawn[1] + b"\n\n"
             await asyncio.sleep(EVENTS_S)
-
-
-class Events(StreamingResponse):
-    """A stream of events; ``leave`` is closed when it is over, also where it never began."""
-
-    def __init__(self, events: AsyncIterator[bytes], leave: contextlib.ExitStack | None = None) -> None:
-        super().__init__(events, headers=_SSE, media_type="text/event-stream")
-        self._leave = leave or contextlib.ExitStack()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._leave, contextlib.suppress(ClientDisconnect):
-            await _unless_gone(receive, self.stream_response(send))
 
 
 def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
@@ -310,35 +308,21 @@ def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
     return stopped() if was_cut else None
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What some work returns; it is cancelled where the client, whose body has been read, leaves before."""
+async def _while_there(make: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Make an answer to a request whose body has been read; that is cancelled where its client leaves before."""
 
     async def until_gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    making, gone = asyncio.ensure_future(make(scope, receive, send)), asyncio.ensure_future(until_gone())
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return await working
+        await asyncio.wait({making, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if making.done():
+            await making
     finally:
-        working.cancel()
+        making.cancel()
         gone.cancel()
-
-
-def _name_of(request: HttpRequest) -> str | None:
-    """How the client calls its request; None where it does not, or by no name."""
-    found = _NAME.fullmatch(request.headers.get("x-request-id", ""))
-    return None if found is None else found[0]
-
-
-def _named(request: HttpRequest, response: Response) -> Response:
-    """An answer with the name of its request."""
-    if (name := _name_of(request)) is not None:
-        response.headers["x-request-id"] = name
-    return response
 
 
 def _event(value: Json) -> bytes:
@@ -356,4 +340,4 @@ async def _told(request: HttpRequest, error: Exception) -> Response:
     told = api_error(error)
     if told.status_code == 500:
         logger.error("%s failed", request.url.path, exc_info=error)
-    return _named(request, told.response())
+    return told.response()

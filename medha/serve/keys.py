@@ -46,14 +46,11 @@ class Key:
     def objectives(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
         """``slo``, ``priority`` and ``tenant`` of a request: what its body has, else its headers, in milliseconds, else
         the key. :meth:`check` follows when they have been read."""
-        slo = body.get("slo")
-        if slo is None or isinstance(slo, dict):  # else it is refused where it is read
-            found = {name: None if slo is None else slo.get(name) for name in ("ttft_s", "tpot_s")}
-            for name, value in found.items():
-                text = headers.get(f"x-slo-{name[:4]}-ms")
-                if value is None:
-                    found[name] = getattr(self, name) if text is None else _seconds(name, text)
-            slo = {**(slo or {}), **found}
+        slo = {} if body.get("slo") is None else body["slo"]
+        if isinstance(slo, dict):  # else it is refused where it is read
+            texts = {name: headers.get(f"x-slo-{name[:4]}-ms") for name in ("ttft_s", "tpot_s")}
+            own = {name: getattr(self, name) if text is None else _seconds(name, text) for name, text in texts.items()}
+            slo = own | {name: value for name, value in slo.items() if value is not None}
         priority = self.priority if body.get("priority") is None else body["priority"]
         return {"slo": slo, "priority": priority, "tenant": self.tenant}
 

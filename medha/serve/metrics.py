@@ -1,13 +1,15 @@
-"""``/metrics`` for Prometheus: vLLM's names where they mean the same, so that its dashboards work, else ``medha:``.
+"""What a server tells of its engine: ``/metrics`` for Prometheus, and what the status page draws.
 
-A counter or histogram grows with each request that ends, or each batch; gauges are read from the engine when somebody
-asks.
+Metrics have vLLM's names where they mean the same, so that its dashboards work, else ``medha:``. A counter or histogram
+grows with each request that ends, or each batch; gauges are read from the engine when somebody asks. The page gets
+lengths and times of the unfinished requests, nobody's text or name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,6 +19,7 @@ from medha.engine.engine import Engine
 from medha.engine.request import Request
 from medha.outputs import RequestMetrics, RequestOutput
 from medha.sched.decision import Prediction
+from medha.serve.service import Service
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1920, 7680)
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
@@ -24,6 +27,15 @@ _TOKENS = tuple(sorted({factor * 10**power for power in range(8) for factor in (
 _SLACK = (-100, -10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 100)
 _RATIO = (0.5, 0.8, 0.9, 1, 1.1, 1.25, 2)
 _LENGTHS = ((256, "1-256"), (4096, "256-4K"), (65536, "4K-64K"), (1 << 20, "64K-1M"))
+
+
+PAGE = Path(__file__).with_name("page.html")
+"""It says itself, by a hash, that its own script runs and no other; it loads nothing."""
+
+EVENTS_S = 0.25
+"""Between two events."""
+
+_MOST_SHOWN = 256  # requests
 
 
 def _between(start_s: float | None, end_s: float | None) -> float | None:
@@ -124,3 +136,29 @@ class Metrics:
     def text(self) -> bytes:
         """The page."""
         return generate_latest(self._registry)
+
+
+def snapshot(service: Service) -> dict[str, Any]:
+    """The unfinished requests and the memory as they are now."""
+    engine = service.engine
+    now_s, requests = engine.now(), engine.requests()
+    rows = [_row(one, now_s, service.left_s(one.first)) for one in requests[:_MOST_SHOWN] if one.completions]
+    kv = engine.scheduler.memory.usage
+    return {"now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": kv}
+
+
+def _row(request: Request, now_s: float, left_s: float) -> dict[str, Any]:
+    one, metrics = request.first, request.first.metrics
+    due_s = None if metrics.deadline_s is None or one.token_ids else metrics.arrival + metrics.deadline_s
+    return {
+        "number": one.slot,
+        "state": "answering" if one.token_ids else "waiting" if metrics.first_scheduled is None else "reading",
+        "priority": request.priority,
+        "prompt_tokens": len(request.prompt_ids),
+        "computed_tokens": one.num_computed_tokens,
+        "output_tokens": sum(len(each.token_ids) for each in request.completions),
+        "arrival_s": metrics.arrival,
+        "first_scheduled_s": metrics.first_scheduled,
+        "first_token_s": metrics.first_token,
+        "slack_s": None if due_s is None else due_s - now_s - left_s,
+    }

@@ -42,6 +42,12 @@ Json = dict[str, Any]
 MAX_CHOICES = 512
 """Completions of one HTTP request."""
 
+_CODES: dict[type[Exception], str] = {
+    DeadlineError: "deadline",
+    ContextLengthError: "context_length_exceeded",
+    KVCapacityError: "context_length_exceeded",
+    UnsupportedFeatureError: "unsupported",
+}
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 
@@ -67,7 +73,7 @@ def stopped() -> ApiError:
 
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine, without the value that was wrong."""
-    param, told = getattr(error, "param", None), str(error)
+    param, told, code = getattr(error, "param", None), str(error), _CODES.get(type(error))
     match error:
         case ApiError():
             return error
@@ -75,24 +81,21 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(status, detail, **(headers or {}))
         case DeadlineError(wait_s=wait_s):
             when = {"x_should_retry": "false"} if wait_s is None else {"retry_after": str(math.ceil(wait_s))}
-            return ApiError(429, told, param=param, code="deadline", **when)
-        case ContextLengthError() | KVCapacityError():
-            return ApiError(400, told, param=param, code="context_length_exceeded")
-        case UnsupportedFeatureError():
-            return ApiError(400, told, param=param, code="unsupported")
-        case ValidationError(__cause__=ChatTemplateError()):
-            return ApiError(400, "the model has no chat template that takes these messages", param=param)
-        case ValidationError():
-            _, found, accepted = told.rpartition("; accepted: ")
-            what = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
-            return ApiError(400, what, param=param)
-        case msgspec.ValidationError():  # tells types and the place
-            return ApiError(400, told, param=told.rpartition("`$.")[2].rstrip("`") or None)
+            return ApiError(429, told, param=param, code=code, **when)
         case EngineDeadError():
             return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
         case RecursionError():
-            return ApiError(400, "the body is nested too deeply")
-    return ApiError(500, f"the request failed: {type(error).__name__}")
+            told = "the body is nested too deeply"
+        case msgspec.ValidationError():  # tells types and the place
+            param = told.rpartition("`$.")[2].rstrip("`") or None
+        case ValidationError(__cause__=ChatTemplateError()):
+            told = "the model has no chat template that takes these messages"
+        case ValidationError() if code is None:
+            _, found, accepted = told.rpartition("; accepted: ")
+            told = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
+        case _ if code is None:
+            return ApiError(500, f"the request failed: {type(error).__name__}")
+    return ApiError(400, told, param=param, code=code)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -114,19 +117,17 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
 
     ``objectives`` are its ``slo``, ``priority`` and ``tenant``; ``request_id`` is how its client calls it.
     """
-    flags = msgspec.convert({name: body[name] for name in Flags.__struct_fields__ if name in body}, Flags)
+    flags = msgspec.convert(body, Flags)  # which leaves out all else
     if flags.model not in (None, *models):
         known = ", ".join(models)
         raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
     if flags.stream_options is not None and not flags.stream:
         raise not_accepted("stream_options", None, "an object, with stream true")
-    fields = {name: value for name, value in body.items() if name not in Flags.__struct_fields__}
+    fields = count_logprobs(body) if is_chat else body
     form = "messages" if is_chat else "prompt" if fields.get("prompt_token_ids") is None else "prompt_token_ids"
     asked: Any = fields.get(form)
-    if is_chat:
-        fields = count_logprobs(fields)
-        if fields.get("tools"):
-            raise UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
+    if is_chat and fields.get("tools"):
+        raise UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
     if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
         raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
     shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
@@ -201,15 +202,14 @@ class Asked:
     def _choice(self, index: int, one: CompletionOutput, part: str) -> Json:
         """A choice of the prompt of an index, or what is new of it; of a chat what is said is its ``part``, message or
         delta."""
-        at, chosen, text = index * self.params.n + one.index, _chosen(one, self.params.logprobs), one.text or ""
+        at, text = index * self.params.n + one.index, one.text or ""
+        logprobs = _logprobs(one, self.params.logprobs, self._num_chars[at], is_chat=self.is_chat)
         choice: Json = {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-        if not self.is_chat:
-            logprobs = None if chosen is None else _completion_logprobs(chosen, self._num_chars[at])
-            choice |= {"text": text, "logprobs": logprobs}
-        else:
+        if self.is_chat:
             role = {} if at in self._num_chars else {"role": "assistant"}
-            chat = None if chosen is None else {"content": [_chat_logprob(*each) for each in chosen]}
-            choice |= {part: {**role, "content": text}, "logprobs": chat}
+            choice |= {part: {**role, "content": text}, "logprobs": logprobs}
+        else:
+            choice |= {"text": text, "logprobs": logprobs}
         if one.text is None:  # there is no tokenizer
             choice["token_ids"] = one.token_ids
         self._num_chars[at] += len(text)
@@ -234,34 +234,31 @@ def explained(output: RequestOutput) -> Json:
     return {"explanation": {"ttft_s": found.total_s, "parts_s": found.parts_s, "held_up_by": others}}
 
 
-def _chosen(one: CompletionOutput, most: int | None) -> list[tuple[Logprob, list[Logprob]]] | None:
-    """Of each token the drawn one, and so many of the likeliest."""
+def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: bool) -> Json | None:
+    """Of each token the drawn one and so many of the likeliest, as a chat or a completion has them; the text before
+    the first one has ``offset`` characters."""
     if one.logprobs is None:
         return None
     drawn = [step[token] for token, step in zip(one.token_ids, one.logprobs, strict=True)]
     best = [sorted(step.values(), key=lambda each: each.rank)[:most] for step in one.logprobs]
-    return list(zip(drawn, best, strict=True))
+    if is_chat:
+        pairs = zip(drawn, best, strict=True)
+        return {
+            "content": [_chat_logprob(each) | {"top_logprobs": [*map(_chat_logprob, tops)]} for each, tops in pairs]
+        }
+    tokens = [each.decoded_token or "" for each in drawn]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(each.logprob) for each in drawn],
+        "top_logprobs": [{top.decoded_token or "": _finite(top.logprob) for top in tops} for tops in best],
+        "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
+    }
+
+
+def _chat_logprob(each: Logprob) -> Json:
+    token = each.decoded_token or ""
+    return {"token": token, "logprob": _finite(each.logprob), "bytes": list(token.encode(errors="replace"))}
 
 
 def _finite(value: float) -> float:
     return max(value, -9999.0)  # JSON has no infinity; vLLM's number for it
-
-
-def _completion_logprobs(chosen: Sequence[tuple[Logprob, list[Logprob]]], offset: int) -> Json:
-    tokens = [each.decoded_token or "" for each, _ in chosen]
-    offsets = [*accumulate(map(len, tokens), initial=offset)][:-1]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(each.logprob) for each, _ in chosen],
-        "top_logprobs": [{top.decoded_token or "": _finite(top.logprob) for top in tops} for _, tops in chosen],
-        "text_offset": offsets,
-    }
-
-
-def _chat_logprob(each: Logprob, tops: Sequence[Logprob]) -> Json:
-    return _token_logprob(each) | {"top_logprobs": [_token_logprob(top) for top in tops]}
-
-
-def _token_logprob(each: Logprob) -> Json:
-    token = each.decoded_token or ""
-    return {"token": token, "logprob": _finite(each.logprob), "bytes": list(token.encode(errors="replace"))}

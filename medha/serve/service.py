@@ -35,12 +35,14 @@ _MOST_PIECES = 64  # of an answer that are kept apart
 
 
 class Answer:
-    """What has come of the prompts of one HTTP request and was not read yet; of the event loop's thread."""
+    """What has come of the prompts of one HTTP request; of the event loop's thread."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
         self._news = asyncio.Event()
-        self._pieces: dict[int, list[RequestOutput]] = {}  # by the index of a prompt
+        self._pieces: dict[int, list[RequestOutput]] = {}  # that were not read yet, by the index of a prompt
+        self.last: list[RequestOutput] = []  # of each prompt, in their order, when all of them were read
+        self._last: dict[int, RequestOutput] = {}
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what the engine handed out for the prompt of an index."""
@@ -58,7 +60,11 @@ class Answer:
             timer.cancel()
         self._news.clear()
         pieces, self._pieces = self._pieces, {}
-        return [(index, _together(some)) for index, some in pieces.items()]
+        news = [(index, _together(some)) for index, some in pieces.items()]
+        self._last |= {index: output for index, output in news if output.finished}
+        if len(self._last) == len(self.requests):
+            self.last = [self._last[index] for index in range(len(self.requests))]
+        return news
 
 
 def _together(pieces: Sequence[RequestOutput]) -> RequestOutput:
@@ -75,20 +81,19 @@ class Service:
 
     Attributes:
         is_draining: no new request is taken.
-        dead: why the engine cannot serve any more.
+        ended: what whoever asks is told as nothing is served any more: why the engine failed, or that the server stops.
         on_end: called in the event loop with each request that has ended and its last output.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_draining = False
-        self.dead: EngineDeadError | None = None
+        self.ended: EngineDeadError | ApiError | None = None
         self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._is_cut = False
         self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox: deque[tuple[Answer, int, RequestOutput]] = deque()  # any thread appends, the loop takes
+        self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
         self._moved_s = time.monotonic()  # when the engine had last done something, or nothing to do
         # as in a file of requests: a prompt of millions of characters is overtaken by short ones
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
@@ -111,34 +116,29 @@ class Service:
             if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
         answer, self.loop = Answer(requests), asyncio.get_running_loop()
-        added: futures.Future[None] = futures.Future()
-        self._ask(partial(self._add, answer, arrival_s, added))
-        waiting = asyncio.wrap_future(added)
+        added: asyncio.Future[Exception | None] = self.loop.create_future()
+        self.ask(partial(self._add, answer, arrival_s, added))
         try:
-            while not waiting.done():  # nobody takes it where the engine's thread is stuck or has ended
+            while not added.done():  # nobody takes it where the engine's thread is stuck or has ended
                 self._check_open()
-                await asyncio.wait([waiting], timeout=_IDLE_S)
+                await asyncio.wait([added], timeout=_IDLE_S)
+            if (refusal := added.result()) is not None:
+                raise refusal
         except BaseException:
-            waiting.cancel()
             self.abort(answer)
             raise
-        await waiting
         return answer
 
     def _check_open(self) -> None:
-        if self.dead is not None or self._is_cut:
-            raise self.dead or stopped()
+        if self.ended is not None:
+            raise self.ended
 
     def abort(self, answer: Answer) -> None:
         """End what still runs of an answer, between two steps."""
         for one in answer.requests:
-            self._ask(partial(self.engine.abort, one.request_id))
+            self.ask(partial(self.engine.abort, one.request_id))
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, between two steps; what is asked from now on finds nothing of before."""
-        self._ask(self.engine.reset_prefix_cache)
-
-    def _ask(self, call: Callable[[], None]) -> None:
+    def ask(self, call: Callable[[], None]) -> None:
         """Let the engine's thread make a call, between two steps."""
         self._inbox.put(call)
         self.engine.wake()
@@ -202,14 +202,14 @@ class Service:
 
     def cut(self) -> None:
         """End every request now, as the server stops."""
-        self._is_cut = True
-        if self.dead is None:
+        if self.ended is None:
+            self.ended = stopped()
             self.engine.abort_all()
         self.flush()
 
     def fail(self, error: Exception) -> EngineDeadError:
         """End every request with an error, which is returned; another thread may call it, while a step is stuck."""
-        self.dead = dead = self.engine.fail(error)
+        self.ended = dead = self.engine.fail(error)
         self.flush()
         return dead
 
@@ -233,29 +233,25 @@ class Service:
                 self._inbox.get(wait_s > 0, wait_s)()
                 wait_s = 0.0
 
-    def _add(self, answer: Answer, arrival_s: float, added: futures.Future[None]) -> None:
-        if not added.set_running_or_notify_cancel():  # whoever asked has left
-            return
+    def _add(self, answer: Answer, arrival_s: float, added: asyncio.Future[Exception | None]) -> None:
+        refusal = None
         try:
             for index, request in enumerate(answer.requests):
                 self._check_open()
-                sink = partial(self._hand_out, answer, index)
-                self.engine.add_prepared(request, arrival_s=arrival_s, sink=sink)
-            added.set_result(None)
-        except (MedhaError, ApiError) as refusal:
-            for request in answer.requests:
-                self.engine.abort(request.request_id)
-            added.set_exception(refusal)
+                self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._hand_out, answer, index))
+        except (MedhaError, ApiError) as error:  # whoever asked then aborts those that were added
+            refusal = error
+        self._outbox.append(partial(added.set_result, refusal))
+        self.flush()
 
     def _hand_out(self, answer: Answer, index: int, output: RequestOutput) -> None:
-        self._outbox.append((answer, index, output))
+        self._outbox.append(partial(answer.put, index, output))
+        if output.finished:
+            self._outbox.append(partial(self.on_end, answer.requests[index], output))
 
     def _deliver(self) -> None:
         while self._outbox:
-            answer, index, output = self._outbox.popleft()
-            answer.put(index, output)
-            if output.finished:
-                self.on_end(answer.requests[index], output)
+            self._outbox.popleft()()
 
 
 def _is_quick(prompt: Any) -> bool:

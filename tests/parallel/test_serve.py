@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.test_torchrun import ranks_of, wait_for
+from tests.parallel.test_torchrun import running
 from tests.serve.process import serving
 from tests.serving import Model
 
@@ -28,13 +28,21 @@ def test_two_ranks_answer_as_one(bytes_model: Model, tmp_path: Path, layout: str
         assert "".join(pieces) == expected[0]["text"] and len(pieces) > 5
 
 
-def test_a_rank_that_is_killed_ends_the_streams_and_the_server(bytes_model: Model, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", bytes_model.folder, *SMALL, "--spp", 2) as server:
-        answer = server.complete("hello", 4000, stream=True)
-        answer.readline()
-        wait_for(lambda: ranks_of(bytes_model.folder))
-        (rank,) = ranks_of(bytes_model.folder)
-        os.kill(rank, signal.SIGKILL)
-        *_, error, done = [line for line in answer.read().splitlines() if line]
-        assert json.loads(error[6:])["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
-        assert server.wait() == 4, server.log.read_text()
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["own ranks", "torchrun"])
+def test_a_rank_that_is_killed_under_load_ends_every_stream_and_the_server(
+    bytes_model: Model, tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    """Some are read, some are answered, and one has not begun when it dies."""
+    many = ("--max-model-len", "4096", "--num-kv-blocks", "512", "--max-num-seqs", "7")
+    with serving(tmp_path / "log", bytes_model.folder, *many, "--spp", 2, launcher=launcher) as server:
+        answers = [server.complete("hello" * size, 2000, stream=True) for size in (1, 1, 1, 1, 300, 300, 300, 1)]
+        answers[0].readline()
+        ranks = running(str(bytes_model.folder))
+        (killed,) = [pid for pid, environment in ranks.items() if b"\0RANK=1\0" in environment]
+        os.kill(killed, signal.SIGKILL)
+        for answer in answers:
+            *_, error, done = [line for line in answer.read().splitlines() if line]
+            assert json.loads(error[6:])["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
+        code = server.process.wait(30)
+        assert code == (1 if launcher else 4), server.log.read_text()  # torchrun has a code of its own
+        assert "RankFailedError" in server.log.read_text()

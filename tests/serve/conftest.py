@@ -17,7 +17,6 @@ from medha.engine.engine import Engine
 from medha.errors import EngineDeadError
 from medha.serve.app import Front, Limits
 from medha.serve.keys import Key
-from medha.serve.metrics import Metrics
 from medha.serve.service import Service
 from medha.serve.web import bound, listening
 from tests.serving import random_ids
@@ -95,8 +94,8 @@ def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
 def served(engine: Engine, *keys: Key, limits: Limits | None = None, max_connections: int = 2048) -> Iterator[Server]:
     """A server over an engine, which is empty at the end."""
     stopping = threading.Event()
-    service = Service(engine)
-    front = Front(service, ["model"], keys, limits or Limits(), Metrics(engine, "model"))
+    front = Front(engine, ["model"], keys, limits or Limits())
+    service = front.service
     with bound("127.0.0.1", 0) as listener:
 
         def run() -> None:
@@ -104,7 +103,7 @@ def served(engine: Engine, *keys: Key, limits: Limits | None = None, max_connect
                 service.run(stopping.is_set)
 
         thread = threading.Thread(target=run)
-        with listening(front.app, listener, max_connections=max_connections):
+        with listening(front, listener, max_connections=max_connections):
             thread.start()
             try:
                 yield Server(service, front, listener.getsockname()[1])

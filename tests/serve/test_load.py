@@ -1,0 +1,105 @@
+"""Many clients at once, and many one after the other: all are held, and nothing is kept of those that have gone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from medha.engine import explain
+from tests.serve.conftest import Server, Start, asked, wait_until
+from tools.serve_overhead import make_engine
+
+PATH = "/v1/completions"
+NUM_IDLE, NUM_STREAMS, NUM_TOKENS = 1000, 256, 400
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Both ends of each connection are files of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 8192 if hard == resource.RLIM_INFINITY else min(hard, 8192)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def post(body: dict[str, Any]) -> bytes:
+    """A request as it is sent, whose connection is closed after it."""
+    sent = json.dumps(body)
+    given = {"host": "x", "content-type": "application/json", "content-length": len(sent), "connection": "close"}
+    head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    return f"POST {PATH} HTTP/1.1\r\n{head}\r\n{sent}".encode()
+
+
+@pytest.mark.usefixtures("many_files")
+def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start) -> None:
+    """Each stream gets every token, and each idle connection an answer afterwards."""
+    server = start(make_engine(0.005))
+    body = post(asked(50, NUM_TOKENS, stream=True, stream_options={"include_usage": True}))
+
+    async def ask_health(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEALTH)
+        assert (await reader.readuntil(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200")
+
+    async def run() -> list[int]:
+        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(NUM_IDLE)]
+        streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(NUM_STREAMS)]
+        for pair in idle:
+            await ask_health(*pair)
+        for _, writer in streams:
+            writer.write(body)
+        await asyncio.gather(*(reader.readuntil(b'"choices":[{') for reader, _ in streams))
+        assert server.front.num_open.total() == server.engine.num_unfinished == NUM_STREAMS
+        ends = await asyncio.gather(*(reader.readuntil(b"data: [DONE]") for reader, _ in streams))
+        for pair in idle:
+            await ask_health(*pair)
+        for _, writer in (*idle, *streams):
+            writer.close()
+        return [json.loads(end.split(b"data: ")[-2].split(b"\n")[0])["usage"]["completion_tokens"] for end in ends]
+
+    assert asyncio.run(run()) == [NUM_TOKENS] * NUM_STREAMS
+    wait_until(lambda: not (server.front.num_open.total() or server.engine.has_unfinished))
+    scheduler = server.engine.scheduler
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.memory.num_used) == (0, 0, 0)
+
+
+def num_blocks_after(server: Server, num_requests: int) -> int:
+    """Blocks of memory that Python has when so many more requests have been served: whole ones, streams, ones that are
+    refused, and ones whose client leaves."""
+    bodies = [asked(20, 3, prompt=[at] * 20, stream=stream) for at in range(8) for stream in (False, True)]
+    bodies += [asked(20, 3, temperature=9), asked(20, 8000, stream=True)]
+    sent = [post(body) for body in bodies]
+
+    async def client(first: int) -> None:
+        for at in range(first, num_requests, 8):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            is_endless = at % len(sent) == len(sent) - 1
+            writer.write(sent[at % len(sent)])
+            await reader.readuntil(b'"choices":[{' if is_endless else b"}")
+            if not is_endless:
+                await reader.read()
+            writer.close()
+
+    async def run() -> None:
+        await asyncio.gather(*map(client, range(8)))
+
+    asyncio.run(run())
+    wait_until(lambda: not (server.front.num_open.total() or server.engine.has_unfinished))
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+def test_nothing_is_kept_of_2000_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One object of each would be 2,000; the chunks that explanations are made of are kept, up to a limit."""
+    monkeypatch.setattr(explain, "_CHUNKS_KEPT", 64)
+    server = start(make_engine(0.001))
+    before = num_blocks_after(server, 400)
+    assert num_blocks_after(server, 2000) - before < 1000
