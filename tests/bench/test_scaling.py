@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,20 +51,6 @@ def test_ring_beside_gather(mode: str, tmp_path: Path) -> None:
     results = json.loads(path.read_text())["results"]
     assert [result["layout"] for result in results] == [ONE_RANK, "kvp2", "kvp2 ring"]
     assert all(min(result["usage"]["cpu_s"]) > 0 for result in results if result["layout"] != "kvp2")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attention": ("rings",)}, r"attention='rings'; accepted: gather, ring, or both"),
-        ({"attention": ("ring",), "mode": "decode"}, r"accepted: prefill and chunk, as decodes gather"),
-        ({"attention": ("ring",), "layouts": ("spp2",)}, r"on spp2 with chunks of 512; accepted: kvp of 2 at least"),
-        ({"attention": ("ring",), "chunk_size": 3}, r"on kvp2 with chunks of 3; accepted: .* 2 tokens a group"),
-    ],
-)
-def test_a_ring_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ScalingOptions(**options)
 
 
 def batch(batch_id: int, start_s: float, *, control_ready: bool = True, hidden_wait_s: float = 0.0) -> BatchRecord:
