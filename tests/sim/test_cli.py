@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from medha.cost.hardware import SPECS
+from medha.errors import ConfigError
 from medha.sim.cli import BARE_TEXT
 from medha.sim.replica import KNOWN_MODELS
 from medha.sim.simulator import Simulation
@@ -54,13 +55,21 @@ def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path)
         assert {f"{figure}_{name}_ms" for figure in ("mean", "median", "std", "p99")} <= set(run)
 
 
-def test_bare_it_compares_two_policies_in_seconds(simulate: Simulate) -> None:
+def test_bare_it_compares_two_policies_in_seconds(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that it prints stands for it."""
     done = simulate()
     assert done.code == 0
     assert done.out.startswith(f"{BARE_TEXT}\nllama-3-8b on 8 x h100-80g")
     assert "priority, 0.3 requests/s" in done.out and "fcfs, 0.3 requests/s" in done.out
-    again = simulate(*BARE_TEXT.removeprefix("medha simulate ").split())
-    assert done.out == f"{BARE_TEXT}\n{again.out}"
+    given: list[dict[str, Any]] = []
+
+    def stop(options: dict[str, Any]) -> None:
+        given.append(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("medha.sim.study.systems_of", stop)
+    assert [simulate(*arguments).code for arguments in ((), BARE_TEXT.split()[2:])] == [2, 2]
+    assert given[0] == given[1]
 
 
 def test_the_same_seed_gives_the_same_bytes(simulate: Simulate, tmp_path: Path) -> None:
