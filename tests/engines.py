@@ -21,6 +21,7 @@ from medha.models.decoder import Decoder, build_decoder
 from medha.models.hf_config import load_model_config
 from medha.models.layers import OWN_KERNELS
 from medha.models.weights import Checkpoint, check_tensors, load_parameters
+from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
@@ -97,16 +98,21 @@ class Preemptions(Explainer):
         self.num_swaps += sum(preempted.swapped_tokens > 0 for preempted in decision.preempted)
 
 
+def drained(engine: Engine) -> list[RequestOutput]:
+    """Step to the end, at which the pool must be empty; every output on the way."""
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert engine.scheduler.memory.num_used == 0
+    return outputs
+
+
 def run_to_end(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy tokens of each prompt, all added at once; the pool must be empty again at the end."""
+    """Greedy tokens of each prompt, all added at once."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, output_kind="final_only")
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
-    tokens: dict[str, list[int]] = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            tokens[output.request_id] = output.outputs[0].token_ids
-    assert engine.scheduler.memory.num_used == 0
+    tokens = {output.request_id: output.outputs[0].token_ids for output in drained(engine)}
     return [tokens[str(i)] for i in range(len(prompts))]
 
 

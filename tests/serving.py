@@ -23,7 +23,7 @@ from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer, load_tokenizer
 from tests.checkpoints import make_checkpoint, reference_greedy
-from tests.engines import load_decoder, make_engine
+from tests.engines import drained, load_decoder, make_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 ANSWER = " 7429-amber."
@@ -88,12 +88,9 @@ def load_model(folder: Path, reference: Any = None) -> Model:
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     """Step to the end; the finished outputs by request id. Nothing may be left behind."""
-    finished: dict[str, RequestOutput] = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                assert output.request_id not in finished
-                finished[output.request_id] = output
+    ended = [output for output in drained(engine) if output.finished]
+    finished = {output.request_id: output for output in ended}
+    assert len(finished) == len(ended)
     assert_empty(engine)
     return finished
 

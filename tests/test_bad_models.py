@@ -68,6 +68,11 @@ def test_hub_id_without_network() -> None:
     refused("nobody/nothing-of-that-name", ModelLoadError, "nobody/nothing-of-that-name", "no such folder here")
 
 
+@pytest.mark.usefixtures("_no_weight_is_read")
+def test_unknown_policy(folder: Path) -> None:
+    refused(folder, ConfigError, "policy='larz'; accepted: edf, fcfs", "; did you mean lars?", policy="larz")
+
+
 # -- files beside the weights; the weights are not even there --------------------------------------------------
 
 Spoil = Callable[[Path], object]

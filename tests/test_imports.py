@@ -12,7 +12,6 @@ PLAIN = {
     *("medha.errors", "medha.config", "medha.params", "medha.batch", "medha.outputs"),
     *(f"medha.config.{name}" for name in ("engine_config", "fields", "model_config", "sections")),
 }
-TOP = {"medha.engine.build", "medha.engine", "medha.llm", "medha.worker.runner"}
 
 
 def inside(name: str, *packages: str) -> bool:

@@ -84,13 +84,3 @@ def test_order_and_nesting_do_not_matter(seed: int, order: list[int], dtype: tor
 def test_large_log_sum_exps_neither_overflow_nor_vanish(offset: float) -> None:
     parts, whole = shards(4, 30, seed=4)
     check([(out, lse + offset) for out, lse in parts], (whole[0], whole[1] + offset))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_check_notices_a_wrong_base(dtype: torch.dtype) -> None:
-    parts, whole = shards(3, 40, seed=0, dtype=dtype)
-    out, lse = merge_partials([(out, lse * math.log2(math.e)) for out, lse in parts])
-    with pytest.raises(AssertionError):  # the outputs alone give it away
-        torch.testing.assert_close(out.double(), whole[0], rtol=0, atol=2 * OUT_ATOL[dtype])
-    with pytest.raises(AssertionError):  # and so does a log-sum-exp that is turned back afterwards
-        torch.testing.assert_close(lse.double() / math.log2(math.e), whole[1], rtol=0, atol=1e-3)

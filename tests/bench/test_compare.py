@@ -152,26 +152,6 @@ def test_short_requests_that_arrive_beside_a_long_one(tmp_path: Path, capsys: py
     assert "slowdown p50" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--request-rate", "2"],
-            "request_rate=2 with peer=transformers and num_prompts=200; accepted: with peer=vllm",
-        ),
-        (
-            ["--request-rate", "2", "--peer", "vllm", "--num-prompts", "0"],
-            "request_rate=2 with peer=vllm and num_prompts=0",
-        ),
-        (["--engine-options", "{x"], "engine_options '{x': not JSON"),
-        (["--engine-options", "[]"], "engine_options '[]': holds a list"),
-    ],
-)
-def test_arrivals_that_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "bench", ["compare", *arguments]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_what_overrides_a_model_reaches_both_engines() -> None:
     with Subject(hf_overrides=TINY | {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}).checkpoint(
         64, dtype="float32", seed=0

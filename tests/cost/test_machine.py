@@ -27,7 +27,7 @@ from medha.sched.decision import Prediction
 from medha.timeline import Timeline
 from tests.bench.shapes import TINY
 from tests.commands import Command, run_python
-from tests.engines import build_engine
+from tests.engines import build_engine, drained
 
 TINIEST = Effort(chunks=(16, 64), batches=(1, 4), limit_s=0.5, total_s=0.5, min_repeats=2, max_repeats=2)
 OPTIONS = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "block_size": 64}
@@ -70,8 +70,7 @@ def test_an_engine_predicts_with_its_profile_and_its_journal_says_so(model: Path
     engine.record(file)
     for request_id, length in (("a", 300), ("b", 40)):
         engine.add_request(request_id, [1, 2, 3] * (length // 3), SamplingParams(temperature=0.0, max_tokens=4))
-    while engine.has_unfinished:
-        engine.step()
+    drained(engine)
     lines = file.getvalue().splitlines()
     recorded = json.loads(lines[0])["predictor"]
     assert Coefficients.from_json(json.dumps(recorded["coefficients"])) == Coefficients.load(profile)
@@ -120,8 +119,7 @@ def test_predicted_and_real_step_times_are_on_show(model: Path, profile: Path, t
     predictor = engine.scheduler.predictor
     assert predictor is not None and predictor.correction.num_seen == 0
     engine.add_request("a", [1, 2, 3] * 40, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-    while engine.has_unfinished:
-        engine.step()
+    drained(engine)
     assert all(prediction is not None and busy_s > 0 for _, prediction, busy_s in seen)
     counts = {kind: count for kind, (_, count) in predictor.correction.learned.items()}
     assert counts == {"decode": 3, "mixed": 0, "prefill": len(seen) - 3}

@@ -119,15 +119,16 @@ def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: d
     kernels.import_flashinfer()
     found = workers.run(serve_on_ranks, 2, str(model), layout)
     assert found[0][0] == expected
-    for _, faults, merges, waits in found:
+    for _, faults, launches, waits in found:
         assert faults == []
-        assert (merges > 10) == ("kvp" in layout)
+        assert (launches["transfers"] > 10) == ("kvp" in layout)
+        assert launches["replay"] == found[0][2]["replay"] >= 4
         assert waits == []
 
 
-def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[str], int, list[str]]:
-    """On each rank, as if it were alone on its node: what it generates, its device's faults, how many merges there are,
-    and where in what sends and receives tensors the host waits for the device."""
+def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[str], Counter[str], list[str]]:
+    """On each rank, as if it were alone on its node: what it generates, its device's faults and launches, and where in
+    what sends and receives tensors the host waits for the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")
         patch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -136,4 +137,4 @@ def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[st
         with MODE:
             tokens = serve(Path(folder), device="cuda", **layout)
         waits = [place for place in device.syncs if " at medha/parallel" in place]
-        return tokens, device.faults, device.launches["transfers"], waits
+        return tokens, device.faults, device.launches, waits

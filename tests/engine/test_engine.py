@@ -17,6 +17,7 @@ from medha.params import SLO, SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
 from tests.checkpoints import reference_logits
+from tests.engines import drained
 from tests.sched.virtual import make_predictor
 from tests.serving import (
     ANSWER,
@@ -64,9 +65,8 @@ def test_output_kinds(bytes_model: Model, expected: list[list[int]], depth: int)
         engine = bytes_model.engine(depth=depth, **SMALL)
         add_all(engine, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind=kind, logprobs=1))
         seen[kind] = {str(i): [] for i in range(len(PROMPTS))}
-        while engine.has_unfinished:
-            for output in engine.step():
-                seen[kind][output.request_id].append(output)
+        for output in drained(engine):
+            seen[kind][output.request_id].append(output)
         assert_empty(engine)
     for i, tokens in enumerate(expected):
         text = bytes_model.tokenizer.decode(tokens)
@@ -121,9 +121,7 @@ def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, kind: str
     engine.add_request("a", PROMPTS[0], DRAWN.reported(kind))  # type: ignore[arg-type]
     engine.add_request("b", PROMPTS[1], PARAMS)
     assert engine.num_unfinished == 2
-    outputs = []
-    while engine.has_unfinished:
-        outputs += [output for output in engine.step() if output.request_id == "a"]
+    outputs = [output for output in drained(engine) if output.request_id == "a"]
     assert_empty(engine)
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert (len(outputs) == 1) == (kind == "final_only")
@@ -148,8 +146,7 @@ def test_abort_ends_all_completions(bytes_model: Model, expected: list[list[int]
         outputs += engine.step()
     assert engine.explain("a").parts_s
     engine.abort("a")
-    while engine.has_unfinished:
-        outputs += engine.step()
+    outputs += drained(engine)
     assert_empty(engine)
     whole = next(filter(None, map(joiner.add, [output for output in outputs if output.request_id == "a"])))
     assert [completion.finish_reason for completion in whole.outputs] == ["abort"] * 3
@@ -205,9 +202,7 @@ def test_ends(needle: Model, case: str, kind: str) -> None:
     engine.add_request(
         "one", question(), SamplingParams(**{"temperature": 0.0, "max_tokens": 32, "output_kind": kind, **changes})
     )
-    outputs = []
-    while engine.has_unfinished:
-        outputs += engine.step()
+    outputs = drained(engine)
     assert_empty(engine)
     pieces = [output.outputs[0] for output in outputs]
     assert "".join(piece.text or "" for piece in pieces) == text
@@ -293,9 +288,7 @@ def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(
     engine.step()
     engine.abort("0")
     engine.add_request("0", PROMPTS[2], PARAMS)
-    outputs = []
-    while engine.has_unfinished:
-        outputs += [o.outputs[0] for o in engine.step() if o.finished]
+    outputs = [output.outputs[0] for output in drained(engine) if output.finished]
     assert [o.finish_reason for o in outputs] == ["abort", "length"]
     assert outputs[1].token_ids == expected[2]
     assert_empty(engine)

@@ -20,7 +20,7 @@ from medha.params import SLO, SamplingParams
 from medha.sched.policy import Columns
 from medha.sched.scheduler import Scheduler
 from tests.checkpoints import make_checkpoint
-from tests.engines import load_decoder, make_engine
+from tests.engines import drained, load_decoder, make_engine
 from tests.sched.virtual import Drive, Job, make_predictor
 
 # -- a live run -------------------------------------------------------------------------------------------
@@ -62,8 +62,7 @@ def serve(engine: Engine) -> None:
     engine.abandon()
     for number in range(12, 18):
         add(engine, number, 60 * (number - 10), priority="high" if number % 2 else "low")
-    while engine.has_unfinished:
-        engine.step()
+    drained(engine)
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +111,11 @@ def test_what_was_learned_before_an_interrupt_is_written_down(decoder: Decoder) 
     engine = live_engine(decoder, file)
     add(engine, 0, 700)
     with suppress(KeyboardInterrupt):
-        while engine.has_unfinished:
-            engine.step()
+        drained(engine)
     assert file.num_left == -1
     for number in (1, 2, 3):
         add(engine, number, 200 * number)
-    while engine.has_unfinished:
-        engine.step()
+    drained(engine)
     replayed = replay(file.getvalue().splitlines())
     assert (replayed.mismatch, replayed.num_batches > 20) == (None, True)
 

@@ -30,6 +30,8 @@ from medha.errors import ConfigError
 from medha.models.needle import make_haystack, write_needle
 from medha.worker.runner import Runner
 from tests.commands import ENVIRONMENT, Command, parse, without_torch, write_lines
+from tests.sched.costs import PLAIN
+from tests.serving import Model
 
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 BRUNO = "The code of Bruno is 58-fern.\nThe code of Bruno is"
@@ -38,9 +40,9 @@ KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s
 EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s", "ttft_parts_s", "held_up_by", "met_slo", "is_relegated"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle(tmp_path_factory.mktemp("models") / "needle")
+@pytest.fixture
+def folder(needle: Model) -> Path:
+    return needle.folder
 
 
 @pytest.fixture
@@ -118,17 +120,16 @@ def test_prompt_file_is_one_prompt_to_the_byte(run: Command, tmp_path: Path) -> 
     assert run("--prompt-file", path, "--json").rows[0]["num_prompt_tokens"] == len(ADA)
 
 
-def test_standard_input(folder: Path) -> None:
-    for options, given in (
-        ([], ADA),
-        (["--prompt-file", "-"], ADA),
-        (["--requests", "-", "--output", "/dev/stdout"], json.dumps({"prompt": ADA}) + "\n"),
-    ):
-        arguments = [folder, "--num-kv-blocks", "8", "--log-level", "warning", *options]
-        with spawn(*arguments, stdin=subprocess.PIPE) as process:
-            out, err = process.communicate(given, timeout=60)
-        assert (process.returncode, err) == (0, "")
-        assert " 31-plum." in out
+def test_standard_input(run: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").write_text(ADA)
+    for options in ([], ["--prompt-file", "-"]):
+        with (tmp_path / "in").open() as given, monkeypatch.context() as patch:
+            patch.setattr("sys.stdin", given)
+            assert run(*options).out == " 31-plum.\n"
+    requests = ["--requests", "-", "--output", "/dev/stdout", "--log-level", "warning"]
+    with spawn(folder, "--num-kv-blocks", "8", *requests, stdin=subprocess.PIPE) as process:
+        out, err = process.communicate(json.dumps({"prompt": ADA}) + "\n", timeout=60)
+    assert (process.returncode, err) == (0, "") and " 31-plum." in out
     with spawn(folder, stdin=subprocess.DEVNULL) as nothing:
         assert "neither of prompts and --requests given; accepted" in nothing.communicate(timeout=60)[1]
 
@@ -366,12 +367,16 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
         (["{tmp}/gone"], "error: ModelLoadError: model '{tmp}/gone': no such folder"),
         (["{model}", "--hf-overrides", '{{"hiden_size": 1}}'], "did you mean hidden_size?"),
         (["{model}", "--max-model-len", "99999999"], "error: ConfigError: max_model_len=99999999"),
+        (["{model}", "--policy=larz"], "error: ConfigError: policy='larz'; accepted: edf, fcfs"),
+        (["{model}", "--profile", "{tmp}/gone"], "error: ConfigError: profile {tmp}/gone cannot be read"),
+        (["{model}", "--profile", "{tmp}/profile"], "{tmp}/profile was measured for something else: "),
         pytest.param(["{model}", "--device", "cuda"], "error: ConfigError: device='cuda'", marks=NO_CUDA),
     ],
 )
 def test_no_model_to_serve(bare: Command, folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text(EARLIER)
+    (tmp_path / "profile").write_text(PLAIN.to_json())
     names = {"model": folder, "tmp": tmp_path}
     more = ["--prompt", "x", "--output", output, "--overwrite", "--log-level", "warning"]
     done = bare(*(argument.format(**names) for argument in arguments), *more)

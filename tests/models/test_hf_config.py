@@ -14,7 +14,6 @@ from medha.models.folder import read_json_object
 from medha.models.hf_config import _NEUTRAL_VALUES, load_generation_config, load_model_config
 from tests.models.hf_folders import LLAMA, REMOVE, YARN, family, load, refused
 
-CUSTOM = {"AutoModel": "custom.Model"}
 TWO_KINDS = ["full_attention", "sliding_attention"]
 
 

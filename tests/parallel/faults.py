@@ -20,7 +20,6 @@ from typing import Any
 from medha.parallel.launch import reserved_port
 from tests.parallel.workers import context, launch_environment
 
-POINTS = ("start", "prefill", "decode", "shared", "transfer", "shutdown")
 LIMIT_S = 60.0
 
 

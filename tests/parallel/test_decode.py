@@ -1,8 +1,8 @@
 """Decode instances in real gloo processes: tokens, who computes what, back pressure, and ends in every state."""
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 
 from medha.params import SamplingParams
 from medha.worker.step_input import StepInput
-from tests.checkpoints import make_checkpoint, random_prompt
+from tests.checkpoints import random_prompt
+from tests.commands import write_lines
 from tests.parallel.faults import Fault, Job, command, start
 from tests.parallel.test_faults import check_ends, written
 from tests.parallel.workers import WorkerPool
@@ -76,21 +77,22 @@ def size_of(layout: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(folder, "llama", tied=False, seed=0, num_hidden_layers=3)
-    return folder
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(num_hidden_layers=3)
 
 
-@pytest.fixture(scope="module")
-def expected(workers: WorkerPool, folder: Path) -> list[list[int]]:
-    return workers.run(serve, 1, str(folder), {}, *wishes())[0][0]
+@cache
+def alone(folder: Path, *lengths: int) -> list[list[int]]:
+    """Tokens of one rank."""
+    tokens: list[list[int]] = serve(str(folder), {}, *wishes(lengths))[0]
+    return tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
-    workers: WorkerPool, folder: Path, expected: list[list[int]], layout: dict[str, Any]
+    workers: WorkerPool, folder: Path, layout: dict[str, Any]
 ) -> None:
+    expected = alone(folder, *LENGTHS)
     answers = workers.run(serve, size_of(layout), str(folder), {"decode_replicas": 1} | layout, *wishes())
     tokens, waits, ran, left = answers[0]
     assert tokens == expected
@@ -164,10 +166,9 @@ def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
     workers: WorkerPool, folder: Path, layout: dict[str, Any]
 ) -> None:
     """Requests wait for a decode instance, and prefills for the memory of those that wait."""
-    expected = workers.run(serve, 1, str(folder), {}, *wishes(MANY))[0][0]
     options = {"decode_replicas": 1, "transfer_buffers": 1, "num_kv_blocks": 12} | layout
     tokens, _, _, left = workers.run(serve, size_of(layout), str(folder), options, *wishes(MANY))[0]
-    assert (tokens, left) == (expected, 0)
+    assert (tokens, left) == (alone(folder, *MANY), 0)
 
 
 def refuse(folder: str, options: dict[str, Any]) -> Any:
@@ -233,12 +234,19 @@ def abort_in(folder: str, options: dict[str, Any], prompts: Any, params: Any, st
         return {name: (one.finish_reason, one.token_ids) for name, one in found.items()}, left, len(engine._by_slot)
 
 
-@pytest.mark.parametrize("state", ["queued", "prefilling", "waiting", "coming", "decoding"])
-def test_an_abort_in_any_state_leaves_nothing_behind(workers: WorkerPool, folder: Path, state: str) -> None:
-    lengths = (100, 90, 40, 70)
-    prompts, _ = wishes(lengths)
+@pytest.fixture(scope="module")
+def to_abort(folder: Path) -> Any:
+    """Prompts, parameters, and the tokens of one rank where nobody is aborted."""
+    prompts, _ = wishes((100, 90, 40, 70))
     params = [SamplingParams(**kind, max_tokens=25) for kind in (GREEDY, PENALTIES, PENALTIES, DRAWN)]
-    expected = workers.run(serve, 1, str(folder), {}, prompts, params)[0][0]
+    return prompts, params, serve(str(folder), {}, prompts, params)[0]
+
+
+@pytest.mark.parametrize("state", ["queued", "prefilling", "waiting", "coming", "decoding"])
+def test_an_abort_in_any_state_leaves_nothing_behind(
+    workers: WorkerPool, folder: Path, to_abort: Any, state: str
+) -> None:
+    prompts, params, expected = to_abort
     options = {"decode_replicas": 1, "decode_tp": 2, "num_kv_blocks": 16, "transfer_buffers": 1}
     found, left, num_slots = workers.run(abort_in, 3, str(folder), options, prompts, params, state)[0]
     reason, tokens = found.pop("1")
@@ -256,6 +264,15 @@ REQUESTS = [
     {"id": "second", "prompt": "b" * 2000, "max_tokens": 200, "ignore_eos": True},
 ]
 
+
+def serving_requests(model: Path, folder: Path, fault: Fault, *options: str) -> Job:
+    """A rank and a decode instance that serve REQUESTS."""
+    requests = write_lines(folder / "requests.jsonl", *REQUESTS)
+    files = ("--requests", str(requests), "--output", str(folder / "out.jsonl"))
+    arguments = ["--model", str(model), *files, "--decode-replicas", "1", "--max-model-len", "4096", *options]
+    return start(folder, 2, command, arguments, fault=fault)
+
+
 FAULTS = [
     Fault(1, "transfer", "kill", after=1),  # the decode rank, while it takes over
     Fault(0, "transfer", "throw", after=1),  # the source
@@ -268,11 +285,8 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.rank}-{fault.point}-{fault.action}")
 def test_a_rank_that_fails_ends_all_with_its_name(model: Path, tmp_path: Path, jobs: list[Job], fault: Fault) -> None:
     """A lost decode instance costs the job, as any lost rank does."""
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
-    sizes = "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64 --max-model-len 4096"
-    files = ("--requests", str(tmp_path / "requests.jsonl"), "--output", str(tmp_path / "out.jsonl"))
-    arguments = ["--model", str(model), *sizes.split(), *files, "--decode-replicas", "1"]
-    jobs.append(job := start(tmp_path, 2, command, arguments, fault=fault))
+    sizes = "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64"
+    jobs.append(job := serving_requests(model, tmp_path, fault, *sizes.split()))
     said = check_ends(job, fault)
     assert ("rank 0 (stage 0)", "rank 1 (decode instance 0)")[fault.rank] in said
     assert ("ValueError: boom" in said) == (fault.action == "throw")
@@ -283,11 +297,7 @@ def test_a_rank_that_fails_ends_all_with_its_name(model: Path, tmp_path: Path, j
 
 
 def test_a_transfer_that_takes_long_is_waited_for(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
-    files = ("--requests", str(tmp_path / "requests.jsonl"), "--output", str(tmp_path / "out.jsonl"))
-    fault = Fault(1, "transfer", "sleep", sleep_s=2.0)
-    arguments = ["--model", str(model), *files, "--decode-replicas", "1", "--max-model-len", "4096"]
-    jobs.append(job := start(tmp_path, 2, command, arguments, fault=fault))
+    jobs.append(job := serving_requests(model, tmp_path, Fault(1, "transfer", "sleep", sleep_s=2.0)))
     assert job.wait(60.0) == [0, 0], job.stderr(0)
     assert {name: row["finish_reason"] for name, row in written(tmp_path).items()} == dict.fromkeys(
         ("short", "first", "second"), "length"

@@ -1,6 +1,5 @@
 """A rank that dies, throws or is stopped ends every rank in time, and the user reads why; nothing hangs."""
 
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from tests.commands import parse, write_lines
 from tests.parallel.faults import Fault, Job, command, start
 
 LIMIT_S = 10.0
@@ -28,7 +28,7 @@ REQUESTS = [
 
 def arguments(folder: Path, model: Path, *extra: str) -> list[str]:
     """A command line that serves REQUESTS on two stages and writes ``out.jsonl``."""
-    (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
+    write_lines(folder / "requests.jsonl", *REQUESTS)
     sizes = (
         "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64 --num-threads 1 --max-model-len 4096 "
         "--scheduler sarathi"  # the same batches whatever they take
@@ -39,8 +39,7 @@ def arguments(folder: Path, model: Path, *extra: str) -> list[str]:
 
 
 def written(folder: Path) -> dict[str, Any]:
-    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    return {row["id"]: row for row in rows}
+    return {row["id"]: row for row in parse((folder / "out.jsonl").read_text())}
 
 
 def check_ends(job: Job, fault: Fault) -> str:
@@ -207,7 +206,7 @@ def test_group_that_a_request_has_grown_onto_dies(
     """D11: no wrong token is written, what had finished is kept, and the rest ends with the rank's name."""
     requests = [{"temperature": 0.0, **request} for request in (*REQUESTS, *BESIDE_LONG)]
     options = arguments(tmp_path, model, "--kvp", "2", "--spp", str(spp), "--max-kv-per-group", "1024", *SARATHI)
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
+    write_lines(tmp_path / "requests.jsonl", *requests)
     jobs.append(job := start(tmp_path, 2 * spp, command, options, fault=fault))
     said = check_ends(job, fault)
     place = f"rank {fault.rank} (group 1, stage {fault.rank % spp})"

@@ -4,6 +4,8 @@ import io
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,27 +116,32 @@ def test_a_rank_that_dies_in_another_lane_ends_the_job_by_name(tmp_path: Path, j
     assert float(said.split()[1]) < 10
 
 
+PROMPTS = [random_prompt(length, seed=length) for length in (900, 70, 33, 400, 1, 610, 5, 300)]
+
+
+@cache
+def alone(folder: Path) -> Any:
+    """Tokens by request, on one rank."""
+    return serve(str(folder), SIZES | {"scheduler": "cdsp"}, PROMPTS, [0.0] * 8, -1, False)[0]
+
+
 @pytest.mark.parametrize(("kvp", "tp"), [(2, 1), (3, 1), (2, 2), (4, 1)])
-def test_tokens(workers: WorkerPool, tmp_path: Path, kvp: int, tp: int) -> None:
-    make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
-    prompts = [random_prompt(length, seed=length) for length in (900, 70, 33, 400, 1, 610, 5, 300)]
+def test_tokens(workers: WorkerPool, checkpoint: Callable[..., Path], kvp: int, tp: int) -> None:
+    folder = checkpoint(num_hidden_layers=2)
     options = {"kvp": kvp, "tp": tp, "scheduler": "cdsp", "improvement_rate": 0.05, **SIZES}
     arrivals_s = [0.0, 0.0, 0.0, 0.01, 0.02, 0.03, 0.03, 0.05]
-    ended, _, replayed, left = workers.run(serve, kvp * tp, str(tmp_path), options, prompts, arrivals_s, 3, False)[0]
-    expected, *_ = serve(str(tmp_path), SIZES | {"scheduler": "cdsp"}, prompts, [0.0] * 8, -1, False)
-    assert ended == expected | {"3": []}
+    ended, _, replayed, left = workers.run(serve, kvp * tp, str(folder), options, PROMPTS, arrivals_s, 3, False)[0]
+    assert ended == alone(folder) | {"3": []}
     assert replayed == (None, True)
     assert left == 0
 
 
-def test_a_short_prompt_beside_a_long_chunk(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_short_prompt_beside_a_long_chunk(workers: WorkerPool, checkpoint: Callable[..., Path]) -> None:
     """It arrives while a chunk of 1.5 s runs on rank 0's own group, and ends first, on the other."""
-    make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    folder = str(checkpoint(num_hidden_layers=1))
     prompts = [random_prompt(length, seed=length) for length in (1500, 30, 40)]
     options = {"kvp": 2, "scheduler": "cdsp", "sp_sizes": (1,), **SIZES}
-    ended, overtaken, replayed, left = workers.run(
-        serve, 2, str(tmp_path), options, prompts, [0.0, 0.3, 0.6], -1, True
-    )[0]
+    ended, overtaken, replayed, left = workers.run(serve, 2, folder, options, prompts, [0.0, 0.3, 0.6], -1, True)[0]
     assert list(ended) == ["1", "2", "0"]
     assert overtaken == 2
     assert replayed == (None, True)

@@ -1,13 +1,15 @@
 """Several LLMs in one program of several ranks: one after the other with layouts that change, and two at once."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medha.params import SamplingParams
-from tests.checkpoints import make_checkpoint, random_prompt
+from tests.checkpoints import random_prompt
 from tests.parallel.faults import Job, start
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -49,26 +51,26 @@ def said_by(job: Job) -> list[Any]:
     return [json.loads((job.folder / f"stdout-{rank}").read_text()) for rank in range(len(codes))]
 
 
+@cache
 def alone(folder: Path) -> list[list[int]]:
     from medha import LLM
 
-    make_checkpoint(folder, "llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
     with LLM(folder, **OPTIONS) as llm:
         return tokens(llm)
 
 
-def test_layouts_that_change(tmp_path: Path, jobs: list[Job]) -> None:
+def test_layouts_that_change(checkpoint: Callable[..., Path], tmp_path: Path, jobs: list[Job]) -> None:
     """Also with DTensor, which remembers a mesh by its ranks: the groups behind it must live on."""
-    expected = alone(tmp_path)
+    expected = alone(folder := checkpoint(num_hidden_layers=4))
     layouts = [{"tp": 2, "tp_forward": "dtensor"}, {"spp": 2}, {"kvp": 2}, {"tp": 2, "tp_forward": "dtensor"}]
-    jobs.append(start(tmp_path, 2, in_turn, str(tmp_path), layouts))
+    jobs.append(start(tmp_path, 2, in_turn, str(folder), layouts))
     # outputs are rank 0's alone
     assert said_by(jobs[0]) == [[expected] * len(layouts), [[]] * len(layouts)]
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_two_at_once(tmp_path: Path, jobs: list[Job], closes: bool) -> None:
-    expected = alone(tmp_path)
-    jobs.append(start(tmp_path, 2, at_once, str(tmp_path), closes))
+def test_two_at_once(checkpoint: Callable[..., Path], tmp_path: Path, jobs: list[Job], closes: bool) -> None:
+    expected = alone(folder := checkpoint(num_hidden_layers=4))
+    jobs.append(start(tmp_path, 2, at_once, str(folder), closes))
     assert said_by(jobs[0]) == [[expected] * 4, [[]] * 4]
     assert "Traceback" not in jobs[0].stderr(0) + jobs[0].stderr(1)

@@ -1,7 +1,9 @@
 """Dealt rows in real gloo processes, planned by hand: tokens, hidden states, where keys lie, and seeded faults."""
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from medha.parallel.spp import Digests
 from medha.params import SamplingParams
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
-from tests.checkpoints import make_checkpoint, random_prompt
+from tests.checkpoints import random_prompt
 from tests.parallel.dealing import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
 from tests.parallel.workers import WorkerPool
 
@@ -125,10 +127,22 @@ def serve(
     return tokens, hidden, computed, held
 
 
-def plain(folder: str, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
+def asked(lengths: Sequence[int]) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Prompts of these lengths, greedy and with penalties in turn."""
+    prompts = [random_prompt(length, seed=slot) for slot, length in enumerate(lengths)]
+    return prompts, [(GREEDY, PENALTIES)[slot % 2] for slot in range(len(prompts))]
+
+
+def lengths_of(plans: list[Plan]) -> list[int]:
+    return [sum(chunk.q_len for chunk in plan) for plan in plans]
+
+
+@cache
+def plain(folder: Path, *lengths: int) -> list[list[int]]:
     """The tokens of one rank."""
     from medha import LLM
 
+    prompts, params = asked(lengths)
     with LLM(folder, block_size=BLOCK, num_kv_blocks=NUM_BLOCKS) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], [SamplingParams(**p) for p in params])
     return [output.outputs[0].token_ids for output in outputs]
@@ -149,17 +163,15 @@ def run(
     fault: str = "",
     *,
     dtype: str = "float32",
-) -> tuple[Served, list[list[int]], list[list[int]]]:
-    """What a layout (kvp, spp, tp) says of the plans, greedy and with penalties in turn; the prompts, and what one rank
-    says."""
+) -> Served:
+    """What a layout (kvp, spp, tp) says of the plans."""
     kvp, spp, tp = layout
-    prompts = [random_prompt(sum(chunk.q_len for chunk in plan), seed=slot) for slot, plan in enumerate(plans)]
-    params = [(GREEDY, PENALTIES)[slot % 2] for slot in range(len(plans))]
+    prompts, params = asked(lengths_of(plans))
     options = {"kvp": kvp, "spp": spp, "tp": tp, "block_size": BLOCK, "num_kv_blocks": NUM_BLOCKS, "dtype": dtype}
     answers = workers.run(serve, kvp * spp * tp, str(folder), options, prompts, plans, params, fault)
     tokens, hidden, computed, held = zip(*answers, strict=True)
     whole = {at: state for one in hidden[spp * tp - tp :: spp * tp] for at, state in one.items()}
-    return Served(tokens[0], whole, list(computed), list(held)), prompts, plain(str(folder), prompts, params)
+    return Served(tokens[0], whole, list(computed), list(held))
 
 
 CASES = {
@@ -171,18 +183,16 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ring")
-    make_checkpoint(path, "llama", num_hidden_layers=3)
-    return path
+@pytest.fixture
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(num_hidden_layers=3)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_one_rank(workers: WorkerPool, folder: Path, case: str) -> None:
     plans, layout = CASES[case]
-    served, _, expected = run(workers, folder, plans, layout)
-    assert served.tokens == expected
+    served = run(workers, folder, plans, layout)
+    assert served.tokens == plain(folder, *lengths_of(plans))
     check_shares(served, plans, layout)
 
 
@@ -206,8 +216,7 @@ def check_shares(served: Served, plans: list[Plan], layout: tuple[int, int, int]
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_changes_tokens(workers: WorkerPool, folder: Path, fault: str) -> None:
     plans = [[Chunk(70, 0, 1), Chunk(90, 0, 2), Chunk(50, 0, 2)], [Chunk(65, 1, 1), Chunk(70, 0, 2)]]
-    served, _, expected = run(workers, folder, plans, (2, 1, 1), fault)
-    assert served.tokens != expected
+    assert run(workers, folder, plans, (2, 1, 1), fault).tokens != plain(folder, *lengths_of(plans))
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.06)])
@@ -216,8 +225,9 @@ def test_hidden_states(workers: WorkerPool, folder: Path, dtype: str, most: floa
     errors = {}
     for name, is_dealt in (("ring", True), ("merge", False)):
         plans = [[Chunk(100, 0, 1), Chunk(100, 0, 2, is_dealt), Chunk(120, 0, 2, is_dealt)]]
-        served, (prompt,), _ = run(workers, folder, plans, (2, 1, 1), dtype=dtype)
-        found = torch.stack([served.hidden[at] for at in range(len(prompt))])
+        (prompt,), _ = asked(lengths_of(plans))
+        hidden = run(workers, folder, plans, (2, 1, 1), dtype=dtype).hidden
+        found = torch.stack([hidden[at] for at in range(len(prompt))])
         want = exact_hidden(folder, prompt, getattr(torch, dtype))
         errors[name] = float((found - want).norm() / want.norm())
     assert errors["ring"] <= min(2 * errors["merge"], most), errors

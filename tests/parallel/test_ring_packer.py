@@ -1,12 +1,14 @@
 """Medha's packer deals chunks, live: tokens are those of one rank, and some chunks were dealt."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medha.params import SamplingParams
-from tests.checkpoints import make_checkpoint, random_prompt
+from tests.checkpoints import random_prompt
 from tests.parallel.test_ring import GREEDY, PENALTIES
 from tests.parallel.workers import WorkerPool
 
@@ -34,18 +36,24 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
     return [output.outputs[0].token_ids for output in outputs], shared, left
 
 
+PROMPTS = [random_prompt(length, seed=length) for length in (700, 33, 500, 90, 1, 610)]
+SIZES = {"block_size": 16, "num_kv_blocks": 200, "max_batch_tokens": 160}
+
+
+@cache
+def alone(folder: Path) -> Any:
+    """The tokens of one rank."""
+    return generate(str(folder), SIZES, PROMPTS)[0]
+
+
 @pytest.mark.parametrize("layout", [(2, 1, 0), (3, 1, 0), (2, 2, 0), (2, 1, 1)], ids=str)
-def test_tokens(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, int]) -> None:
+def test_tokens(workers: WorkerPool, checkpoint: Callable[..., Path], layout: tuple[int, int, int]) -> None:
     """Also where decode instances take over what was dealt, whose tokens do not lie in their order."""
     kvp, spp, replicas = layout
-    make_checkpoint(tmp_path, "llama", num_hidden_layers=3)
-    lengths = (700, 33, 500, 90, 1, 610)
-    prompts = [random_prompt(length, seed=length) for length in lengths]
-    sizes = {"block_size": 16, "num_kv_blocks": 200, "max_batch_tokens": 160}
-    dealt = {"kvp": kvp, "spp": spp, "max_kv_per_group": 720 // kvp // 16 * 16, "ring": True, **sizes}
+    folder = checkpoint(num_hidden_layers=3)
+    dealt = {"kvp": kvp, "spp": spp, "max_kv_per_group": 720 // kvp // 16 * 16, "ring": True, **SIZES}
     dealt |= {"decode_replicas": replicas}
-    (tokens, shared, left), *_ = workers.run(generate, kvp * spp + replicas, str(tmp_path), dealt, prompts)
-    expected, *_ = generate(str(tmp_path), sizes, prompts)
-    assert tokens == expected
+    (tokens, shared, left), *_ = workers.run(generate, kvp * spp + replicas, str(folder), dealt, PROMPTS)
+    assert tokens == alone(folder)
     assert left == 0
     assert any(is_dealt for *_, is_dealt in shared)

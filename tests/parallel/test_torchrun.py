@@ -1,6 +1,5 @@
 """The command line under torchrun: the demo, two nodes, one speaker."""
 
-import json
 import os
 import re
 import signal
@@ -15,10 +14,11 @@ import pytest
 
 from medha.config import EngineConfig
 from medha.generate.layout import choose_layout
-from medha.models.needle import write_needle
 from medha.parallel.launch import Launch, reserved_port
+from tests.commands import parse, write_lines
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
+from tests.serving import Model
 
 pytestmark = pytest.mark.ranks
 
@@ -58,14 +58,11 @@ def test_the_demo_chooses_a_layout(tmp_path: Path, jobs: list[Job]) -> None:
     assert out.endswith("6 of 6 answers right.\n")
 
 
-def test_two_nodes(tmp_path: Path) -> None:
-    model = write_needle(tmp_path / "needle")
-    requests = tmp_path / "requests.jsonl"
+def test_two_nodes(needle: Model, tmp_path: Path) -> None:
     prompts = [f"The code of {name} is {code}.\nThe code of {name} is" for name, code in (("Ada", 31), ("Bo", 12))]
-    requests.write_text(
-        "".join(json.dumps({"id": str(i), "prompt": prompt}) + "\n" for i, prompt in enumerate(prompts))
-    )
-    what = ["-m", "medha.generate", "--model", str(model), "--spp", "2", "--max-model-len", "512"]
+    rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)]
+    requests = write_lines(tmp_path / "requests.jsonl", *rows)
+    what = ["-m", "medha.generate", "--model", str(needle.folder), "--spp", "2", "--max-model-len", "512"]
     what += ["--requests", str(requests), "--json"]
     with reserved_port() as port:
         where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
@@ -73,18 +70,17 @@ def test_two_nodes(tmp_path: Path) -> None:
         (code, out, err), (other_code, other_out, other_err) = [finish(node) for node in nodes]
     assert (code, other_code) == (0, 0), err + other_err
     # lines come as requests end, and these two are as long
-    assert {line["id"]: line["text"] for line in map(json.loads, out.splitlines())} == {"0": " 31.", "1": " 12."}
+    assert {line["id"]: line["text"] for line in parse(out)} == {"0": " 31.", "1": " 12."}
     assert len(out.splitlines()) == 2
     assert other_out == ""
 
 
-def test_a_layout_is_chosen_for_a_model(tmp_path: Path, jobs: list[Job]) -> None:
-    model = write_needle(tmp_path / "needle")  # two layers, four heads
-    jobs.append(job := forked(tmp_path, 2, command, [str(model), "--max-model-len", "512", "--prompt", PROMPT]))
+def test_a_layout_is_chosen_for_a_model(needle: Model, tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := forked(tmp_path, 2, command, [str(needle.folder), "--max-model-len", "512", "--prompt", PROMPT]))
     assert job.wait() == [0, 0], job.stderr(0)
     assert (tmp_path / "stdout-0").read_text() == " 31.\n"
     assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in job.stderr(0)
-    config = EngineConfig.from_flat(str(model))
+    config = EngineConfig.from_flat(str(needle.folder))
     layouts = [choose_layout(config, Launch(0, size, 0, local, "h", 1)) for size, local in ((3, 3), (8, 8), (8, 2))]
     assert layouts == [{"tp": 1, "spp": 1, "kvp": 3}, {"tp": 4, "spp": 2, "kvp": 1}, {"tp": 1, "spp": 1, "kvp": 8}]
 
@@ -98,14 +94,14 @@ def test_bad_usage_is_said_where_the_launcher_ends() -> None:
     assert err.splitlines()[-2] == "  traceback : ConfigError: tp=0; accepted: an integer from 1 to 65536"
 
 
-def test_a_programs_own_error_is_no_failed_engine(tmp_path: Path) -> None:
-    model, script = write_needle(tmp_path / "needle"), tmp_path / "mine.py"
+def test_a_programs_own_error_is_no_failed_engine(needle: Model, tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
     script.write_text(
         "import sys\nfrom medha import LLM\n"
         "with LLM(sys.argv[1], spp=2, num_kv_blocks=8) as llm:\n"
         "    if llm.is_driver:\n        raise ZeroDivisionError('mine')\n    llm.generate(['x'])\n"
     )
-    _, _, err = finish(start("--standalone", "--nproc-per-node", "2", str(script), str(model)))
+    _, _, err = finish(start("--standalone", "--nproc-per-node", "2", str(script), str(needle.folder)))
     assert "ZeroDivisionError: mine" in err
     assert re.findall(r"rank +: 0 .*\n +exitcode +: (\d+)", err) == ["1"], err
 
@@ -115,18 +111,15 @@ def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
-def running(*texts: str) -> dict[int, bytes]:
-    """Processes with all of these texts in their command line, and their environments."""
-    found = {}
+def ranks_of(model: Path) -> list[int]:
+    """Processes that a command has started as further ranks over a model."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if all(text.encode() in path.read_bytes() for text in texts):
-                found[int(path.parent.name)] = (path.parent / "environ").read_bytes()
+            words = path.read_bytes()
+            if b"medha.engine.follow" in words and str(model).encode() in words:
+                found.append(int(path.parent.name))
     return found
-
-
-def ranks_of(model: Path) -> list[int]:
-    return [*running("medha.generate.follow", str(model))]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -136,30 +129,28 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_an_error_of_ranks_that_the_command_starts_itself(tmp_path: Path) -> None:
-    model = write_needle(tmp_path / "needle")
-    code, _, err = finish(own_ranks(model, *LAYERS, "--spp", "2", "--prompt", PROMPT, "--log-level", "error"))
+def test_an_error_of_ranks_that_the_command_starts_itself(needle: Model) -> None:
+    code, _, err = finish(own_ranks(needle.folder, *LAYERS, "--spp", "2", "--prompt", PROMPT, "--log-level", "error"))
     assert (code, err) == (2, "error: ParallelConfigError: spp=2 stages for 1 layers; accepted: 1 to 1\n")
-    wait_for(lambda: not ranks_of(model), 5.0)
+    wait_for(lambda: not ranks_of(needle.folder), 5.0)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_own_ranks_end_with_the_first(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    model, output = write_needle(tmp_path / "needle"), tmp_path / "out.jsonl"
+def test_own_ranks_end_with_the_first(needle: Model, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    output = tmp_path / "out.jsonl"
     rows = [{"id": "a", "prompt": PROMPT}, {"id": "b", "prompt": "x", "max_tokens": 4000, "ignore_eos": True}]
-    requests = tmp_path / "requests.jsonl"
-    requests.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    process = own_ranks(model, "--spp", "2", "--requests", requests, "--output", output)
+    requests = write_lines(tmp_path / "requests.jsonl", *rows)
+    process = own_ranks(needle.folder, "--spp", "2", "--requests", requests, "--output", output)
     try:
         wait_for(lambda: output.exists() and output.stat().st_size)
-        assert len(ranks_of(model)) == 1
+        assert len(ranks_of(needle.folder)) == 1
         process.send_signal(number)
         process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode == code
-    wait_for(lambda: not ranks_of(model), 20.0)
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    wait_for(lambda: not ranks_of(needle.folder), 20.0)
+    lines = parse(output.read_text())
     assert [(row["id"], row["finish_reason"]) for row in lines] == [("a", "stop"), ("b", "abort")][: len(lines)]
     assert len(lines) == (2 if code == 130 else 1)
     assert lines[0]["text"] == " 31."

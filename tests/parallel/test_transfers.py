@@ -1,6 +1,7 @@
 """What travels between ranks, by a counting transport: bytes and messages of hidden states and of merges."""
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,22 @@ def count(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tup
     return [output.outputs[0].token_ids for output in outputs], counts
 
 
+OPTIONS = {"block_size": 16, "num_kv_blocks": 64, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
+PROMPTS = [random_ids(length, seed=8) for length in (150, 5, 61)]
+
+
+@cache
+def alone(model: Path) -> Any:
+    """The tokens of one rank, which sends nothing."""
+    tokens, counts = count(str(model), OPTIONS, PROMPTS)
+    assert counts["pipe"] == counts["merge"] == Counter()
+    return tokens
+
+
 def found(workers: WorkerPool, model: Path, **layout: int) -> list[Counts]:
-    options = {"block_size": 16, "num_kv_blocks": 64, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
-    prompts = [random_ids(length, seed=8) for length in (150, 5, 61)]
-    (tokens, _), *_ = one = workers.run(count, 1, str(model), options, prompts)
-    assert one[0][1]["pipe"] == one[0][1]["merge"] == Counter()
     size = layout.get("tp", 1) * layout.get("spp", 1) * layout.get("kvp", 1)
-    answers = workers.run(count, size, str(model), options | layout, prompts)
-    assert answers[0][0] == tokens
+    answers = workers.run(count, size, str(model), OPTIONS | layout, PROMPTS)
+    assert answers[0][0] == alone(model)
     return [counts for _, counts in answers]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from medha.errors import ConfigError, PolicyError
 from medha.sched.policy import BUILT_IN, Columns, Floats, Ints, Policy, Ranking, load_policy, order
+from tests.commands import run_python
 
 
 @dataclass(frozen=True)
@@ -271,3 +272,24 @@ def test_a_column_that_there_is_not_is_named_with_those_there_are() -> None:
     two = [Waiting(), Waiting()]
     with pytest.raises(PolicyError, match=f"AttributeError: {message}"):
         order(load_policy(late), columns_of(two), slots=slots_of(two), now_s=0.0)
+
+
+START = "import sys; from medha.sched.policy import load_policy; path = list(sys.path)\n"
+LOAD = "print(load_policy('own:newest').name, sys.path == path)"
+
+
+@pytest.mark.parametrize(("flags", "is_found"), [(["-P"], False), ([], True)])
+def test_a_policy_in_the_current_folder_is_found_as_python_m_finds_it(
+    tmp_path: Path, flags: list[str], is_found: bool
+) -> None:
+    """An installed command has its own folder first on the path, and not the current one; so has this script."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "here" / "own.py").write_text("def newest(columns, now_s):\n    return -columns.arrival_s\n")
+    script = tmp_path / "bin" / "script.py"
+    script.write_text(START + LOAD)
+    done = run_python(*flags, script, cwd=tmp_path / "here")
+    if is_found:
+        assert (done.returncode, done.stdout) == (0, "own:newest True\n"), done.stderr
+    else:
+        assert "cannot import 'own': ModuleNotFoundError" in done.stderr

@@ -35,14 +35,21 @@ def test_a_signal_lets_running_requests_end_and_takes_no_more(bytes_model: Model
         assert server.wait() == 0
 
 
-def test_what_does_not_end_in_time_ends_with_an_error(bytes_model: Model, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", bytes_model.folder, *SMALL, "--shutdown-timeout", "0") as server:
+@pytest.mark.parametrize(
+    ("options", "num_signals", "code"), [(("--shutdown-timeout", "0"), 1, 0), ((), 2, 130)], ids=["no time", "twice"]
+)
+def test_streams_that_a_signal_cuts_end_with_an_error(
+    bytes_model: Model, tmp_path: Path, options: tuple[str, ...], num_signals: int, code: int
+) -> None:
+    with serving(tmp_path / "log", bytes_model.folder, *SMALL, *options) as server:
         answer = server.complete("hello", 4000, stream=True)
         answer.readline()
-        server.process.send_signal(signal.SIGINT)
+        for _ in range(num_signals):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
         *_, error, done = [line for line in answer.read().splitlines() if line]
         assert json.loads(error[6:])["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
-        assert server.wait() == 0
+        assert server.wait() == code
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command) -> None:
@@ -54,7 +61,7 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("given", "said"),
     [
         ("[a]\nkey = 3", "[a] key=3; accepted: text that is not empty"),
         ("[a]", "[a] has no key"),
@@ -67,23 +74,18 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command)
         ('[a]\nkey = "x"\n[b]\nkey = "x"', "two API keys are the same"),
         ("[a", "key file"),
         ("", "has no keys"),
-    ],
-)
-def test_a_wrong_key_file(command: Command, tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "keys.toml").write_text(text)
-    done = command("serve", "/nowhere", "--port", 0, "--key-file", tmp_path / "keys.toml")
-    assert done.code == 2 and said in done.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
         (("--api-key", ""), "an API key is empty"),
         (("--ssl-certfile", "x"), "one of ssl_keyfile and ssl_certfile is given"),
     ],
 )
-def test_what_would_leave_a_server_open(command: Command, arguments: tuple[str, ...], said: str) -> None:
-    done = command("serve", "/nowhere", "--port", 0, *arguments)
+def test_what_would_leave_a_server_open(
+    command: Command, tmp_path: Path, given: str | tuple[str, ...], said: str
+) -> None:
+    """A key file of this text, or options."""
+    if isinstance(given, str):
+        (tmp_path / "keys.toml").write_text(given)
+        given = ("--key-file", str(tmp_path / "keys.toml"))
+    done = command("serve", "/nowhere", "--port", 0, *given)
     assert done.code == 2 and said in done.err
 
 
@@ -92,18 +94,6 @@ def test_a_certificate_that_is_none(bytes_model: Model, tmp_path: Path) -> None:
     with serving(tmp_path / "log", bytes_model.folder, *SMALL, *both) as server:
         assert server.wait() == 2
         assert "the server does not start" in server.log.read_text()
-
-
-def test_a_second_signal_ends_streams_with_an_error(bytes_model: Model, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", bytes_model.folder, *SMALL) as server:
-        answer = server.complete("hello", 4000, stream=True)
-        answer.readline()
-        for _ in range(2):
-            server.process.send_signal(signal.SIGINT)
-            time.sleep(0.1)
-        *_, error, done = [line for line in answer.read().splitlines() if line]
-        assert json.loads(error[6:])["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
-        assert server.wait() == 130
 
 
 def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from medha.params import SamplingParams
 from tests.serve.conftest import Server, served, wait_until
-from tests.serving import ANSWER, Model, assert_empty, question, random_ids, serve_one
+from tests.serving import ANSWER, Model, assert_empty, finish, question, random_ids, serve_one
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +121,8 @@ def test_200_streams_at_once_have_the_tokens_of_the_engine_alone(server: Server,
     engine = bytes_model.engine(num_blocks=512)
     for at, prompt in enumerate(prompts):
         engine.add_request(str(at), prompt, SamplingParams(max_tokens=8, **asked[at]))
-    expected = {}
-    while engine.has_unfinished:
-        expected |= {one.request_id: one.outputs[0].text for one in engine.step() if one.finished}
-    assert texts == [expected[str(at)] for at in range(200)]
+    expected = finish(engine)
+    assert texts == [expected[str(at)].outputs[0].text for at in range(200)]
 
 
 def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:

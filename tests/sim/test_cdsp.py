@@ -139,19 +139,14 @@ def test_rates_are_found_and_used(simulate: Simulate, tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--spp", 2), "spp=2 with scheduler='cdsp'; accepted: 1"),
         (("--sp-sizes", "3"), "sp_sizes=(3,); accepted: ascending powers of two"),
-        (("--sp-sizes", "x"), "sp_sizes=(0,); accepted: ascending powers of two"),
         (("--sp-sizes", "1,16"), "sp_sizes='1,16'; accepted: ascending powers of two up to kvp=8"),
         (("--improvement-rate", "1.5"), "improvement_rate=1.5; accepted: a number from 0 to below 1"),
         (
             ("--improvement-rate", "no.json"),
             "improvement_rate='no.json' (No such file or directory); accepted: a number",
         ),
-        (("--prefix-caching",), "prefix_caching=True with scheduler='cdsp'; accepted: without it"),
         (("--plan-order", "no"), "policy='no'; accepted:"),
-        (("--max-chunks", 0), "max_chunks=0; accepted:"),
-        (("--depth", 4), "depth=4 with scheduler='cdsp'"),
     ],
 )
 def test_what_is_refused(simulate: Simulate, options: tuple[object, ...], says: str) -> None:

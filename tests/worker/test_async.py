@@ -12,7 +12,7 @@ from medha.engine.engine import Engine
 from medha.params import SamplingParams
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.engines import make_engine, run_to_end
+from tests.engines import drained, make_engine, run_to_end
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 
 Rows = list[tuple[int, int]]
@@ -29,17 +29,6 @@ def submitted(engine: Engine) -> list[Batch]:
     submit = engine.runner.submit
     engine.runner.submit = lambda batch: (batches.append(batch), submit(batch))[1]  # type: ignore[method-assign]
     return batches
-
-
-def drained(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
-    """Tokens and end of each request."""
-    ends = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                ends[output.request_id] = output.outputs[0].token_ids, output.outputs[0].finish_reason
-    assert engine.scheduler.memory.num_used == 0
-    return ends
 
 
 # -- the scheduler ---------------------------------------------------------------------------------------------
@@ -152,10 +141,7 @@ def test_any_sampling_gives_the_same_outputs(case: Case, chosen: dict[str, Any],
         params = SamplingParams(**chosen, stop_token_ids=stop, max_tokens=8, seed=11, output_kind="final_only")
         for i, prompt in enumerate(case.prompts[:4]):
             engine.add_request(str(i), prompt, params)
-        done = {}
-        while engine.has_unfinished:
-            done |= {output.request_id: output.outputs[0] for output in engine.step()}
-        assert engine.scheduler.memory.num_used == 0
+        done = {output.request_id: output.outputs[0] for output in drained(engine)}
         return [done[str(i)] for i in range(4)]
 
     free = outputs(False, [])
@@ -171,7 +157,8 @@ def test_an_end_by_token_drops_the_row_that_was_sent_after_it(case: Case) -> Non
     params = SamplingParams(temperature=0.0, max_tokens=50, stop_token_ids=[stop], output_kind="final_only")
     engine.add_request("a", case.prompts[2], params)
     length = case.expected[2].index(stop) + 1
-    assert drained(engine) == {"a": (case.expected[2][:length], "stop")}
+    (completion,) = drained(engine)[-1].outputs
+    assert (completion.token_ids, completion.finish_reason) == (case.expected[2][:length], "stop")
     assert sum(row.samples for batch in batches for row in batch.rows) == length + 1
 
 
@@ -191,6 +178,3 @@ def test_an_interrupted_engine_serves_again(case: Case) -> None:  # noqa: F811
     engine.abandon()
     engine.step()
     assert run_to_end(engine, case.prompts[:3], NUM_TOKENS) == case.expected[:3]
-
-
-# -- options ---------------------------------------------------------------------------------------------------

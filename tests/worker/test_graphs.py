@@ -21,7 +21,7 @@ from medha.params import SamplingParams
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, graph_sizes
 from medha.worker.swap import HostCache
 from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import Preemptions, build_engine, make_engine, run_to_end
+from tests.engines import Preemptions, build_engine, drained, make_engine, run_to_end
 from tests.serving import Model
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 
@@ -78,26 +78,8 @@ def replays(engine: Engine, maker: Repeating) -> list[tuple[int, int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeGraphs, "run", watching)
-        drain(engine)
+        drained(engine)
     return list(zip(rows, maker.replayed, strict=True))
-
-
-def drain(engine: Engine) -> None:
-    while engine.has_unfinished:
-        engine.step()
-
-
-# -- flashInfer's wrappers below the engine, without graphs ----------------------------------------------------
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("block_size", [1, 16, 256])
-def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, async_scheduling: bool) -> None:  # noqa: F811
-    engine = make_engine(
-        case.decoder, backend=make_flashinfer(block_size=block_size), block_size=block_size,
-        num_blocks=-(-2048 // block_size), chunk_size=97, max_batch_tokens=160, async_scheduling=async_scheduling,
-    )  # fmt: skip
-    assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------

@@ -94,11 +94,18 @@ def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
     assert engine.scheduler.memory.host_pools[0].num_used == 0
 
 
-def test_a_host_that_is_too_small_for_all_swaps_some(bytes_model: Model) -> None:
-    engine = bytes_model.engine(**(SMALL | SWAP | {"num_swap_blocks": 4}))
+@pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
+@pytest.mark.parametrize(
+    "options", [{"num_swap_blocks": 4}, {"num_swap_blocks": 0}, {"num_swap_blocks": 0, "depth": 2}], ids=str
+)
+def test_who_finds_no_room_in_the_host_is_computed_again(
+    bytes_model: Model, params: SamplingParams, options: dict[str, int]
+) -> None:
+    engine = bytes_model.engine(**(SMALL | SWAP | options))
     counts = Preemptions.of(engine)
-    assert run(engine, GREEDY)[0] == undisturbed(bytes_model, GREEDY)
-    assert 0 < counts.num_swaps < counts.num_preemptions
+    assert run(engine, params)[0] == undisturbed(bytes_model, params)
+    assert counts.num_preemptions >= 3
+    assert 0 < counts.num_swaps + (options["num_swap_blocks"] == 0) < counts.num_preemptions
 
 
 def test_a_request_in_host_memory_can_be_aborted(bytes_model: Model) -> None:

@@ -1,0 +1,83 @@
+"""Thousands of requests at once, on a runner that computes nothing."""
+
+import gc
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.batch import Batch
+from medha.config import SchedulerConfig
+from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
+from medha.params import SamplingParams
+from medha.sched.scheduler import Scheduler
+from medha.worker.sampling import Sampled
+from medha.worker.step import PendingStep, StepResult
+from tests.sched.virtual import make_predictor
+
+NUM_REQUESTS = 3_000
+
+
+@dataclass
+class VirtualRunner:
+    """Samples token 7 for every row that samples; a batch takes what its tokens take, on a clock of its own."""
+
+    now_s: float = 0.0
+    num_open: int = 0
+
+    def open(self, slot: int, *_: Any, **__: Any) -> None:
+        self.num_open += 1
+
+    def close(self, slot: int) -> None:
+        self.num_open -= 1
+
+    def submit(self, batch: Batch) -> PendingStep:
+        busy_s = 0.01 + 1e-5 * batch.num_tokens
+        self.now_s += busy_s
+        rows = tuple(row for row in batch.rows if row.samples)
+        return PendingStep(lambda: StepResult(rows, [Sampled(7, finite=True)] * len(rows), busy_s))
+
+    def reset(self) -> None:
+        pytest.fail("nothing was interrupted")
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve_all(engine: Engine, prompts: Sequence[list[int]]) -> tuple[int, int]:
+    """Everything at once, to the end: how many were served whole, and the most memory meanwhile."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, output_kind="final_only")
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    assert engine.num_unfinished == len(prompts)
+    num_served, most = 0, 0
+    while engine.has_unfinished:
+        num_served += sum(output.outputs[0].token_ids == [7] * 4 for output in engine.step())
+        most = max(most, resident_bytes())
+    return num_served, most
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_thousands_at_once_are_all_served_in_flat_memory() -> None:
+    runner = VirtualRunner()
+    scheduler = Scheduler(SchedulerConfig(), num_blocks=1024, block_size=16, predictor=make_predictor())
+    engine = Engine(runner, scheduler, ModelLimits(256, 4096), clock=runner.clock)
+    prompts = [[i % 256] * (5 + i % 50) for i in range(NUM_REQUESTS)]
+    before = resident_bytes()
+    num_served, first = serve_all(engine, prompts)
+    assert num_served == NUM_REQUESTS
+    gc.collect()
+    num_served, second = serve_all(engine, prompts[:1000])
+    assert num_served == 1000
+    assert first - before < 200 * 2**20  # 20 KB a request
+    assert second - first < 20 * 2**20  # nothing is kept of those that were served
+    assert (runner.num_open, scheduler.num_running, scheduler.num_waiting, scheduler.memory.num_used) == (0, 0, 0, 0)
