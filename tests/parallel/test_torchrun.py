@@ -117,7 +117,7 @@ def ranks_of(model: Path) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = path.read_bytes()
-            if b"medha.engine.follow" in words and str(model).encode() in words:
+            if b"medha.generate.follow" in words and str(model).encode() in words:
                 found.append(int(path.parent.name))
     return found
 
