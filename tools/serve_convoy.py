@@ -11,7 +11,6 @@ threads wait as the server's do. Prints a table in Markdown: medians over rounds
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -24,19 +23,27 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from medha.bench.compare import start_peer
-from medha.bench.harness import Subject
+from medha.bench.harness import Subject, random_prompt
+from medha.bench.load import fixed_output
+from medha.bench.timing import in_turn
+from medha.engine.arrivals import Arrival
 from medha.models.needle import write_needle
 from medha.workload.metrics import percentile
+from tools.command import chosen, main, print_head, print_row
+from tools.live import long_and_short, post
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2}
+VOCAB_SIZE, OUTPUT_LEN = 256, 8
 SERVERS = {
     "medha": [],
     "medha, LARS": ["--policy", "lars"],
@@ -46,95 +53,70 @@ SERVERS = {
     "medha, no HTTP": [],
 }
 START_S, REQUEST_S = 180.0, 900.0
+Told = tuple[float, float]
+"""When the first and the last token of a request came, in seconds from its sending."""
+Ask = Callable[[Sequence[Arrival]], list[Told]]
 
 
-@dataclass(frozen=True)
-class Ask:
+class Asked(NamedTuple):
     """A request of the workload."""
 
     arrival_s: float
-    prompt: list[int]
+    prompt_tokens: int
     num_outputs: int
     is_long: bool
 
 
 @dataclass(frozen=True)
-class Told:
-    """When its first and its last token came, in seconds from its sending."""
+class Setting:
+    """What is the same for every server."""
 
-    first_s: float
-    last_s: float
-
-
-def workload(given: argparse.Namespace, vocab_size: int) -> list[Ask]:
-    """Requests in order of arrival."""
-    chance = np.random.default_rng(given.seed)
-    asks = [
-        Ask(given.long_every * i, chance.integers(0, vocab_size, given.long).tolist(), 8, True)
-        for i in range(given.num_long)
-    ]
-    for arrival_s in 0.5 + np.cumsum(chance.exponential(1 / given.rate, given.num_short)):
-        size = int(chance.integers(50, 401))
-        asks.append(Ask(float(arrival_s), chance.integers(0, vocab_size, size).tolist(), 8, False))
-    return sorted(asks, key=lambda ask: ask.arrival_s)
+    folder: str
+    max_model_len: int
+    num_threads: int
+    kv_bytes: int
+    peer_python: str | None
+    log: Path
 
 
-async def ask_one(port: int, ask: Ask, start: float) -> Told:
-    """Send a request at its time and read its stream."""
-    await asyncio.sleep(max(start + ask.arrival_s - time.perf_counter(), 0.0))
-    body = {"model": "m", "prompt": ask.prompt, "max_tokens": ask.num_outputs, "temperature": 0.0}
-    data = json.dumps(body | {"ignore_eos": True, "stream": True}).encode()
-    sent, first_s, last_s, got = time.perf_counter(), 0.0, 0.0, b""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    fields = {"host": f"127.0.0.1:{port}", "content-type": "application/json", "connection": "close"}
-    fields["content-length"] = str(len(data))
-    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
-    while part := await reader.read(65_536):
-        got += part
-        if b'"choices":[{' in part:
-            last_s = time.perf_counter() - sent
-            first_s = first_s or last_s
-    writer.close()
-    if b"[DONE]" not in got or b'"error"' in got:
-        raise RuntimeError(f"a request failed: {got[-500:]!r}")
-    return Told(first_s, last_s)
-
-
-async def ask_all(port: int, asks: list[Ask]) -> list[Told]:
-    """Serve the workload."""
-    start = time.perf_counter()
-    return await asyncio.wait_for(asyncio.gather(*(ask_one(port, ask, start) for ask in asks)), REQUEST_S)
-
-
-def serve(name: str, folder: str, given: argparse.Namespace, asks: list[Ask], log: Path) -> list[Told]:
+def serve(name: str, setting: Setting, arrivals: Sequence[Arrival]) -> list[Told]:
     """Start a server, warm it up by a short and a middling request, serve the workload, end it."""
-    longest = given.long + 64
-    if name == "medha, no HTTP":
-        return without_http(folder, given, asks, longest)
+    chance = np.random.default_rng(99)
+    server = without_http(setting) if name == "medha, no HTTP" else over_http(name, setting)
+    with server as ask:
+        for size in (100, 3000):
+            ask([Arrival("warm", random_prompt(size, VOCAB_SIZE, chance), fixed_output(OUTPUT_LEN))])
+        told = ask(arrivals)
+    p50, p99 = (percentile([first_s for first_s, _ in told], at) for at in (50, 99))
+    print(f"{name}: TTFT of all P50 {p50:.4f}, P99 {p99:.4f} s", file=sys.stderr, flush=True)
+    return told
+
+
+@contextmanager
+def over_http(name: str, setting: Setting) -> Iterator[Ask]:
+    """A server in a process of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(longest)]
-    options += ["--served-model-name", "m", *SERVERS[name]]
-    environment = os.environ | {"OMP_NUM_THREADS": str(given.num_threads)}
+    options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    options += ["--max-model-len", str(setting.max_model_len), "--served-model-name", "m", *SERVERS[name]]
+    threads, environment = setting.num_threads, os.environ | {"OMP_NUM_THREADS": str(setting.num_threads)}
     if name.startswith("medha"):
-        command = [sys.executable, "-m", "medha.serve", folder, "--num-threads", str(given.num_threads)]
-        options += ["--kv-cache-memory-bytes", str(given.kv_bytes)]
+        command = [sys.executable, "-m", "medha.serve", setting.folder, "--num-threads", str(threads)]
+        options += ["--kv-cache-memory-bytes", str(setting.kv_bytes)]
     else:
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: given.num_threads]))
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(given.kv_bytes >> 30)}
-        command = [given.peer_python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    with log.open("wb") as out:
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        for spinning in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):  # how threads of our commands wait; theirs spin on
+            environment.pop(spinning, None)
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(setting.kv_bytes >> 30)}
+        command = [str(setting.peer_python), "-m", "vllm.entrypoints.openai.api_server", "--model", setting.folder]
+    with setting.log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *options], env=environment, stdout=out, stderr=out, start_new_session=True
         )
         try:
-            wait_for(port, process, log)
-            chance = np.random.default_rng(99)
-            for size in (100, 3000):
-                asyncio.run(ask_one(port, Ask(0.0, chance.integers(0, 256, size).tolist(), 8, False), 0.0))
-            return asyncio.run(ask_all(port, asks))
+            wait_for(port, process, setting.log)
+            yield lambda arrivals: asyncio.run(ask_all(port, arrivals))
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -155,106 +137,120 @@ def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"a server did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def without_http(folder: str, given: argparse.Namespace, asks: list[Ask], longest: int) -> list[Told]:
-    """The workload through medha's engine."""
-    settings = {"model": folder, "max_model_len": longest, "dtype": "float32", "num_threads": given.num_threads}
-    settings |= {"enable_prefix_caching": True, "seed": 0, "kv_cache_memory_bytes": given.kv_bytes}
+async def ask_all(port: int, arrivals: Sequence[Arrival]) -> list[Told]:
+    """Send each request at its time and read its stream."""
+    start_s = time.perf_counter()
+
+    async def ask(one: Arrival) -> Told:
+        await asyncio.sleep(max(start_s + one.arrival_s - time.perf_counter(), 0.0))
+        body = {"model": "m", "prompt": _ids(one), "max_tokens": OUTPUT_LEN, "temperature": 0.0}
+        first_s, last_s, got = await post(
+            port, "/v1/completions", json.dumps(body | {"ignore_eos": True, "stream": True}).encode()
+        )
+        if b"[DONE]" not in got or b'"error"' in got:
+            raise RuntimeError(f"a request failed: {got[-500:]!r}")
+        return first_s, last_s
+
+    return await asyncio.wait_for(asyncio.gather(*map(ask, arrivals)), REQUEST_S)
+
+
+def _ids(one: Arrival) -> list[int]:
+    return [int(token) for token in np.asarray(one.prompt)]
+
+
+@contextmanager
+def without_http(setting: Setting) -> Iterator[Ask]:
+    """Medha's engine in a process of its own."""
+    settings: dict[str, Any] = {"model": setting.folder, "max_model_len": setting.max_model_len, "dtype": "float32"}
+    settings |= {"num_threads": setting.num_threads, "enable_prefix_caching": True, "seed": 0}
+    settings |= {"kv_cache_memory_bytes": setting.kv_bytes}
     with start_peer("medha", sys.executable, settings) as engine:
-        chance = np.random.default_rng(99)
-        for size in (100, 3000):
-            prompt = chance.integers(0, 256, size).tolist()
-            engine.ask(prompts=[prompt], num_outputs=[8], way="arriving", arrivals=[0.0])
-        prompts, numbers = [ask.prompt for ask in asks], [ask.num_outputs for ask in asks]
-        arrivals = [ask.arrival_s for ask in asks]
-        found = engine.ask(prompts=prompts, num_outputs=numbers, way="arriving", arrivals=arrivals)
-    return [Told(first, last) for first, last in found["tokens"]]
+
+        def ask(arrivals: Sequence[Arrival]) -> list[Told]:
+            prompts, at_s = [_ids(one) for one in arrivals], [one.arrival_s for one in arrivals]
+            work = {"prompts": prompts, "num_outputs": [OUTPUT_LEN] * len(prompts), "arrivals": at_s}
+            found: list[Told] = engine.ask(**work, way="arriving")["tokens"]
+            return found
+
+        yield ask
 
 
-def figures(asks: list[Ask], told: list[Told]) -> list[float]:
+def figures(asked: Sequence[Asked], told: Sequence[Told]) -> list[float]:
     """TTFT P50 and P99 of the short, their TPOT P50 and P99, the longs' median TTFT, tokens a second."""
-    pairs = list(zip(asks, told, strict=True))
-    ttft = [one.first_s for ask, one in pairs if not ask.is_long]
-    tpot = [(one.last_s - one.first_s) / (ask.num_outputs - 1) for ask, one in pairs if not ask.is_long]
-    longs = [one.first_s for ask, one in pairs if ask.is_long]
-    total = sum(len(ask.prompt) + ask.num_outputs for ask in asks)
-    end = max(ask.arrival_s + one.last_s for ask, one in pairs)
+    pairs = [(one, first_s, last_s) for one, (first_s, last_s) in zip(asked, told, strict=True)]
+    ttft = [first_s for one, first_s, _ in pairs if not one.is_long]
+    tpot = [(last_s - first_s) / (one.num_outputs - 1) for one, first_s, last_s in pairs if not one.is_long]
+    longs = [first_s for one, first_s, _ in pairs if one.is_long]
+    total = sum(one.prompt_tokens + one.num_outputs for one in asked)
+    end_s = max(one.arrival_s + last_s for one, _, last_s in pairs)
     found = [percentile(ttft, 50), percentile(ttft, 99), percentile(tpot, 50), percentile(tpot, 99)]
-    return [float(one or 0.0) for one in found] + [statistics.median(longs), total / end]
+    return [float(one or 0.0) for one in found] + [statistics.median(longs), total / end_s]
 
 
-def main() -> None:
-    """Run the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", help="an interpreter that has vLLM; without it medha alone is asked")
-    parser.add_argument("--servers", type=lambda text: text.split(";"), default=list(SERVERS))
-    parser.add_argument("--long", type=int, default=32768)
-    parser.add_argument("--num-long", type=int, default=2)
-    parser.add_argument("--long-every", type=float, default=20.0)
-    parser.add_argument("--num-short", type=int, default=80)
-    parser.add_argument("--rate", type=float, default=2.0)
-    parser.add_argument("--kv-bytes", type=int, default=2 << 30)
-    parser.add_argument("--num-threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--output-json", type=Path)
-    parser.add_argument("--from-json", type=Path, help="show what an earlier run wrote, and run nothing")
-    parser.add_argument("--plot", type=Path, help="how the short ones' times to first token are distributed")
-    given = parser.parse_args()
-    if given.from_json is not None:
-        saved = json.loads(given.from_json.read_text())
+def serve_convoy(
+    peer_python: str | None = None,
+    servers: str = ";".join(SERVERS),
+    long: int = 32768,
+    num_long: int = 2,
+    long_every: float = 20.0,
+    num_short: int = 80,
+    rate: float = 2.0,
+    kv_bytes: int = 2 << 30,
+    num_threads: int = 2,
+    seed: int = 0,
+    runs: int = 3,
+    output_json: Path | None = None,
+    from_json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Serve short requests beside long prompts; --peer-python has vLLM (without it medha alone is asked), --from-json
+    shows what an earlier run wrote, --plot draws how the short ones' times to first token are distributed."""
+    if from_json is not None:
+        saved = json.loads(from_json.read_text())
     else:
-        saved = run(given)
-        if given.output_json is not None:
-            given.output_json.write_text(json.dumps(saved))
-    asks = [Ask(at, [0] * size, number, is_long) for at, size, number, is_long in saved["asked"]]
-    found = {name: [[Told(*one) for one in told] for told in runs] for name, runs in saved["runs"].items()}
-    print("| server | short TTFT P50 | P99 | short TPOT P50 | P99 | long TTFT | tokens/s |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+        names = [one for one in chosen("servers", servers, SERVERS, ";") if peer_python or not one.startswith("vLLM")]
+        at_s = [long_every * i for i in range(num_long)]
+        arrivals = long_and_short(
+            seed, vocab_size=VOCAB_SIZE, long_len=long, long_at_s=at_s, num_short=num_short, rate=rate
+        )
+        longest, subject = long + 64, Subject(hf_overrides=SHAPE | {"vocab_size": VOCAB_SIZE})
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            subject.checkpoint(longest, dtype="float32", seed=0) as folder,
+        ):
+            for path in write_needle(Path(scratch) / "needle").glob("tokenizer*"):
+                shutil.copy(path, folder)
+            setting = Setting(folder, longest, num_threads, kv_bytes, peer_python, Path(scratch) / "log")
+            found = in_turn({name: partial(serve, name, setting, arrivals) for name in names}, warmup=0, runs=runs)
+        asked = [Asked(one.arrival_s, len(_ids(one)), OUTPUT_LEN, one.tenant == "long") for one in arrivals]
+        saved = {"asked": asked, "runs": found}
+        if output_json is not None:
+            output_json.write_text(json.dumps(saved))
+    show([Asked(*one) for one in saved["asked"]], saved["runs"], plot)
+
+
+def show(asked: Sequence[Asked], found: Mapping[str, Sequence[Sequence[Told]]], plot: Path | None) -> None:
+    """Print the table, and draw the share of short requests, of all rounds, whose first token was there after so many
+    seconds."""
+    print_head("server", "short TTFT P50", "P99", "short TPOT P50", "P99", "long TTFT", "tokens/s")
     for name, runs in found.items():
-        *times, rate = map(statistics.median, zip(*(figures(asks, told) for told in runs), strict=True))
-        p50, p99, tpot50, tpot99, long_s = times
-        row = f"{p50:.3f} s | {p99:.3f} s | {1e3 * tpot50:.1f} ms | {1e3 * tpot99:.1f} ms | {long_s:.1f} s"
-        print(f"| {name} | {row} | {rate:,.0f} |")
-    if given.plot is not None:
-        draw(given.plot, asks, found)
+        p50, p99, tpot50, tpot99, long_s, rate = map(
+            statistics.median, zip(*(figures(asked, told) for told in runs), strict=True)
+        )
+        tpots = f"{1e3 * tpot50:.1f} ms", f"{1e3 * tpot99:.1f} ms"
+        print_row(name, f"{p50:.3f} s", f"{p99:.3f} s", *tpots, f"{long_s:.1f} s", f"{rate:,.0f}")
+    if plot is not None:
+        import matplotlib.pyplot as plt
 
-
-def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Ask every server in every round: what was asked (arrival, tokens, outputs, whether it is long), and when what
-    came."""
-    names = [name for name in given.servers if given.peer_python or not name.startswith("vLLM")]
-    found: dict[str, list[list[list[float]]]] = {name: [] for name in names}
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        Subject(hf_overrides=SHAPE | {"vocab_size": 256}).checkpoint(
-            given.long + 64, dtype="float32", seed=0
-        ) as folder,
-    ):
-        for path in write_needle(Path(scratch) / "needle").glob("tokenizer*"):
-            shutil.copy(path, folder)
-        asks = workload(given, 256)
-        for _ in range(given.runs):
-            for name in names:
-                told = serve(name, folder, given, asks, Path(scratch) / "log")
-                found[name].append([[one.first_s, one.last_s] for one in told])
-                print(name, [round(one, 4) for one in figures(asks, told)], file=sys.stderr, flush=True)
-    asked = [[ask.arrival_s, len(ask.prompt), ask.num_outputs, ask.is_long] for ask in asks]
-    return {"asked": asked, "runs": found}
-
-
-def draw(path: Path, asks: list[Ask], found: dict[str, list[list[Told]]]) -> None:
-    """The share of short requests, of all rounds, whose first token was there after so many seconds."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for name, runs in found.items():
-        pairs = [pair for told in runs for pair in zip(asks, told, strict=True)]
-        axes.ecdf([one.first_s for ask, one in pairs if not ask.is_long], label=name)
-    axes.set(xlabel="time to first token of a short request, s", ylabel="share of them", xscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=110)
+        figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+        for name, runs in found.items():
+            pairs = [pair for told in runs for pair in zip(asked, told, strict=True)]
+            axes.ecdf([first_s for one, (first_s, _) in pairs if not one.is_long], label=name)
+        axes.set(xlabel="time to first token of a short request, s", ylabel="share of them", xscale="log")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        figure.savefig(plot, dpi=110)
 
 
 if __name__ == "__main__":
-    main()
+    main(serve_convoy)

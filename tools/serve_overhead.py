@@ -12,13 +12,13 @@ sent, parsed and refused: their longest gap over their median one, and the same 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from http.client import HTTPConnection
 from itertools import pairwise
 from typing import Any
@@ -40,6 +40,8 @@ from medha.serve.web import bound, listening
 from medha.sim.replica import KNOWN_MODELS
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
+from tools.command import main
+from tools.live import post
 
 
 class Timetable:
@@ -79,22 +81,6 @@ def make_engine(step_s: float) -> Engine:
     return Engine(Timetable(step_s), scheduler, ModelLimits(32_000, 8192))
 
 
-async def exchange(port: int, path: str, body: bytes) -> tuple[float, bytes]:
-    """Seconds from the request to the first event that has choices, or to the answer, and all that came."""
-    start = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    fields = {"host": "x", "content-type": "application/json", "content-length": len(body), "connection": "close"}
-    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-    got, first_s = b"", 0.0
-    while part := await reader.read(65_536):
-        got += part
-        if not first_s and (b'"choices":[{' in got or path == "/empty"):
-            first_s = time.perf_counter() - start
-    writer.close()
-    return first_s, got
-
-
 async def load(port: int, num_requests: int, num_streams: int, gap_s: float) -> dict[str, list[float]]:
     """``num_streams`` at once, each after the other and a pause; what HTTP added, and the handler that does nothing."""
     body = json.dumps({"prompt": [5] * 200, "max_tokens": 8, "stream": True, "explain": True}).encode()
@@ -104,11 +90,11 @@ async def load(port: int, num_requests: int, num_streams: int, gap_s: float) -> 
     async def stream(at: int) -> None:
         await asyncio.sleep(gap_s * at / num_streams)
         for _ in left:
-            first_s, got = await exchange(port, "/v1/completions", body)
+            first_s, _, got = await post(port, "/v1/completions", body)
             events = [json.loads(line[6:]) for line in got.split(b"\n") if line.startswith(b"data: {")]
             own_s = next(event["explanation"]["ttft_s"] for event in events if "explanation" in event)
             found["http"].append(first_s - own_s)
-            found["empty"].append((await exchange(port, "/empty", body))[0])
+            found["empty"].append((await post(port, "/empty", body, mark=b""))[0])
             await asyncio.sleep(gap_s)
 
     await asyncio.gather(*(stream(at) for at in range(num_streams)))
@@ -145,45 +131,31 @@ def gaps_beside(port: int, num_ids: int) -> dict[str, list[float]]:
     return {"beside the body": beside, "without it": read_until(lambda: len(times) > len(beside))}
 
 
-def client(port: int, given: argparse.Namespace, answer: Any) -> None:
-    """The other process."""
-    if given.body_ids:
-        answer.put(gaps_beside(port, given.body_ids))
-    else:
-        answer.put(asyncio.run(load(port, given.requests, given.streams, given.gap_s)))
+def client(port: int, body_ids: int, requests: int, streams: int, gap_s: float) -> dict[str, list[float]]:
+    """What the other process does."""
+    return gaps_beside(port, body_ids) if body_ids else asyncio.run(load(port, requests, streams, gap_s))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--step-ms", type=float, default=5.0)
-    parser.add_argument("--gap-s", type=float, default=1.0)
-    parser.add_argument("--body-ids", type=int, default=0)
-    given = parser.parse_args()
-    engine = make_engine(given.step_ms / 1e3)
+def serve_overhead(
+    streams: int = 64, requests: int = 2000, step_ms: float = 5.0, gap_s: float = 1.0, body_ids: int = 0
+) -> None:
+    """Time what HTTP adds; with --body-ids a stream's tokens while a body of so many ids is answered."""
+    engine = make_engine(step_ms / 1e3)
     service, stopping = Service(engine), threading.Event()
     front = Front(service, ["timetable"], [], Limits(), Metrics(engine, "timetable"))
     front.app.add_route("/empty", _empty, methods=["POST"])
-    with bound("127.0.0.1", 0) as listener, listening(front.app, listener, max_connections=4096):
-        context = multiprocessing.get_context("spawn")
-        answers: Any = context.Queue()
-        process = context.Process(target=client, args=(listener.getsockname()[1], given, answers))
-        process.start()
-
-        box: list[Any] = []
-
-        def wait() -> None:
-            box.append(answers.get())
-            process.join()
-            stopping.set()
-
-        threading.Thread(target=wait).start()
+    with (
+        bound("127.0.0.1", 0) as listener,
+        listening(front.app, listener, max_connections=4096),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients,
+    ):
+        answer = clients.submit(client, listener.getsockname()[1], body_ids, requests, streams, gap_s)
+        answer.add_done_callback(lambda _: stopping.set())
         service.run(stopping.is_set)
     service.close()
-    for name, seconds in box[0].items():
+    for name, seconds in answer.result().items():
         p50, p99, most = (1e3 * np.percentile(seconds, percent) for percent in (50, 99, 100))
-        what = f"{len(seconds)} {'gaps' if given.body_ids else 'requests'}"
+        what = f"{len(seconds)} {'gaps' if body_ids else 'requests'}"
         print(f"{name}: {what}, P50 {p50:.2f} ms, P99 {p99:.2f} ms, longest {most:.2f} ms ({most / p50:.1f} times)")
 
 
@@ -195,4 +167,4 @@ async def _empty(request: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(serve_overhead)

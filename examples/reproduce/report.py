@@ -58,7 +58,7 @@ def run_figure(figure: FigureSpec, claims: Sequence[Claim], options: Options) ->
     if differing := {claim.id for claim in own} ^ set(result.answers):
         raise RuntimeError(f"figure {figure.name} and claims.toml differ in {', '.join(sorted(differing))}")
     answers = [(claim, result.answers[claim.id]) for claim in own]
-    return result, [Row(claim, answer.ours, answer.sentence) for claim, answer in answers]
+    return result, [Row(claim, answer.ours, claim.how.format(**answer.facts)) for claim, answer in answers]
 
 
 def write_all(figures: Sequence[FigureSpec], claims: Sequence[Claim], options: Options, out: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from examples.reproduce.claims import Claim
 from examples.reproduce.plotting import Panel
@@ -46,17 +47,16 @@ class Options:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class Answer:
     """What we get for one claim.
 
-    Attributes:
+    Args:
         ours: in the unit of the claim; two numbers for a range.
-        sentence: what it was computed with, and why it differs where it does.
+        facts: what the claim's ``how`` names.
     """
 
-    ours: Ours
-    sentence: str
+    def __init__(self, ours: Ours, /, **facts: object) -> None:
+        self.ours, self.facts = ours, facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +87,9 @@ class FigureSpec:
     run: Callable[[Options], FigureResult]
 
 
-REGISTERED: list[FigureSpec] = []
-"""Figures whose modules were imported; :mod:`examples.reproduce.registry` has all of them in order."""
-
-
-def figure(name: str, title: str) -> Callable[[Callable[[Options], FigureResult]], Callable[[Options], FigureResult]]:
-    """Register a function as a figure."""
-
-    def register(run: Callable[[Options], FigureResult]) -> Callable[[Options], FigureResult]:
-        REGISTERED.append(FigureSpec(name, title, run))
-        return run
-
-    return register
+def figure(name: str, title: str) -> Callable[[Callable[[Options], FigureResult]], FigureSpec]:
+    """Make a figure of the function below."""
+    return partial(FigureSpec, name, title)
 
 
 def verdict(claim: Claim, ours: Ours) -> str:

@@ -26,6 +26,7 @@ def test_each_claim_has_a_known_figure_or_a_reason() -> None:
     assert len(claims) > 80
     for one in claims:
         assert one.figure in FIGURES or (not one.figure and len(one.reason) > 20), one.id
+        assert bool(one.how) == bool(one.figure), one.id
     assert set(FIGURES) == {one.figure for one in claims if one.figure}
 
 

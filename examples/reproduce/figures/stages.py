@@ -95,34 +95,19 @@ def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: 
     tp16_gain, spp2_gain = small_s[0] / crossing, small_s[0] / small_s[1]
     fit_10m = {(name, s): fits(h100(), model, layout(s), 10 * M) for name, model in MODELS.items() for s in STAGES}
     return {
-        "spp-efficiency": Answer(
-            100 * min(at_16),
-            f"The least of both models over 1M to 10M at 16 stages, relative to 8 GPUs whose "
-            f"memory is taken as large enough; up to {100 * max(at_16):.0f} % at 10M.",
-        ),
-        "spp-8b-efficiency": Answer(
-            100 * min(row[-1] for row in small.values()),
-            "16 stages against one, 4K chunks; the filling of the pipeline is what is lost.",
-        ),
-        "spp-70b-efficiency": Answer(
-            100 * large[M][STAGES.index(8)],
-            "1M tokens, 8 stages against one; we lose only the filling of the pipeline.",
-        ),
+        "spp-efficiency": Answer(100 * min(at_16), most=100 * max(at_16)),
+        "spp-8b-efficiency": Answer(100 * min(row[-1] for row in small.values())),
+        "spp-70b-efficiency": Answer(100 * large[M][STAGES.index(8)]),
         "spp-10m": Answer(
             float(np.mean([fit_10m[name, 16] for name in MODELS])),
-            f"10M tokens fit on 16 stages; TTFT {at_10m['Llama-3 8B'] / 60:.0f} minutes for 8B and "
-            f"{at_10m['Llama-3 70B'] / 60:.0f} for 70B.",
+            small=at_10m["Llama-3 8B"] / 60,
+            large=at_10m["Llama-3 70B"] / 60,
         ),
         "spp-70b-memory": Answer(
             float(np.mean([not fit_10m["Llama-3 70B", 4], fit_10m["Llama-3 70B", 16]])),
-            "10M tokens of 70B: too much for 4 stages of 8 H100s, and not for 16; on 8 they "
-            f"{'fit' if fit_10m['Llama-3 70B', 8] else 'do not fit without a second KVP group'}.",
+            on_8="fit" if fit_10m["Llama-3 70B", 8] else "do not fit without a second KVP group",
         ),
-        "tp-one-node": Answer(
-            float(tp16_gain < spp2_gain),
-            f"1M tokens of 8B: from 8 to 16 GPUs TTFT falls {tp16_gain:.2f} times by TP across nodes and "
-            f"{spp2_gain:.2f} times by a second stage.",
-        ),
+        "tp-one-node": Answer(float(tp16_gain < spp2_gain), tp=tp16_gain, spp=spp2_gain),
     }
 
 
@@ -152,19 +137,12 @@ def run_decode(options: Options) -> FigureResult:
         ],
         log="x",
     )
-    eight = {name: row[STAGES.index(8)] for name, row in rises.items()}
-    host_s = h100().host_s
-    why = f"The host's {1e3 * host_s:.1f} ms a step are charged to the first stage; the others prepare meanwhile."
     small, large = rises["Llama-3 8B"], rises["Llama-3 70B"]
+    larger = float(np.mean([b < a for a, b in zip(small[1:], large[1:], strict=True)]))
+    at_8, host_ms = STAGES.index(8), 1e3 * h100().host_s
     answers = {
-        "spp-decode-8": Answer(
-            eight["Llama-3 8B"],
-            f"Llama-3 8B at 2M; {eight['Llama-3 70B']:.0f} % for 70B, and the paper does not say which. {why}",
-        ),
-        "spp-decode-larger-model": Answer(
-            float(np.mean([b < a for a, b in zip(small[1:], large[1:], strict=True)])),
-            f"At 16 stages {large[-1]:.0f} % for 70B against {small[-1]:.0f} % for 8B.",
-        ),
+        "spp-decode-8": Answer(small[at_8], large=large[at_8], host_ms=host_ms),
+        "spp-decode-larger-model": Answer(larger, large=large[-1], small=small[-1]),
     }
     return FigureResult([panel], answers)
 
@@ -183,18 +161,11 @@ def run_equations(options: Options) -> FigureResult:
         "eq6": [_eq6(name, kvp, n) for name in models for kvp in (2, 4) for n in _LENGTHS],
     }
     titles = {"eq4": "eq. 4: SPP prefill", "eq5": "eq. 5: KVP decode", "eq6": "eq. 6: KVP chunk"}
-    sentences = {
-        "eq4": "The formula leaves out the filling of the pipeline, which shows at 1M and 16 stages.",
-        "eq5": "Only the part of attention that grows with the keys is divided in the simulation.",
-        "eq6": "512-token chunks.",
-    }
     answers = {}
-    for name, sentence in sentences.items():
-        off = [abs(row.simulated_s / row.formula_s - 1) for row in rows[name]]
-        answers[name] = Answer(
-            float(np.mean([error <= 0.15 for error in off])),
-            f"Share of {len(off)} layouts and lengths within 15 %; worst {100 * max(off):.0f} %. {sentence}",
-        )
+    for name, found in rows.items():
+        off = [abs(row.simulated_s / row.formula_s - 1) for row in found]
+        near = float(np.mean([error <= 0.15 for error in off]))
+        answers[name] = Answer(near, count=len(off), worst=100 * max(off))
     return FigureResult([_equation_panel(titles[name], found) for name, found in rows.items()], answers)
 
 
