@@ -5,8 +5,7 @@ v5 section 3.3, figures 5, 17 and 18; v4 section 3.3, figures 8 to 10, eqs. 4 to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -154,51 +153,47 @@ def run_decode(options: Options) -> FigureResult:
 @figure("equations", "v4 equations 4 to 6 against the simulation")
 def run_equations(options: Options) -> FigureResult:
     """v4 eqs. 4 to 6 against the simulated times; ``quick`` takes the 8B model alone."""
-    models = {"Llama-3 8B": MODELS["Llama-3 8B"]} if options.quick else MODELS
-    rows = {
-        "eq4": [_eq4(name, s, n) for name in models for s in STAGES[1:] for n in _LENGTHS],
-        "eq5": [_eq5(name, kvp, n) for name in models for kvp in (2, 4) for n in _LENGTHS],
-        "eq6": [_eq6(name, kvp, n) for name in models for kvp in (2, 4) for n in _LENGTHS],
+    models = ["Llama-3 8B"] if options.quick else list(MODELS)
+    equations = {
+        "eq4": ("eq. 4: SPP prefill", "stages", STAGES[1:], _eq4),
+        "eq5": ("eq. 5: KVP decode", "KVP groups", (2, 4), _eq5),
+        "eq6": ("eq. 6: KVP chunk", "KVP groups", (2, 4), _eq6),
     }
-    titles = {"eq4": "eq. 4: SPP prefill", "eq5": "eq. 5: KVP decode", "eq6": "eq. 6: KVP chunk"}
-    answers = {}
-    for name, found in rows.items():
-        off = [abs(row.simulated_s / row.formula_s - 1) for row in found]
+    panels, answers = [], {}
+    for name, (title, label, degrees, over) in equations.items():
+        rows = {
+            f"{model[8:]}, {token_label(n)}": [over(model, degree, n) for degree in degrees]
+            for model in models
+            for n in _LENGTHS
+        }
+        off = [abs(ratio - 1) for row in rows.values() for ratio in row]
         near = float(np.mean([error <= 0.15 for error in off]))
         answers[name] = Answer(near, count=len(off), worst=100 * max(off))
-    return FigureResult([_equation_panel(titles[name], found) for name, found in rows.items()], answers)
+        drawn = lines(degrees, rows)
+        panels.append(Panel(f"v4 {title}", label, "simulated / formula", drawn, band=(0.85, 1.15), log="x"))
+    return FigureResult(panels, answers)
 
 
-class _Compared(NamedTuple):
-    model: str
-    degree: int
-    tokens: int
-    simulated_s: float
-    formula_s: float
-
-
-def _eq4(name: str, spp: int, tokens: int) -> _Compared:
-    """(T_p + T_comm n / c) / p_spp."""
+def _eq4(name: str, spp: int, tokens: int) -> float:
+    """The simulated time over (T_p + T_comm n / c) / p_spp."""
     one, many = (simulate(h100(), MODELS[name], layout(s), tokens).ttft_s for s in (1, spp))
     link = stage_predictors(h100(), MODELS[name], layout(spp))[0].coefficients.spp
     assert link is not None, "the first of several stages sends"
     send_s = link.fixed_s + link.token_s * CHUNK
-    formula = (one + send_s * tokens / CHUNK) / spp
-    return _Compared(name, spp, tokens, many, formula)
+    return many / ((one + send_s * tokens / CHUNK) / spp)
 
 
-def _eq5(name: str, kvp: int, tokens: int) -> _Compared:
-    """T_attn / p_kvp + (T_d - T_attn) + T_comm, one stage."""
+def _eq5(name: str, kvp: int, tokens: int) -> float:
+    """That over T_attn / p_kvp + (T_d - T_attn) + T_comm, one stage."""
     one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p)) for p in (1, kvp))
     table, link = one[0].coefficients.decodes, many[0].coefficients.kvp
     assert link is not None, "groups merge"
     attention_s = table.a_s[0] + table.b_s[0] * tokens
     merge_s = link.fixed_s + (kvp - 1) * link.token_s
-    formula = attention_s / kvp + decode_s(one, tokens) - attention_s + merge_s
-    return _Compared(name, kvp, tokens, decode_s(many, tokens, kvp=kvp), formula)
+    return decode_s(many, tokens, kvp=kvp) / (attention_s / kvp + decode_s(one, tokens) - attention_s + merge_s)
 
 
-def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> _Compared:
+def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> float:
     """The same for a chunk behind so many tokens."""
     one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
     table, link = one.coefficients.chunks, many.coefficients.kvp
@@ -207,18 +202,4 @@ def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> _Compared:
     attention_s = a + b * tokens
     merge_s = link.fixed_s + (kvp - 1) * link.token_s * chunk
     formula = attention_s / kvp + one.predict([Work(chunk, tokens, False)]) - attention_s + merge_s
-    simulated = many.predict([Work(chunk, tokens // kvp, False, (0, kvp - 1))])
-    return _Compared(name, kvp, tokens, simulated, formula)
-
-
-def _equation_panel(title: str, rows: Sequence[_Compared]) -> Panel:
-    """Simulated over formula."""
-    degrees = sorted({row.degree for row in rows})
-    found = {(row.model, row.tokens, row.degree): row.simulated_s / row.formula_s for row in rows}
-    ratios = {
-        f"{name[8:]}, {token_label(n)}": [found[name, n, degree] for degree in degrees]
-        for name in dict.fromkeys(row.model for row in rows)
-        for n in _LENGTHS
-    }
-    label = "stages" if "SPP" in title else "KVP groups"
-    return Panel(f"v4 {title}", label, "simulated / formula", lines(degrees, ratios), band=(0.85, 1.15), log="x")
+    return many.predict([Work(chunk, tokens // kvp, False, (0, kvp - 1))]) / formula
