@@ -37,7 +37,9 @@ def engines_of(
     base: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False, "max_model_len": longest}
     base |= {"hf_overrides": subject.overrides(longest)}
     with ExitStack() as stack:
-        yield {name: stack.enter_context(LLM(subject.folder, **base, **more)).engine for name, more in options.items()}
+        yield {
+            name: stack.enter_context(LLM(subject.folder, **{**base, **more})).engine for name, more in options.items()
+        }
 
 
 def long_and_short(

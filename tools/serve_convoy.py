@@ -84,7 +84,7 @@ def serve(name: str, setting: Setting, arrivals: Sequence[Arrival]) -> list[Told
     chance = np.random.default_rng(99)
     server = without_http(setting) if name == "medha, no HTTP" else over_http(name, setting)
     with server as ask:
-        for size in (100, 3000):
+        for size in (100, min(3000, setting.max_model_len - 2 * OUTPUT_LEN)):
             ask([Arrival("warm", random_prompt(size, VOCAB_SIZE, chance), fixed_output(OUTPUT_LEN))])
         told = ask(arrivals)
     p50, p99 = (percentile([first_s for first_s, _ in told], at) for at in (50, 99))

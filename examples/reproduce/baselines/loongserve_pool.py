@@ -202,4 +202,3 @@ class KvPool:
                 masters.append((instance, rows))
                 left -= rows
         return None if left else masters
-
