@@ -9,6 +9,7 @@ they exchange is counted with a link of a given latency and bandwidth.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from medha.cli.command import end_process, make_app, run_app
+from medha.cli.options import OutputJson
 from medha.cli.report import check_writable, deliver, stamp
 from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey
 from medha.cost.hardware import LinkRates
@@ -25,11 +26,14 @@ from medha.errors import ConfigError
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
-from medha.workload.metrics import TokenTimes
-from tools.comparison import METRICS, against_aims, compared, makespan_s, pair, request_error
+from medha.workload.metrics import Floats, TokenTimes
+from tools.command import main
 from tools.kernels import fit_kernels, read_kernels
 from tools.vllm_run import MeasuredRun, read_run
 
+Figures = dict[str, dict[str, float]]
+METRICS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "latency": "e2el_s"}
+SHARES = {"median": 50, "P90": 90, "P95": 95, "P99": 99}
 AIMS = dict.fromkeys(("TTFT mean", "TPOT mean", "latency mean", "makespan"), 0.03)
 """Largest absolute error aimed at."""
 
@@ -148,10 +152,43 @@ def _figures(run: MeasuredRun, simulated: TokenTimes) -> dict[str, Any]:
     }
 
 
-app = make_app()
+# ---------------------------------------------------------------------------------------------------------------------
+# Times of requests on a real engine against those in a simulation of it
 
 
-@app.command()
+def makespan_s(times: TokenTimes) -> float:
+    """First arrival to last token of all."""
+    return float(times.finish_s.max() - times.arrival_s.min())
+
+
+def compared(measured: Floats, simulated: Floats) -> Figures:
+    """Mean, median and percentiles on both sides, and the signed error as a share of the measured."""
+    sides = [values[np.isfinite(values)] for values in (measured, simulated)]
+    means = pair(*(float(values.mean()) for values in sides))
+    return {"mean": means, **{n: pair(*(float(np.percentile(v, p)) for v in sides)) for n, p in SHARES.items()}}
+
+
+def pair(measured_s: float, simulated_s: float) -> dict[str, float]:
+    """A figure on both sides, seconds, and its error."""
+    return {"measured_s": measured_s, "simulated_s": simulated_s, "error": simulated_s / measured_s - 1.0}
+
+
+def request_error(measured: TokenTimes, simulated: TokenTimes, metric: str) -> float:
+    """The absolute error of each request as a share of what was measured, the mean over all requests."""
+    real, ours = (getattr(times, METRICS[metric]) for times in (measured, simulated))
+    known = np.isfinite(real) & np.isfinite(ours) & (real > 0)
+    return float(np.mean(np.abs(ours[known] / real[known] - 1.0)))
+
+
+def against_aims(errors: Mapping[str, float], aims: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Whether absolute errors are within the largest that are aimed at, by name."""
+    found = {name: (abs(errors[name]), aim) for name, aim in aims.items()}
+    return {
+        name: {"error": error, "aimed_error": aim, "verdict": "met" if error <= aim else "missed"}
+        for name, (error, aim) in found.items()
+    }
+
+
 def fidelity_command(
     run: Annotated[
         Path, typer.Option(help="Folder with kernel tables in profile/ and a measured run of vLLM in vllm_run/.")
@@ -167,22 +204,18 @@ def fidelity_command(
         float | None, typer.Option(min=0, help="GB/s (10^9) of all-reduces, with several tensor-parallel ranks.")
     ] = None,
     link_latency: Annotated[float | None, typer.Option(min=0, help="Their latency, us.")] = None,
-    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-) -> int:
+    output_json: OutputJson = None,
+) -> None:
     """Simulated against measured request times: a run of vLLM from its kernel tables."""
     check_writable(output_json)
     if (link_bandwidth is None) != (link_latency is None) or link_bandwidth == 0:
-        raise ConfigError(
-            f"link_bandwidth={link_bandwidth}, link_latency={link_latency}; accepted: a bandwidth "
-            "above 0 and a latency, or neither"
-        )
+        accepted = "a bandwidth above 0 and a latency, or neither"
+        raise ConfigError(f"link_bandwidth={link_bandwidth}, link_latency={link_latency}; accepted: {accepted}")
     link = None
     if link_bandwidth is not None and link_latency is not None:
         link = LinkRates(1e-6 * link_latency, 1e9 * link_bandwidth)
-    report = fidelity(run, model=model, host_s=host_s, num_kv_tokens=num_kv_tokens, link=link)
-    deliver(report, output_json)
-    return 0
+    deliver(fidelity(run, model=model, host_s=host_s, num_kv_tokens=num_kv_tokens, link=link), output_json)
 
 
 if __name__ == "__main__":
-    end_process(run_app(app, "python -m tools.fidelity"))
+    main(fidelity_command)

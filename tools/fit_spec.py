@@ -27,11 +27,11 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from medha.cli.command import end_process, make_app, run_app
 from medha.cost.coefficients import Floats
 from medha.cost.hardware import AttentionRates, ElementwiseRates, GemmRates, HardwareSpec, LinkRates, load_spec
 from medha.errors import ConfigError
 from tools import gpu_tables
+from tools.command import main
 from tools.gpu_tables import Folders, Table
 
 _GEMM_RATES = ("flops_per_s", "bytes_per_s", "launch_s", "overlap_power", "wave_share")
@@ -372,17 +372,13 @@ def published(name_or_path: str) -> Published:
         raise ConfigError(f"GPU {name_or_path!r} is not known ({error}); accepted: {accepted}") from error
 
 
-app = make_app()
-
-
-@app.command()
 def fit_spec_command(
     gpu: Annotated[str, typer.Argument(help="A known GPU, or a JSON file of what is published of one.")],
     data: Annotated[list[Path] | None, typer.Option(help="Folder or file of its tables; may be given again.")] = None,
     without: Annotated[list[str] | None, typer.Option(help="Leave out files whose names begin so.")] = None,
     base: Annotated[str | None, typer.Option(help="Spec from which what no table tells is derived.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the spec here.")] = None,
-) -> int:
+) -> None:
     """Fit a hardware spec to kernel tables, and print how far off it is on each."""
     tables = Folders(data or [], without or [])
     spec, errors = fit_spec(published(gpu), tables, None if base is None else load_spec(base))
@@ -394,8 +390,7 @@ def fit_spec_command(
     for table, rows, fitted, *others in errors:
         more = "".join(f" {e.median:>9.1%}{e.total:>+7.1%}" if e else f"{'':>17}" for e in others)
         print(f"{table:<76}{rows:>8,}{fitted.median:>8.1%}{fitted.p90:>7.1%}{fitted.total:>+7.1%}{more}".rstrip())
-    return 0
 
 
 if __name__ == "__main__":
-    end_process(run_app(app, "python -m tools.fit_spec"))
+    main(fit_spec_command)

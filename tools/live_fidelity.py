@@ -27,7 +27,7 @@ from medha.batch import Batch
 from medha.bench.harness import Local, Subject, on_ranks
 from medha.bench.load import arrivals_of
 from medha.bench.serve import CONVOY_MODEL
-from medha.cli.command import end_process, make_app, run_app
+from medha.cli.options import OutputJson
 from medha.cli.report import check_writable, deliver, stamp
 from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
@@ -41,7 +41,8 @@ from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
 from medha.workload.metrics import Flags, TokenTimes
 from medha.workload.trace import Trace
-from tools.comparison import METRICS, Figures, against_aims, compared, makespan_s
+from tools.command import main
+from tools.fidelity import METRICS, Figures, against_aims, compared, makespan_s
 
 LIVE_LLAMA: dict[str, Any] = CONVOY_MODEL | {
     "hidden_size": 512,
@@ -270,23 +271,18 @@ def figures_of(measured: TokenTimes, simulated: TokenTimes, is_long: Flags) -> d
     }
 
 
-app = make_app()
-
-
-@app.command()
 def live_fidelity_command(
     load: Annotated[float, typer.Option(min=0.01, help="Part of the simulated capacity that the stream takes.")] = 0.6,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths, prompts and weights.")] = 0,
-    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-) -> int:
+    output_json: OutputJson = None,
+) -> None:
     """Simulated against measured request times: the engine of this machine, within three minutes."""
     check_writable(output_json)
     options = LiveOptions(load=load, seed=seed)
     with Console(stderr=True).status("profiling, rehearsing, serving"):
         report = live_fidelity(options)
     deliver(report, output_json)
-    return 0
 
 
 if __name__ == "__main__":
-    end_process(run_app(app, "python -m tools.live_fidelity"))
+    main(live_fidelity_command)

@@ -15,7 +15,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from medha.cli.command import end_process, make_app, run_app
 from medha.cli.report import print_report, stamp
 from medha.config import ParallelConfig
 from medha.cost.chunk_times import fitted_times, ring_chunk_s
@@ -24,11 +23,10 @@ from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.sched.cdsp import Planner
 from medha.sim.replica import find_model
+from tools.command import main
 
 _SHORTEST, _LONGEST = 4_000, 190_000
 _PERCENTILES = (99, 100)
-
-app = make_app()
 
 
 def planner_of(num_groups: int, max_chunks: int | None) -> Planner:
@@ -40,11 +38,10 @@ def planner_of(num_groups: int, max_chunks: int | None) -> Planner:
     return Planner(times, num_groups, max_chunks=max_chunks)
 
 
-@app.command()
 def plan_times(
     runs: Annotated[int, typer.Option(min=1, help="Plans of each line.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and queues.")] = 0,
-) -> int:
+) -> None:
     """Time plans over 16 and 128 groups."""
     lines = []
     for num_groups, max_chunks, most_s, rate in product((16, 128), (None, 2), (1.0, 5.0, 20.0), (0.0, 0.3)):
@@ -60,8 +57,7 @@ def plan_times(
         figures = {"mean ms": float(np.mean(taken)), "P99 ms": p99, "max ms": most}
         lines.append({**line, **figures, "chunks": float(np.mean(chunks))})
     print_report({"title": f"CDSP plans, {runs:,} a line, seed {seed}", "machine": stamp()["cpu"], "plans": lines})
-    return 0
 
 
 if __name__ == "__main__":
-    end_process(run_app(app, "python -m tools.plan_times"))
+    main(plan_times)

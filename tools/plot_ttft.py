@@ -15,9 +15,8 @@ import typer
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from medha.cli.command import end_process, make_app, run_app
+from tools.command import main
 
-app = make_app()
 _LONG = 8192  # tokens of a prompt from which it is long
 _COLUMNS = 3
 
@@ -55,16 +54,14 @@ def draw(panels: dict[str, NDArray[np.float64]], path: Path, *, long_tokens: int
     figure.savefig(path, dpi=130, metadata={"Software": None} if path.suffix == ".png" else None)
 
 
-@app.command()
 def plot_ttft(
     report: Annotated[Path, typer.Argument(help="Of medha simulate or medha bench serve.")],
     picture: Annotated[Path, typer.Argument(help="File to draw.")],
     long_tokens: Annotated[int, typer.Option(help="Tokens of a prompt from which it is long.")] = _LONG,
-) -> int:
+) -> None:
     """Draw the TTFT of each request of a report over its arrival."""
     draw(panels_of(json.loads(report.read_text())), picture, long_tokens=long_tokens)
-    return 0
 
 
 if __name__ == "__main__":
-    end_process(run_app(app, "python -m tools.plot_ttft"))
+    main(plot_ttft)

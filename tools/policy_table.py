@@ -14,13 +14,13 @@ first token within the larger of 1 s and 5 times what its prefill takes alone on
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
+from examples.reproduce.baselines.loongserve import LoongServe
 from examples.reproduce.load import MIX, Load
 from examples.reproduce.served import Served
 from examples.reproduce.systems import LOONGSERVE, SARATHI_512, Engine
@@ -32,92 +32,85 @@ from medha.workload.io import read_trace
 from medha.workload.metrics import percentile
 from medha.workload.synth import retimed
 from medha.workload.trace import Trace
+from tools.command import chosen, main, numbers, print_head, print_row
 
-WINDOW_S, TPOT_S = 1200.0, 0.06
+TPOT_S = 0.06
 SHORT, LONG, LARGEST = 16_384, 65_536, 700_000
 HEAD = (
-    "requests/s | | short TTFT P50 / P99 | long P50 / P90 | largest P90 | long finished | prompt tokens/s | "
-    "TPOT P50 / P99 | in time"
+    *("requests/s", "", "short TTFT P50 / P99", "long P50 / P90", "largest P90", "long finished"),
+    *("prompt tokens/s", "TPOT P50 / P99", "in time"),
 )
 
 
-def systems(model: str, spp: int) -> Iterator[Engine | type(LOONGSERVE)]:  # type: ignore[valid-type]
+def systems_of(model: str, where: ParallelConfig) -> list[Engine | LoongServe]:
     """The default and what it is held to."""
-    where = {"model": f"Llama-3 {model}", "parallel": ParallelConfig(tp=8, spp=spp)}
-    yield Engine("medha", SchedulerConfig(), **where)  # type: ignore[arg-type]
-    for policy in ("lars", "edf", "srpt"):
-        yield Engine(policy, SchedulerConfig(policy=policy), **where)  # type: ignore[arg-type]
-    yield Engine("Sarathi, 512", replace(SARATHI_512.scheduler, depth=spp), **where)  # type: ignore[arg-type]
-    if model == "8B":
-        yield LOONGSERVE
+    sarathi = replace(SARATHI_512.scheduler, depth=where.spp)
+    named = {"medha": SchedulerConfig(), **{name: SchedulerConfig(policy=name) for name in ("lars", "edf", "srpt")}}
+    found: list[Engine | LoongServe] = [
+        Engine(name, scheduler, f"Llama-3 {model}", parallel=where)
+        for name, scheduler in (named | {"Sarathi, 512": sarathi}).items()
+    ]
+    return [*found, LOONGSERVE] if model == "8B" else found
 
 
-def trace_of(given: argparse.Namespace, rate: float, seed: int) -> Trace:
+def trace_of(path: Path | None, rate: float, seed: int, window_s: float) -> Trace:
     """The requests, which share no prefixes."""
-    if given.trace is None:
-        trace = Load(MIX, rate, given.window_s, seed=seed).trace()
+    if path is None:
+        trace = Load(MIX, rate, window_s, seed=seed).trace()
     else:
-        trace = retimed(read_trace(given.trace), "poisson", qps=rate, duration_s=given.window_s, seed=seed)
+        trace = retimed(read_trace(path), "poisson", qps=rate, duration_s=window_s, seed=seed)
     return replace(trace, tpot_slo_s=np.full(len(trace), TPOT_S), prefix_hashes=None)
 
 
-def deadlines(trace: Trace, model: str, spp: int) -> np.ndarray:
+def deadlines(trace: Trace, model: str, where: ParallelConfig) -> np.ndarray:
     """Seconds from arrival to when the first token of each is due, for all systems."""
-    where = ParallelConfig(tp=8, spp=spp)
-    scheduler, _ = Replica(load_spec("a100-80g"), MODELS[f"Llama-3 {model}"], where, SchedulerConfig()).build()
+    scheduler, _ = Replica(load_spec("a100-80g"), MODELS[f"Llama-3 {model}"], where).build()
     return np.array([max(1.0, 5 * scheduler.prefill_left_s(0, tokens)) for tokens in trace.prompt_tokens.tolist()])
 
 
-def in_time(served: Served, due_s: np.ndarray, end_s: float) -> str:
-    """Shares by class of those whose deadline fell before the end."""
-    prompt, tpot_s = served.trace.prompt_tokens, served.tpot_s
-    is_due = served.trace.arrival_s + due_s <= end_s
-    is_in_time = (served.ttft_s <= due_s) & (np.isnan(tpot_s) | (tpot_s <= TPOT_S))
-    classes = (prompt <= SHORT, (prompt > SHORT) & (prompt <= LONG), prompt > LONG)
-    shares = [is_in_time[is_due & one] for one in classes]
-    return " / ".join(f"{100 * one.mean():.0f}" if len(one) else "-" for one in shares) + " %"
+def cells(served: Served, due_s: np.ndarray, window_s: float) -> list[str]:
+    """The columns of one play."""
+    prompt, ttft_s, tpot_s = served.trace.prompt_tokens, served.ttft_s, served.tpot_s
+    is_short, is_long, begun = prompt <= SHORT, prompt > LONG, ~np.isnan(served.first_token_s)
+    is_due = served.trace.arrival_s + due_s <= window_s
+    is_in_time = (ttft_s <= due_s) & (np.isnan(tpot_s) | (tpot_s <= TPOT_S))
+    shares = [is_in_time[is_due & one] for one in (is_short, ~is_short & ~is_long, is_long)]
 
-
-def cells(served: Served, window_s: float) -> list[str]:
-    """The columns of one play but the last."""
-    prompt, ttft_s, tpot_s = served.trace.prompt_tokens, served.ttft_s, served.tpot_s[~np.isnan(served.tpot_s)]
-    is_long, begun = prompt > LONG, ~np.isnan(served.first_token_s)
-
-    def seconds(where: np.ndarray, percent: float) -> str:
-        found = percentile(ttft_s[where], percent)
-        return "-" if found is None else f"{found:.2f}" if found < 10 else f"{found:.0f}"
+    def seconds(where: np.ndarray, *percents: float) -> str:
+        found = [percentile(ttft_s[where], percent) for percent in percents]
+        return " / ".join("-" if one is None else f"{one:.2f}" if one < 10 else f"{one:.0f}" for one in found) + " s"
 
     return [
-        f"{seconds(prompt <= SHORT, 50)} / {seconds(prompt <= SHORT, 99)} s",
-        f"{seconds(is_long, 50)} / {seconds(is_long, 90)} s",
-        f"{seconds(prompt > LARGEST, 90)} s",
+        seconds(is_short, 50, 99),
+        seconds(is_long, 50, 90),
+        seconds(prompt > LARGEST, 90),
         f"{int((is_long & served.is_finished).sum())} of {int(is_long.sum())}",
         f"{prompt[begun].sum() / window_s:,.0f}",
-        " / ".join(f"{1e3 * np.percentile(tpot_s, percent):.0f}" for percent in (50, 99)) + " ms",
+        " / ".join(f"{1e3 * one:.0f}" for one in np.nanpercentile(tpot_s, (50, 99))) + " ms",
+        " / ".join(f"{100 * one.mean():.0f}" if len(one) else "-" for one in shares) + " %",
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="3")
-    parser.add_argument("--rates", default="0.75")
-    parser.add_argument("--trace", type=Path, help="a file in place of the mix")
-    parser.add_argument("--window-s", type=float, default=WINDOW_S)
-    parser.add_argument("--systems", help="of the table's names, separated by semicolons; default all")
-    parser.add_argument("--model", choices=("8B", "70B"), default="8B")
-    given = parser.parse_args()
-    spp = 2 if given.model == "8B" else 4
-    print(f"| seed | {HEAD} |\n|{' --- |' * (HEAD.count('|') + 2)}")
-    for seed in map(int, given.seeds.split(",")):
-        for rate in map(float, given.rates.split(",")):
-            trace = trace_of(given, rate, seed)
-            due_s = deadlines(trace, given.model, spp)
-            for system in systems(given.model, spp):
-                if given.systems is None or system.label in given.systems.split(";"):
-                    served = system.play(trace, stop_s=given.window_s)
-                    row = [*cells(served, given.window_s), in_time(served, due_s, given.window_s)]
-                    print(f"| {seed} | {rate:g} | {system.label} | {' | '.join(row)} |", flush=True)
+def policy_table(
+    seeds: str = "3",
+    rates: str = "0.75",
+    trace: Path | None = None,
+    window_s: float = 1200.0,
+    systems: str | None = None,
+    model: str = "8B",
+) -> None:
+    """Play the mix, or in its place a trace, on each system; --systems are of the table's names, with semicolons."""
+    (model,) = chosen("model", model, ("8B", "70B"))
+    where = ParallelConfig(tp=8, spp=2 if model == "8B" else 4)
+    known = {one.label: one for one in systems_of(model, where)}
+    names = list(known) if systems is None else chosen("systems", systems, known, ";")
+    print_head("seed", *HEAD)
+    for seed, rate in product(map(int, numbers("seeds", seeds)), numbers("rates", rates)):
+        asked = trace_of(trace, rate, seed, window_s)
+        due_s = deadlines(asked, model, where)
+        for name in names:
+            print_row(seed, f"{rate:g}", name, *cells(known[name].play(asked, stop_s=window_s), due_s, window_s))
 
 
 if __name__ == "__main__":
-    main()
+    main(policy_table)

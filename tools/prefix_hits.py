@@ -9,8 +9,6 @@ holds these shares of the trace's distinct tokens. Prints a table in Markdown. B
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import replace
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -18,13 +16,19 @@ import numpy as np
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.sim.replica import Replica, find_model
+from medha.sim.replica import find_model, Replica
 from medha.sim.simulator import Simulation
 from medha.workload.io import read_trace
 from medha.workload.metrics import percentile
 from medha.workload.trace import HASHED_TOKENS, Trace
+from tools.command import main, numbers, print_head, print_row
 
 NEVER = 1 << 60
+POLICIES = {
+    "none kept": SchedulerConfig(prefix_caching=False),
+    "lru": SchedulerConfig(prefix_eviction="lru"),
+    "value": SchedulerConfig(prefix_eviction="value"),
+}
 
 
 def belady(trace: Trace, capacity: int) -> float:
@@ -53,61 +57,46 @@ def belady(trace: Trace, capacity: int) -> float:
     return hits * HASHED_TOKENS / int(trace.prompt_tokens.sum())
 
 
-def play(trace: Trace, num_blocks: int, **options: object) -> tuple[float, float, float]:
+def play(trace: Trace, num_blocks: int, scheduler: SchedulerConfig) -> tuple[float, float, float]:
     """Hit rate, and TTFT at P50 and P99 in seconds."""
-    replica = Replica(
-        load_spec("a100-80g"),
-        find_model("llama-3-8b"),
-        ParallelConfig(tp=8),
-        replace(SchedulerConfig(), **options),  # type: ignore[arg-type]
-        num_blocks=num_blocks,
-    )
-    outcome = Simulation(*replica.build(), trace).run()
-    ttft_s = outcome.times.ttft_s
-    cached = outcome.num_cached_tokens / int(trace.prompt_tokens.sum())
-    p50, p99 = (percentile(ttft_s, percent) or float("nan") for percent in (50, 99))
-    return cached, p50, p99
+    model, where = find_model("llama-3-8b"), ParallelConfig(tp=8)
+    outcome = Simulation(
+        *Replica(load_spec("a100-80g"), model, where, scheduler, num_blocks=num_blocks).build(), trace
+    ).run()
+    p50, p99 = (percentile(outcome.times.ttft_s, percent) or float("nan") for percent in (50, 99))
+    return outcome.num_cached_tokens / int(trace.prompt_tokens.sum()), p50, p99
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--shares", default="0.1,0.3,1")
-    parser.add_argument("--num-prompts", type=int)
-    parser.add_argument("--plot", type=Path)
-    given = parser.parse_args()
-    trace = read_trace(given.trace).trace.first(given.num_prompts)
-    rows = trace.rows()
+def prefix_hits(
+    trace: Path, shares: str = "0.1,0.3,1", num_prompts: int | None = None, plot: Path | None = None
+) -> None:
+    """Play a trace with KV pools that hold some shares of its distinct tokens."""
+    given, parts = read_trace(trace).trace.first(num_prompts), numbers("shares", shares)
+    rows = given.rows()
     distinct = len({one for row in rows for one in (row.prefix_hashes or ())[: row.prompt_tokens // HASHED_TOKENS]})
-    print(f"{len(trace):,} requests, {distinct * HASHED_TOKENS:,} distinct tokens in whole blocks")
-    print("| memory | eviction | hit rate | TTFT P50 / P99 |\n| --- | --- | --- | --- |")
-    lines: dict[str, list[float]] = {}
-    shares = [float(share) for share in given.shares.split(",")]
-    for share in shares:
+    print(f"{len(given):,} requests, {distinct * HASHED_TOKENS:,} distinct tokens in whole blocks")
+    print_head("memory", "eviction", "hit rate", "TTFT P50 / P99")
+    lines: dict[str, list[float]] = {name: [] for name in (*POLICIES, "Belady")}
+    for share in parts:
         capacity = max(int(distinct * share), 1)
-        blocks = capacity * HASHED_TOKENS // 256
-        for name, options in (
-            ("none kept", {"prefix_caching": False}),
-            ("lru", {"prefix_eviction": "lru"}),
-            ("value", {"prefix_eviction": "value"}),
-        ):
-            rate, p50, p99 = play(trace, blocks, **options)
-            lines.setdefault(name, []).append(rate)
-            print(f"| {share:.0%} | {name} | {rate:.1%} | {p50:.2f} / {p99:.1f} s |", flush=True)
-        lines.setdefault("Belady", []).append(belady(trace, capacity))
-        print(f"| {share:.0%} | Belady | {lines['Belady'][-1]:.1%} | |", flush=True)
-    if given.plot is not None:
+        for name, scheduler in POLICIES.items():
+            rate, p50, p99 = play(given, capacity * HASHED_TOKENS // 256, scheduler)
+            lines[name].append(rate)
+            print_row(f"{share:.0%}", name, f"{rate:.1%}", f"{p50:.2f} / {p99:.1f} s")
+        lines["Belady"].append(belady(given, capacity))
+        print_row(f"{share:.0%}", "Belady", f"{lines['Belady'][-1]:.1%}", "")
+    if plot is not None:
         import matplotlib.pyplot as plt
 
         figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
         for name in ("Belady", "value", "lru"):
-            axes.plot(100 * np.array(shares), 100 * np.array(lines[name]), marker="o", label=name)
+            axes.plot(100 * np.array(parts), 100 * np.array(lines[name]), marker="o", label=name)
         axes.set(
             xlabel="KV memory, % of the trace's distinct tokens", ylabel="prompt tokens not computed, %", ylim=(0, 45)
         )
         axes.legend()
-        figure.savefig(given.plot, dpi=110)
+        figure.savefig(plot, dpi=110)
 
 
 if __name__ == "__main__":
-    main()
+    main(prefix_hits)

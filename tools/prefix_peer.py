@@ -9,23 +9,25 @@ same weights, threads and memory, the idle one stopped; each run begins with an 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from medha.bench.compare import start_peer
-from medha.bench.harness import Subject
 from medha.bench.peers import PAGE
 from medha.bench.timing import in_turn
+from medha.models.folder import parse_json_object
 from medha.workload.io import read_trace
 from medha.workload.trace import HASHED_TOKENS, Trace
+from tools.command import main
+from tools.live import random_llama
 
 
 def prompts_of(trace: Trace, divide_by: int, vocab_size: int) -> list[list[int]]:
@@ -40,45 +42,43 @@ def prompts_of(trace: Trace, divide_by: int, vocab_size: int) -> list[list[int]]
     return prompts
 
 
-def main() -> None:
-    """Run the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--peer-python", required=True)
-    parser.add_argument("--hf-overrides", type=json.loads, default={})
-    parser.add_argument("--num-requests", type=int, default=100)
-    parser.add_argument("--divide-by", type=int, default=8)
-    parser.add_argument("--num-kv-tokens", type=int, default=1 << 20)
-    parser.add_argument("--engine-options", type=json.loads, default={})
-    parser.add_argument("--runs", type=int, default=3)
-    asked = parser.parse_args()
-    trace = read_trace(asked.trace, "mooncake").trace.first(asked.num_requests)
-    subject = Subject(hf_overrides=asked.hf_overrides)
+def prefix_peer(
+    trace: Path,
+    peer_python: Annotated[str, typer.Option()],
+    hf_overrides: str = "{}",
+    num_requests: int = 100,
+    divide_by: int = 8,
+    num_kv_tokens: int = 1 << 20,
+    engine_options: str = "{}",
+    runs: int = 3,
+) -> None:
+    """Serve the first requests of a trace by both engines in turn."""
+    rows = read_trace(trace, "mooncake").trace.first(num_requests)
+    subject = random_llama(hf_overrides)
     model = subject.model_config(longest=1)
-    prompts = prompts_of(trace, asked.divide_by, model.vocab_size)
-    outputs = [max(row.output_tokens // asked.divide_by, 1) for row in trace.rows()]
+    prompts = prompts_of(rows, divide_by, model.vocab_size)
+    outputs = [max(row.output_tokens // divide_by, 1) for row in rows.rows()]
     longest = max(len(ids) + number for ids, number in zip(prompts, outputs, strict=True))
     settings: dict[str, Any] = {"dtype": "float32", "num_threads": 2, "enable_prefix_caching": True, "seed": 0}
-    settings |= {"kv_cache_memory_bytes": asked.num_kv_tokens * model.kv_bytes_per_token(4), "max_model_len": longest}
-    settings["engine_options"] = asked.engine_options
+    settings |= {"kv_cache_memory_bytes": num_kv_tokens * model.kv_bytes_per_token(4), "max_model_len": longest}
+    settings["engine_options"] = parse_json_object(engine_options.encode(errors="replace"), "engine_options")
     work = {"prompts": prompts, "num_outputs": outputs, "way": "anew"}
     with subject.checkpoint(longest, dtype="float32", seed=0) as folder, ExitStack() as stack:
         settings["model"] = folder
-        pythons = {"medha": sys.executable, "vllm": asked.peer_python}
+        pythons = {"medha": sys.executable, "vllm": peer_python}
         workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
-        contestants = {name: partial(one.ask, **work) for name, one in workers.items()}
-        found = in_turn(contestants, warmup=1, runs=asked.runs)
-        total = sum(map(len, prompts))
-        report: dict[str, Any] = {"prompt_tokens": total, "output_tokens": sum(outputs), "page": PAGE}
-        for name, answers in found.items():
-            hits = [sum(tokens[0] for tokens in one["tokens"]) for one in answers]
-            seconds = [one["seconds"] for one in answers]
-            report[name] = {"hit_tokens": hits, "seconds": seconds, "median_s": statistics.median(seconds)}
-            report[name] |= {"versions": workers[name].ready["versions"], "options": workers[name].ready["options"]}
-        pairs = zip(found["medha"][-1]["tokens"], found["vllm"][-1]["tokens"], strict=True)
-        report["num_equal"] = sum(ours[1:] == theirs[1:] for ours, theirs in pairs)
+        found = in_turn({name: partial(one.ask, **work) for name, one in workers.items()}, warmup=1, runs=runs)
+    total = sum(map(len, prompts))
+    report: dict[str, Any] = {"prompt_tokens": total, "output_tokens": sum(outputs), "page": PAGE}
+    for name, answers in found.items():
+        hits = [sum(tokens[0] for tokens in one["tokens"]) for one in answers]
+        seconds = [one["seconds"] for one in answers]
+        report[name] = {"hit_tokens": hits, "seconds": seconds, "median_s": statistics.median(seconds)}
+        report[name] |= {key: workers[name].ready[key] for key in ("versions", "options")}
+    pairs = zip(found["medha"][-1]["tokens"], found["vllm"][-1]["tokens"], strict=True)
+    report["num_equal"] = sum(ours[1:] == theirs[1:] for ours, theirs in pairs)
     print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    main(prefix_peer)

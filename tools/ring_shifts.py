@@ -9,18 +9,18 @@ needs it. From the ranks' records: the seconds of the chunk, and of these the mo
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 
 from medha.batch import Batch, Deal, Extent, Row, Shared
 from medha.bench.cli import Report
-from medha.bench.harness import Local, Subject, on_ranks
+from medha.bench.harness import Local, on_ranks
+from medha.errors import ConfigError
 from medha.parallel.launch import is_first_rank
 from medha.parallel.ring import Moving
 from medha.params import SamplingParams
@@ -28,6 +28,8 @@ from medha.profile.steps import FIRST_SLOT
 from medha.timeline import RankRecords
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
+from tools.command import main
+from tools.live import random_llama
 
 BLOCK = 256
 
@@ -91,22 +93,14 @@ def run(local: Local, *, history: int, chunk: int, runs: int) -> Report:
     return found
 
 
-def main() -> None:
-    """Measure, and print two lines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--history", type=int, default=32768)
-    parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--runs", type=int, default=3, help="of each kind, behind one that does not count")
-    parser.add_argument("--hf-overrides", type=json.loads, default=None)
-    args = parser.parse_args()
-    if args.chunk > args.history:
-        parser.error(f"--chunk {args.chunk}; accepted: at most the history of {args.history}")
+def ring_shifts(history: int = 32768, chunk: int = 2048, runs: int = 3, hf_overrides: str = "{}") -> None:
+    """Measure, --runs of each kind behind one that does not count; print two lines."""
+    if chunk > history:
+        raise ConfigError(f"chunk={chunk}; accepted: at most the history of {history}")
     patch()
-    options: dict[str, Any] = {"history": args.history, "chunk": args.chunk, "runs": args.runs}
-    engine = {"num_threads": 1, "kvp": 2, "block_size": BLOCK, "num_kv_blocks": args.history // BLOCK + 2}
-    subject = Subject(hf_overrides=args.hf_overrides)
-    longest = args.history + args.chunk
-    found = on_ranks(subject, lambda local: run(local, **options), longest=longest, fills=True, **engine)
+    engine = {"num_threads": 1, "kvp": 2, "block_size": BLOCK, "num_kv_blocks": history // BLOCK + 2}
+    work = partial(run, history=history, chunk=chunk, runs=runs)
+    found = on_ranks(random_llama(hf_overrides), work, longest=history + chunk, fills=True, **engine)
     if found is None or not is_first_rank():
         return
     for what, (chunk_s, shift_s) in found.items():
@@ -115,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ring_shifts)

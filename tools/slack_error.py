@@ -12,7 +12,6 @@ happened, signed in the median: below 0 needs were said to be smaller than they 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,12 @@ from examples.reproduce.load import MIX, Load
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.engine import replay
+from medha.errors import ConfigError
 from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
+from tools.command import main, print_head, print_row
 
 LONG = 8192
 
@@ -74,9 +75,9 @@ class Watched(Scheduler):
         return super().complete(batch, now_s, results, busy_s)
 
 
-def table(ended: list[_Prefill]) -> str:
-    """Relative errors, by when it was said and how long the prompts are, in Markdown."""
-    lines = [f"| said | prompts | number | median | median of sizes | P90 of sizes |\n|{' --- |' * 6}"]
+def show(ended: list[_Prefill]) -> None:
+    """Print relative errors, by when it was said and how long the prompts are."""
+    print_head("said", "prompts", "number", "median", "median of sizes", "P90 of sizes")
     several = [one for one in ended if len(one.busy_s) > 1]
     for is_long, name in ((False, f"below {LONG:,}"), (True, f"{LONG:,} and more")):
         group = [one for one in several if (one.request.num_prompt_tokens >= LONG) == is_long]
@@ -87,20 +88,7 @@ def table(ended: list[_Prefill]) -> str:
         for said, found in errors.items():
             sizes = np.abs(found) if found else np.full(1, np.nan)
             cells = (np.median(found or [np.nan]), np.median(sizes), np.percentile(sizes, 90))
-            lines.append(f"| {said} | {name} | {len(found)} | {' | '.join(f'{100 * x:.1f} %' for x in cells)} |")
-    return "\n".join(lines)
-
-
-def simulated(given: argparse.Namespace) -> Watched:
-    """A scheduler that has served medha-mix on 8 A100s."""
-    config = SchedulerConfig(policy=given.policy)
-    scheduler, pipeline = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), config).build()
-    trace = Load(MIX, given.qps, given.duration, seed=given.seed).trace()
-    if given.tpot_s is not None:
-        trace = replace(trace, tpot_slo_s=np.full(len(trace), given.tpot_s))
-    watched = Watched(scheduler.config, predictor=scheduler.predictor, **scheduler.sizes)
-    Simulation(watched, pipeline, trace, stop_s=given.duration).run()
-    return watched
+            print_row(said, name, len(found), *(f"{100 * x:.1f} %" for x in cells))
 
 
 def replayed(journal: Path) -> list[Watched]:
@@ -114,22 +102,31 @@ def replayed(journal: Path) -> list[Watched]:
     with mock.patch.object(replay, "Scheduler", make):
         found = replay.replay(journal)
     if found.mismatch is not None:
-        raise SystemExit(f"the journal is of another version: {found.mismatch}")
+        raise ConfigError(f"journal={str(journal)!r} is of another version: {found.mismatch}; accepted: one of this")
     return watched
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--journal", type=Path)
-    parser.add_argument("--qps", type=float, default=0.5)
-    parser.add_argument("--duration", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tpot-s", type=float)
-    parser.add_argument("--policy", default="priority")
-    given = parser.parse_args()
-    watched = [simulated(given)] if given.journal is None else replayed(given.journal)
-    print(table([one for scheduler in watched for one in scheduler.ended]))
+def slack_error(
+    journal: Path | None = None,
+    qps: float = 0.5,
+    duration: float = 600.0,
+    seed: int = 0,
+    tpot_s: float | None = None,
+    policy: str = "priority",
+) -> None:
+    """Hold what the scheduler said to what happened, in a journal or in a simulation of medha-mix on 8 A100s."""
+    if journal is not None:
+        watched = replayed(journal)
+    else:
+        replica = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8))
+        scheduler, pipeline = replace(replica, scheduler=SchedulerConfig(policy=policy)).build()
+        trace = Load(MIX, qps, duration, seed=seed).trace()
+        if tpot_s is not None:
+            trace = replace(trace, tpot_slo_s=np.full(len(trace), tpot_s))
+        watched = [Watched(scheduler.config, predictor=scheduler.predictor, **scheduler.sizes)]
+        Simulation(watched[0], pipeline, trace, stop_s=duration).run()
+    show([one for each in watched for one in each.ended])
 
 
 if __name__ == "__main__":
-    main()
+    main(slack_error)

@@ -9,21 +9,21 @@ rounds, seconds of the wall clock: all requests served, and the median TTFT. The
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import time
-from collections import defaultdict
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from medha import LLM
-from medha.bench.harness import Subject, random_prompt
+from medha.bench.harness import random_prompt
 from medha.bench.load import fixed_output, serve_load
+from medha.bench.timing import in_turn
 from medha.engine.arrivals import Arrival
+from medha.engine.engine import Engine
+from tools.command import chosen, main
+from tools.live import engines_of, random_llama
 
 LOADS = {"chats": [(128, 64)] * 16, "four": [(2048, 1)] * 4, "one": [(16384, 1)]}
 SETS: dict[str, dict[str, Any]] = {
@@ -34,40 +34,28 @@ SETS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    """Run the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf-overrides", type=json.loads, default={})
-    parser.add_argument("--num-threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=[*LOADS])
-    given = parser.parse_args()
-    torch.set_num_threads(given.num_threads)
-    subject, longest = Subject(hf_overrides=given.hf_overrides), 16385
+def tuned(hf_overrides: str = "{}", num_threads: int = 2, rounds: int = 7, loads: str = ",".join(LOADS)) -> None:
+    """Serve loads under the default options and under hand-tuned ones, in turn."""
+    names = chosen("loads", loads, LOADS)
+    torch.set_num_threads(num_threads)
+    subject, chance = random_llama(hf_overrides), np.random.default_rng(0)
     vocab_size = subject.model_config(longest=1).vocab_size
-    options: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False, "max_model_len": longest}
-    options |= {"hf_overrides": subject.overrides(longest)}
-    chance = np.random.default_rng(0)
-    found: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    with ExitStack() as stack:
-        engines = {name: stack.enter_context(LLM(subject.folder, **options, **SETS[name])).engine for name in SETS}
-        for turn in range(given.rounds + 1):
-            names = [*SETS][turn % len(SETS) :] + [*SETS][: turn % len(SETS)]
-            for load, name in ((load, name) for load in given.loads for name in names):
-                arrivals = [
-                    Arrival(f"{turn}-{i}", random_prompt(prompt, vocab_size, chance), fixed_output(output))
-                    for i, (prompt, output) in enumerate(LOADS[load])
-                ]
-                start_s = time.perf_counter()
-                outcomes = serve_load(engines[name], arrivals).outcomes
-                total_s = time.perf_counter() - start_s
-                ttft_s = statistics.median(one.ttft_s for one in outcomes if one.ttft_s is not None)
-                if turn:
-                    found[load, name].append((total_s, ttft_s))
+
+    def served(engine: Engine, load: str) -> tuple[float, float]:
+        arrivals = [
+            Arrival(f"{i}", random_prompt(prompt, vocab_size, chance), fixed_output(output))
+            for i, (prompt, output) in enumerate(LOADS[load])
+        ]
+        outcomes, duration_s = serve_load(engine, arrivals)
+        return duration_s, statistics.median(one.ttft_s for one in outcomes if one.ttft_s is not None)
+
+    with engines_of(subject, SETS, longest=16385) as engines:
+        runs = {(load, name): partial(served, engine, load) for load in names for name, engine in engines.items()}
+        found = in_turn(runs, warmup=1, runs=rounds)
     for (load, name), times in sorted(found.items()):
         total_s, ttft_s = (statistics.median(column) for column in zip(*times, strict=True))
         print(json.dumps({"load": load, "options": name, "total_s": round(total_s, 4), "ttft_s": round(ttft_s, 4)}))
 
 
 if __name__ == "__main__":
-    main()
+    main(tuned)

@@ -12,7 +12,6 @@ seconds of each node, frames and bytes each way. Exits with the greater code. Ne
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import fcntl
 import json
@@ -28,6 +27,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.command import main
 
 HOSTS = ("left", "right")
 SUBNET = "10.77.0"  # node i has address i + 1
@@ -153,37 +154,36 @@ def start_node(i: int, namespace: str, num_ranks: int, arguments: Sequence[str])
     return subprocess.Popen(["ip", "netns", "exec", namespace, *named], env=env)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="each way")
-    parser.add_argument("--rate-mbit", type=float, default=10_000.0, help="each way")
-    parser.add_argument("--loss", type=float, default=0.0, help="share of the frames")
-    parser.add_argument("--cut-after-s", type=float, help="the cable is cut then")
-    parser.add_argument("--nproc-per-node", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0, help="of the frames that are lost")
-    parser.add_argument("command", nargs="+", help="what torchrun runs, behind --")
-    given = parser.parse_args()
+def two_hosts(
+    command: list[str],
+    delay_ms: float = 0.0,
+    rate_mbit: float = 10_000.0,
+    loss: float = 0.0,
+    cut_after_s: float | None = None,
+    nproc_per_node: int = 1,
+    seed: int = 0,
+) -> int:
+    """Run a job of torchrun on two hosts; what it runs stands behind --. Delay and rate of the cable are each way,
+    --loss is a share of its frames, drawn by --seed, and with --cut-after-s it is cut then."""
     namespaces = [f"medha-{os.getpid()}-{host}" for host in HOSTS]
     cut, over = threading.Event(), threading.Event()
     try:
         taps = set_up(namespaces)
-        cable = given.delay_ms / 1e3, given.rate_mbit * 1e6 / 8, given.loss
+        cable = delay_ms / 1e3, rate_mbit * 1e6 / 8, loss
         ways = [Way(taps[0], taps[1], *cable), Way(taps[1], taps[0], *cable)]
-        threading.Thread(target=relay, args=(ways, cut, over, given.seed), daemon=True).start()
+        threading.Thread(target=relay, args=(ways, cut, over, seed), daemon=True).start()
         start_s = time.monotonic()
-        nodes = [start_node(i, name, given.nproc_per_node, given.command) for i, name in enumerate(namespaces)]
-        report: dict[str, object] = {}
+        nodes = [start_node(i, name, nproc_per_node, command) for i, name in enumerate(namespaces)]
         ended_s: dict[int, float] = {}
         while len(ended_s) < len(nodes):
             now_s = time.monotonic() - start_s
-            if given.cut_after_s is not None and now_s >= given.cut_after_s and not cut.is_set():
+            if cut_after_s is not None and now_s >= cut_after_s and not cut.is_set():
                 cut.set()
                 print(f"two_hosts: the cable is cut after {now_s:.1f} s", file=sys.stderr, flush=True)
             ended_s |= {i: now_s for i, node in enumerate(nodes) if i not in ended_s and node.poll() is not None}
             time.sleep(0.05)
-        over.set()
         codes = [node.wait() for node in nodes]
-        report |= {"exit_codes": codes, "seconds": [round(ended_s[i], 2) for i in range(len(nodes))]}
+        report = {"exit_codes": codes, "seconds": [round(ended_s[i], 2) for i in range(len(nodes))]}
         report |= {name: [getattr(way, name) for way in ways] for name in ("num_frames", "num_bytes", "num_lost")}
         print(json.dumps(report), flush=True)
         return max(map(abs, codes))
@@ -193,4 +193,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main(two_hosts)

@@ -32,6 +32,7 @@ class Claim:
         value: the number, or two for a range; 1 for a statement.
         unit: of the number.
         figure: of ours that answers it, or empty.
+        how: what the answer was computed with, and why it differs where it does; in braces the facts of the answer.
         reason: why no figure does; empty where one does.
         neutral: value at which nothing changes: ours has to be on the same side; None where there is none.
         basis: what the answer rests on where a verdict says nothing of the system, so that it is not counted:
@@ -48,6 +49,7 @@ class Claim:
     value: Any
     unit: str
     figure: str = ""
+    how: str = ""
     reason: str = ""
     neutral: float | None = None
     basis: str = ""

@@ -58,19 +58,20 @@ class Panel:
     yticks: Mapping[str, float] = field(default_factory=dict)
 
 
+def paths(rows: Mapping[str, tuple[Sequence[float], Sequence[float | None]]], **style: Any) -> list[Line]:
+    """A line for each row of places and values, in the next colour, with the next marker unless told another."""
+    return [
+        Line(name, list(x), list(y), {"color": COLORS[index], "marker": MARKERS[index], **style})
+        for index, (name, (x, y)) in enumerate(rows.items())
+    ]
+
+
 def lines(
     x: Sequence[float], rows: Mapping[str, Sequence[float | None]], *, scale: float = 1.0, **style: Any
 ) -> list[Line]:
-    """A line for each row over ``x``, times a scale, in the next colour, with the next marker unless told another."""
-    return [
-        Line(
-            name,
-            list(x),
-            [None if value is None else scale * value for value in values],
-            {"color": COLORS[index], "marker": MARKERS[index], **style},
-        )
-        for index, (name, values) in enumerate(rows.items())
-    ]
+    """The same for values over one ``x``, times a scale."""
+    scaled = {name: [None if y is None else scale * y for y in values] for name, values in rows.items()}
+    return paths({name: (x, values) for name, values in scaled.items()}, **style)
 
 
 def shares_below(rows: Mapping[str, Sequence[float | None]], *, scale: float = 1.0) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-from examples.reproduce.result import REGISTERED, FigureSpec
+from examples.reproduce.result import FigureSpec
 from medha.errors import ConfigError, hint
 
 _MODULES = (
@@ -13,8 +13,12 @@ _MODULES = (
     *("disaggregation", "capacity", "decode_load", "schedulers", "pools", "layouts", "fragmentation"),
     *("tetris", "batching"),
 )
-_PLACES = {import_module(f"examples.reproduce.figures.{name}").__name__: at for at, name in enumerate(_MODULES)}
-FIGURES = {one.name: one for one in sorted(REGISTERED, key=lambda one: _PLACES[one.run.__module__])}
+FIGURES = {
+    one.name: one
+    for name in _MODULES
+    for one in vars(import_module(f"examples.reproduce.figures.{name}")).values()
+    if isinstance(one, FigureSpec)
+}
 SMALL = ("requirements", "adaptive-chunking", "example")
 """What is computed where nobody asks for more: within seconds."""
 

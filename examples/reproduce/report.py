@@ -58,7 +58,7 @@ def run_figure(figure: FigureSpec, claims: Sequence[Claim], options: Options) ->
     if differing := {claim.id for claim in own} ^ set(result.answers):
         raise RuntimeError(f"figure {figure.name} and claims.toml differ in {', '.join(sorted(differing))}")
     answers = [(claim, result.answers[claim.id]) for claim in own]
-    return result, [Row(claim, answer.ours, answer.sentence) for claim, answer in answers]
+    return result, [Row(claim, answer.ours, claim.how.format(**answer.facts)) for claim, answer in answers]
 
 
 def write_all(figures: Sequence[FigureSpec], claims: Sequence[Claim], options: Options, out: Path) -> None:
@@ -218,9 +218,10 @@ def _number(value: float) -> str:
 def _counts(rows: Sequence[Row]) -> str:
     """Verdicts on what was simulated, and how many rows stand apart."""
     counts = Counter(row.verdict for row in rows if not row.claim.basis)
-    bases = Counter(row.claim.basis for row in rows if row.claim.basis)
+    bases = Counter(row.claim.basis for row in rows if row.claim.basis) + Counter(exceeds=counts.pop("exceeds", 0))
     apart = ", ".join(f"{count} {name}" for name, count in bases.items())
-    return ", ".join(f"{counts[name]} {name}" for name in VERDICTS) + (f"; not counted: {apart}" if apart else "")
+    tally = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if name != "exceeds")
+    return tally + (f"; not counted: {apart}" if apart else "")
 
 
 def _json(figure: FigureSpec, result: FigureResult, rows: Sequence[Row], options: Options) -> str:

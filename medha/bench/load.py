@@ -22,7 +22,7 @@ import numpy as np
 from medha.bench.cli import COUNT, of_load
 from medha.bench.harness import random_prompt
 from medha.config.fields import number
-from medha.engine.arrivals import Arrival
+from medha.engine.arrivals import Arrival, prepare_arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError, EngineDeadError, MedhaError
 from medha.outputs import RequestOutput
@@ -132,9 +132,7 @@ def serve_load(engine: Engine, arrivals: Sequence[Arrival], *, max_concurrency: 
         name, at_s = arrival.request_id, start_s + arrival.arrival_s
         sent[name] = len(arrival.prompt), []
         try:
-            engine.add_request(
-                name, arrival.prompt, arrival.params, slo=arrival.slo, priority=arrival.priority, arrival_s=at_s
-            )
+            engine.add_prepared(prepare_arrival(engine, arrival), arrival_s=at_s)
         except EngineDeadError:
             raise
         except MedhaError as error:

@@ -1,11 +1,15 @@
 """A load on a live engine: what becomes of its requests."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from medha.bench.cli import Report
 from medha.bench.harness import Local, Subject, on_ranks
 from medha.bench.load import fixed_output, serve_load
 from medha.engine.arrivals import Arrival
+from medha.engine.request import Request
 from tests.bench.shapes import TINY
 
 
@@ -50,3 +54,15 @@ def test_a_refused_request_has_an_error_and_the_others_go_on(local: Local) -> No
     assert not long.is_completed and long.error.startswith("ContextLengthError: ") and long.ttft_s is None
     assert (long.input_len, long.output_len) == (100, 0)
     assert a.is_completed
+
+
+def test_requests_keep_their_tenants(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants, add = list[str](), local.engine.add_prepared
+
+    def noted(request: Request, **named: Any) -> None:
+        tenants.append(request.tenant)
+        add(request, **named)
+
+    monkeypatch.setattr(local.engine, "add_prepared", noted)
+    serve_load(local.engine, [replace(arrival("a"), tenant="chat"), arrival("b")])
+    assert tenants == ["chat", ""]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.profile.fit import fit_chunks, fit_curve, fit_decodes, isotonic
-from tools.kernel_fit import best_tile, fit_mixed
+from tools.kernels import best_tile, fit_mixed
 
 SIZES = np.array([32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1280, 1536, 2048])
 KV = np.array([0, 512, 1024, 2048, 4096, 8192])

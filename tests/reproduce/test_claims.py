@@ -11,7 +11,7 @@ import pytest
 
 from examples.reproduce.claims import BASES, KINDS, Claim, load_claims
 from examples.reproduce.registry import FIGURES, SMALL, find_figures
-from examples.reproduce.report import _counts, run_figure, save
+from examples.reproduce.report import Row, _counts, run_figure, save
 from examples.reproduce.result import VERDICTS, Options, ratio, verdict
 from medha.errors import ConfigError
 from tests.reproduce import PLAYED
@@ -26,6 +26,7 @@ def test_each_claim_has_a_known_figure_or_a_reason() -> None:
     assert len(claims) > 80
     for one in claims:
         assert one.figure in FIGURES or (not one.figure and len(one.reason) > 20), one.id
+        assert bool(one.how) == bool(one.figure), one.id
     assert set(FIGURES) == {one.figure for one in claims if one.figure}
 
 
@@ -48,6 +49,8 @@ def test_what_was_not_simulated_is_not_counted() -> None:
     assert len([one for one in claims if one.basis]) == 33
     _, rows = run_figure(FIGURES["intensity"], claims, Options())
     assert _counts(rows) == "0 reproduced, 0 partly, 0 not; not counted: 3 arithmetic"
+    more = [Row(claim(neutral=1.0), ours, "") for ours in (2.0, 9.0, 0.1)]
+    assert _counts(more) == "1 reproduced, 0 partly, 1 not; not counted: 1 exceeds"
 
 
 def test_fields_of_claims() -> None:
@@ -73,6 +76,12 @@ def test_fields_of_claims() -> None:
         (claim(), -2.0, "not"),
         (claim(neutral=1.0), 2.15, "reproduced"),
         (claim(neutral=1.0), 1.01, "not"),
+        (claim(neutral=1.0), 3.0, "partly"),
+        (claim(neutral=1.0), 3.1, "exceeds"),
+        (claim(neutral=1.0), 0.1, "not"),
+        (claim(neutral=0.0), 4.1, "not"),
+        (claim("range", (1.2, 1.4), neutral=1.0), (1.2, 1.9), "exceeds"),
+        (claim("range", (1.2, 1.4), neutral=1.0), (1.0, 1.9), "not"),
         (claim(value=1.05, neutral=1.0), 0.98, "not"),
         (claim(value=0, neutral=1.0), 0.1, "reproduced"),
         (claim(value=0), 0.0, "reproduced"),

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from examples.reproduce.baselines.disaggregation import largest_prefill, stage_memories
-from examples.reproduce.figures.disaggregation import LAYOUTS, run, spare_factor
+from examples.reproduce.figures.disaggregation import LAYOUTS, spare_factor
+from examples.reproduce.registry import FIGURES
 from examples.reproduce.result import Options
 from examples.reproduce.timing import MODELS, M, a100
 from medha.config import ParallelConfig
@@ -28,10 +29,10 @@ def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout:
 
 
 def test_the_figure_counts_what_is_refused_and_says_by_how_much_1m_fits() -> None:
-    answer = run(Options()).answers["disaggregated-oom"]
-    assert f"{100 * answer.ours:.0f} run out" in answer.sentence and len(LAYOUTS) ** 2 == 100
+    answer = FIGURES["disaggregation"].run(Options()).answers["disaggregated-oom"]
+    assert answer.facts["failing"] == 100 * answer.ours and answer.facts["pairs"] == len(LAYOUTS) ** 2 == 100
     (memory,) = stage_memories(a100(), SMALL, ParallelConfig(tp=8))
     spare = spare_factor([memory], M)
-    assert f"at {spare:.2f} times the activations" in answer.sentence
+    assert answer.facts["spare"] == spare
     activations = int(memory.activation_token * spare)
     assert spare_factor([replace(memory, activation_token=activations)], M) == pytest.approx(1, rel=1e-4)

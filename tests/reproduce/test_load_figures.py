@@ -11,7 +11,7 @@ import pytest
 
 from examples.reproduce import load
 from examples.reproduce.claims import load_claims
-from examples.reproduce.figures import capacity, layouts, pools
+from examples.reproduce.figures import capacity, layouts
 from examples.reproduce.load import Load, System
 from examples.reproduce.registry import FIGURES
 from examples.reproduce.report import run_figure, save
@@ -103,5 +103,5 @@ def test_answers_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(served, finish_s=finish_s)
 
     patched(monkeypatch, half_with_a_pool)
-    answers = pools.run(OPTIONS).answers
+    answers = FIGURES["pools"].run(OPTIONS).answers
     assert 0 < answers["pool-10"].ours <= 50

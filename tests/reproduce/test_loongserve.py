@@ -143,8 +143,8 @@ def test_batches_are_the_best_of_all_ways(seed: int) -> None:
     if plan is None:
         assert least(lengths, used) == math.inf
         return
-    batches = [lengths[one.first_request : one.end_request] for one in plan]
-    degrees = [one.end_instance - one.first_instance for one in plan]
+    batches = [lengths[one.requests] for one in plan]
+    degrees = [len(used[one.instances]) for one in plan]
     assert sum(map(cost_of, batches, degrees)) == pytest.approx(least(lengths, used), rel=1e-9)
     assert [tokens for batch in batches for tokens in batch] == lengths
 

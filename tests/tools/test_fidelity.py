@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medha.cli.command import run_app
 from medha.cli.report import print_report
 from medha.config import EngineConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
@@ -19,7 +18,8 @@ from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from tests.bench.shapes import TINY
 from tests.tools import write
-from tools.fidelity import app, fidelity
+from tools.command import run_tool
+from tools.fidelity import fidelity, fidelity_command
 from tools.kernels import fit_kernels, read_kernels
 from tools.live_fidelity import LIVE_LLAMA, LiveOptions, figures_of, live_fidelity, make_mix, simulate, spread
 from tools.vllm_run import read_run
@@ -225,8 +225,8 @@ def test_several_ranks_need_a_link(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=1 .*accepted: a link, .* and none with one"):
         fidelity(folder, link=LinkRates(1e-5, 1e11))
     arguments = ["--run", str(path), "--link-bandwidth"]
-    assert run_app(app, "fidelity", [*arguments, "100"]) == 2
-    assert run_app(app, "fidelity", [*arguments, "100", "--link-latency", "10"]) == 0
+    assert run_tool(fidelity_command, [*arguments, "100"]) == 2
+    assert run_tool(fidelity_command, [*arguments, "100", "--link-latency", "10"]) == 0
 
 
 def with_settings(path: Path, *, kv_cache: object = None, **settings: object) -> Path:
@@ -294,12 +294,12 @@ def test_settings_that_cannot_be_simulated(
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    assert run_app(app, "fidelity", ["--run", str(folder), "--output-json", str(path)]) == 0
+    assert run_tool(fidelity_command, ["--run", str(folder), "--output-json", str(path)]) == 0
     out = capsys.readouterr().out
     assert "meta-llama/Llama-3.1-8B: simulated against measured" in out and "makespan: " in out and "met" in out
     written = json.loads(path.read_text())
     assert written["benchmark"] == "fidelity" and written["run"]["num_requests"] == 40
-    assert run_app(app, "fidelity", []) == 2
+    assert run_tool(fidelity_command, []) == 2
     assert "--run" in capsys.readouterr().err
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medha.cli.command import run_app
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.roofline import chunk_slope_s, decode_lines, first_chunk_s, gemm_s
 from medha.errors import ConfigError
 from tests.tools import write
-from tools.fit_spec import PUBLISHED, app, fit, fit_spec
+from tools.command import run_tool
+from tools.fit_spec import PUBLISHED, fit, fit_spec, fit_spec_command
 from tools.gpu_tables import Folders, chunks, decodes, derived_chunks, gemms, has_cached, links
 
 H100 = load_spec("h100-80g")
@@ -133,7 +133,7 @@ def test_what_neither_a_table_nor_a_base_tells_is_named(tmp_path: Path) -> None:
 def test_command_derives_the_committed_specs(tmp_path: Path) -> None:
     for name in ("h200-141g", "b200-180g"):
         out = tmp_path / "out.json"
-        assert run_app(app, "fit_spec", [name, "--base", "h100-80g", "--out", str(out)]) == 0
+        assert run_tool(fit_spec_command, [name, "--base", "h100-80g", "--out", str(out)]) == 0
         assert out.read_text() == (SPECS / f"{name}.json").read_text()
 
 
@@ -142,12 +142,12 @@ def test_command_takes_a_gpu_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text(json.dumps(asdict(PUBLISHED["h200-141g"]) | {"name": "mine", "hbm_bytes_per_s": 6.7e12}))
     write_tables(tmp_path, H100)
     arguments = ["--base", "h100-80g", "--data", str(tmp_path), "--out", str(out)]
-    assert run_app(app, "fit_spec", [str(path), *arguments]) == 0
+    assert run_tool(fit_spec_command, [str(path), *arguments]) == 0
     spec = load_spec(out)
     assert spec.name == "mine"
     assert spec.elementwise.bytes_per_s == pytest.approx(2 * H100.elementwise.bytes_per_s, rel=1e-3)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7 and "/gemm_x" in lines[2]
     path.write_text('{"name": "mine"}')
-    assert run_app(app, "fit_spec", [str(path), "--base", "h100-80g"]) == 2
+    assert run_tool(fit_spec_command, [str(path), "--base", "h100-80g"]) == 2
     assert "is not known" in capsys.readouterr().err

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from medha.cli.command import run_app
-
 pytest.importorskip("matplotlib")
 
-from tools.plot_ttft import app
+from tools.command import run_tool
+from tools.plot_ttft import plot_ttft
 
 RUN = {"label": "lars", "start_times": [0.0, 1.0, 2.0], "ttfts": [0.5, None, 9.0], "input_lens": [10, 20, 9000]}
 REQUESTS = [{"arrival_s": 0.0, "ttft_s": 0.5, "input_len": 10}, {"arrival_s": 1.0, "ttft_s": None, "input_len": 9000}]
@@ -29,6 +28,6 @@ REQUESTS = [{"arrival_s": 0.0, "ttft_s": 0.5, "input_len": 10}, {"arrival_s": 1.
 def test_a_panel_a_system(report: dict[str, object], tmp_path: Path) -> None:
     path, picture = tmp_path / "report.json", tmp_path / "ttft.svg"
     path.write_text(json.dumps(report))
-    assert run_app(app, "plot_ttft", [str(path), str(picture)]) == 0
+    assert run_tool(plot_ttft, [str(path), str(picture)]) == 0
     drawn = picture.read_text()
     assert len(drawn) > 5000 and drawn.count('id="axes_') >= len(report.get("runs", report.get("systems", [1])))  # type: ignore[arg-type]

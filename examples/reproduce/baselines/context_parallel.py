@@ -20,6 +20,9 @@ speed-ups over one rank are 4 % off in the median, at worst 23 %.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.hardware import HardwareSpec, LinkRates
@@ -32,7 +35,7 @@ _PIECE = 16384
 _DTYPE_BYTES = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ContextParallel:
     """A layout: ``cp`` ranks in a ring, each of them ``tp`` accelerators.
 
@@ -60,6 +63,11 @@ class ContextParallel:
         """Accelerators in all."""
         return self.cp * self.tp
 
+    @cached_property
+    def linear(self) -> LinearCosts:
+        """Seconds of all that is not attention."""
+        return LinearCosts(self.spec, self.model, self.tp)
+
 
 def block_bytes(layout: ContextParallel, tokens: float) -> float:
     """Bytes of one layer's keys and values of a block, on one accelerator."""
@@ -67,31 +75,33 @@ def block_bytes(layout: ContextParallel, tokens: float) -> float:
     return 2 * kv_heads * layout.model.head_dim * _DTYPE_BYTES * tokens
 
 
-def prefill_s(layout: ContextParallel, tokens: int) -> float:
-    """Seconds to the first token of a prompt that has the ring to itself."""
-    own = tokens / layout.cp
-    attention_s, exposed_s = attention_parts_s(layout, own)
+def prefill_s(layout: ContextParallel, *prompts: int) -> float:
+    """Seconds to the first token of prompts, in tokens, that are read together and have the ring to themselves."""
+    own = [tokens / layout.cp for tokens in prompts]
+    attention_s, exposed_s = attention_parts_s(layout, *own)
     overhead_s = layout.model.num_layers * (layout.cp - 1) * layout.step_s
-    linear_s = LinearCosts(layout.spec, layout.model, layout.tp)(own)
-    return linear_s + layout.model.num_layers * (attention_s + exposed_s) + overhead_s
+    return layout.linear(sum(own)) + layout.model.num_layers * (attention_s + exposed_s) + overhead_s
 
 
-def attention_parts_s(layout: ContextParallel, own: float) -> tuple[float, float]:
+def attention_parts_s(layout: ContextParallel, *own: float) -> tuple[float, float]:
     """Of one layer: seconds of attention on the slowest rank, and of transfers that are not hidden behind it.
 
     Args:
-        layout: the ring.
-        own: tokens of a rank.
+        layout: the ring; its kind is ``striped`` for several prompts.
+        own: tokens of a rank, of each prompt. The prompts share launches.
     """
-    model, tp = layout.model, layout.tp
-    heads, kv_heads = model.num_heads / tp, max(1.0, model.num_kv_heads / tp)
-    causal_s = float(first_chunk_s(layout.spec, own, heads=heads, head_dim=model.head_dim))
-    whole_s = own * float(chunk_slope_s(layout.spec, own, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim))
-    later_s = causal_s if layout.kind == "striped" else whole_s
+    spec, model, total = layout.spec, layout.model, sum(own)
+    heads = model.num_heads / layout.tp
+    each_s = first_chunk_s(spec, np.array(own), heads=heads, head_dim=model.head_dim)
+    causal_s = later_s = float(each_s.sum()) - (len(own) - 1) * spec.attention.launch_s
     if layout.cp == 1:
         return causal_s, 0.0
+    if layout.kind == "ring":
+        kv_heads = max(1.0, model.num_kv_heads / layout.tp)
+        slope_s = chunk_slope_s(spec, total, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim)
+        later_s = total * float(slope_s)
     link = link_of(layout)
-    send_s = link.alpha_s + block_bytes(layout, own) / link.bytes_per_s
+    send_s = link.alpha_s + block_bytes(layout, total) / link.bytes_per_s
     hidden_in = [causal_s, *([later_s] * (layout.cp - 2))]  # the last block sends nothing on
     exposed_s = sum(max(0.0, send_s - block_s) for block_s in hidden_in)
     return causal_s + (layout.cp - 1) * later_s, exposed_s

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.reproduce.baselines.context_parallel import ContextParallel, LinearCosts, block_bytes, link_of
+from examples.reproduce.baselines.context_parallel import ContextParallel, link_of, prefill_s
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Decodes, Predictor
-from medha.cost.roofline import first_chunk_s, stage_coefficients
+from medha.cost.roofline import stage_coefficients
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens
 
 Floats = NDArray[np.float64]
@@ -64,7 +64,6 @@ class EspCosts:
         self.activation_tokens = (two - one) / self._kv_bytes
         whole = stage_coefficients(spec, model, parallel, 0)
         self._predictor = Predictor(whole, max_tokens=1)
-        self._linear_s = LinearCosts(spec, model, tp)
         degrees = (1, *range(1, num_instances + 1))
         self._rings = [ContextParallel(spec, model, cp=degree, tp=tp) for degree in degrees]
         self.fit = np.array([[np.nan] * 3, *(self._fitted(degree) for degree in range(1, num_instances + 1))])
@@ -72,19 +71,7 @@ class EspCosts:
 
     def prefill_s(self, prompt_tokens: Sequence[int], degree: int) -> float:
         """Seconds of one prefill of these prompts on so many instances."""
-        ring, model, spec = self._rings[degree], self.model, self.spec
-        own = np.asarray(prompt_tokens, dtype=np.float64) / degree
-        own_sum = float(own.sum())
-        each_s = first_chunk_s(spec, own, heads=model.num_heads / self.tp, head_dim=model.head_dim)
-        causal_s = float(each_s.sum()) - (len(own) - 1) * spec.attention.launch_s
-        steps = degree - 1
-        exposed_s = 0.0
-        if steps:
-            link = link_of(ring)
-            send_s = link.alpha_s + block_bytes(ring, own_sum) / link.bytes_per_s
-            exposed_s = steps * max(0.0, send_s - causal_s)
-        layers_s = model.num_layers * (degree * causal_s + exposed_s + steps * ring.step_s)
-        return self._linear_s(own_sum) + layers_s
+        return prefill_s(self._rings[degree], *prompt_tokens)
 
     def estimate_s(self, degree: int, tokens: float, squares: float) -> float:
         """What the manager takes a prefill for: seconds.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_plan import Pending, Situation, fill, plan_batches, select
-from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Group, KvPool, Prefill, Request, Run, assign
+from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Group, KvPool, Prefill, Request, Run
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 
@@ -30,10 +31,6 @@ _FIRST_OUTPUT = 512
 """Tokens that an output is expected to have, before any has ended."""
 _LEAST_STEPS = 10
 """Decodes are never expected to end sooner."""
-
-
-_Event = int | Prefill | Group | None
-"""An arrival by row, the end of a prefill, that of a run of a group, or a time to dispatch."""
 
 
 class Manager:
@@ -60,7 +57,7 @@ class Manager:
         self._prefills: list[Prefill] = []
         self._queue: list[Pending] = []
         self._claims = self._order = self._num_passes = 0
-        self._events: list[tuple[float, int, _Event, Run | None]] = []
+        self._events: list[tuple[float, int, Callable[[], bool | None]]] = []
         self._next_dispatch_s = 0.0
         self._must_decode = False
         self._ended_tokens, self._num_ended = _FIRST_OUTPUT, 1
@@ -73,12 +70,11 @@ class Manager:
     def play(self, rows: Sequence[int], stop_s: float) -> bool:
         """Play these rows of the trace; whether that was stopped before its end."""
         for row in rows:
-            self._push(self._arrivals[row], row)
+            self._push(self._arrivals[row], partial(self._arrive, row))
         while self._events and self._events[0][0] <= stop_s:
             now_s, is_changed = self._events[0][0], False
             while self._events and self._events[0][0] == now_s:
-                _, _, what, run = heapq.heappop(self._events)
-                is_changed = self._handle(what, run) or is_changed
+                is_changed |= heapq.heappop(self._events)[-1]() is not False
             if is_changed and self._queue:
                 self._dispatch(now_s)
             self._start_runs(now_s)
@@ -87,21 +83,10 @@ class Manager:
                 self._account(group, int((stop_s - run.start_s) / run.step_s))
         return bool(self._events)
 
-    def _push(self, time_s: float, what: _Event, run: Run | None = None) -> None:
+    def _push(self, time_s: float, action: Callable[[], bool | None]) -> None:
+        """Do something then; it returns False where there is nothing new for the manager."""
         self._order += 1
-        heapq.heappush(self._events, (time_s, self._order, what, run))
-
-    def _handle(self, what: _Event, run: Run | None) -> bool:
-        """Do what is due; whether there is something new for the manager."""
-        if isinstance(what, int):
-            return self._arrive(what)
-        if isinstance(what, Prefill):
-            self._end_prefill(what)
-        elif isinstance(what, Group):
-            if run is None or what.run is not run:
-                return False
-            self._account(what, run.num_steps)
-        return True
+        heapq.heappush(self._events, (time_s, self._order, action))
 
     def _arrive(self, row: int) -> bool:
         """Queue a request; False where it is refused."""
@@ -249,9 +234,7 @@ class Manager:
         lengths, used = [one.prompt_tokens for one in by_length], [self._pool.used[instance] for instance in instances]
         plan = plan_batches(self._costs, lengths, used)
         for batch in plan or ():
-            requests = by_length[batch.first_request : batch.end_request]
-            on = instances[batch.first_instance : batch.end_instance]
-            self._start_prefill(requests, on, now_s, is_filling=is_filling)
+            self._start_prefill(by_length[batch.requests], instances[batch.instances], now_s, is_filling=is_filling)
         return plan is not None
 
     def _start_prefill(
@@ -268,7 +251,7 @@ class Manager:
             self._pool.owner[instance] = prefill
         self._prefills.append(prefill)
         self._claims += sum(pending.claim_tokens for pending in pendings)
-        self._push(end_s, prefill)
+        self._push(end_s, partial(self._end_prefill, prefill))
 
     def _end_prefill(self, prefill: Prefill) -> None:
         """All its requests have a token, and decode on the instances that keep something, with who waited there."""
@@ -307,7 +290,7 @@ class Manager:
             runs = [group.run for group in self._pool.groups if group.run is not None]
             self._next_dispatch_s = max((run.end_s(_STEPS_BETWEEN) for run in runs), default=now_s)
             if runs:
-                self._push(self._next_dispatch_s, None)
+                self._push(self._next_dispatch_s, lambda: None)
 
     def _start_run(self, group: Group, now_s: float) -> None:
         """Start the next steps of a group, with another instance or another group where memory is short."""
@@ -332,7 +315,6 @@ class Manager:
         num_steps = min(_MAX_STEPS, most_steps, *(request.left for request in group.requests))
         for instance, rows in masters:
             self._pool.used[instance] += rows * num_steps
-        assign(group, masters)
         step_s = self._costs.step_s(
             count,
             max(self._pool.used[instance] for instance in group.instances) - num_steps / 2 * masters[0][1],
@@ -342,7 +324,14 @@ class Manager:
         )
         start_s = max(now_s, *(self._pool.ready_s[instance] for instance in group.instances))
         group.run = Run(start_s, step_s, num_steps, masters)
-        self._push(group.run.end_s(num_steps), group, group.run)
+        self._push(group.run.end_s(num_steps), partial(self._end_run, group, group.run))
+
+    def _end_run(self, group: Group, run: Run) -> bool:
+        """Enter that a group has done its run, if nobody interrupted it."""
+        if group.run is not run:
+            return False
+        self._account(group, run.num_steps)
+        return True
 
     def _interrupt(self, group: Group, now_s: float) -> None:
         """End a group's run with the step that is under way."""
@@ -362,14 +351,15 @@ class Manager:
         for instance in group.instances:
             self._pool.ready_s[instance] = end_s
         num_even = num_steps * len(group.requests)
-        for request in group.requests:
+        masters = [instance for instance, rows in run.masters for _ in range(rows)]
+        for request, master in zip(group.requests, masters, strict=True):
             if request.last_s != run.start_s:
                 self._gaps.add(first_s - request.last_s)
                 num_even -= 1
             request.last_s = end_s
             request.done += num_steps
             request.left -= num_steps
-            request.kv[request.master] = request.kv.get(request.master, 0) + num_steps
+            request.kv[master] = request.kv.get(master, 0) + num_steps
         if num_even:
             self._gaps.add(run.step_s, num_even)
         self._release(group, end_s)

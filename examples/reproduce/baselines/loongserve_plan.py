@@ -55,14 +55,11 @@ class Situation:
     decode_rate: float
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A batch of neighbours among the sorted requests, on neighbours among the sorted instances; ends excluded."""
+class Planned(NamedTuple):
+    """A batch of neighbours among the sorted requests, on neighbours among the sorted instances."""
 
-    first_request: int
-    end_request: int
-    first_instance: int
-    end_instance: int
+    requests: slice
+    instances: slice
 
 
 def select(costs: EspCosts, queue: Sequence[Pending], now: Situation, *, may_pass: bool) -> list[int]:
@@ -177,6 +174,6 @@ def plan_batches(costs: EspCosts, prompt_tokens: Sequence[int], used: Sequence[i
     plan = []
     while request:
         previous, first_request = came_from[end, request]
-        plan.append(Planned(first_request, request, previous, end))
+        plan.append(Planned(slice(first_request, request), slice(previous, end)))
         end, request = previous, first_request
     return plan[::-1]

@@ -23,7 +23,6 @@ class Request:
     left: int
     done: int = 1
     kv: dict[int, int] = field(default_factory=dict)
-    master: int = 0
     last_s: float = 0.0
 
     @property
@@ -203,10 +202,3 @@ class KvPool:
                 masters.append((instance, rows))
                 left -= rows
         return None if left else masters
-
-
-def assign(group: Group, masters: Sequence[tuple[int, int]]) -> None:
-    """Give each request of a group a master, of which each has so many."""
-    ids = [instance for instance, rows in masters for _ in range(rows)]
-    for request, instance in zip(group.requests, ids, strict=True):
-        request.master = instance

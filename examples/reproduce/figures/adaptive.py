@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from examples.reproduce.plotting import COLORS, Line, Panel, token_label
+from examples.reproduce.plotting import Panel, paths, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, chunk_seconds, h100, stage_predictors
 from medha.config import ParallelConfig
@@ -46,26 +46,20 @@ def run(options: Options) -> FigureResult:
         seconds = chunk_seconds([predictor], tokens, size, decodes=_DECODES)[0]
         _note(static, seconds)
         _note(fitted, adaptive(predictor, tokens, float(seconds.max()))[0])
+    rows = {"static": static, "adaptive": fitted}
     panel = Panel(
         f"{token_label(tokens)} prompt beside 8 decodes, Llama-3 8B, 8 H100s",
         "longest decode latency, ms",
         "prefill, s",
-        [
-            Line(name, [1e3 * s for s in rows["worst_s"]], rows["prefill_s"], {"color": COLORS[i], "marker": "os"[i]})
-            for i, (name, rows) in enumerate({"static": static, "adaptive": fitted}.items())
-        ],
+        paths({name: ([1e3 * s for s in one["worst_s"]], one["prefill_s"]) for name, one in rows.items()}),
         notes=[(1e3 * x, y, str(c)) for c, x, y in zip(SIZES, static["worst_s"], static["prefill_s"], strict=True)],
         log="xy",
     )
     gains = [s / a for s, a in zip(static["prefill_s"], fitted["prefill_s"], strict=True)]
     by_median = _gains_at_equal_median(static, fitted)
-    sentence = (
-        f"For each static size, adaptive chunks under its longest batch as the budget: prefill {min(gains):.2f} to "
-        f"{max(gains):.2f} times as fast, {token_label(tokens)} tokens; at equal median latency "
-        f"{min(by_median):.2f} to {max(by_median):.2f} times. The gain is for small chunks and the longest latency."
-    )
     share = float(np.mean([gain >= 1 - 1e-9 for gain in (*gains, *by_median)]))
-    return FigureResult([panel], {"adaptive-pareto": Answer(share, sentence)})
+    spans = {"least": min(gains), "most": max(gains), "low": min(by_median), "high": max(by_median)}
+    return FigureResult([panel], {"adaptive-pareto": Answer(share, tokens=token_label(tokens), **spans)})
 
 
 def _gains_at_equal_median(static: Mapping[str, list[float]], fitted: Mapping[str, list[float]]) -> list[float]:

@@ -102,46 +102,29 @@ def _beside() -> dict[str, Answer]:
         works: tuple[list[Work], ...] = ([], [Work(_PROMPT, 0, False)], [Work(_CHUNK, _PROMPT - _CHUNK, False)])
         found[tp] = [1e3 * predictor.predict([*decodes, *work]) for work in works]
     listed = "; ".join(f"TP {tp} {a:.0f}, {b:.0f} and {c:.0f} ms" for tp, (a, b, c) in found.items())
+    sizes = {"streams": _STREAMS, "context": _CONTEXT, "prompt": _PROMPT, "chunk": _CHUNK}
     alone, whole, chunk = found[2]
-    used, steps = sum(steps * places for steps, places in _SLOTS), sum(steps for steps, _ in _SLOTS)
-    said = (
-        f"A step of {_STREAMS} decodes at {_CONTEXT} tokens alone, beside {_PROMPT} tokens and beside {_CHUNK}: "
-        f"{listed}. The post has 30, 300 and 35 ms and does not say on how many GPUs; judged on two, where a "
-        "decode takes what it does there."
-    )
+    used, steps = sum(steps * places for steps, places in _SLOTS), 4 * sum(steps for steps, _ in _SLOTS)
     return {
-        "post-static-utilization": Answer(
-            100 * used / (4 * steps), f"{used:,} of {4 * steps:,} steps; the post counts a step for each prompt token."
-        ),
-        "post-stall": Answer(whole, said),
-        "post-chunk": Answer(100 * (chunk / alone - 1), "TP 2, from the same steps."),
+        "post-static-utilization": Answer(100 * used / steps, used=used, steps=steps),
+        "post-stall": Answer(whole, listed=listed, **sizes),
+        "post-chunk": Answer(100 * (chunk / alone - 1)),
     }
 
 
 def _table(orca: Run, runs: dict[int, Run], static: Run) -> dict[str, Answer]:
+    named = {"static": static, "whole prompts": orca, **{f"budget {size}": one for size, one in runs.items()}}
     listed = "; ".join(
         f"{name} {one.tokens_s:,.0f} tokens/s, {1e3 * one.p50_s:.0f} and {1e3 * one.p99_s:.0f} ms"
-        for name, one in (
-            ("static", static),
-            ("whole prompts", orca),
-            *((f"budget {size}", one) for size, one in runs.items()),
-        )
+        for name, one in named.items()
     )
     rows = [orca, *(runs[size] for size in (512, 256, 128))]
     orders = [a.tokens_s >= b.tokens_s and a.p99_s >= b.p99_s for a, b in pairwise(rows)]
     return {
-        "post-orca-static": Answer(
-            orca.tokens_s / static.tokens_s,
-            f"Tokens a second, P50 and P99 between tokens of {USERS} places under a backlog: {listed}.",
-        ),
-        "post-chunks-cost": Answer(
-            100 * (1 - runs[128].tokens_s / orca.tokens_s),
-            f"{USERS} decodes leave nothing of a budget of 128 to prompts until some end, so places stay empty.",
-        ),
-        "post-p99": Answer(
-            orca.p99_s / runs[512].p99_s, "Whole prompts wait together here, one after the other there."
-        ),
-        "post-order": Answer(float(np.mean(orders)), "Each of Orca, 512, 256, 128 against the next, on both counts."),
-        "post-budget-curve": Answer(runs[2048].tokens_s / runs[128].tokens_s, "From the same runs."),
-        "post-budget-flat": Answer(runs[4096].tokens_s / runs[2048].tokens_s, "From the same runs."),
+        "post-orca-static": Answer(orca.tokens_s / static.tokens_s, users=USERS, listed=listed),
+        "post-chunks-cost": Answer(100 * (1 - runs[128].tokens_s / orca.tokens_s), users=USERS),
+        "post-p99": Answer(orca.p99_s / runs[512].p99_s),
+        "post-order": Answer(float(np.mean(orders))),
+        "post-budget-curve": Answer(runs[2048].tokens_s / runs[128].tokens_s),
+        "post-budget-flat": Answer(runs[4096].tokens_s / runs[2048].tokens_s),
     }

@@ -36,10 +36,6 @@ BETTER = 1.5
 """Who has so many times the P90 TTFT is considerably worse."""
 ONE_PERCENT = 0.01
 _RATE = 0.75
-_DEFINITION = (
-    f"Effective capacity: the highest rate up to which {ENOUGH:.0%} of the short requests have TTFT within {SLO_S:g} s "
-    f"and {ENOUGH:.0%} of all and of the long ones that came in the first half of the window finish within it."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,43 +112,24 @@ def _capacity_answer(capacities: Mapping[str, Capacity]) -> Answer:
     theirs = capacities[best.label]
     listed = "; ".join(f"{name}: {found.says}" for name, found in capacities.items())
     base_qps = theirs.qps or theirs.fails_at_qps or math.nan
-    return Answer(
-        ours.qps / base_qps,
-        f"{_DEFINITION} {listed}. The best of the others is divided by, where it holds "
-        "at no rate tested the lowest. The paper tests no rate below 0.25, so that it cannot find more than 7 times.",
-    )
+    return Answer(ours.qps / base_qps, enough=ENOUGH, slo_s=SLO_S, listed=listed)
 
 
 def _ttft(options: Options) -> dict[str, Answer]:
     ours, theirs = (run_of(system, MIX, _RATE, options) for system in (MEDHA, LOONGSERVE))
     quantiles = {share: (theirs.ttft_quantile(share), ours.ttft_quantile(share)) for share in (0.5, 0.9, 0.99)}
-    (median, ours_median), (p90, ours_p90), (p99, ours_p99) = quantiles.values()
+    (median, ours_median), (p90, ours_p90), p99 = quantiles.values()
     slow = stretches_s(theirs.trace.arrival_s, theirs.ttft_s > SLO_S)
     ours_slow = stretches_s(ours.trace.arrival_s, ~ours.is_long & (ours.ttft_s > SLO_S))
-    median_s = f"LoongServe {median}, Medha {ours_median}"
-    overload = _overload(theirs, window_s(options))
+    facts = {"qps": _RATE, "median": (median, ours_median), "overload": _overload(theirs, window_s(options))}
+    tails = facts | {"sign": _sign(p90, ours_p90), "p90": (p90, ours_p90), "p99": p99}
+    bound = "A lower bound. " if ours_p90.is_least else ""
     return {
-        "ttft-median-30": Answer(
-            median.seconds / ours_median.seconds, f"{_sign(median, ours_median)}{median_s} at {_RATE:g} QPS. {overload}"
-        ),
-        "ttft-tail-174": Answer(
-            p90.seconds / ours_p90.seconds,
-            f"{_sign(p90, ours_p90)}P90: LoongServe {p90}, Medha {ours_p90}; P99, among the long ones: "
-            f"{p99} and {ours_p99}. {overload}",
-        ),
-        "median-30-percent": Answer(
-            100 * (1 - ours_median.seconds / median.seconds),
-            f"{median_s} at {_RATE:g} QPS: we get the times of v4's introduction and not the percent of its abstract.",
-        ),
-        "p90-10s": Answer(
-            ours_p90.seconds,
-            f"{'A lower bound. ' if ours_p90.is_least else ''}At {_RATE:g} QPS; all requests, the long ones included.",
-        ),
-        "spikes-100s": Answer(
-            max(slow, default=0.0),
-            f"At {_RATE:g} QPS the longest of {len(slow)} stretches of arrivals that all wait more than {SLO_S:g} s "
-            f"for LoongServe's first token; Medha has {len(ours_slow)} of short requests.",
-        ),
+        "ttft-median-30": Answer(median.seconds / ours_median.seconds, sign=_sign(median, ours_median), **facts),
+        "ttft-tail-174": Answer(p90.seconds / ours_p90.seconds, **tails),
+        "median-30-percent": Answer(100 * (1 - ours_median.seconds / median.seconds), **facts),
+        "p90-10s": Answer(ours_p90.seconds, bound=bound, qps=_RATE),
+        "spikes-100s": Answer(max(slow, default=0.0), qps=_RATE, slo_s=SLO_S, theirs=len(slow), ours=len(ours_slow)),
     }
 
 
@@ -173,21 +150,11 @@ def _overload(theirs: Served, stop_s: float) -> str:
 
 
 def _sensitivity(options: Options) -> dict[str, Answer]:
-    none, one, five = (
-        run_of(LOONGSERVE, *load)
-        for load in ((SHORT, _RATE, options), (MIX, _RATE, options, ONE_PERCENT), (MIX, _RATE, options))
-    )
-    parts = []
-    for share in (0.5, 0.9):
-        base, with_one, with_five = (served.ttft_quantile(share) for served in (none, one, five))
-        parts.append(f"P{100 * share:.0f}: {base} without, {with_one} with 1 %, {with_five} with 5 %")
-    base, with_one = (served.ttft_quantile(0.9) for served in (none, one))
-    return {
-        "long-1-percent": Answer(
-            with_one.seconds / base.seconds,
-            f"{_sign(with_one, base)}P90 at {_RATE:g} QPS; the paper names no quantile. {'; '.join(parts)}.",
-        )
-    }
+    loads = (SHORT, _RATE, options), (MIX, _RATE, options, ONE_PERCENT), (MIX, _RATE, options)
+    runs = [run_of(LOONGSERVE, *load) for load in loads]
+    p50, p90 = ([served.ttft_quantile(share) for served in runs] for share in (0.5, 0.9))
+    sign = _sign(p90[1], p90[0])
+    return {"long-1-percent": Answer(p90[1].seconds / p90[0].seconds, sign=sign, qps=_RATE, p50=p50, p90=p90)}
 
 
 def _short_alike(options: Options) -> Answer:
@@ -198,12 +165,8 @@ def _short_alike(options: Options) -> Answer:
     cases = [1 / ALIKE <= medians[system.label] / ours <= ALIKE for system in BASELINES]
     cases.append(p90[LOONGSERVE.label] >= BEHIND * p90[MEDHA.label])
     listed = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in medians.items())
-    return Answer(
-        float(np.mean(cases)),
-        f"Medians at {low:g} QPS: {listed} (alike: within {ALIKE:g} times Medha's). P90 at {top:g} QPS: LoongServe "
-        f"{p90[LOONGSERVE.label]:.2g} s, Medha {p90[MEDHA.label]:.2g} s (behind: {BEHIND:g} times); at {low:g} QPS "
-        f"LoongServe has {calm_s:.2g} s, so that what our model of it lacks at {top:g} QPS is load.",
-    )
+    limits = {"low": low, "top": top, "alike": ALIKE, "behind": BEHIND}
+    return Answer(float(np.mean(cases)), listed=listed, p90=p90, calm_s=calm_s, **limits)
 
 
 def _short_sarathi(options: Options) -> Answer:
@@ -215,10 +178,7 @@ def _short_sarathi(options: Options) -> Answer:
         )
         cases += [other >= BETTER * ours for other in theirs]
         listed.append(f"{qps:g} QPS {', '.join(f'{1e3 * seconds:.0f}' for seconds in (ours, *theirs))} ms")
-    return Answer(
-        float(np.mean(cases)),
-        f"P90 TTFT of Medha, Sarathi 512 and 2048: {'; '.join(listed)} (considerably: {BETTER:g} times).",
-    )
+    return Answer(float(np.mean(cases)), listed="; ".join(listed), better=BETTER)
 
 
 def _truncated(options: Options) -> Answer:
@@ -228,11 +188,7 @@ def _truncated(options: Options) -> Answer:
         shares = {system.label: run_of(system, MIX, qps, options).finished_share(stop_s / 2) for system in BASELINES}
         cases.append(min(shares.values()) < 1)
         listed.append(f"{qps:g} QPS " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
-    return Answer(
-        float(np.mean(cases)),
-        "Finished within the window, of the requests that came in its first half (later ones need not have the time): "
-        f"{'; '.join(listed)}.",
-    )
+    return Answer(float(np.mean(cases)), listed="; ".join(listed))
 
 
 def stretches_s(arrival_s: Floats, is_slow: NDArray[np.bool_]) -> list[float]:

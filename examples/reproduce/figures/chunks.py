@@ -22,7 +22,6 @@ SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _TP8 = ParallelConfig(tp=8)
 _8B, _70B = MODELS["Llama-3 8B"], MODELS["Llama-3 70B"]
 _SHORT_DECODE = Work(1, 1024, True)
-_DERIVED = "Chunks behind a cache are derived from other kernels, not measured."
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Intensity
@@ -48,16 +47,9 @@ def run_intensity(options: Options) -> FigureResult:
         log="xy",
     )
     answers = {
-        "saturating-chunk": Answer(
-            saturated["Llama-3 70B"],
-            f"Published peak over bandwidth ({ridge:.0f} FLOPs a byte) over 8 query heads a KV head; {reached:.0f} at "
-            "the rates that kernels reach.",
-        ),
-        "gqa-ratio": Answer(chunk_intensity(_70B, 1), "64 query heads over 8 KV heads."),
-        "linear-memory-bound": Answer(
-            float(np.mean([c < ridge for c in (32, 64)])),
-            f"Linear layers do one FLOP a byte for each token, and need {ridge:.0f} tokens.",
-        ),
+        "saturating-chunk": Answer(saturated["Llama-3 70B"], ridge=ridge, reached=reached),
+        "gqa-ratio": Answer(chunk_intensity(_70B, 1)),
+        "linear-memory-bound": Answer(float(np.mean([c < ridge for c in (32, 64)])), ridge=ridge),
     }
     return FigureResult([panel], answers)
 
@@ -118,22 +110,11 @@ def run_overhead(options: Options) -> FigureResult:
     ]
     at_32, at_64 = attention[M][:2]
     falls = [attention[a][i] >= attention[b][i] for a, b in pairwise(lengths) for i in (0, 1)]
-    unhidden = (
-        "It rests on how well reading hides behind arithmetic. Hidden in full, 32 tokens cost "
-        f"{100 * roofline_overhead(_70B, 32):.0f} % at published peaks; ours is derived from prompts and decodes of "
-        "vLLM 0.19 with 128 query rows a tile, and would be 12 and 39 % with 256 and 64 rows fitted in their place."
-    )
     answers = {
-        "chunk-32-overhead": Answer(100 * at_32, unhidden),
-        "chunk-64-minimal": Answer(
-            100 * at_64, "Held to the 11 % of 32 tokens, as no number is given; see the line above."
-        ),
-        "overhead-falls": Answer(float(np.mean(falls)), "32 and 64 tokens, from 16K to 1M, attention alone."),
-        "chunk-32-prefill": Answer(
-            100 * whole[0],
-            f"That is {1 + whole[0]:.2f} times; 1.75 % cannot be meant, as linear layers, all-reduces and the host's "
-            "time of 32,768 batches are not hidden, and 1.75 times is the likelier reading.",
-        ),
+        "chunk-32-overhead": Answer(100 * at_32, hidden=100 * roofline_overhead(_70B, 32)),
+        "chunk-64-minimal": Answer(100 * at_64),
+        "overhead-falls": Answer(float(np.mean(falls))),
+        "chunk-32-prefill": Answer(100 * whole[0], times=1 + whole[0]),
     }
     return FigureResult(panels, answers)
 
@@ -169,11 +150,8 @@ def run_mixed(options: Options) -> FigureResult:
     ]
     ours, large = batch_s("Llama-3 8B", 512, M), batch_s("Llama-3 70B", 512, M)
     floor_s = 4 * 512 * M * _8B.num_heads * _8B.head_dim * _8B.num_layers / (8 * h100().peak_flops_per_s)
-    sentence = (
-        f"The arithmetic alone takes {1e3 * floor_s:.0f} ms at the peak of 8 H100s, so 250 ms means "
-        f"{100 * floor_s / 0.25:.0f} % of it; we get {1e3 * large:.0f} ms for the 70B model. {_DERIVED}"
-    )
-    return FigureResult(panels, {"mixed-512-1m": Answer(1e3 * ours, sentence)})
+    facts = {"floor_ms": 1e3 * floor_s, "share": 100 * floor_s / 0.25, "large_ms": 1e3 * large}
+    return FigureResult(panels, {"mixed-512-1m": Answer(1e3 * ours, **facts)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,14 +179,6 @@ def run_preemption(options: Options) -> FigureResult:
         lines(lengths, held | {"whole prompt, context parallel, 16 A100s": whole}),
         log="xy",
     )
-    answers = {
-        "chunk-tens-of-ms": Answer(
-            1e3 * held["chunk of 512, 8 H100s"][-1],
-            "512 tokens at 4M, Llama-3 8B on 8 H100s; tens of ms taken as below 100.",
-        ),
-        "whole-minutes": Answer(
-            whole[lengths.index(M)],
-            "Striped, the ring alone, 16 A100s as TP 2 times CP 8; at least a minute asked for.",
-        ),
-    }
+    longest_s = held["chunk of 512, 8 H100s"][-1]
+    answers = {"chunk-tens-of-ms": Answer(1e3 * longest_s), "whole-minutes": Answer(whole[lengths.index(M)])}
     return FigureResult([panel], answers)

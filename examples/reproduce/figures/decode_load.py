@@ -52,22 +52,11 @@ def run(options: Options) -> FigureResult:
 
 
 def _without_long(options: Options) -> Answer:
-    ours, theirs = (run_of(system, SHORT, TOP, options) for system in (MEDHA, LOONGSERVE))
-    median_s, ours_s = quantile_s(theirs.tpot_s, 0.5), quantile_s(ours.tpot_s, 0.5)
-    others = [
-        f"{name} {1e3 * a:.3g} and {1e3 * b:.3g} ms"
-        for name, a, b in (
-            ("P90 TPOT", quantile_s(theirs.tpot_s, 0.9), quantile_s(ours.tpot_s, 0.9)),
-            ("P99 TBT", theirs.gaps.quantile_s(0.99), ours.gaps.quantile_s(0.99)),
-        )
-    ]
-    batch_s = fixed_batch_s()
-    return Answer(
-        median_s / ours_s,
-        f"Median TPOT at {TOP:g} QPS: LoongServe {1e3 * median_s:.3g} ms, Medha {1e3 * ours_s:.3g} ms; "
-        f"{', '.join(others)}. Neither has a queue. A decode of ours waits for three batches, and one takes "
-        f"{1e3 * batch_s:.1f} ms however small, more than half of it the host's step and all-reduces of 8 ranks.",
-    )
+    runs = ours, theirs = [run_of(system, SHORT, TOP, options) for system in (MEDHA, LOONGSERVE)]
+    p50, p90 = ([1e3 * quantile_s(run.tpot_s, share) for run in runs] for share in (0.5, 0.9))
+    tbt = [1e3 * run.gaps.quantile_s(0.99) for run in runs]
+    ratio = quantile_s(theirs.tpot_s, 0.5) / quantile_s(ours.tpot_s, 0.5)
+    return Answer(ratio, qps=TOP, p50=p50, p90=p90, tbt=tbt, batch_ms=1e3 * fixed_batch_s())
 
 
 def _with_long(options: Options) -> dict[str, Answer]:
@@ -78,17 +67,10 @@ def _with_long(options: Options) -> dict[str, Answer]:
         times.append(over.seconds / under.seconds)
         tpots.append(quantile_s(theirs.tpot_s, 0.5) / quantile_s(ours.tpot_s, 0.5))
         parts.append(f"{qps:g} QPS: TTFT {ratio_says(over, under)}{times[-1]:.3g} times, TPOT {tpots[-1]:.2g} times")
-    listed = f"LoongServe's medians over Medha's: {'; '.join(parts)}."
-    why = "Medha's is three batches of 20 ms, while LoongServe decodes on instances that do not prefill."
+    listed, share = "; ".join(parts), float(np.mean([tpot >= 1 / COMPARABLE for tpot in tpots]))
     return {
-        "ttft-order": Answer(
-            float(np.median(times)), f"{listed} The answer is the median of these. TPOT is not comparable: {why}"
-        ),
-        "tpot-comparable": Answer(
-            float(np.mean([tpot >= 1 / COMPARABLE for tpot in tpots])),
-            f"Share of four rates with at most {COMPARABLE:g} times LoongServe's median TPOT. {listed} {why} "
-            f"{_token_bound(options)}",
-        ),
+        "ttft-order": Answer(float(np.median(times)), listed=listed),
+        "tpot-comparable": Answer(share, listed=listed, comparable=COMPARABLE, bound=_token_bound(options)),
     }
 
 
@@ -101,23 +83,14 @@ def _token_bound(options: Options) -> str:
         shorts = ", ".join(str(one.ttft_quantile(0.9, ~one.is_long)) for one in runs)
         ends = ", ".join(f"{int(one.is_finished[one.is_long].sum())}" for one in runs)
         parts.append(f"{qps:g} QPS median TPOT {tpots} ms, P90 TTFT of short requests {shorts}, long finished {ends}")
-    return (
-        "Sensitivity: with 20 ms for a token in place of a batch (batches of 6.7 ms), Medha so far, Medha so bound and "
-        f"LoongServe: {'; '.join(parts)}."
-    )
+    return "; ".join(parts)
 
 
 def _sarathi(options: Options) -> Answer:
-    most_s, where, tbt_s = 0.0, "", 0.0
-    for system in SARATHI:
-        for qps in RATES_QPS:
-            served = run_of(system, MIX, qps, options)
-            tbt_s = max(tbt_s, served.gaps.quantile_s(0.99))
-            if (slowest_s := quantile_s(served.tpot_s, 1.0)) > most_s:
-                most_s, where = slowest_s, f"{system.label} at {qps:g} QPS"
-    return Answer(
-        most_s,
-        f"The slowest request's mean, with long requests: {where}. P99 TBT is at most {1e3 * tbt_s:.0f} ms. A "
-        "decode waits for the chunks of two batches in flight, and one of 2,048 tokens takes the longer the more of "
-        "its prompt lies before it.",
-    )
+    runs = [
+        (f"{system.label} at {qps:g} QPS", run_of(system, MIX, qps, options)) for system in SARATHI for qps in RATES_QPS
+    ]
+    tbt_ms = max(1e3 * served.gaps.quantile_s(0.99) for _, served in runs)
+    slowest = [(quantile_s(served.tpot_s, 1.0), where) for where, served in runs]
+    most_s, where = max((one for one in slowest if one[0] > 0), key=lambda one: one[0], default=(0.0, ""))
+    return Answer(most_s, where=where, tbt_ms=tbt_ms)

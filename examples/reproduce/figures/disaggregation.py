@@ -46,12 +46,6 @@ def run(options: Options) -> FigureResult:
         levels={"v5 section 6.1": 100},
     )
     one, eight = (prefill[ParallelConfig(tp=tp)] / 1000 for tp in (1, 8))
-    sentence = (
-        f"Cases are {len(pairs)} pairs of layouts (TP and stages of either phase, instances within a node): "
-        f"{num_failing} run out on some of the workload's prompts of 128K to 1M tokens; of the {num_cases} pairs of "
-        f"layouts and one of four prompts it is {num_refused}, {num_by_prefill} of them in prefill. Yet an instance of "
-        f"TP 1 reads {one:.0f}K tokens whole, one of TP 8 {eight:,.0f}K: with TP 8 "
-        "in both phases, as on SplitWise's machines, any prompt of these fits. That counts what a layer's widest point "
-        f"needs and nothing beside it; at {spare:.2f} times the activations 1M would not fit either."
-    )
-    return FigureResult([panel], {"disaggregated-oom": Answer(num_failing / len(pairs), sentence)})
+    counted = {"pairs": len(pairs), "failing": num_failing, "cases": num_cases, "refused": num_refused}
+    answer = Answer(num_failing / len(pairs), **counted, by_prefill=num_by_prefill, one=one, eight=eight, spare=spare)
+    return FigureResult([panel], {"disaggregated-oom": answer})

@@ -97,28 +97,13 @@ def run(options: Options) -> FigureResult:
     rows = lines(minutes, {name: row.tolist() for name, row in counts.items()}, marker="")
     panels.append(Panel(f"active requests, 5 % long, {_QPS:g} QPS", "time, min", "requests", rows))
     ours, theirs = (swing(row) for row in counts.values())
-    apart = compute / memory
+    apart, ends = compute / memory, [row[-1] for row in counts.values()]
     p5, p95 = np.percentile(found["prefill FLOPs/s"][both], (5, 95)).tolist()
-    return FigureResult(
-        panels,
-        {
-            "fragmentation-diverges": Answer(
-                float(np.mean(apart >= APART)),
-                f"Share of {len(apart)} bins of {_BIN_S:g} s with both, in which prefills ask for at least {APART:g} "
-                "times as much compute over that of decodes as memory over theirs; medians: compute "
-                f"{np.median(compute):.0f} to 1, memory {np.median(memory):.2g} to 1.",
-            ),
-            "fragmentation-shoots-up": Answer(
-                p95 / p5,
-                f"P95 over P5 of the compute that prefills ask for, where there are any: {1e-12 * p95:.0f} and "
-                f"{1e-12 * p5:.2g} TFLOP/s; "
-                f"shooting up is taken as {APART:g} times.",
-            ),
-            "active-sawtooth": Answer(
-                theirs / max(ours, 1.0),
-                f"P95 less P5 of the active requests around their linear trend at {_QPS:g} QPS: LoongServe "
-                f"{theirs:.0f}, Medha {ours:.0f}; at the end {counts[LOONGSERVE.label][-1]:.0f} and "
-                f"{counts[MEDHA.label][-1]:.0f} are active. A sawtooth is taken as {SAWTOOTH:g} times the swing.",
-            ),
-        },
-    )
+    share, swings = float(np.mean(apart >= APART)), {"ours": ours, "theirs": theirs, "ends": ends}
+    medians = {"compute": np.median(compute), "memory": np.median(memory)}
+    answers = {
+        "fragmentation-diverges": Answer(share, count=len(apart), bin_s=_BIN_S, apart=APART, **medians),
+        "fragmentation-shoots-up": Answer(p95 / p5, p95=1e-12 * p95, p5=1e-12 * p5, apart=APART),
+        "active-sawtooth": Answer(theirs / max(ours, 1.0), qps=_QPS, sawtooth=SAWTOOTH, **swings),
+    }
+    return FigureResult(panels, answers)

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel, lines, token_label
+from examples.reproduce.plotting import Panel, lines, paths, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import (
     MODELS,
@@ -56,17 +56,14 @@ def run_decode(options: Options) -> FigureResult:
     longer = [
         rows[4 * M][0] / rows[4 * M][i] < rows[10 * M][0] / rows[10 * M][i] for rows in tpot_s.values() for i in (1, 2)
     ]
-    part = "More of a decode than in the paper is reading keys, which is what is divided."
+    ms = [1e3 * seconds for seconds in at_10m]
     answers = {
-        "kvp-4m": Answer(at_4m[0] / at_4m[2], f"{1e3 * at_4m[0]:.0f} to {1e3 * at_4m[2]:.0f} ms. {part}"),
-        "kvp-10m": Answer(at_10m[0] / at_10m[2], f"{1e3 * at_10m[0]:.0f} to {1e3 * at_10m[2]:.0f} ms. {part}"),
-        "kvp-10m-2": Answer(100 * (1 - at_10m[1] / at_10m[0]), f"{1e3 * at_10m[0]:.0f} to {1e3 * at_10m[1]:.0f} ms."),
-        "kvp-10m-4-v5": Answer(
-            100 * (1 - at_10m[2] / at_10m[0]),
-            f"{1e3 * at_10m[0]:.0f} to {1e3 * at_10m[2]:.0f} ms; 40 % is what degree 2 gives.",
-        ),
-        "kvp-30-tokens": Answer(1 / at_10m[1], f"{1e3 * at_10m[1]:.1f} ms a token with 2 groups."),
-        "kvp-longer-gains-more": Answer(float(np.mean(longer)), "Both models, 2 and 4 groups, 10M against 4M."),
+        "kvp-4m": Answer(at_4m[0] / at_4m[2], one=1e3 * at_4m[0], four=1e3 * at_4m[2]),
+        "kvp-10m": Answer(at_10m[0] / at_10m[2], ms=ms),
+        "kvp-10m-2": Answer(100 * (1 - at_10m[1] / at_10m[0]), ms=ms),
+        "kvp-10m-4-v5": Answer(100 * (1 - at_10m[2] / at_10m[0]), ms=ms),
+        "kvp-30-tokens": Answer(1 / at_10m[1], ms=ms),
+        "kvp-longer-gains-more": Answer(float(np.mean(longer))),
     }
     return FigureResult(panels, answers)
 
@@ -109,12 +106,8 @@ def run_growth(options: Options) -> FigureResult:
         ),
     ]
     answers = {
-        "kvp-growth": Answer((float(min(widths) * spp), float(max(widths) * spp)), "A server is 8 H100s, a stage."),
-        "kvp-level": Answer(
-            level,
-            f"Longest iteration over the longest on one group, chunks of {chunk}; without KVP it would be "
-            f"{plain[-1] / before_growth:.1f} times. Level taken as within 15 %.",
-        ),
+        "kvp-growth": Answer((float(min(widths) * spp), float(max(widths) * spp))),
+        "kvp-level": Answer(level, chunk=chunk, without=plain[-1] / before_growth),
     }
     return FigureResult(panels, answers)
 
@@ -147,39 +140,26 @@ def run_trade_off(options: Options) -> FigureResult:
         better(0, n, 2 * c, p, (c, p)) and better(1, n, c, p, (2 * c, p))
         for n, c, p in itertools.product(lengths, chunks[:-1], GROUPS)
     ]
+    known = {"count": len(small), "chunks": chunks, "length": token_label(lengths[0])}
     answers = {
-        "kvp-crossover": Answer(
-            float(np.mean(small)),
-            f"Share of {len(small)} doublings of the groups, chunks of {chunks[0]} and {chunks[1]} of "
-            f"{token_label(lengths[0])}, that do not lower both; our merges cost too little for a crossover.",
-        ),
-        "tbt-4m-128": Answer(
-            1e3 * p95,
-            "One group; a decode passes all four stages, each behind a chunk, and the P95 lies near the end of the "
-            "prompt.",
-        ),
+        "kvp-crossover": Answer(float(np.mean(small)), **known),
+        "tbt-4m-128": Answer(1e3 * p95),
         "kvp-improves-both": Answer(
-            100 * float(np.mean(both)),
-            f"Doubling the groups, {len(both)} cases of {', '.join(token_label(n) for n in lengths)}; merges between "
-            "nodes are in it.",
+            100 * float(np.mean(both)), count=len(both), lengths=", ".join(token_label(n) for n in lengths)
         ),
-        "chunk-trade-off": Answer(float(np.mean(larger)), f"Doubling the chunk, {len(larger)} cases."),
+        "chunk-trade-off": Answer(float(np.mean(larger)), count=len(larger)),
+    }
+    points = {
+        (n, p): ([found[n, c, p][0] for c in chunks], [1e3 * found[n, c, p][1] for c in chunks])
+        for n, p in itertools.product(lengths, GROUPS)
     }
     panels = [
         Panel(
             f"{token_label(n)}, Llama-3 8B, TP 4, SPP 4",
             "TTFT, s",
             "P95 TBT, ms",
-            [
-                Line(
-                    f"KVP {p}",
-                    [found[n, c, p][0] for c in chunks],
-                    [1e3 * found[n, c, p][1] for c in chunks],
-                    {"color": COLORS[i], "marker": MARKERS[i]},
-                )
-                for i, p in enumerate(GROUPS)
-            ],
-            notes=[(found[n, c, 1][0], 1e3 * found[n, c, 1][1], str(c)) for c in chunks],
+            paths({f"KVP {p}": points[n, p] for p in GROUPS}),
+            notes=[(x, y, str(c)) for x, y, c in zip(*points[n, 1], chunks, strict=True)],
         )
         for n in lengths
     ]

@@ -8,8 +8,6 @@ from examples.reproduce.plotting import Panel, shares_below
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from medha.workload.synth import generators, parse_lengths
 
-_FITTED = "Drawn from a distribution that was made to have the published percentiles; the trace is not public."
-
 
 @figure("lengths", "Lengths of the papers' workload")
 def run(options: Options) -> FigureResult:
@@ -31,15 +29,8 @@ def run(options: Options) -> FigureResult:
         )
         for at, part in enumerate(("prompt", "output"))
     ]
-    answers = {
-        "swe-prompt-p50": Answer(swe[0][1] / 1e3, _FITTED),
-        "swe-prompt-p90": Answer(swe[0][2] / 1e3, _FITTED),
-        "swe-output-p50": Answer(swe[1][1], _FITTED),
-        "swe-output-p90": Answer(swe[1][2], _FITTED),
-        "sharegpt-output": Answer(chat[1][1], "Quantiles of a public ShareGPT sample, 30,731 conversations."),
-        "sharegpt-8k": Answer(float((prompts + outputs).max()), "The longest conversation drawn, prompt and output."),
-        "long-share": Answer(
-            float(100 * np.mean(drawn["medha-mix"][0] > 100_000)), "Share of requests of 100K tokens and more."
-        ),
-    }
-    return FigureResult(panels, answers)
+    ours = [swe[0][1] / 1e3, swe[0][2] / 1e3, swe[1][1], swe[1][2], chat[1][1], float((prompts + outputs).max())]
+    names = ("swe-prompt-p50", "swe-prompt-p90", "swe-output-p50", "swe-output-p90", "sharegpt-output", "sharegpt-8k")
+    answers = {name: Answer(value) for name, value in zip(names, ours, strict=True)}
+    long_share = float(100 * np.mean(drawn["medha-mix"][0] > 100_000))
+    return FigureResult(panels, answers | {"long-share": Answer(long_share)})

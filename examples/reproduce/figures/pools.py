@@ -62,11 +62,8 @@ def _first(ends: Mapping[str, list[int]], runs: Mapping[str, Sequence[Served]]) 
         f"{qps:g} QPS {' and '.join(map(str, row))}, {' and '.join(f'{wait_s:.3g}' for wait_s in waits)} s"
         for qps, row, waits in zip(RATES_QPS, zip(*ends.values(), strict=True), waits_s, strict=True)
     )
-    return Answer(
-        float(np.mean([*most, *least])),
-        f"Long requests finished and P90 TTFT of short ones at four rates, {', '.join(ends)}: {listed}. Medha finishes "
-        f"the most at {sum(most)} of them and has the least wait at {sum(least)}.",
-    )
+    share = float(np.mean([*most, *least]))
+    return Answer(share, systems=", ".join(ends), listed=listed, most=sum(most), least=sum(least))
 
 
 def _tpot(runs: Mapping[str, Sequence[Served]]) -> dict[str, Answer]:
@@ -75,32 +72,18 @@ def _tpot(runs: Mapping[str, Sequence[Served]]) -> dict[str, Answer]:
     ours, shared, reserved = medians_s.values()
     least = [own <= min(theirs) for own, *theirs in zip(ours, shared, reserved, strict=True)]
     lower = [with_pool < without for with_pool, without in zip(reserved, shared, strict=True)]
-    sentence = f"Median TPOT at {', '.join(f'{qps:g}' for qps in RATES_QPS)} QPS: {listed}."
-    why = "A decode of ours waits for three batches of 20 ms; LoongServe's instances that decode do not prefill."
-    return {
-        "pools-tpot": Answer(float(np.mean(least)), f"{sentence} {why}"),
-        "pool-tpot-lower": Answer(float(np.mean(lower)), sentence),
-    }
+    rates = ", ".join(f"{qps:g}" for qps in RATES_QPS)
+    cases = {"pools-tpot": least, "pool-tpot-lower": lower}
+    return {name: Answer(float(np.mean(holds)), rates=rates, listed=listed) for name, holds in cases.items()}
 
 
 def _fewer(ends: Mapping[str, list[int]], than: str, asked: list[int], runs: Mapping[str, Sequence[Served]]) -> Answer:
-    fewer = [
-        100 * (1 - ours / max(base, 1)) for ours, base in zip(ends[LOONGSERVE_RESERVED.label], ends[than], strict=True)
-    ]
+    rows = list(zip(RATES_QPS, ends[LOONGSERVE_RESERVED.label], ends[than], asked, strict=True))
+    fewer = [100 * (1 - reserved / max(base, 1)) for _, reserved, base, _ in rows]
     worst = int(np.argmax(fewer))
-    listed = "; ".join(
-        f"{qps:g} QPS {reserved} against {base} of {number}"
-        for qps, reserved, base, number in zip(
-            RATES_QPS, ends[LOONGSERVE_RESERVED.label], ends[than], asked, strict=True
-        )
-    )
-    return Answer(
-        fewer[worst],
-        f"Long requests finished in the window, LoongServe with a reserved pool against {than}: {listed}. The answer "
-        f"is the most over the rates, at {RATES_QPS[worst]:g} QPS, where P90 TTFT of short requests is "
-        f"{_short_p90(runs[LOONGSERVE_RESERVED.label][worst])} with the pool and {_short_p90(runs[than][worst])} on "
-        f"{than}.",
-    )
+    listed = "; ".join(f"{qps:g} QPS {reserved} against {base} of {number}" for qps, reserved, base, number in rows)
+    waits = [_short_p90(runs[name][worst]) for name in (LOONGSERVE_RESERVED.label, than)]
+    return Answer(fewer[worst], than=than, listed=listed, worst=RATES_QPS[worst], waits=waits)
 
 
 def _short_p90(run: Served) -> Bounded:

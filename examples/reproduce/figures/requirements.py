@@ -72,38 +72,18 @@ def _cost(model: ModelConfig, long: float, short: float) -> float:
 def _answers(limits: Mapping[str, float]) -> dict[str, Answer]:
     peak = h100().peak_flops_per_s
     causal, full = (prefill_flops(_70B, MILLION, causal=causal) for causal in (True, False))
-    at_1k, at_128k = (
-        {name: _cost(model, *pair) for name, model in MODELS.items()} for pair in ((1e5, 1e3), (1e6, 128e3))
-    )
-    exaflops = (
-        f"With the causal mask, as v4 eq. 1 has it; without it the count is {full / 1e18:.2f} exaFLOPs, "
-        "which must be what was counted."
-    )
+    at_1k, at_128k = ([_cost(model, *pair) for model in (_8B, _70B)] for pair in ((1e5, 1e3), (1e6, 128e3)))
+    exaflops = Answer(causal / 1e18, unmasked=full / 1e18)
     one, two = (gpus_needed(tokens * MILLION)["compute"] for tokens in (1, 2))
     return {
-        "cost-100k-1k": Answer(
-            at_1k["Llama-3 8B"],
-            f"FLOPs of the whole 8B model ({at_1k['Llama-3 70B']:.0f} for 70B), as linear layers grow linearly and "
-            "dominate at 1K; attention alone is 10,000 times.",
-        ),
-        "cost-1m-128k": Answer(
-            at_128k["Llama-3 8B"],
-            f"FLOPs of the 8B model ({at_128k['Llama-3 70B']:.0f} for 70B); attention alone grows "
-            f"{(1e6 / 128e3) ** 2:.0f} times, so 100 is more than quadratic.",
-        ),
-        "kv-320gb": Answer(kv_bytes(_70B, MILLION) / 1e9, "Keys and values in 2 bytes, 80 layers of 8 heads of 128."),
-        "exaflops-v4": Answer(causal / 1e18, exaflops),
-        "exaflops-v5": Answer(causal / 1e18, exaflops),
-        "h100-minutes": Answer(
-            causal / peak / 60,
-            f"At the published peak of 989 TFLOP/s; {full / peak / 60:.0f} minutes without the causal mask.",
-        ),
-        "dgx-compute": Answer(limits["compute"] / MILLION, "Eight H100s at their peak for 30 s, causal attention."),
-        "dgx-memory": Answer(
-            limits["memory"] / MILLION,
-            f"All of eight memories less the weights; at 20 ms a token the bandwidth ends at "
-            f"{limits['bandwidth'] / MILLION:.1f}M already, which may be the limit that was drawn.",
-        ),
-        "gpus-1m": Answer(math.ceil(one), f"{one:.1f} H100s at their peak, rounded up; compute asks for the most."),
-        "gpus-2m": Answer(math.ceil(two), f"{two:.1f} H100s at their peak, rounded up."),
+        "cost-100k-1k": Answer(at_1k[0], large=at_1k[1]),
+        "cost-1m-128k": Answer(at_128k[0], large=at_128k[1], attention=(1e6 / 128e3) ** 2),
+        "kv-320gb": Answer(kv_bytes(_70B, MILLION) / 1e9),
+        "exaflops-v4": exaflops,
+        "exaflops-v5": exaflops,
+        "h100-minutes": Answer(causal / peak / 60, unmasked=full / peak / 60),
+        "dgx-compute": Answer(limits["compute"] / MILLION),
+        "dgx-memory": Answer(limits["memory"] / MILLION, bandwidth=limits["bandwidth"] / MILLION),
+        "gpus-1m": Answer(math.ceil(one), exactly=one),
+        "gpus-2m": Answer(math.ceil(two), exactly=two),
     }

@@ -52,46 +52,29 @@ def prompt_tokens_done(served: Served) -> int:
 
 
 def _throughput(served: Mapping[str, Served], options: Options) -> Answer:
-    several, one = served[MEDHA.label], served[LARS.label]
-    tokens = [prompt_tokens_done(play) / window_s(options) for play in (several, one)]
-    return Answer(
-        tokens[0] / tokens[1],
-        f"Prompt tokens a second of requests that got their first token, at {TOP:g} QPS: {tokens[0]:,.0f} with several "
-        f"prefills a batch, {tokens[1]:,.0f} with one, both LARS; requests finished {several.is_finished.sum()} and "
-        f"{one.is_finished.sum()}. A batch's 20 ms are filled either way, by one chunk or by "
-        f"several, and {1e3 * fixed_batch_s():.1f} ms of them do not grow with its tokens: no more can be saved, "
-        "and what goes to short requests is taken from long ones.",
-    )
+    plays = [served[MEDHA.label], served[LARS.label]]
+    rates = [prompt_tokens_done(play) / window_s(options) for play in plays]
+    ends = [play.is_finished.sum() for play in plays]
+    return Answer(rates[0] / rates[1], qps=TOP, rates=rates, ends=ends, fixed_ms=1e3 * fixed_batch_s())
 
 
 def _median(medians: Mapping[float, Mapping[str, Bounded]]) -> Answer:
-    over = sorted(times[LARS.label].seconds / times[MEDHA.label].seconds for times in medians.values())
+    low, high = sorted(times[LARS.label].seconds / times[MEDHA.label].seconds for times in medians.values())
     listed = "; ".join(
         f"{qps:g} QPS: " + ", ".join(f"{name} {times[name]}" for name in (LARS.label, LRS.label, MEDHA.label))
         for qps, times in medians.items()
     )
-    return Answer(
-        (over[0], over[1]),
-        f"Medians: {listed}. The range is of LARS without it over Medha at the two rates. With one prefill a batch "
-        "LARS keeps a short request until it is more urgent than the long one under way, near its deadline of 1 s, "
-        "which is ours, as the papers state none; with several it takes the share that the long one yields. Under "
-        "overload long ones are late, have no slack, and yield nothing.",
-    )
+    return Answer((low, high), listed=listed)
 
 
 def _policies(medians: Mapping[float, Mapping[str, Bounded]], served: Mapping[float, Mapping[str, Served]]) -> Answer:
     low, top = medians[LOW], medians[TOP]
     edf, fcfs = top[EDF.label], top[FCFS.label]
-    begun = {name: float(np.mean(np.isfinite(served[TOP][name].ttft_s))) for name in (EDF.label, FCFS.label)}
+    begun = [float(np.mean(np.isfinite(served[TOP][name].ttft_s))) for name in (EDF.label, FCFS.label)]
     waiting = float(np.mean(served[LOW][FCFS.label].ttft_s > 1))
     ours = low[MEDHA.label].seconds
     cases = [1 / ALIKE <= low[system.label].seconds / ours <= ALIKE for system in SYSTEMS[:-1]]
     cases.append((edf.is_least and fcfs.is_least) or edf.seconds * _CLOSE >= fcfs.seconds)
     listed = ", ".join(f"{name} {median}" for name, median in low.items())
-    return Answer(
-        float(np.mean(cases)),
-        f"Medians at {LOW:g} QPS: {listed} (alike: within {ALIKE:g} times Medha's, by policy); under FCFS "
-        f"{waiting:.0%} wait more than 1 s. At {TOP:g} QPS: EDF {edf}, FCFS {fcfs}; {begun[EDF.label]:.0%} and "
-        f"{begun[FCFS.label]:.0%} have a first token within the window (no better: neither median has one, or EDF's is "
-        "not below FCFS's).",
-    )
+    limits = {"low": LOW, "top": TOP, "alike": ALIKE}
+    return Answer(float(np.mean(cases)), listed=listed, waiting=waiting, edf=edf, fcfs=fcfs, begun=begun, **limits)

@@ -5,8 +5,7 @@ v5 section 3.3, figures 5, 17 and 18; v4 section 3.3, figures 8 to 10, eqs. 4 to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -95,34 +94,19 @@ def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: 
     tp16_gain, spp2_gain = small_s[0] / crossing, small_s[0] / small_s[1]
     fit_10m = {(name, s): fits(h100(), model, layout(s), 10 * M) for name, model in MODELS.items() for s in STAGES}
     return {
-        "spp-efficiency": Answer(
-            100 * min(at_16),
-            f"The least of both models over 1M to 10M at 16 stages, relative to 8 GPUs whose "
-            f"memory is taken as large enough; up to {100 * max(at_16):.0f} % at 10M.",
-        ),
-        "spp-8b-efficiency": Answer(
-            100 * min(row[-1] for row in small.values()),
-            "16 stages against one, 4K chunks; the filling of the pipeline is what is lost.",
-        ),
-        "spp-70b-efficiency": Answer(
-            100 * large[M][STAGES.index(8)],
-            "1M tokens, 8 stages against one; we lose only the filling of the pipeline.",
-        ),
+        "spp-efficiency": Answer(100 * min(at_16), most=100 * max(at_16)),
+        "spp-8b-efficiency": Answer(100 * min(row[-1] for row in small.values())),
+        "spp-70b-efficiency": Answer(100 * large[M][STAGES.index(8)]),
         "spp-10m": Answer(
             float(np.mean([fit_10m[name, 16] for name in MODELS])),
-            f"10M tokens fit on 16 stages; TTFT {at_10m['Llama-3 8B'] / 60:.0f} minutes for 8B and "
-            f"{at_10m['Llama-3 70B'] / 60:.0f} for 70B.",
+            small=at_10m["Llama-3 8B"] / 60,
+            large=at_10m["Llama-3 70B"] / 60,
         ),
         "spp-70b-memory": Answer(
             float(np.mean([not fit_10m["Llama-3 70B", 4], fit_10m["Llama-3 70B", 16]])),
-            "10M tokens of 70B: too much for 4 stages of 8 H100s, and not for 16; on 8 they "
-            f"{'fit' if fit_10m['Llama-3 70B', 8] else 'do not fit without a second KVP group'}.",
+            on_8="fit" if fit_10m["Llama-3 70B", 8] else "do not fit without a second KVP group",
         ),
-        "tp-one-node": Answer(
-            float(tp16_gain < spp2_gain),
-            f"1M tokens of 8B: from 8 to 16 GPUs TTFT falls {tp16_gain:.2f} times by TP across nodes and "
-            f"{spp2_gain:.2f} times by a second stage.",
-        ),
+        "tp-one-node": Answer(float(tp16_gain < spp2_gain), tp=tp16_gain, spp=spp2_gain),
     }
 
 
@@ -152,19 +136,12 @@ def run_decode(options: Options) -> FigureResult:
         ],
         log="x",
     )
-    eight = {name: row[STAGES.index(8)] for name, row in rises.items()}
-    host_s = h100().host_s
-    why = f"The host's {1e3 * host_s:.1f} ms a step are charged to the first stage; the others prepare meanwhile."
     small, large = rises["Llama-3 8B"], rises["Llama-3 70B"]
+    larger = float(np.mean([b < a for a, b in zip(small[1:], large[1:], strict=True)]))
+    at_8, host_ms = STAGES.index(8), 1e3 * h100().host_s
     answers = {
-        "spp-decode-8": Answer(
-            eight["Llama-3 8B"],
-            f"Llama-3 8B at 2M; {eight['Llama-3 70B']:.0f} % for 70B, and the paper does not say which. {why}",
-        ),
-        "spp-decode-larger-model": Answer(
-            float(np.mean([b < a for a, b in zip(small[1:], large[1:], strict=True)])),
-            f"At 16 stages {large[-1]:.0f} % for 70B against {small[-1]:.0f} % for 8B.",
-        ),
+        "spp-decode-8": Answer(small[at_8], large=large[at_8], host_ms=host_ms),
+        "spp-decode-larger-model": Answer(larger, large=large[-1], small=small[-1]),
     }
     return FigureResult([panel], answers)
 
@@ -176,58 +153,47 @@ def run_decode(options: Options) -> FigureResult:
 @figure("equations", "v4 equations 4 to 6 against the simulation")
 def run_equations(options: Options) -> FigureResult:
     """v4 eqs. 4 to 6 against the simulated times; ``quick`` takes the 8B model alone."""
-    models = {"Llama-3 8B": MODELS["Llama-3 8B"]} if options.quick else MODELS
-    rows = {
-        "eq4": [_eq4(name, s, n) for name in models for s in STAGES[1:] for n in _LENGTHS],
-        "eq5": [_eq5(name, kvp, n) for name in models for kvp in (2, 4) for n in _LENGTHS],
-        "eq6": [_eq6(name, kvp, n) for name in models for kvp in (2, 4) for n in _LENGTHS],
+    models = ["Llama-3 8B"] if options.quick else list(MODELS)
+    equations = {
+        "eq4": ("eq. 4: SPP prefill", "stages", STAGES[1:], _eq4),
+        "eq5": ("eq. 5: KVP decode", "KVP groups", (2, 4), _eq5),
+        "eq6": ("eq. 6: KVP chunk", "KVP groups", (2, 4), _eq6),
     }
-    titles = {"eq4": "eq. 4: SPP prefill", "eq5": "eq. 5: KVP decode", "eq6": "eq. 6: KVP chunk"}
-    sentences = {
-        "eq4": "The formula leaves out the filling of the pipeline, which shows at 1M and 16 stages.",
-        "eq5": "Only the part of attention that grows with the keys is divided in the simulation.",
-        "eq6": "512-token chunks.",
-    }
-    answers = {}
-    for name, sentence in sentences.items():
-        off = [abs(row.simulated_s / row.formula_s - 1) for row in rows[name]]
-        answers[name] = Answer(
-            float(np.mean([error <= 0.15 for error in off])),
-            f"Share of {len(off)} layouts and lengths within 15 %; worst {100 * max(off):.0f} %. {sentence}",
-        )
-    return FigureResult([_equation_panel(titles[name], found) for name, found in rows.items()], answers)
+    panels, answers = [], {}
+    for name, (title, label, degrees, over) in equations.items():
+        rows = {
+            f"{model[8:]}, {token_label(n)}": [over(model, degree, n) for degree in degrees]
+            for model in models
+            for n in _LENGTHS
+        }
+        off = [abs(ratio - 1) for row in rows.values() for ratio in row]
+        near = float(np.mean([error <= 0.15 for error in off]))
+        answers[name] = Answer(near, count=len(off), worst=100 * max(off))
+        drawn = lines(degrees, rows)
+        panels.append(Panel(f"v4 {title}", label, "simulated / formula", drawn, band=(0.85, 1.15), log="x"))
+    return FigureResult(panels, answers)
 
 
-class _Compared(NamedTuple):
-    model: str
-    degree: int
-    tokens: int
-    simulated_s: float
-    formula_s: float
-
-
-def _eq4(name: str, spp: int, tokens: int) -> _Compared:
-    """(T_p + T_comm n / c) / p_spp."""
+def _eq4(name: str, spp: int, tokens: int) -> float:
+    """The simulated time over (T_p + T_comm n / c) / p_spp."""
     one, many = (simulate(h100(), MODELS[name], layout(s), tokens).ttft_s for s in (1, spp))
     link = stage_predictors(h100(), MODELS[name], layout(spp))[0].coefficients.spp
     assert link is not None, "the first of several stages sends"
     send_s = link.fixed_s + link.token_s * CHUNK
-    formula = (one + send_s * tokens / CHUNK) / spp
-    return _Compared(name, spp, tokens, many, formula)
+    return many / ((one + send_s * tokens / CHUNK) / spp)
 
 
-def _eq5(name: str, kvp: int, tokens: int) -> _Compared:
-    """T_attn / p_kvp + (T_d - T_attn) + T_comm, one stage."""
+def _eq5(name: str, kvp: int, tokens: int) -> float:
+    """That over T_attn / p_kvp + (T_d - T_attn) + T_comm, one stage."""
     one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p)) for p in (1, kvp))
     table, link = one[0].coefficients.decodes, many[0].coefficients.kvp
     assert link is not None, "groups merge"
     attention_s = table.a_s[0] + table.b_s[0] * tokens
     merge_s = link.fixed_s + (kvp - 1) * link.token_s
-    formula = attention_s / kvp + decode_s(one, tokens) - attention_s + merge_s
-    return _Compared(name, kvp, tokens, decode_s(many, tokens, kvp=kvp), formula)
+    return decode_s(many, tokens, kvp=kvp) / (attention_s / kvp + decode_s(one, tokens) - attention_s + merge_s)
 
 
-def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> _Compared:
+def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> float:
     """The same for a chunk behind so many tokens."""
     one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
     table, link = one.coefficients.chunks, many.coefficients.kvp
@@ -236,18 +202,4 @@ def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> _Compared:
     attention_s = a + b * tokens
     merge_s = link.fixed_s + (kvp - 1) * link.token_s * chunk
     formula = attention_s / kvp + one.predict([Work(chunk, tokens, False)]) - attention_s + merge_s
-    simulated = many.predict([Work(chunk, tokens // kvp, False, (0, kvp - 1))])
-    return _Compared(name, kvp, tokens, simulated, formula)
-
-
-def _equation_panel(title: str, rows: Sequence[_Compared]) -> Panel:
-    """Simulated over formula."""
-    degrees = sorted({row.degree for row in rows})
-    found = {(row.model, row.tokens, row.degree): row.simulated_s / row.formula_s for row in rows}
-    ratios = {
-        f"{name[8:]}, {token_label(n)}": [found[name, n, degree] for degree in degrees]
-        for name in dict.fromkeys(row.model for row in rows)
-        for n in _LENGTHS
-    }
-    label = "stages" if "SPP" in title else "KVP groups"
-    return Panel(f"v4 {title}", label, "simulated / formula", lines(degrees, ratios), band=(0.85, 1.15), log="x")
+    return many.predict([Work(chunk, tokens // kvp, False, (0, kvp - 1))]) / formula

@@ -13,6 +13,7 @@ Of its evaluation (sections 7.2 and 7.3, Llama-3 8B) the prefill side: no memory
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -148,52 +149,30 @@ def _loads(found: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
         for label in (SP16.label, LOONGSERVE.label)
         for mine, other in zip(gains, medians(found, f"capacity, {label}"), strict=True)
     ]
-    order = [
-        a > b > c
-        for a, b, c in zip(
-            [1.0] * len(gains), *(medians(found, f"capacity, {s.label}") for s in (LOONGSERVE, SP16)), strict=True
-        )
-    ]
-    at = {
-        (quantile, label): "; ".join(
-            f"at {share:g} {_says(found, f'{quantile} at {share:g}, {label}')}" for share in SHARES
-        )
-        for quantile in ("P50", "P99")
-        for label in (SP8.label, SINGLE.label)
-    }
-    traces = "Short, medium and long trace, median of the seeds (from, to)"
+    one_chunk, sixteen = (medians(found, f"capacity, {system.label}") for system in (LOONGSERVE, SP16))
+    order = [1.0 > b > c for b, c in zip(one_chunk, sixteen, strict=True)]
     low, high = _span([100 * (gain - 1) for gain in gains])
+    capacities = {one.label: _says(found, f"capacity, {one.label}") for one in (CDSP, LOONGSERVE, SP16)}
     answers = {
-        "tetris-capacity": Answer((low, high), f"{traces}: {_says(found, 'capacity, Tetris')} times fixed SP8's."),
-        "tetris-throughput": Answer(
-            _span([*gains, *over]),
-            "Capacity of Tetris over those of fixed SP8, fixed SP16 and LoongServe's allocation, all traces.",
-        ),
+        "tetris-capacity": Answer((low, high), capacity=capacities[CDSP.label]),
+        "tetris-throughput": Answer(_span([*gains, *over])),
         "tetris-order": Answer(
-            float(np.mean(order)),
-            "Capacities over fixed SP8's: LoongServe's allocation "
-            f"{_says(found, f'capacity, {LOONGSERVE.label}')}; fixed SP16 {_says(found, f'capacity, {SP16.label}')}.",
+            float(np.mean(order)), loongserve=capacities[LOONGSERVE.label], sp16=capacities[SP16.label]
         ),
     }
-    for quantile in ("P50", "P99"):
-        for name, label in (("sp8", SP8.label), ("single", SINGLE.label)):
-            answers[f"tetris-{quantile.lower()}-{name}"] = Answer(
-                _span(medians(found, f"{quantile} at 0.9, {label}")),
-                f"At 0.9 of fixed SP8's capacity. {traces}: {at[quantile, label]}.",
-            )
+    for quantile, (name, label) in product(("P50", "P99"), (("sp8", SP8.label), ("single", SINGLE.label))):
+        ratios = {share: f"{quantile} at {share:g}, {label}" for share in SHARES}
+        listed = "; ".join(f"at {share:g} {_says(found, ratio)}" for share, ratio in ratios.items())
+        span = _span(medians(found, ratios[0.9]))
+        answers[f"tetris-{quantile.lower()}-{name}"] = Answer(span, listed=listed)
     return answers
 
 
 def _fixed_rates(found: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
     names = [f"mean at {share:g}, over the best fixed rate" for share in SHARES]
     values = [one for name in names for one in medians(found, name)]
-    return {
-        "tetris-rates": Answer(
-            float(np.mean([value <= NEAR for value in values])),
-            f"Mean TTFT over that of the best of the fixed rates {', '.join(map(str, FIXED_RATES))}, three traces at "
-            f"three loads: {min(values):.2f} to {max(values):.2f} times (near: {NEAR:g}).",
-        )
-    }
+    share, rates = float(np.mean([value <= NEAR for value in values])), ", ".join(map(str, FIXED_RATES))
+    return {"tetris-rates": Answer(share, rates=rates, least=min(values), most=max(values), near=NEAR)}
 
 
 def _table_1() -> dict[str, Answer]:
@@ -201,16 +180,11 @@ def _table_1() -> dict[str, Answer]:
     rings = {size: ContextParallel(a100(), _8B, cp=size, link=BETWEEN_NODES if size > 8 else None) for size in TABLE_1}
     values = [prefill_s(rings[size], tokens) / seconds for (size, tokens), seconds in CELLS.items()]
     long = {size: prefill_s(rings[size], 1 << 18) for size in (2, 16)}
+    share = float(np.mean([abs(ratio - 1) <= 0.15 for ratio in values]))
+    spread = {"least": min(values), "most": max(values), "median": np.median(values)}
     return {
-        "tetris-table-1": Answer(
-            float(np.mean([abs(ratio - 1) <= 0.15 for ratio in values])),
-            f"Share of {len(values)} cells within 15 %: a ring on the A100 spec takes {min(values):.2f} to "
-            f"{max(values):.2f} times what the table says, {np.median(values):.2f} in the median. A latency "
-            "of the ring's steps is set from its 4K column.",
-        ),
-        "tetris-gap": Answer(
-            long[2] - long[16], f"256K: {long[2]:.1f} and {long[16]:.1f} s on 2 and 16, the same ring."
-        ),
+        "tetris-table-1": Answer(share, count=len(values), **spread),
+        "tetris-gap": Answer(long[2] - long[16], on_2=long[2], on_16=long[16]),
     }
 
 
@@ -223,18 +197,19 @@ def run_alone(options: Options) -> FigureResult:
         return [decode_s(stages, kv, kvp=sp, batch=batch) for kv in _CONTEXTS for batch in _BATCHES]
 
     best = np.array(seconds(8))
-    by_tp = {tp: np.array(seconds(tp)) / best for tp in _BY_TP}
-    by_sp = {(sp, tp): np.array(seconds(tp, sp)) / best for sp, tp in _BY_SP}
-    cases = f"Contexts of {', '.join(f'{kv >> 10}K' for kv in _CONTEXTS)}, batches of {', '.join(map(str, _BATCHES))}: "
-    tps = "; ".join(f"TP {tp} {row.min():.2f} to {row.max():.2f}" for tp, row in by_tp.items())
-    sps = "; ".join(f"SP {sp}, TP {tp} {row.min():.2f} to {row.max():.2f}" for (sp, tp), row in by_sp.items())
-    answers = {f"tetris-decode-tp{tp}": Answer(float(row.max()), f"{cases}{tps}.") for tp, row in by_tp.items()}
-    most = {"most of nine cases": {f"TP {tp}": float(row.max()) for tp, row in by_tp.items()}}
-    most["most of nine cases"] |= {f"SP {sp}, TP {tp}": float(row.max()) for (sp, tp), row in by_sp.items()}
+    by_tp = {f"TP {tp}": np.array(seconds(tp)) / best for tp in _BY_TP}
+    by_sp = {f"SP {sp}, TP {tp}": np.array(seconds(tp, sp)) / best for sp, tp in _BY_SP}
+    most = {name: float(row.max()) for name, row in (by_tp | by_sp).items()}
+    tps, sps = (
+        "; ".join(f"{name} {row.min():.2f} to {row.max():.2f}" for name, row in rows.items()) for rows in (by_tp, by_sp)
+    )
+    cases = {"contexts": ", ".join(f"{kv >> 10}K" for kv in _CONTEXTS), "batches": ", ".join(map(str, _BATCHES))}
+    answers = {f"tetris-decode-tp{tp}": Answer(most[f"TP {tp}"], listed=tps, **cases) for tp in _BY_TP}
+    answers |= {f"tetris-decode-sp{sp}": Answer(most[f"SP {sp}, TP {tp}"], listed=sps, **cases) for sp, tp in _BY_SP}
     said = [*_BY_TP.values(), *_BY_SP.values()]
     paper = Line(
         "the paper's most", list(range(len(said))), said, {"color": PAPER, "marker": "x", "linestyle": "", "zorder": 3}
     )
-    panel = Panel("Decodes of Llama-3 8B, A100s", "", "times those of TP 8", [paper], bars=most)
-    answers |= {f"tetris-decode-sp{sp}": Answer(float(row.max()), f"{cases}{sps}.") for (sp, _), row in by_sp.items()}
+    bars = {"most of nine cases": most}
+    panel = Panel("Decodes of Llama-3 8B, A100s", "", "times those of TP 8", [paper], bars=bars)
     return FigureResult([panel], _table_1() | answers)

@@ -40,19 +40,11 @@ def run_mfu(options: Options) -> FigureResult:
     by_layout = [[one for one in column if one is not None] for column in zip(*mfu["Llama-3 70B"], strict=True)]
     mfus, widest = [one for column in by_layout for one in column], by_layout[-1]
     rises = [b >= a for values in by_layout for a, b in pairwise(values)]
-    share = spec.attention.flops_per_s / spec.peak_flops_per_s
-    why = (
-        f"Set by the spec: attention at {100 * share:.0f} % of the peak, fitted to vLLM 0.19's prefills, so this shows "
-        "how little the layout loses. FLOPs are those of the causal mask; without "
-        "it MFU doubles."
-    )
+    share = 100 * spec.attention.flops_per_s / spec.peak_flops_per_s
     answers = {
-        "mfu-70b": Answer((100 * min(mfus), 100 * max(mfus)), why),
-        "mfu-128": Answer(
-            100 * min(widest),
-            f"The least, at 1M tokens, where the pipeline takes long to fill; {100 * max(widest):.0f} % at 10M. {why}",
-        ),
-        "mfu-rises": Answer(float(np.mean(rises)), "70B, every layout that fits, each length against the next."),
+        "mfu-70b": Answer((100 * min(mfus), 100 * max(mfus)), share=share),
+        "mfu-128": Answer(100 * min(widest), most=100 * max(widest), share=share),
+        "mfu-rises": Answer(float(np.mean(rises))),
     }
     return FigureResult(panels, answers)
 
@@ -80,12 +72,8 @@ def run_mbu(options: Options) -> FigureResult:
         for name in MODELS
     ]
     (name, kvp), best = max(found.items(), key=lambda item: max(item[1]))
-    reached = spec.attention.bytes_per_s / spec.hbm_bytes_per_s
-    sentence = (
-        f"Highest with KVP {kvp}, {name}; more groups lower it. The spec lets attention read at "
-        f"{100 * reached:.0f} % of the published bandwidth, as fitted to vLLM 0.19's decodes, which bounds it."
-    )
-    return FigureResult(panels, {"mbu-92": Answer(100 * max(best), sentence)})
+    reached = 100 * spec.attention.bytes_per_s / spec.hbm_bytes_per_s
+    return FigureResult(panels, {"mbu-92": Answer(100 * max(best), kvp=kvp, model=name, reached=reached)})
 
 
 def _mbu(model: ModelConfig, kvp: int, tokens: int) -> float:

@@ -38,25 +38,12 @@ def run(options: Options) -> FigureResult:
         levels={"15 s (v4 section 3.3)": 15},
         log="xy",
     )
-    best = (
-        f"Striped attention, the paper's baseline, takes {striped:.1f} s against {spp:.1f} s: at 64K tokens a rank our "
-        "model hides every transfer and has both run kernels of the same rate, while SPP has to fill its pipeline; "
-        f"plain ring attention, whose causal work is uneven, takes {ring:.1f} s."
-    )
     answers = {
-        "spp-over-cp": Answer(striped / spp, best),
-        "spp-64-percent": Answer(
-            100 * (1 - spp / striped),
-            "1 - SPP / striped, from the times above; below 0, as striped attention comes out ahead.",
-        ),
-        "spp-over-ring": Answer(
-            ring / spp, f"Plain ring attention, all ranks waiting for the slowest; striped: {striped / spp:.2f} times."
-        ),
-        "spp-15s": Answer(spp, f"4K chunks: {_mfu(spp):.0f} % of the peak of 128 GPUs; 15 s is {_mfu(15):.0f} %."),
-        "ring-24k": Answer(
-            hidden / 1024,
-            f"Peak over bandwidth, one KV head a query head; {hidden_8b / 1024:.1f}K with the 4 of Llama-3 8B.",
-        ),
+        "spp-over-cp": Answer(striped / spp, striped=striped, spp=spp, ring=ring),
+        "spp-64-percent": Answer(100 * (1 - spp / striped)),
+        "spp-over-ring": Answer(ring / spp, striped=striped / spp),
+        "spp-15s": Answer(spp, mfu=_mfu(spp), said=_mfu(15)),
+        "ring-24k": Answer(hidden / 1024, grouped=hidden_8b / 1024),
     }
     return FigureResult([panel], answers)
 

@@ -1,0 +1,73 @@
+"""What the tools' command lines and live tools share."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from medha.errors import ConfigError
+from tools.command import chosen, numbers, print_head, print_row, run_tool
+from tools.live import SHORT_FROM_S, SHORT_LENS, long_and_short, post, random_llama
+
+
+def shout(word: str, times: int = 2, ends: str = "!") -> None:
+    """Say a word."""
+    print(word * times + ends)
+
+
+def test_parameters_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool(shout, ["ha", "--times", "3"]) == 0
+    assert capsys.readouterr().out == "hahaha!\n"
+    assert run_tool(shout, ["ha", "--times", "x"]) == 2
+    assert "python -m tests.tools.test_command --help" in capsys.readouterr().err
+
+
+def test_lists_in_options() -> None:
+    assert chosen("loads", "b,a", {"a": 1, "b": 2}) == ["b", "a"]
+    with pytest.raises(ConfigError, match=r"^loads='c'; accepted: of a; b, with ';' between$"):
+        chosen("loads", "a;c", ("a", "b"), ";")
+    assert numbers("rates", "1,0.5") == [1.0, 0.5]
+    with pytest.raises(ConfigError, match=r"^rates='1,x'; accepted: numbers with commas between$"):
+        numbers("rates", "1,x")
+    with pytest.raises(ConfigError, match=r"^hf_overrides '\{': not JSON"):
+        random_llama("{")
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    print_head("a", "b")
+    print_row(1, "x")
+    assert capsys.readouterr().out == "| a | b |\n| --- | --- |\n| 1 | x |\n"
+
+
+def test_short_requests_are_the_same_beside_long_ones() -> None:
+    alone, beside = (
+        long_and_short(3, vocab_size=100, long_len=1000, long_at_s=at_s, num_short=20, rate=2.0)
+        for at_s in ([], [0.0, 4.0])
+    )
+    assert [one.arrival_s for one in beside] == sorted(one.arrival_s for one in beside)
+    shorts = [one for one in beside if one.tenant == "short"]
+    assert len(beside) == 22 and {len(one.prompt) for one in beside if one.tenant == "long"} == {1000}
+    for one, other in zip(alone, shorts, strict=True):
+        assert one.arrival_s == other.arrival_s >= SHORT_FROM_S
+        assert np.array_equal(one.prompt, other.prompt)
+        assert SHORT_LENS[0] <= len(one.prompt) <= SHORT_LENS[1]
+
+
+def test_a_stream_is_timed_by_its_parts() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"POST /v1 HTTP/1.1" in head and await reader.readexactly(4) == b"body"
+        for part in (b'data: {"cho', b'ices":[{}]}', b'data: {"choices":[{}]}', b"data: [DONE]"):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        writer.close()
+
+    async def ask() -> tuple[float, float, bytes]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            return await post(server.sockets[0].getsockname()[1], "/v1", b"body")
+
+    first_s, last_s, got = asyncio.run(ask())
+    assert 0 < first_s < last_s and got.endswith(b"[DONE]")

@@ -1,0 +1,95 @@
+"""What live tools share: engines of one random Llama, long prompts beside short ones, requests over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from medha import LLM
+from medha.bench.harness import Subject, random_prompt
+from medha.bench.load import fixed_output
+from medha.engine.arrivals import Arrival
+from medha.engine.engine import Engine
+from medha.errors import short_repr
+from medha.models.folder import parse_json_object
+
+CHOICES = b'"choices":[{'
+"""What an event of a stream has that brings tokens."""
+SHORT_LENS, SHORT_FROM_S = (50, 400), 0.5
+
+
+def random_llama(hf_overrides: str) -> Subject:
+    """A random Llama under what a JSON object says of its ``config.json``; raises ConfigError where it is none."""
+    where = f"hf_overrides {short_repr(hf_overrides)}"
+    return Subject(hf_overrides=parse_json_object(hf_overrides.encode(errors="replace"), where))
+
+
+@contextmanager
+def engines_of(
+    subject: Subject, options: Mapping[str, Mapping[str, Any]], *, longest: int
+) -> Iterator[dict[str, Engine]]:
+    """An engine of the same random Llama for each set of options, for requests of so many tokens."""
+    base: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False, "max_model_len": longest}
+    base |= {"hf_overrides": subject.overrides(longest)}
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(LLM(subject.folder, **{**base, **more})).engine for name, more in options.items()
+        }
+
+
+def long_and_short(
+    seed: int | Sequence[int],
+    *,
+    vocab_size: int,
+    long_len: int,
+    long_at_s: Sequence[float],
+    num_short: int,
+    rate: float,
+    output_len: int = 8,
+) -> list[Arrival]:
+    """Long prompts at these seconds, and short ones by a Poisson process, the same whatever the long ones are.
+
+    Args:
+        seed: of arrivals, lengths and tokens.
+        vocab_size: tokens are below it; they are drawn, so that nothing is shared.
+        long_len: prompt tokens.
+        long_at_s: arrivals.
+        num_short: requests of SHORT_LENS prompt tokens, the first of them after SHORT_FROM_S.
+        rate: of these in a second.
+        output_len: tokens that each request gets.
+    """
+    chance = np.random.default_rng(seed)
+    low, high = SHORT_LENS
+    short_at_s = (SHORT_FROM_S + np.cumsum(chance.exponential(1 / rate, num_short))).tolist()
+    lengths = chance.integers(low, high, num_short, endpoint=True).tolist()
+    rows = [("short", at_s, length) for at_s, length in zip(short_at_s, lengths, strict=True)]
+    rows += [("long", at_s, long_len) for at_s in long_at_s]
+    params = fixed_output(output_len)
+    arrivals = [
+        Arrival(f"{kind}-{i}", random_prompt(length, vocab_size, chance), params, arrival_s=at_s, tenant=kind)
+        for i, (kind, at_s, length) in enumerate(rows)
+    ]
+    return sorted(arrivals, key=lambda one: one.arrival_s)
+
+
+async def post(port: int, path: str, body: bytes, mark: bytes = CHOICES) -> tuple[float, float, bytes]:
+    """Send a request to this machine; seconds until the first and until the last part of the answer with a mark in it,
+    and all that came."""
+    start_s = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    fields = {"host": f"127.0.0.1:{port}", "content-type": "application/json", "content-length": len(body)}
+    head = "".join(f"{name}: {value}\r\n" for name, value in (fields | {"connection": "close"}).items())
+    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+    first_s, last_s, got = 0.0, 0.0, b""
+    while part := await reader.read(65_536):
+        got += part
+        if mark in got[-len(part) - len(mark) :]:
+            last_s = time.perf_counter() - start_s
+            first_s = first_s or last_s
+    writer.close()
+    return first_s, last_s, got
