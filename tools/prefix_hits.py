@@ -16,7 +16,7 @@ import numpy as np
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.sim.replica import find_model, Replica
+from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.io import read_trace
 from medha.workload.metrics import percentile
