@@ -122,7 +122,8 @@ def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: d
     for _, faults, launches, waits in found:
         assert faults == []
         assert (launches["transfers"] > 10) == ("kvp" in layout)
-        assert launches["replay"] == found[0][2]["replay"] >= 4
+        if "kvp" not in layout:  # where a group has rows of its own
+            assert launches["replay"] == found[0][2]["replay"] >= 4
         assert waits == []
 
 

@@ -350,7 +350,7 @@ def test_a_tenant_that_floods_holds_the_other_up_no_more_than_half_a_machine_wou
         replica = Replica(load_spec("h100-80g"), MODEL, ParallelConfig(tp=tp), config, max_model_len=1 << 16)
         outcome = Simulation(*replica.build(), trace).run()
         ttft_s = outcome.requests.first_token_s - trace.arrival_s
-        return float(np.percentile(ttft_s[trace.prompt_tokens < 16384], 97))  # some wait for the lead at the beginning
+        return float(np.percentile(ttft_s[trace.prompt_tokens < 16384], 94))  # some wait for the lead at the beginning
 
     alone_s = worst_s(short, tp=4)
     assert worst_s(both, tp=8) < 1.5 * alone_s
