@@ -111,15 +111,19 @@ def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
-def ranks_of(model: Path) -> list[int]:
-    """Processes that a command has started as further ranks over a model."""
-    found = []
+def running(*texts: str) -> dict[int, bytes]:
+    """Processes with all of these texts in their command line, and their environments."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            words = path.read_bytes()
-            if b"medha.generate.follow" in words and str(model).encode() in words:
-                found.append(int(path.parent.name))
+            if all(text.encode() in path.read_bytes() for text in texts):
+                found[int(path.parent.name)] = (path.parent / "environ").read_bytes()
     return found
+
+
+def ranks_of(model: Path) -> list[int]:
+    """Processes that a command has started as further ranks over a model."""
+    return [*running("medha.generate.follow", str(model))]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
