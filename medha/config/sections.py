@@ -1,4 +1,7 @@
-"""Sections of an engine's configuration: the KV cache, the scheduler, the layout."""
+"""Sections of an engine's configuration: the KV cache, the scheduler, the layout.
+
+Each option is declared here once, which makes the file long: type, default, help, how it is read and what is accepted.
+"""
 
 from __future__ import annotations
 
