@@ -1,9 +1,7 @@
-"""What live tools share: engines of one random Llama, long prompts beside short ones, requests over HTTP."""
+"""What live tools share: engines of one random Llama, long prompts beside short ones."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,8 +16,6 @@ from medha.engine.engine import Engine
 from medha.errors import short_repr
 from medha.models.folder import parse_json_object
 
-CHOICES = b'"choices":[{'
-"""What an event of a stream has that brings tokens."""
 SHORT_LENS, SHORT_FROM_S = (50, 400), 0.5
 
 
@@ -75,21 +71,3 @@ def long_and_short(
         for i, (kind, at_s, length) in enumerate(rows)
     ]
     return sorted(arrivals, key=lambda one: one.arrival_s)
-
-
-async def post(port: int, path: str, body: bytes, mark: bytes = CHOICES) -> tuple[float, float, bytes]:
-    """Send a request to this machine; seconds until the first and until the last part of the answer with a mark in it,
-    and all that came."""
-    start_s = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    fields = {"host": f"127.0.0.1:{port}", "content-type": "application/json", "content-length": len(body)}
-    head = "".join(f"{name}: {value}\r\n" for name, value in (fields | {"connection": "close"}).items())
-    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-    first_s, last_s, got = 0.0, 0.0, b""
-    while part := await reader.read(65_536):
-        got += part
-        if mark in got[-len(part) - len(mark) :]:
-            last_s = time.perf_counter() - start_s
-            first_s = first_s or last_s
-    writer.close()
-    return first_s, last_s, got

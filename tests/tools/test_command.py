@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
 from medha.errors import ConfigError
 from tools.command import chosen, numbers, print_head, print_row, run_tool
-from tools.live import SHORT_FROM_S, SHORT_LENS, long_and_short, post, random_llama
+from tools.live import SHORT_FROM_S, SHORT_LENS, long_and_short, random_llama
 
 
 def shout(word: str, times: int = 2, ends: str = "!") -> None:
@@ -53,21 +51,3 @@ def test_short_requests_are_the_same_beside_long_ones() -> None:
         assert one.arrival_s == other.arrival_s >= SHORT_FROM_S
         assert np.array_equal(one.prompt, other.prompt)
         assert SHORT_LENS[0] <= len(one.prompt) <= SHORT_LENS[1]
-
-
-def test_a_stream_is_timed_by_its_parts() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert b"POST /v1 HTTP/1.1" in head and await reader.readexactly(4) == b"body"
-        for part in (b'data: {"cho', b'ices":[{}]}', b'data: {"choices":[{}]}', b"data: [DONE]"):
-            writer.write(part)
-            await writer.drain()
-            await asyncio.sleep(0.05)
-        writer.close()
-
-    async def ask() -> tuple[float, float, bytes]:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            return await post(server.sockets[0].getsockname()[1], "/v1", b"body")
-
-    first_s, last_s, got = asyncio.run(ask())
-    assert 0 < first_s < last_s and got.endswith(b"[DONE]")
