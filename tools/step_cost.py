@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import numpy as np
@@ -25,14 +25,15 @@ from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
 from medha.models.needle import HIDDEN_SIZE, VOCAB_SIZE, write_needle
+from medha.params import OutputKind
 from medha.worker import runner
 from tools.command import chosen, main, numbers, print_head, print_row
 
-KINDS = ("final_only", "delta", "cumulative")
+KINDS: tuple[OutputKind, ...] = get_args(OutputKind)
 PROMPT, FILL = 40, 40  # tokens of a prompt; steps until all decode
 
 
-def round_us(engine: Engine, rows: int, kind: str, steps: int, number: int) -> float:
+def round_us(engine: Engine, rows: int, kind: OutputKind, steps: int, number: int) -> float:
     """Microseconds of the median step in which so many requests decode."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 2 * FILL, ignore_eos=True, output_kind=kind)
     for index in range(rows):
@@ -54,13 +55,14 @@ def round_us(engine: Engine, rows: int, kind: str, steps: int, number: int) -> f
 
 def step_cost(rows: str = "1,64,256", kinds: str = "final_only,delta", steps: int = 200, rounds: int = 7) -> None:
     """Print the host's microseconds a step, by decodes in it and by how outputs are streamed."""
-    sizes, chosen_kinds = [int(one) for one in numbers("rows", rows)], chosen("kinds", kinds, KINDS)
+    sizes = [int(one) for one in numbers("rows", rows)]
+    wanted = [kind for kind in KINDS if kind in chosen("kinds", kinds, KINDS)]
     if min(*sizes, steps, rounds) < 1:
         raise ConfigError(f"rows={rows!r}, steps={steps}, rounds={rounds}; accepted: 1 at least")
     most = max(sizes)
     hidden, logits = torch.zeros(4096, HIDDEN_SIZE), torch.zeros(most, VOCAB_SIZE)
     logits[torch.arange(most), 97 + torch.arange(most) % 26] = 1.0  # a letter, another one in each row
-    fakes = {
+    fakes: dict[str, Any] = {
         "embed": lambda self, ids: hidden[: len(ids)],
         "forward": lambda self, x, *rest: x,
         "logits": lambda self, x: logits[: len(x)],
@@ -79,8 +81,8 @@ def step_cost(rows: str = "1,64,256", kinds: str = "final_only,delta", steps: in
     ):
         write_needle(Path(folder))
         with LLM(folder, block_size=64, max_batch_tokens=4096, max_model_len=4096, **options) as llm:
-            cells = [(size, kind) for size in sizes for kind in chosen_kinds]
-            found: dict[tuple[int, str], list[float]] = {cell: [] for cell in cells}
+            cells = [(size, kind) for size in sizes for kind in wanted]
+            found: dict[tuple[int, OutputKind], list[float]] = {cell: [] for cell in cells}
             for number in range(rounds + 1):
                 for at, cell in enumerate(cells):
                     found[cell].append(round_us(llm.engine, *cell, steps, number * len(cells) + at))
