@@ -78,7 +78,7 @@ def run(local: Local, *, history: int, chunk: int, runs: int) -> Report:
     """The shares of a chunk in which a rank waits for history, by whether it moves beside the compute."""
     runner = local.engine.runner
     prompt = np.random.default_rng(0).integers(0, local.model.vocab_size, history + chunk + 1).astype(np.int32)
-    runner.open(FIRST_SLOT, prompt, SamplingParams(max_tokens=1).resolve({}), seed=0, end_ids=())
+    runner.open(FIRST_SLOT, prompt, SamplingParams(max_tokens=1).resolve({}), seed=0, end_ids=(), drawn=[])
     for number in range(2 * (1 + runs)):
         for batch in pair(number, history, chunk):
             runner.submit(batch).result()

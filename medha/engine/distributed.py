@@ -251,7 +251,6 @@ class DrivingRunner:
         rows = tuple(row for result in results for row in result.rows)
         sampled = [token for result in results for token in result.sampled]
         whole = StepResult(rows, sampled, max(result.busy_s for result in results))
-        self._runner.take_tokens(whole)
         self._num_in_pipeline -= 1
         if not self._num_in_pipeline:
             self.ranks.monitor.doing("idle")  # until there are requests

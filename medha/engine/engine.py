@@ -243,8 +243,8 @@ class Engine:
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
         self._num_added += params.n
         for one, its_head, its in zip(request.completions, asked, admitted, strict=True):
-            end_ids = tuple(sorted(one.end_ids))
-            self.runner.open(one.slot, request.prompt_ids, params, seed=seed + one.index, end_ids=end_ids)
+            its_seed, end_ids = seed + one.index, tuple(sorted(one.end_ids))
+            self.runner.open(one.slot, request.prompt_ids, params, seed=its_seed, end_ids=end_ids, drawn=one.token_ids)
             one.admitted(its)
             self._by_slot[one.slot] = one
             if self._free_slots:

@@ -103,6 +103,7 @@ class Explainer(Observer):
         self._arrival_s = np.full(64, np.inf)  # by slot; inf: nobody there waits for a first token
         self._waiting: set[int] = set()  # the other slots
         self._spent = np.zeros((64, _DECODES + 2 * self._num_groups))  # seconds by slot and kind
+        self._idle = np.eye(1, self._spent.shape[1], _IDLE)[0]  # of each second, where nothing is in flight
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
         """A request was queued; whoever had its slot before is forgotten."""
@@ -149,7 +150,7 @@ class Explainer(Observer):
         sent = self._in_flight.popleft()
         assert sent.batch.batch_id == batch.batch_id, "batches complete in the order in which they were scheduled"
         if sent.start_s > self._time_s:
-            self._spend(sent.start_s, np.eye(1, self._spent.shape[1], _IDLE)[0])
+            self._spend(sent.start_s, self._idle)
         start_s, length_s = self._time_s, max(now_s - self._time_s, 0.0)
         busy_s = min(max(busy_s, 0.0), length_s) if math.isfinite(busy_s) else length_s
         chunks_s = np.zeros(self._num_groups)
@@ -196,9 +197,9 @@ class Explainer(Observer):
 
     def _spend(self, end_s: float, rates: Floats) -> Floats:
         """A span ends, in which those who wait spent ``rates`` of each second on each kind; seconds of it by slot."""
-        seconds: Floats = np.zeros(len(self._arrival_s))
+        seconds: Floats = np.zeros(0)  # nobody asks for anybody's
         if self._waiting:
-            np.maximum(end_s - np.maximum(self._arrival_s, self._time_s), 0.0, out=seconds)
+            seconds = np.maximum(end_s - np.maximum(self._arrival_s, self._time_s), 0.0)
             self._spent += seconds[:, None] * rates
         self._spans.append((self._time_s, end_s, rates))
         self._time_s = end_s

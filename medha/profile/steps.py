@@ -101,7 +101,7 @@ class StepRunner:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True).resolve({})
         new = range(FIRST_SLOT + self._num_open, FIRST_SLOT + number)
         for slot in new:
-            self._runner.open(slot, self._prompt, params, seed=0, end_ids=())
+            self._runner.open(slot, self._prompt, params, seed=0, end_ids=(), drawn=[])
         if new:
             rows, extents = [Row(slot, 0, 1, False, True) for slot in new], [Extent(slot, 0, 1) for slot in new]
             self._submit(rows, extents, ())

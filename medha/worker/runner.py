@@ -21,7 +21,6 @@ dimension.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -81,9 +80,9 @@ class Runner:
         self._inv_freq = inverse_frequencies(self._rope, self.model.config.head_dim).to(self.device)
         self._prompts: dict[int, npt.NDArray[np.int32]] = {}
         self._sampling: dict[int, SlotSampling] = {}
-        self._drawn: defaultdict[int, list[int]] = defaultdict(list)
+        self._drawn: dict[int, list[int]] = {}  # by slot, where prompts are kept; whoever reads the results adds to it
         self.graphs: DecodeGraphs | None = None
-        self._submitted = InOrder(self._run_whole, at_once=self.device.type == "cuda")
+        self._submitted = InOrder(self._run_alone, at_once=self.device.type == "cuda")
         self._began: torch.cuda.Event | None = None  # when the device could begin with the present batch
 
     def capture(
@@ -102,12 +101,14 @@ class Runner:
         *,
         seed: int,
         end_ids: tuple[int, ...],
+        drawn: list[int],
     ) -> None:
         """Take the tokens (kept, not copied) and resolved sampling parameters of a request, ahead of its first batch.
 
-        A former occupant of the slot is forgotten; ``end_ids`` are the ids that ``min_tokens`` holds back.
+        A former occupant of the slot is forgotten; ``end_ids`` are what ``min_tokens`` holds back. Whoever reads
+        results adds its tokens to ``drawn``, which is read should they have to be computed again.
         """
-        self._prompts[slot] = prompt_ids
+        self._prompts[slot], self._drawn[slot] = prompt_ids, drawn
         self.open_sampling(slot, SlotSampling.of(params, seed, end_ids, torch.from_numpy(prompt_ids)))
 
     def open_sampling(self, slot: int, sampling: SlotSampling) -> None:
@@ -138,23 +139,17 @@ class Runner:
         """The same, brought up to every token drawn by now on whichever rank; where prompts are kept."""
         sampling = self._sampling[slot]
         if sampling.has_penalties:
-            sampling.output_ids, sampling.history = list(self._drawn.get(slot, ())), None
+            sampling.output_ids, sampling.history = list(self._drawn[slot]), None
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
         """Prepare a batch on the one rank that there is; it runs after those before it."""
         return PendingStep(self._submitted.add(self.prepare(batch, self.chunk_ids(batch))))
 
-    def _run_whole(self, step: StepInput) -> Callable[[], StepResult]:
+    def _run_alone(self, step: StepInput) -> Callable[[], StepResult]:
         pending = self.run(step)
         assert pending is not None, "a rank with the whole model samples"
-
-        def result() -> StepResult:
-            found = pending.result()
-            self.take_tokens(found)
-            return found
-
-        return result
+        return pending.result
 
     def prepare(self, batch: Batch, chunk_ids: npt.NDArray[np.int32] | None) -> StepInput:
         """Make a batch ready to run: on the host alone, in the order of the batches.
@@ -226,20 +221,14 @@ class Runner:
 
     def _draws(self, step: StepInput) -> tuple[list[SlotSampling], list[int]]:
         """Of each row that samples: its request's parameters, and the index of the token to draw."""
-        slots = [self._sampling[slot] for slot in step.drawn_slots.tolist()]
-        ends = step.positions[step.drawn_tokens].tolist()
-        return slots, [end + 1 - slot.num_prompt_tokens for end, slot in zip(ends, slots, strict=True)]
+        slots, ends = [self._sampling[slot] for slot in step.drawn_slots.tolist()], step.positions[step.drawn_tokens]
+        return slots, [end + 1 - slot.num_prompt_tokens for end, slot in zip(ends.tolist(), slots, strict=True)]
 
     @torch.inference_mode()
     def note_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Note tokens that another rank drew, int64 on the host, for the next decodes of these slots."""
         self._make_room(1 + max(slots))
         self.last_tokens[torch.tensor(slots, device=self.device)] = tokens.to(self.device, non_blocking=True)
-
-    def take_tokens(self, result: StepResult) -> None:
-        """Keep the tokens drawn, should they have to be computed again; where prompts are kept."""
-        for row, sampled in zip(result.rows, result.sampled, strict=True):
-            self._drawn[row.slot].append(sampled.token_id)
 
     def chunk_ids(self, batch: Batch) -> npt.NDArray[np.int32]:
         """The tokens of a batch's rows that are no decodes, in order, where prompts are kept."""

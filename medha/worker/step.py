@@ -50,8 +50,9 @@ class BatchRunner(Protocol):
         *,
         seed: int,
         end_ids: tuple[int, ...],
+        drawn: list[int],
     ) -> None:
-        """Take a request ahead of its first batch."""
+        """Take a request ahead of its first batch; whoever reads results adds its tokens to ``drawn``."""
 
     def close(self, slot: int) -> None:
         """Forget a request."""

@@ -117,7 +117,7 @@ def serve(
                 runner, hand = llm.engine.runner, Hand(plans)
                 for slot, prompt in enumerate(prompts):
                     resolved = SamplingParams(**params[slot]).resolve({})
-                    runner.open(slot, np.array(prompt, np.int32), resolved, seed=slot, end_ids=())
+                    runner.open(slot, np.array(prompt, np.int32), resolved, seed=slot, end_ids=(), drawn=[])
                 pending = [runner.submit(batch) for batch in hand.prefills()]
                 results = [step.result() for step in pending]
                 results += [runner.submit(hand.decode()).result() for _ in range(NUM_TOKENS - 1)]
