@@ -158,7 +158,7 @@ class CdspPacker(Packer):
         return [max(free_s - now_s, 0.0) / factor for free_s in self._free_s]
 
     def _chunks(self, state: State, queue_s: list[float]) -> tuple[Chunk, ...]:
-        least = -(-state.request.num_kv_tokens // self.memory.max_kv_per_group)
+        least = -(-state.request.num_kv_tokens // self.memory.max_share)
         return self.planner.plan(state.num_prefill_tokens, queue_s, self.load.rate, least_size=least).chunks
 
     def _commit(self, state: State, chunks: tuple[Chunk, ...], now_s: float, factor: float) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from medha.batch import Batch
+from medha.batch import PIECES, Batch
 from medha.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes
 from medha.cost.hardware import load_spec
@@ -191,6 +191,21 @@ def test_queue_times_follow_what_happens() -> None:
     check_ran(driver, prompts)
 
 
+@pytest.mark.parametrize("num_blocks", [2, 3, 10])
+def test_what_is_accepted_is_planned_and_what_fills_the_pools_is_refused(num_blocks: int) -> None:
+    """Shares are even to a block and a piece, for which a plan needs room as well."""
+    driver = Driver(num_blocks=num_blocks)
+    most = driver.scheduler.memory.max_request_tokens
+    assert most == 8 * ((num_blocks - 1) * BLOCK - PIECES)
+    prompts = [most, most // 8, 1, most - 1]
+    for slot, prompt in enumerate(prompts):
+        driver.add(slot, prompt)
+    driver.finish()
+    check_ran(driver, prompts)
+    with pytest.raises(ValueError, match=f"needs {most + 1} KV tokens, at most {most} fit"):
+        driver.add(9, most + 1)
+
+
 def test_cancelling_at_any_time() -> None:
     for after in range(8):
         driver, random = Driver(), np.random.default_rng(after)
@@ -313,7 +328,7 @@ def test_what_is_refused_elsewhere() -> None:
     with pytest.raises(ConfigError, match=r"improvement_rate=1.0; accepted: a number from 0 to below 1, or a file"):
         SchedulerConfig("cdsp", improvement_rate=1.0)
     scheduler = Driver(num_blocks=10).scheduler
-    with pytest.raises(ValueError, match="needs 20481 KV tokens, at most 20480 fit"):
+    with pytest.raises(ValueError, match="needs 20481 KV tokens, at most 18416 fit"):
         scheduler.add(SchedulerRequest(0, 20_481, 1, 0.0))
     with pytest.raises(ValueError, match="one new token, and no prefix ids"):
         scheduler.add(SchedulerRequest(0, 100, 2, 0.0))
