@@ -163,7 +163,8 @@ def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory, where: st
     if needed <= kv.max_request_tokens:
         return
     remedy = "kv_memory" if kv.max_kv_per_group == kv.num_blocks * kv.block_size else "max_kv_per_group"
-    groups = f", {kv.max_kv_per_group} on each of {kv.num_groups} groups" if kv.num_groups > 1 else ""
+    span = kv.max_span or kv.num_groups
+    groups = f", {kv.max_share} on each of {span} groups" if span > 1 else ""
     prompt_fits = num_prompt_tokens <= kv.max_request_tokens
     raise KVCapacityError(
         f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache{where}; "

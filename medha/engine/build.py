@@ -205,7 +205,8 @@ def _build(
         changes = {"scheduler": "medha", "max_kv_per_group": None, "ring": False}
         is_async = config.scheduler.scheduler == CDSP or config.scheduler.async_scheduling
         alone = _scheduling(alone, async_scheduling=is_async, **changes)
-        coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
+        if alone.parallel != dataclasses.replace(config.parallel.of_group(0), kvp=1):  # else they hold for it as well
+            coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
         instances = [
             DecodeInstance(group, _build_scheduler(alone, coefficients, limits, pool.of_decodes, device, model_config))
             for group in range(config.parallel.kvp, config.parallel.num_groups)

@@ -6,7 +6,6 @@ independently: it is any that is done, and before which nothing is in flight on 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from medha.sched.scheduler import Scheduler
 from medha.worker.step import PendingStep
 
 _ONE_LANE = frozenset({-1})  # of every batch where all complete in order
-_LOOK_S = 0.5  # how often a wait for any batch looks whether a rank has failed
+_LOOK_S = 0.5  # how often a wait for any batch looks whether a rank has failed, or prompts are to be planned anew
 
 
 class Sent(NamedTuple):
@@ -54,8 +53,9 @@ class InFlight(deque[Sent]):
             self._news.set()
 
     def await_done(self, wait_s: float | None) -> int | None:
-        """The index of a batch to complete now; waits for one, and gives up when it is woken or late."""
-        end_s = math.inf if wait_s is None else time.monotonic() + wait_s
+        """The index of a batch to complete now; waits for one, and gives up when it is woken or late, without a limit
+        when it is time to see whether something else may begin."""
+        end_s = time.monotonic() + (_LOOK_S if wait_s is None else wait_s)
         while (index := self._first_done()) is None:
             left_s = end_s - time.monotonic()
             if self._news is None or left_s <= 0:

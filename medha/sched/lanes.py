@@ -10,7 +10,9 @@ the plans before it; who can begin now does, and then keeps its plan. So slack d
 is bound to groups before it uses them.
 
 The queue time of a group is what its lane is predicted to take. When a task took another time than predicted, begins
-later, or should be over, all lanes are timed anew: tasks in flight from when they began, the others behind them.
+later, or should be over, all lanes are timed anew: tasks in flight from when they began, the others behind them; one
+that should be over is taken to need as long again as it is late. Where one takes far longer than predicted and another
+group is idle, whoever has not started is planned anew, also with ``arrival``: else they would queue behind it.
 
 KV memory: a plan needs its largest even share of tokens on each group of its last run. That is set aside when the plan
 is made, and where it is not there nobody is planned until it is. So a plan that is kept waits for tasks before its own
@@ -38,6 +40,7 @@ from medha.sched.queue import Queue, State
 
 ARRIVAL = "arrival"
 _FIRST = 64  # requests that are planned anew at a decision
+_FAR = 2.0  # times the predicted seconds of a task, from which others are planned anew
 _EXACT = 1e-6  # seconds by which a task may be off its prediction before lanes are timed anew
 
 
@@ -113,7 +116,12 @@ class CdspPacker(Packer):
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         now_s, factor = builder.now_s, self.predictor.factor("prefill")
         self.prediction = None
-        running = (lane[0] for lane in self._lanes if lane and lane[0].is_in_flight)
+        running = [lane[0] for lane in self._lanes if lane and lane[0].is_in_flight]
+        late = max(((now_s - task.start_s) / (task.seconds * factor) for task in running), default=0.0)
+        if late > _FAR and len(running) < len(self._lanes):
+            for tasks in list(self._plans.values()):
+                if not tasks[0].state.has_started:
+                    self._drop(tasks)
         if self._is_stale or any(task.start_s + task.seconds * factor < now_s - _EXACT for task in running):
             self._time_anew(now_s, factor)
         if self._ranking is None:
@@ -140,25 +148,28 @@ class CdspPacker(Packer):
                 del self._plans[row.slot]
 
     def cancelled(self, slot: int) -> None:
-        if (tasks := self._plans.get(slot)) is None:
-            return
-        has_started = tasks[0].state.has_started
+        if (tasks := self._plans.get(slot)) is not None:
+            self._drop(tasks)
+
+    def _drop(self, tasks: deque[_Task]) -> None:
+        """Forget a plan, but what is in flight."""
+        state = tasks[0].state
         while tasks and not tasks[-1].is_in_flight:
             task = tasks.pop()
             for group in task.groups:
                 self._lanes[group].remove(task)
         self._is_stale = True
         if not tasks:
-            del self._plans[slot]
-        if not has_started:
-            self.memory.release(slot)
+            del self._plans[state.slot]
+        if not state.has_started:
+            self.memory.release(state.slot)
 
     def _queue_s(self, now_s: float, factor: float) -> list[float]:
         """Uncorrected seconds until each group is free."""
         return [max(free_s - now_s, 0.0) / factor for free_s in self._free_s]
 
     def _chunks(self, state: State, queue_s: list[float]) -> tuple[Chunk, ...]:
-        least = -(-state.request.num_kv_tokens // self.memory.max_kv_per_group)
+        least = -(-state.request.num_kv_tokens // self.memory.max_share)
         return self.planner.plan(state.num_prefill_tokens, queue_s, self.load.rate, least_size=least).chunks
 
     def _commit(self, state: State, chunks: tuple[Chunk, ...], now_s: float, factor: float) -> bool:
@@ -221,5 +232,6 @@ class CdspPacker(Packer):
             groups = slice(task.groups.start, task.groups.stop)
             if not task.is_in_flight:
                 task.start_s = max(self._free_s[groups])
-            end_s = max(task.start_s + task.seconds * factor, now_s)
+            end_s = task.start_s + task.seconds * factor
+            end_s += 2 * max(now_s - end_s, 0.0)
             self._free_s[groups] = [end_s] * len(task.groups)

@@ -76,7 +76,7 @@ class KVMemory:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_kv_per_group = max_kv_per_group
-        self.max_span: int | None = None  # groups of one request at most, where that is not all of them
+        self.max_span: int | None = None  # groups of one request at most, where all are dealt
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
         self.deals = deals
@@ -122,7 +122,13 @@ class KVMemory:
     @property
     def max_request_tokens(self) -> int:
         """Tokens of the longest request that fits."""
-        return (self.max_span or self.num_groups) * self.max_kv_per_group
+        return (self.max_span or self.num_groups) * self.max_share
+
+    @property
+    def max_share(self) -> int:
+        """Tokens of a request on one group at most: where all are dealt shares are even to a block and a piece."""
+        spare = 0 if self.max_span is None else self.block_size + PIECES
+        return max(min(self.max_kv_per_group, self.num_blocks * self.block_size - spare), 0)
 
     def reservation(self, num_tokens: int) -> list[int]:
         """Blocks that ``num_tokens`` take on each group of a span."""

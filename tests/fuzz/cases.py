@@ -88,6 +88,7 @@ class Case:
 
     Attributes:
         layout: tp, spp, kvp.
+        decode: decode instances behind these ranks, and tp of each.
         options: others of :class:`medha.LLM`.
         step_s, token_s: what a step takes, and each token of it; both are multiplied by about 1, and in a step of 20 by
             ``spike``.
@@ -97,6 +98,7 @@ class Case:
     model: Model = field(default_factory=Model)
     asks: tuple[Ask, ...] = (Ask(),)
     layout: tuple[int, int, int] = (1, 1, 1)
+    decode: tuple[int, int] = (0, 0)
     options: dict[str, Any] = field(default_factory=dict)
     step_s: float = 1e-3
     token_s: float = 1e-5
@@ -107,7 +109,7 @@ class Case:
     def world(self) -> int:
         """Ranks."""
         tp, spp, kvp = self.layout
-        return tp * spp * kvp
+        return tp * spp * kvp + self.decode[0] * self.decode[1]
 
 
 def by_age(columns: Columns, now_s: float) -> Floats:
@@ -147,7 +149,38 @@ _CUTS: dict[str, list[Any]] = {"top_k": [1, 3, 20, 10**6], "top_p": [1e-6, 0.3, 
 
 
 def draw(seed: int, ranks: int = 1) -> Case:
-    """The case of a seed on so many ranks."""
+    """The case of a seed on so many ranks, some of which may be decode instances."""
+    rng = random.Random(f"{seed} on {ranks}, with instances")  # apart, so that all else of a seed stays as it was
+    return _draw(seed, ranks) if rng.random() < 0.75 or ranks == 1 else _with_instances(rng, seed, ranks)
+
+
+def _with_instances(rng: random.Random, seed: int, ranks: int) -> Case:
+    """A case on fewer ranks, with the others as decode instances and a scheduler that hands over to them."""
+    case = _draw(seed, ranks - (behind := rng.randint(1, ranks - 1)))
+    shape, (_, spp, kvp) = case.model.shape, case.layout
+    kv_heads, divided = shape["num_key_value_heads"], (shape["num_attention_heads"], shape["intermediate_size"])
+    degrees = [
+        tp
+        for tp in range(1, behind + 1)
+        if behind % tp == 0 and not any(n % tp for n in divided) and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    ]
+    tp, options = rng.choice(degrees), case.options | {"transfer_buffers": rng.choice([1, 1, 2, 4])}
+    options |= {"scheduler": "cdsp" if spp == 1 and rng.random() < 0.4 else "medha", "overcommit": False}
+    longest = max(ask.length + ask.max_tokens - 1 for ask in case.asks)
+    if rng.random() < 0.8:  # else the longest are refused
+        options["num_kv_blocks"] = max(options["num_kv_blocks"], -(-longest // options["block_size"]))
+    dropped = ["swap_space"]
+    if options["scheduler"] == "cdsp":
+        dropped += ["chunk_size", "depth", "async_scheduling", "prefix_caching", "admission"]
+        options["max_num_seqs"] = max(options["max_num_seqs"], kvp)
+        options["num_kv_blocks"] += -(-2 // options["block_size"]) + 1  # by which shares are even
+        options |= {"improvement_rate": rng.choice([0.0, 0.3]), "max_chunks": rng.choice([None, 1, 2])}
+        options["plan_order"] = rng.choice(["arrival", "arrival", "lrs", "srpt"])
+    options = {name: value for name, value in options.items() if name not in dropped}
+    return replace(case, decode=(behind // tp, tp), options=options, abandon=None)
+
+
+def _draw(seed: int, ranks: int) -> Case:
     rng = random.Random(f"{seed} on {ranks}")
     degrees = range(1, ranks + 1)
     # Few stages, as there are few layers; of two layouts more often the one that splits the KV cache.
@@ -181,7 +214,8 @@ def draw(seed: int, ranks: int = 1) -> Case:
     asks = [replace(ask, num_shared=shares.choice([0, ask.length // 2, ask.length - 1, ask.length])) for ask in asks]
     options |= {"prefix_caching": shares.random() < 0.9, "prefix_eviction": shares.choice(["value", "lru"])}
     asks.sort(key=lambda ask: ask.at)
-    return Case(model, tuple(asks), layout, options, step_s, token_s, rng.choice([1.0, 1.0, 100.0]), abandon)
+    spike = rng.choice([1.0, 1.0, 100.0])
+    return Case(model, tuple(asks), layout, (0, 0), options, step_s, token_s, spike, abandon)
 
 
 def _is_slow(options: dict[str, Any]) -> bool:

@@ -40,9 +40,13 @@ def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, m
     try:
         reference = write_checkpoint(case.model, folder)
         if workers is None:
-            answers, max_request_tokens = serve(case, folder, mutation)
+            answers, fits = serve(case, folder, mutation)
         else:
-            answers, max_request_tokens = workers.run(serve, case.world, case, folder, mutation, limit_s=_HANG_S)[0]
+            if case.decode[0]:  # DTensor keeps the names of groups, see tests/parallel/test_decode.py
+                workers.close()
+            answers, fits = workers.run(serve, case.world, case, folder, mutation, limit_s=_HANG_S)[0]
+            if case.decode[0]:
+                workers.close()
     except Failure:
         raise
     except Exception as error:
@@ -50,12 +54,16 @@ def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, m
         kinds = re.findall(r"^(?:[\w.]+\.)?(Failure: \w+|\w*Error|hang)", text, flags=re.MULTILINE)
         kind = next((kind for kind in kinds if kind != "AssertionError"), "died")
         raise Failure(kind.removeprefix("Failure: "), text) from None
-    check(case, answers, max_request_tokens, reference)
+    check(case, answers, fits, reference)
 
 
-def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer], int]:
-    """On each rank: build the LLM and take part; rank 0 drives and returns the answers, and how many tokens fit."""
+def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer], list[int]]:
+    """On each rank: build the LLM and take part; rank 0 drives and returns the answers, and how many tokens fit where
+    requests are prefilled, and on a decode instance if there is one."""
     degrees = dict(zip(("tp", "spp", "kvp"), case.layout, strict=True))
+    if case.decode[0]:
+        degrees |= dict(zip(("decode_replicas", "decode_tp"), case.decode, strict=True))
+    journal = None if case.decode[0] else folder / "journal"
     options = {"dtype": "float32", "num_threads": 1, "dist_timeout": 900.0} | case.options | degrees
     with pytest.MonkeyPatch.context() as patch:
         for name in launch_environment(0, 1, 0) if case.world == 1 else ():
@@ -65,24 +73,30 @@ def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer],
         patch.setattr(HostCache, "measure_block_s", lambda self: block_s)
         if mutation is not None:
             MUTATIONS[mutation][0](patch)
-        with LLM(folder, journal=folder / "journal", **options) as llm:
+        with LLM(folder, journal=journal, **options) as llm:
             if not llm.is_driver:
                 llm.follow()
-                return [], 0
+                return [], []
             answers = _Drive(case, llm.engine).run()
-            max_request_tokens = llm.engine.scheduler.memory.max_request_tokens
-    found = replay(folder / "journal")
-    if found.mismatch is not None:
+            memories = [llm.engine.scheduler.memory, llm.engine.hand_overs.largest]
+            fits = [memory.max_request_tokens for memory in memories if memory is not None]
+    if journal is not None and (found := replay(journal)).mismatch is not None:
         raise Failure("journal", str(found.mismatch))
-    return answers, max_request_tokens
+    return answers, fits
 
 
 class _Timed:
-    """A runner on the time of a case: each step takes as long as the case says, whatever it took."""
+    """A runner on the time of a case: each step takes as long as the case says, whatever it took.
+
+    Where batches complete independently each group computes its own one after the other, and the one that ends first by
+    that time completes first; a hand-over is over so many questions after it.
+    """
 
     def __init__(self, runner: Any, case: Case) -> None:
         self.runner, self._case, self._random = runner, case, random.Random(0)
         self.now_s = 0.0
+        self._free_s: dict[int, float] = {}  # by group, when it is done with what was submitted
+        self._ends_s: list[float] = []  # of the batches in flight
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
@@ -93,6 +107,8 @@ class _Timed:
         factor = rng.uniform(0.7, 1.4) * (case.spike if rng.random() < 0.05 else 1.0)
         busy_s = factor * (case.step_s + case.token_s * batch.num_tokens)
         pending = self.runner.submit(batch)
+        if getattr(self.runner, "news", None) is not None:
+            return self._in_lanes(batch, pending, busy_s)
 
         def result() -> StepResult:
             done: StepResult = pending.result()
@@ -100,6 +116,39 @@ class _Timed:
             return done._replace(busy_s=busy_s)
 
         return PendingStep(result)
+
+    def _in_lanes(self, batch: Batch, pending: PendingStep, busy_s: float) -> PendingStep:
+        end_s = max(self.now_s, *(self._free_s.get(group, 0.0) for group in batch.groups)) + busy_s
+        self._free_s |= dict.fromkeys(batch.groups, end_s)
+        self._ends_s.append(end_s)
+
+        def result() -> StepResult:
+            done: StepResult = pending.result()
+            self._ends_s.remove(end_s)
+            self.now_s = end_s
+            return done._replace(busy_s=busy_s)
+
+        return PendingStep(result, lambda: end_s == min(self._ends_s))
+
+    def hand_over(self, *args: Any) -> Any:
+        """Begin a hand-over, of which the engine hears a little later."""
+        return _Later(self.runner.hand_over(*args), self._random.choice([0, 0, 1, 3, 10]))
+
+
+class _Later:
+    """A future that is done a few questions later, however long it took."""
+
+    def __init__(self, future: Any, questions: int) -> None:
+        self._future, self._left = future, questions
+
+    def done(self) -> bool:
+        """Whether it is."""
+        self._left -= 1
+        return self._left < 0
+
+    def result(self) -> None:
+        """Wait for it."""
+        self._future.result()
 
 
 class _Served:
@@ -139,6 +188,7 @@ class _Drive:
         self._case, self._engine = case, engine
         self._timed = timed = _Timed(engine.runner, case)
         engine.runner, engine._clock, engine._start = timed, lambda: timed.now_s, 0.0
+        engine.hand_overs._begin = timed.hand_over
         self._pending = list(enumerate(case.asks))
         self._served: dict[str, _Served] = {}
         self._answers: dict[str, Answer] = {}
@@ -152,7 +202,7 @@ class _Drive:
         last_step = 0
         while self._pending or self._engine.has_unfinished:
             self._add_and_abort()
-            for output in self._engine.step():
+            for output in self._engine.step(wait_s=0.0):
                 self._take(output)
             before, num_tokens = num_tokens, self._num_tokens()
             last_step = last_step if num_tokens == before else self._step
@@ -201,12 +251,21 @@ class _Drive:
         scheduler = getattr(engine.scheduler, "_scheduler", engine.scheduler)
         runner = getattr(self._timed.runner, "_runner", self._timed.runner)
         memory, queue = scheduler.memory, scheduler._queue
+        hand_overs, instances = engine.hand_overs, [one.scheduler for one in engine.hand_overs.instances]
         left = {
             "blocks": [memory.num_used, *(host.pool.num_blocks - host.num_free for host in memory.prefix.hosts)],
             "reservations": [len(memory._accounts), len(memory._swapped), *memory._open, *memory._set_aside],
             "requests": [scheduler.num_running, scheduler.num_waiting, len(queue.ending), len(queue.decoding)],
             "rows": [queue.num_prefills, int(queue.column("relegated").sum())],
             "batches": [len(scheduler.in_flight), len(engine._in_flight)],
+            "of instances": [
+                n for one in instances for n in (one.memory.num_used, len(one.in_flight), one.num_running)
+            ],
+            "hand-overs": [
+                len(hand_overs.waiting),
+                len(hand_overs.transfers),
+                *(len(i.coming) for i in hand_overs.instances),
+            ],
             "slots": [len(engine._live), len(engine._by_slot)],
             "slots twice": [len(engine._free_slots) - len(set(engine._free_slots))],
             "of the runner": [len(runner._prompts), len(runner._sampling), len(runner._drawn)],

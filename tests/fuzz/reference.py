@@ -78,13 +78,13 @@ def write_checkpoint(model: Model, folder: Path) -> transformers.PreTrainedModel
     return type(made).from_pretrained(folder, dtype=torch.float32).eval()  # the one made has rounded its RoPE too
 
 
-def check(case: Case, answers: Sequence[Answer], max_request_tokens: int, reference: Any) -> None:
+def check(case: Case, answers: Sequence[Answer], fits: Sequence[int], reference: Any) -> None:
     """Hold every answer to the reference.
 
     Args:
         case: what was run.
         answers: of each of its requests.
-        max_request_tokens: KV tokens of the longest request that fits.
+        fits: KV tokens of the longest request where prompts are read, and on a decode instance if there is one.
         reference: transformers' model.
 
     Raises:
@@ -92,21 +92,23 @@ def check(case: Case, answers: Sequence[Answer], max_request_tokens: int, refere
     """
     for number, (ask, answer) in enumerate(zip(case.asks, answers, strict=True)):
         try:
-            _check(case, ask, answer, max_request_tokens, reference)
+            _check(case, ask, answer, fits, reference)
         except Failure as failure:
             raise Failure(
                 failure.kind, f"request {number}, {ask}: {failure}\n{replace(answer, logprobs=None)}"
             ) from None
 
 
-def _check(case: Case, ask: Ask, answer: Answer, max_request_tokens: int, reference: Any) -> None:
+def _check(case: Case, ask: Ask, answer: Answer, fits: Sequence[int], reference: Any) -> None:
     room = case.options.get("max_model_len", 8192) - ask.length
     max_tokens = min(ask.max_tokens, room)
-    needed = ask.length + max_tokens - 1
-    must = "ContextLengthError" if room < 1 else "KVCapacityError" if needed > max_request_tokens else None
+    whole = ask.length + max_tokens - 1
+    needed = [whole] if len(fits) == 1 else [ask.length, whole if max_tokens > 1 else 0]
+    is_large = any(claim > most for claim, most in zip(needed, fits, strict=True))
+    must = "ContextLengthError" if room < 1 else "KVCapacityError" if is_large else None
     may = (must, "DeadlineError") if case.options.get("admission") == "refuse" and ask.slo is not None else (must,)
     if answer.refused not in may:
-        raise Failure("refused", f"{answer.refused}, must be {must}: {needed} KV tokens, {max_request_tokens} fit")
+        raise Failure("refused", f"{answer.refused}, must be {must}: {needed} KV tokens, {fits} fit")
     if answer.refused is not None:
         return
     rules = _Rules(case, ask, max_tokens)

@@ -45,6 +45,7 @@ def smaller(case: Case) -> Iterator[Case]:
     for axis, degree in enumerate(case.layout):
         for less in {1, degree // 2} if degree > 1 else ():
             yield replace(case, layout=tuple(less if a == axis else d for a, d in enumerate(case.layout)))
+    yield from (replace(case, decode=less) for less in ((0, 0), (1, 1)) if less < case.decode)
     yield replace(case, abandon=None, step_s=1e-3, token_s=1e-5, spike=1.0)
     yield from (replace(case, options=_without(case.options, name)) for name in case.options)
     yield from (replace(case, model=model) for model in _smaller_models(case))

@@ -56,6 +56,16 @@ def test_a_seed_draws_the_same_again() -> None:
     assert draw(7, 4) == draw(7, 4) != draw(8, 4)
 
 
+def test_instances_are_drawn_beside_what_was_drawn_before() -> None:
+    """Recorded seeds are without them."""
+    assert not any(draw(*one).decode[0] for one in recorded())
+    cases = [draw(seed, 4) for seed in range(200)]
+    instances = [case for case in cases if case.decode[0]]
+    assert 20 < len(instances) < 80 and all(case.world == 4 for case in cases)
+    assert {case.options["scheduler"] for case in instances} == {"medha", "cdsp"}
+    assert {case.decode for case in instances} >= {(1, 1), (1, 2), (2, 1), (3, 1)}
+
+
 def test_shrinking_leaves_what_fails() -> None:
     case = replace(
         draw(3, 4), asks=(Ask(9), Ask(30, params={"temperature": 0.0, "logprobs": 1, "max_tokens": 7}), Ask(2))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,32 @@ def test_prompts_are_shared_and_have_several_completions(workers: WorkerPool, fo
     tokens, cached = workers.run(share, 3, str(folder), options)[0]
     assert tokens == expected[0]
     assert cached[:2] == [0, 96]
+
+
+def profiled(folder: str, options: dict[str, Any], profile: str) -> Any:
+    """On each rank: build the LLM twice, the second time with a profile of an odd step; what each side predicts of the
+    host."""
+    from medha import LLM
+
+    with LLM(folder, **SIZES | options) as llm:
+        if llm.is_driver:
+            assert llm.engine.scheduler.predictor is not None
+            Path(profile).write_text(replace(llm.engine.scheduler.predictor.coefficients, host_s=0.25).to_json())
+    with LLM(folder, profile=profile, **SIZES | options) as llm:
+        if not llm.is_driver:
+            return None
+        schedulers = [llm.engine.scheduler, *(one.scheduler for one in llm.engine.hand_overs.instances)]
+        return [one.predictor.coefficients.host_s for one in schedulers if one.predictor is not None]
+
+
+@pytest.mark.parametrize(("kvp", "decode_tp"), [(2, 1), (1, 2)])
+def test_a_profile_holds_for_instances_that_are_like_a_group(
+    workers: WorkerPool, folder: Path, tmp_path: Path, kvp: int, decode_tp: int
+) -> None:
+    options = {"kvp": kvp, "decode_replicas": 1, "decode_tp": decode_tp}
+    prefills_s, decodes_s = workers.run(profiled, 3, str(folder), options, str(tmp_path / "profile.json"))[0]
+    assert prefills_s == 0.25
+    assert (decodes_s == 0.25) == (decode_tp == 1)
 
 
 # -- full pools --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from medha.batch import Batch
+from medha.batch import PIECES, Batch
 from medha.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes
 from medha.cost.hardware import load_spec
@@ -38,11 +38,13 @@ class Driver:
     num_blocks: int = 4096
     slower: float = 0.0
     options: dict[str, object] = field(default_factory=dict)
+    times: ChunkTimes = TIMES
+    late: dict[int, float] = field(default_factory=dict)  # by slot, how many times as long its chunks take
 
     def __post_init__(self) -> None:
         config = SchedulerConfig("cdsp", prefix_caching=False, **self.options)  # type: ignore[arg-type]
         sizes = {"num_blocks": self.num_blocks, "block_size": BLOCK, "num_groups": 8}
-        dealing = Dealing(Planner(TIMES, 8, max_chunks=config.max_chunks), self.rate)
+        dealing = Dealing(Planner(self.times, 8, max_chunks=config.max_chunks), self.rate)
         predictor = Predictor(PREDICTOR, max_tokens=1 << 18)
         self.scheduler = Scheduler(config, dealing, predictor=predictor, max_prompt_tokens=1 << 18, **sizes)
         self.now_s, self.ran = 0.0, list[tuple[Batch, float, float]]()  # batch, from, to
@@ -62,6 +64,7 @@ class Driver:
         while (decision := self.scheduler.schedule(self.now_s)).batch is not None:
             assert decision.prediction is not None
             more = self.slower * (decision.batch.batch_id % 3)
+            more += self.late.get(decision.batch.rows[0].slot, 1.0) - 1
             busy_s = decision.prediction.seconds / decision.prediction.factor * (1 + more)
             heapq.heappush(self.events, (self.now_s + busy_s, decision.batch.batch_id, decision.batch, busy_s))
             self.ran.append((decision.batch, self.now_s, self.now_s + busy_s))
@@ -180,14 +183,51 @@ def test_queue_times_follow_what_happens() -> None:
         for task in sorted(tasks, key=lambda task: not task.is_in_flight):
             began_s = task.start_s if task.is_in_flight else max(free_s[group] for group in task.groups)
             num_late += began_s + task.seconds * factor < arrival_s
+            end_s = began_s + task.seconds * factor
             for group in task.groups:
-                free_s[group] = max(began_s + task.seconds * factor, arrival_s)
+                free_s[group] = max(end_s, 2 * arrival_s - end_s)
         ours = driver.packer._queue_s(arrival_s, 1.0)
         assert ours == pytest.approx([one - arrival_s for one in free_s], abs=1e-4)
         driver.add(slot, prompt)
     driver.finish()
     assert num_late
     assert 1.2 < driver.scheduler.predictor.factor("prefill") < 1.8  # type: ignore[union-attr]
+    check_ran(driver, prompts)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 10])
+def test_what_is_accepted_is_planned_and_what_fills_the_pools_is_refused(num_blocks: int) -> None:
+    """Shares are even to a block and a piece, for which a plan needs room as well."""
+    driver = Driver(num_blocks=num_blocks)
+    most = driver.scheduler.memory.max_request_tokens
+    assert most == 8 * ((num_blocks - 1) * BLOCK - PIECES)
+    prompts = [most, most // 8, 1, most - 1]
+    for slot, prompt in enumerate(prompts):
+        driver.add(slot, prompt)
+    driver.finish()
+    check_ran(driver, prompts)
+    with pytest.raises(ValueError, match=f"needs {most + 1} KV tokens, at most {most} fit"):
+        driver.add(9, most + 1)
+
+
+def test_who_would_queue_behind_a_chunk_that_does_not_end_is_planned_anew() -> None:
+    """One of eight chunks takes a hundred times what was predicted, and a prompt is planned behind it, as it was to end
+    first. The others end; the prompt keeps its plan for a while, then it goes to one of their groups."""
+    driver = Driver(times=TIMES.only((1,)), late={0: 100.0})
+    prompts = [20_000, 15_000, *[21_000] * 6, 10_000, 10_000, 10_000]
+    for slot in range(10):
+        driver.add(slot, prompts[slot])
+    late_s = TIMES.seconds(1, 0, 20_000)
+    driver.until(0.9 * late_s)
+    assert driver.packer._plans[8][0].groups == range(1, 2) and driver.packer._plans[9][0].groups == range(1)
+    driver.until(1.9 * late_s)
+    driver.add(10, prompts[10])
+    assert sorted(driver.closed) == [1, 2, 3, 4, 5, 6, 7, 8] and driver.ran[-1][0].rows[0].slot == 10
+    driver.until(2.1 * late_s)
+    driver.fill()
+    assert driver.ran[-1][0].rows[0].slot == 9
+    driver.finish()
+    assert driver.closed[9] < 3 * late_s < 99 * late_s < driver.closed[0]
     check_ran(driver, prompts)
 
 
@@ -313,7 +353,7 @@ def test_what_is_refused_elsewhere() -> None:
     with pytest.raises(ConfigError, match=r"improvement_rate=1.0; accepted: a number from 0 to below 1, or a file"):
         SchedulerConfig("cdsp", improvement_rate=1.0)
     scheduler = Driver(num_blocks=10).scheduler
-    with pytest.raises(ValueError, match="needs 20481 KV tokens, at most 20480 fit"):
+    with pytest.raises(ValueError, match="needs 20481 KV tokens, at most 18416 fit"):
         scheduler.add(SchedulerRequest(0, 20_481, 1, 0.0))
     with pytest.raises(ValueError, match="one new token, and no prefix ids"):
         scheduler.add(SchedulerRequest(0, 100, 2, 0.0))
