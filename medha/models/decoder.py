@@ -52,7 +52,8 @@ class Decoder(nn.Module):
         tied_head = self.has_head and config.tie_word_embeddings
         body: dict[str, nn.Module] = {"layers": nn.ModuleDict({str(i): DecoderLayer(config, i) for i in layers})}
         if self.has_embedding or tied_head:
-            body["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
+            V, D = config.vocab_size, config.hidden_size
+            body["embed_tokens"] = nn.Embedding(V, D, _weight=torch.empty(V, D))  # drawn ones load torch's compiler
         if self.has_head:
             body["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.model = nn.ModuleDict(body)
@@ -161,15 +162,18 @@ def build_decoder(
     decoder.requires_grad_(False)
     if parallelize_ is not None:
         parallelize_(decoder)
-    num_bytes = sum(local_part(parameter).nbytes for parameter in decoder.parameters())
+    named = list(decoder.named_parameters())
+    num_bytes = sum(local_part(parameter).nbytes for _, parameter in named)
     try:
-        decoder.to_empty(device=device)
+        # As ``to_empty``, which imports sympy; a tied head's is the embedding's.
+        weights = {name: parameter.new_empty(parameter.shape, device=device) for name, parameter in named}
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"the weights held here take {num_bytes} bytes on {device}, which does not give them ({reason}); accepted: "
             "a smaller model or dtype, or more ranks"
         ) from error
+    decoder.load_state_dict(weights, strict=False, assign=True)
     decoder.tie_()
     return decoder.eval()
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from medha.config import ModelConfig, RopeConfig
 from medha.cpu import decoder as cpu
@@ -171,7 +170,7 @@ class DecoderLayer(nn.Module):
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a parameter: its shard if it is a DTensor, the whole otherwise."""
-    local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local.detach()
 
 

@@ -11,21 +11,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-
-_STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "column": ColwiseParallel,
-    "row": RowwiseParallel,
-    "vocab": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
-}
 
 
 def parallelize_(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -36,16 +27,30 @@ def parallelize_(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -
         mesh: the tensor-parallel axis.
         plan: split of each module by its name, a glob; what matches nothing is in another stage.
     """
+    # Imported where something is split: a third of what torch takes to start.
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+    made: dict[str, Callable[[], ParallelStyle]] = {
+        "column": ColwiseParallel,
+        "row": RowwiseParallel,
+        "vocab": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
+    }
     present = [name for name, _ in module.named_modules()]
-    styles = {name: _STYLES[split]() for name, split in plan.items() if fnmatch.filter(present, name)}
+    styles = {name: made[split]() for name, split in plan.items() if fnmatch.filter(present, name)}
     parallelize_module(module, mesh, styles, src_data_rank=None)
 
 
 def local_slices(parameter: torch.Tensor) -> tuple[slice, ...] | None:
     """Which part of the whole tensor this rank holds of a DTensor, as an index; None for all of a plain one."""
-    if not isinstance(parameter, DTensor):
+    if not hasattr(parameter, "to_local"):
         return None
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    split = cast(DTensor, parameter)
+    shape, offset = compute_local_shape_and_global_offset(split.shape, split.device_mesh, split.placements)
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
