@@ -73,15 +73,17 @@ class Timetable:
         return PendingStep(result)
 
 
-def make_engine(step_s: float) -> Engine:
-    """An engine of such a runner, for many requests at once."""
+def make_engine(
+    step_s: float, *, runner: Any = None, clock: Callable[[], float] = time.monotonic, max_model_len: int = 8192
+) -> Engine:
+    """An engine of such a runner, or of another, for many requests at once."""
     config = SchedulerConfig(max_num_seqs=512)
     predictor = Predictor(
         stage_coefficients(load_spec("h100-80g"), find_model("llama-3-8b"), ParallelConfig(), 0), max_tokens=2048
     )
     size = CacheConfig().block_size
     scheduler = Scheduler(config, num_blocks=(1 << 20) // size, block_size=size, predictor=predictor)
-    return Engine(Timetable(step_s), scheduler, ModelLimits(32_000, 8192))
+    return Engine(runner or Timetable(step_s), scheduler, ModelLimits(32_000, max_model_len), clock=clock)
 
 
 async def exchange(port: int, path: str, body: bytes) -> tuple[float, bytes]:

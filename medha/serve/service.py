@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -91,6 +92,8 @@ class Service:
         self.ended: EngineDeadError | ApiError | None = None
         self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
         self.loop: asyncio.AbstractEventLoop | None = None
+        # when how many tokens of a prompt were read, since about as much was read as is left; noted as it is asked for
+        self._marks: WeakKeyDictionary[Completion, deque[tuple[float, int]]] = WeakKeyDictionary()
         self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
@@ -151,22 +154,26 @@ class Service:
     def eta_s(self, requests: Sequence[Request]) -> float | None:
         """Predicted seconds to the first token of any of some requests; None where none is predicted.
 
-        Of a prompt that is being read, what is left of it takes as much longer than it would alone as what was read
-        did. One that waits is behind those with less left to read, as the default policy has it.
+        Of a prompt that is being read, what is left takes as much longer than it would alone as what was read of late
+        did: as much as is left, or all of it, so that load which has come or gone is noticed in the end. One that waits
+        is behind those with less left to read, as the default policy has it.
         """
         if self.engine.scheduler.predictor is None:
             return None
         return min((self._eta_s(one) for one in _unread(requests)), default=None)
 
     def _eta_s(self, one: Completion) -> float:
-        left_s, now_s = self.left_s(one), self.engine.now()
-        begun_s = one.metrics.first_scheduled
+        left_s, begun_s = self.left_s(one), one.metrics.first_scheduled
         if begun_s is None or not one.num_computed_tokens:
+            self._marks.pop(one, None)
             return self._ahead_s(left_s) + left_s
-        num_cached = one.metrics.num_cached_tokens
-        total_s = self.engine.scheduler.prefill_left_s(num_cached, len(one.request.prompt_ids))
-        stretch = (one.computed_s - begun_s) / max(total_s - left_s, 1e-9)
-        return max(left_s * stretch - (now_s - one.computed_s), 0.0)
+        marks = self._marks.setdefault(one, deque([(begun_s, one.metrics.num_cached_tokens)]))
+        if marks[-1][0] < one.computed_s:
+            marks.append((one.computed_s, one.num_computed_tokens))
+        while len(marks) > 2 and self.left_s(one, marks[1][1]) >= 2 * left_s:
+            marks.popleft()
+        stretch = (one.computed_s - marks[0][0]) / max(self.left_s(one, marks[0][1]) - left_s, 1e-9)
+        return max(left_s * stretch - (self.engine.now() - one.computed_s), 0.0)
 
     def _ahead_s(self, left_s: float) -> float:
         """Seconds that prompts with less left to read take, and half of those with as much."""
@@ -177,9 +184,10 @@ class Service:
         less, as_much = lefts[lefts < left_s].sum(), lefts[lefts == left_s].sum()  # one of these is its own
         return float(less + max(as_much - left_s, 0.0) / 2)
 
-    def left_s(self, one: Completion) -> float:
-        """Predicted seconds to read what is left of a prompt, alone."""
-        num_done = one.num_computed_tokens or self.engine.scheduler.num_there(one.slot)
+    def left_s(self, one: Completion, num_done: int | None = None) -> float:
+        """Predicted seconds to read a prompt alone from where it is, or was, on."""
+        if num_done is None:
+            num_done = one.num_computed_tokens or self.engine.scheduler.num_there(one.slot)
         return self.engine.scheduler.prefill_left_s(num_done, len(one.request.prompt_ids))
 
     # -- of the engine's thread --------------------------------------------------------------------------------------

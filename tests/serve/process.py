@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import nullcontext, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -70,6 +71,24 @@ class Process:
 def serving(log: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> Process:
     """A server on a port of its own choice."""
     return Process(log, [sys.executable, *launcher, "-m", "medha.serve", *map(str, arguments), "--port", "0"])
+
+
+def streams_under_load(server: Process, max_tokens: int) -> list[HTTPResponse]:
+    """Streams of which some are answered, one is being read, and one waits, where 4 are served at once."""
+    prompts = ["hello"] * 3 + ["hello" * 4000] + ["hello"]
+    answers = [server.complete(prompt, max_tokens, stream=True) for prompt in prompts]
+    states: Counter[str] = Counter()
+    while not {"waiting", "reading", "answering"} <= states.keys():
+        assert "waiting" in states or not states, "it was too quick"
+        line = server.ask("GET", "/events").readline()
+        states = Counter(row["state"] for row in json.loads(line.removeprefix(b"data: "))["requests"])
+    return answers
+
+
+def last_events(answer: HTTPResponse) -> tuple[dict[str, Any], bytes]:
+    """The last event of a stream, and what ends it."""
+    *_, event, done = [line for line in answer.read().splitlines() if line]
+    return json.loads(event.removeprefix(b"data: ")), done
 
 
 def free_port() -> int:

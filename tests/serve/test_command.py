@@ -13,25 +13,29 @@ from typing import Any
 import pytest
 
 from tests.commands import Command
-from tests.serve.process import Process, free_port, serving
+from tests.serve.process import Process, free_port, last_events, serving, streams_under_load
 from tests.serving import Model
 
 SMALL = ("--max-model-len", "4096", "--num-kv-blocks", "64", "--num-threads", "1")
+LOADED = (
+    *("--max-model-len", "65536", "--num-kv-blocks", "8192", "--max-num-seqs", "4"),
+    *("--num-threads", "1", "--hf-overrides", '{"max_position_embeddings": 65536}'),
+)
 
 
 def test_a_signal_lets_running_requests_end_and_takes_no_more(bytes_model: Model, tmp_path: Path) -> None:
     options = ("--served-model-name", "small", "--shutdown-timeout", 300)
-    with serving(tmp_path / "log", bytes_model.folder, *SMALL, *options) as server:
+    with serving(tmp_path / "log", bytes_model.folder, *LOADED, *options) as server:
         assert json.loads(server.ask("GET", "/v1/models").read())["data"][0]["id"] == "small"
-        answer = server.complete("hello", 1500, stream=True)
-        answer.readline()
+        answers = streams_under_load(server, 300)
         server.process.send_signal(signal.SIGTERM)
         while server.ask("GET", "/ready").status == 200:
             pass
         refused = server.complete("hello", 1)
         assert refused.status == 503 and refused.headers["retry-after"] == "1"
-        lines = [line for line in answer.read().splitlines() if line.startswith(b"data: {")]
-        assert json.loads(lines[-1][6:])["choices"][0]["finish_reason"] == "length"
+        for answer in answers:
+            event, done = last_events(answer)
+            assert event["choices"][0]["finish_reason"] == "length" and done == b"data: [DONE]"
         assert server.wait() == 0
 
 
@@ -41,14 +45,14 @@ def test_a_signal_lets_running_requests_end_and_takes_no_more(bytes_model: Model
 def test_streams_that_a_signal_cuts_end_with_an_error(
     bytes_model: Model, tmp_path: Path, options: tuple[str, ...], num_signals: int, code: int
 ) -> None:
-    with serving(tmp_path / "log", bytes_model.folder, *SMALL, *options) as server:
-        answer = server.complete("hello", 4000, stream=True)
-        answer.readline()
+    with serving(tmp_path / "log", bytes_model.folder, *LOADED, *options) as server:
+        answers = streams_under_load(server, 8000)
         for _ in range(num_signals):
             server.process.send_signal(signal.SIGINT)
             time.sleep(0.1)
-        *_, error, done = [line for line in answer.read().splitlines() if line]
-        assert json.loads(error[6:])["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
+        for answer in answers:
+            event, done = last_events(answer)
+            assert event["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
         assert server.wait() == code
 
 
