@@ -22,7 +22,9 @@ Departures from the paper, and why:
   asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
 - A batch may leave out the prefills that would not end in it, for the sake of decodes and short prompts: its time is
-  spared from the others, ``interactive_share`` of theirs. For the guard's bound the machine is slower by so much.
+  spared from the others, ``interactive_share`` of theirs. What the policy puts before all of those left out would hold
+  them up in any case and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by
+  that share.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
@@ -40,7 +42,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -91,7 +93,7 @@ class MedhaPacker(Packer):
         self._refused: list[int] = []
         self._owed_s: list[float] = []
         self._spare_s = 0.0  # that batches may take now which leave out long prefills
-        self._ending_only = False  # this one does
+        self._least_s = predictor.uncorrected().tick().with_chunk(1, 0)  # of a batch, whatever is in it
         self._groups: list[GroupTime] = []
         self._ahead_s = 0.0
         self._factor = 1.0
@@ -123,13 +125,8 @@ class MedhaPacker(Packer):
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            self._ending_only = not favoured and self._may_leave_out(queue, decodes_s)
-            if self._ending_only:
-                self._serve_in_order(queue, builder)
-            if self._ending_only and builder.rows:
-                self._spare_s -= max(group.tick.seconds for group in self._groups)
-            else:
-                self._ending_only = False
+            self._mark_guarded(queue, builder)
+            if favoured or not self._leave_out(queue, builder, decodes_s):
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
                 spare_s = self._spare_s + self.config.spare_share * prefills_s
@@ -139,18 +136,27 @@ class MedhaPacker(Packer):
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
-    def _may_leave_out(self, queue: Queue, decodes_s: float) -> bool:
-        """Whether this batch leaves out the prefills that would not end in it: there are some, and time is spared for
-        the others and the decodes."""
-        if not self._spare_s or decodes_s > self._spare_s:
+    def _leave_out(self, queue: Queue, builder: BatchBuilder, decodes_s: float) -> bool:
+        """Fill a batch with decodes and prefills that end in it alone, where others would not and time is spared for
+        that; whether it was. Unless somebody is guarded, those that come before all others are free."""
+        left_s = queue.column("work_left_s")
+        if not self._spare_s or (left_s <= self._quantum_s).all():
             return False
-        ends = self._ending(queue)
-        return not ends.all() and 0 < decodes_s + float(queue.column("work_left_s")[ends].sum()) <= self._spare_s
-
-    def _ending(self, queue: Queue) -> NDArray[np.bool_]:
-        """Which prefills would end in a batch."""
-        ends: NDArray[np.bool_] = queue.column("work_left_s") <= self._quantum_s
-        return ends
+        rows = self._order(queue, builder)
+        ends = left_s[rows] <= self._quantum_s
+        seconds = left_s[rows] * self._factor
+        if not queue.column("guarded").any():
+            seconds[: len(ends) if ends.all() else int(ends.argmin())] = 0.0
+        paid_s = np.cumsum(seconds[ends]) + (decodes_s or self._least_s * self._factor)
+        count = int(np.searchsorted(paid_s, self._spare_s, side="right"))
+        if not count and not 0 < decodes_s <= self._spare_s:
+            return False
+        for state in queue.states_of_rows(rows[ends][:count]):
+            if state.prefilling and self._has_room(builder, may_exceed=True):
+                self._give(state, queue, builder, may_exceed=True)
+        if builder.rows:
+            self._spare_s -= float(paid_s[count - 1]) if count else decodes_s
+        return bool(builder.rows)
 
     def _serve(self, queue: Queue, builder: BatchBuilder, favoured: list[State]) -> None:
         """Prefills: those that others gave way to, the guarded for their share, the rest in order."""
@@ -178,14 +184,16 @@ class MedhaPacker(Packer):
             states += queue.first_of_highest_class()
         return [state for state in states if state.request.priority < lowest and builder.make_room(state)]
 
+    def _mark_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
+        """Note which prefills are late or were passed over for long."""
+        if self.config.guarded_share:
+            columns, guarded = queue.columns(self._factor), queue.column("guarded")
+            guarded |= columns.arrival_s + columns.deadline_s < builder.now_s
+            guarded |= queue.column("last_chunk_s") + self.config.patience_s <= builder.now_s
+
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
-        share = self.config.guarded_share
-        if not share:
-            return
-        columns, guarded = queue.columns(self._factor), queue.column("guarded")
-        guarded |= columns.arrival_s + columns.deadline_s < builder.now_s
-        guarded |= queue.column("last_chunk_s") + self.config.patience_s <= builder.now_s
+        share, columns, guarded = self.config.guarded_share, queue.columns(self._factor), queue.column("guarded")
         if not guarded.any():
             self._owed_s = []
             return
@@ -217,18 +225,7 @@ class MedhaPacker(Packer):
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
         for _ in range(_MAX_ROUNDS if builder.is_idle and not builder.rows else _ROUNDS):
-            may_enter = self._candidates(queue, builder, tried)
-            rows = order(
-                self._ranking,
-                queue.columns(self._factor),  # anew, as rows move when a prompt is scheduled whole
-                slots=queue.column("slot"),
-                now_s=builder.now_s + self._ahead_s,
-                first=_FIRST,
-                among=may_enter,
-                last=queue.column("relegated"),
-                behind=queue.tenants.ahead(queue.column("tenant")) if queue.tenants.are_several else None,
-            )
-            states = queue.states_of_rows(rows)
+            states = queue.states_of_rows(self._order(queue, builder, tried))
             has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
             for state in states:
                 if not has_room:
@@ -243,6 +240,19 @@ class MedhaPacker(Packer):
                 return
             tried.update(state.slot for state in states)
 
+    def _order(self, queue: Queue, builder: BatchBuilder, tried: Collection[int] = ()) -> NDArray[np.intp]:
+        """Rows of the first that may enter, until one of them is scheduled whole: then rows move."""
+        return order(
+            self._ranking,
+            queue.columns(self._factor),
+            slots=queue.column("slot"),
+            now_s=builder.now_s + self._ahead_s,
+            first=_FIRST,
+            among=self._candidates(queue, builder, tried),
+            last=queue.column("relegated"),
+            behind=queue.tenants.ahead(queue.column("tenant")) if queue.tenants.are_several else None,
+        )
+
     def _fill_up(self, queue: Queue, builder: BatchBuilder) -> None:
         """What long prefills yielded and nobody took, and what the guarded may have on top of their share."""
         self._yields = False
@@ -252,7 +262,7 @@ class MedhaPacker(Packer):
                 return
             self._give(state, queue, builder, may_exceed=False)
 
-    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: set[int]) -> NDArray[np.bool_] | None:
+    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int]) -> NDArray[np.bool_] | None:
         """Which rows may enter the batch; None is all.
 
         No new ones where all places are taken or nobody may start, no long ones where each group has one, none a
@@ -263,8 +273,6 @@ class MedhaPacker(Packer):
         if all(group.long_slot is not None for group in self._groups):
             is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
-        if self._ending_only:
-            may_enter = self._ending(queue) if may_enter is None else may_enter & self._ending(queue)
         if tried:
             may_enter = np.ones(queue.num_prefills, np.bool_) if may_enter is None else may_enter.copy()
             may_enter[queue.rows_of(tried)] = False

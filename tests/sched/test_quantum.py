@@ -134,6 +134,37 @@ def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
     assert gaps[0.05] < 0.5 * gaps[0.0]
 
 
+def batches_of_shorts(scheduler: Scheduler) -> tuple[int, float, float]:
+    """A short prompt of one token's answer comes with every third batch beside a long one. How many of fifty have
+    batches without the long one, and the seconds of batches without and with it."""
+    scheduler.add(SchedulerRequest(9, 300_000, 1, 0.0))
+    now_s, num_own, num_there, seconds = 0.0, 0, 0, [0.0, 0.0]
+    for step in range(150):
+        if step % 3 == 2:
+            scheduler.add(SchedulerRequest(1, 40, 1, now_s))
+            num_there += 1
+        while True:
+            decision = scheduler.schedule(now_s)
+            assert decision.batch is not None and decision.prediction is not None
+            slots = {row.slot for row in decision.batch.rows}
+            now_s += decision.prediction.seconds
+            seconds[9 in slots] += decision.prediction.seconds
+            num_there -= 1 in slots
+            num_own += slots == {1}
+            scheduler.complete(decision.batch, now_s, [(1, 1, True)] if 1 in slots else [], 0.0)
+            if not num_there:
+                break
+    return num_own, seconds[0], seconds[1]
+
+
+def test_a_prompt_that_comes_first_in_any_case_pays_nothing_for_a_batch_of_its_own() -> None:
+    """Nor is it held back by what others have spent; unless somebody is guarded, for whose bound the share counts."""
+    num_own, without_s, with_s = batches_of_shorts(new_scheduler(interactive_share=0.05, rho_max=0.0))
+    assert num_own == 50 and without_s > 0.09 * with_s
+    num_own, without_s, with_s = batches_of_shorts(new_scheduler(interactive_share=0.05, rho_max=0.0, patience_s=1e-6))
+    assert 10 < num_own < 40 and without_s <= 0.05 * with_s + 0.06  # and one batch
+
+
 def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list[tuple[float, float, int]]:
     """Start, predicted seconds and tokens of the batches that read 30,000 tokens from 0 on; short prompts come at
     ``decision_s``, each answered at once."""

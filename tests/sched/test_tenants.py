@@ -84,7 +84,7 @@ def test_tenants_that_both_want_more_get_their_weights(weights: dict[str, float]
 
 def test_a_class_goes_before_a_share() -> None:
     load: Load = [*FLOOD, (1.0, 400, "b", 2), (1.0, 400, "a", 1)]
-    ttfts = first_tokens(load)
+    ttfts = first_tokens(load, interactive_share=0.0)
     assert ttfts[len(FLOOD) + 1] <= ttfts[len(FLOOD)] < 2 * LEAD_S
 
 
