@@ -241,7 +241,9 @@ class DrivingRunner:
             if self.news is not None and self.ranks.monitor.has_failure:  # what it waits for may never come
                 raise RankFailedError(self.ranks.monitor.first_error() or "a rank has failed")
             mine = own()
-            if self.ranks.config.spp > 1:  # the next stage is not to run dry while the last one draws
+            # The next stage is not to run dry while the last one draws. With more in flight than stages it does not:
+            # what waits is run when the batch behind it is there too, which is made as soon as this one is complete.
+            if 1 < self.ranks.config.spp >= self._num_in_pipeline:
                 self._steps.run_while(self._tokens.has)
             # with lanes the recorder is that of the thread which runs this rank's part
             with self._runner.recorder.waiting("report") if self.news is None else nullcontext():
