@@ -106,6 +106,11 @@ class Engine:
         return bool(self._live or self._unreturned or self._in_flight or self.hand_overs.transfers)
 
     @property
+    def schedulers(self) -> tuple[Scheduler, ...]:
+        """That of the groups where prompts are read, and those of decode instances."""
+        return (self.scheduler, *(one.scheduler for one in self.hand_overs.instances))
+
+    @property
     def num_unfinished(self) -> int:
         """Requests queued or running."""
         return len(self._live)

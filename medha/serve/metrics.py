@@ -93,15 +93,16 @@ class Metrics:
         self._of_requests = [
             (made(Histogram, name, text, buckets=buckets), value) for name, text, buckets, value in _OF_REQUESTS
         ]
-        scheduler, kv, share = engine.scheduler, engine.scheduler.memory, "Share of KV memory in use, 0 to 1."
+        share = "Share of KV memory in use, 0 to 1."
         running = made(Gauge, "vllm:num_requests_running", "Requests being served.")
-        running.set_function(lambda: scheduler.num_running)
+        running.set_function(lambda: sum(one.num_running for one in engine.schedulers))
         waiting = made(Gauge, "vllm:num_requests_waiting", "Requests that have not started.")
-        waiting.set_function(lambda: scheduler.num_waiting)
-        made(Gauge, "vllm:kv_cache_usage_perc", share).set_function(lambda: sum(kv.usage) / kv.num_groups)
+        waiting.set_function(lambda: engine.scheduler.num_waiting)
+        num_groups = len(_usage(engine))
+        made(Gauge, "vllm:kv_cache_usage_perc", share).set_function(lambda: sum(_usage(engine)) / num_groups)
         by_group = made(Gauge, "medha:kv_group_usage", share, "group")
-        for group in range(kv.num_groups):
-            by_group.labels(model, str(group)).set_function(partial(lambda at: kv.usage[at], group))
+        for group in range(num_groups):
+            by_group.labels(model, str(group)).set_function(partial(lambda at: _usage(engine)[at], group))
         engine.on_step = self.stepped
 
     def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
@@ -143,8 +144,12 @@ def snapshot(service: Service) -> dict[str, Any]:
     engine = service.engine
     now_s, requests = engine.now(), engine.requests()
     rows = [_row(one, now_s, service.left_s(one.first)) for one in requests[:_MOST_SHOWN] if one.completions]
-    kv = engine.scheduler.memory.usage
-    return {"now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": kv}
+    return {"now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": _usage(engine)}
+
+
+def _usage(engine: Engine) -> list[float]:
+    """By group, decode instances behind the others."""
+    return [share for one in engine.schedulers for share in one.memory.usage]
 
 
 def _row(request: Request, now_s: float, left_s: float) -> dict[str, Any]:

@@ -2,17 +2,26 @@
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
 from medha.batch import Batch, Extent, Shared
 from medha.config import SchedulerConfig
+from medha.cost.predictor import Predictor
 from medha.engine.decode import DecodeInstance, HandOvers
+from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
+from medha.sched.lanes import Dealing
 from medha.sched.scheduler import Scheduler
+from medha.sim.pipeline import Pipeline
+from tests.sched.costs import PLAIN
+from tests.sched.test_lanes import TIMES
 from tests.sched.virtual import make_predictor
+from tools.transfer_buffers import Play
 
 BLOCK = 16
+SLOW = Predictor(replace(PLAIN, host_s=0.015))  # a decode takes that and a little more
 
 
 def scheduler(num_blocks: int, num_groups: int = 1, max_num_seqs: int = 64, *, is_async: bool = False) -> Scheduler:
@@ -98,12 +107,23 @@ def test_one_that_ended_on_the_way_gives_its_blocks_back() -> None:
     assert batch.frees == (0,)  # whoever has the slot next comes behind
 
 
-@pytest.mark.parametrize("seed", range(8))
+def lanes(num_blocks: int, num_groups: int) -> Scheduler:
+    config = SchedulerConfig("cdsp", improvement_rate=0.1)
+    dealing = Dealing(Planner(TIMES.only((1, 2)), num_groups), 0.1)
+    predictor = make_predictor(kvp=num_groups)
+    return Scheduler(
+        config, dealing, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor
+    )
+
+
+@pytest.mark.parametrize("seed", range(100))
 def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> None:
-    """Prefills, transfers and decodes end in random order; pools hold a few requests each."""
-    draw = random.Random(seed)
-    prefill, waits = scheduler(24, num_groups=2, is_async=seed % 2 == 0), hand_overs(14, 11, most=1)
-    left = [request(slot, draw.randint(1, 150), draw.randint(2, 60)) for slot in range(60)]
+    """Prefills, transfers and decodes end in random order, with half of the usual buffers; pools hold a few requests
+    each. On lanes any of the batches is done first, else the oldest."""
+    draw, on_lanes = random.Random(seed), seed % 3 == 0
+    prefill = lanes(24, 2) if on_lanes else scheduler(24, num_groups=2, is_async=seed % 2 == 0)
+    waits = hand_overs(14, 11, most=1)
+    left = [request(slot, draw.randint(1, 150), draw.randint(2, 60)) for slot in range(24)]
     in_flight: deque[Batch] = deque()
     decoding: dict[int, int] = {}  # by slot, tokens to come
     wanted = {one.slot: one for one in left}
@@ -116,6 +136,7 @@ def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> No
         if choice == 0 and (batch := prefill.schedule(now_s).batch) is not None:
             in_flight.append(batch)
         elif choice == 1 and in_flight:
+            in_flight.rotate(draw.randrange(len(in_flight)) if on_lanes else 0)
             batch = in_flight.popleft()
             drawn = [row.slot for row in batch.rows if row.samples]
             assert prefill.complete(batch, now_s, [(slot, 0, False) for slot in drawn], 0.01) == ()
@@ -145,3 +166,28 @@ def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> No
             break
     assert num_done == len(left)
     assert [one.memory.num_used for one in (prefill, *(i.scheduler for i in waits.instances))] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("on_lanes", [False, True])
+def test_everybody_ends_behind_a_decode_pool_that_is_full_for_a_minute(on_lanes: bool) -> None:
+    """On a virtual clock: one request claims the whole pool and decodes for more than a minute. Prompts are read until
+    those that wait fill the prefill groups as well; then nobody starts until it has ended."""
+    num_blocks, draw = 300, random.Random(0)
+    prefills = lanes(24, 2) if on_lanes else scheduler(24, num_groups=2)
+    costs = [make_predictor()]
+    times = prefills.dealing.planner.times if prefills.dealing is not None else None
+    play = Play(
+        (prefills, Pipeline(costs, 2, chunk_times=times)),
+        [(scheduler(num_blocks), Pipeline([SLOW]))],
+        1,
+        (1e-5, 1e-5),
+    )
+    longest = request(0, 40, num_blocks * BLOCK - 39)
+    others = [SchedulerRequest(slot, draw.randint(1, 150), draw.randint(2, 60), 1.0 + slot) for slot in range(1, 40)]
+    play.run([longest, *others])
+    freed_s = play.tokens_s[0][-1]
+    assert freed_s - play.granted_s[0] > 60
+    assert min(play.granted_s[one.slot] for one in others) >= freed_s
+    read = [one.slot for one in others if play.tokens_s[one.slot][0] < freed_s]
+    assert 2 <= len(read) < len(others)  # the rest found no memory
+    assert all(len(play.tokens_s[one.slot]) == one.max_new_tokens for one in others)

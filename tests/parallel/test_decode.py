@@ -1,5 +1,6 @@
 """Decode instances in real gloo processes: tokens, who computes what, back pressure, and ends in every state."""
 
+import io
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from medha.errors import ConfigError, MedhaError
 from medha.params import SamplingParams
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
@@ -108,8 +110,9 @@ def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
 
 def beside(folder: str, options: dict[str, Any]) -> Any:
     """On each rank: a request decodes while a long prompt is prefilled in slow batches; when the one ends, and when the
-    other has its first token, and the batches with a chunk."""
+    other has its first token, the batches with a chunk, and after each batch what Prometheus is told."""
     from medha import LLM
+    from medha.serve.metrics import Metrics
     from medha.worker.runner import Runner
 
     run, slow = Runner.run, []
@@ -122,18 +125,24 @@ def beside(folder: str, options: dict[str, Any]) -> Any:
 
     with pytest.MonkeyPatch.context() as patch, LLM(folder, **SIZES | options) as llm:
         patch.setattr(Runner, "run", run_slowly)
+        pages: list[str] = []
+        if llm.is_driver:
+            metrics = Metrics(llm.engine, "m")
+            llm.engine.on_step = lambda *its: (metrics.stepped(*its), pages.append(metrics.text().decode()))[0]
         prompts = [{"prompt_token_ids": random_prompt(length, seed=0)} for length in (20, 300)]
         params = [SamplingParams(**GREEDY, max_tokens=max_tokens) for max_tokens in (25, 2)]
         outputs = llm.generate(prompts, params)
-        return [(output.metrics.finished, output.metrics.first_token) for output in outputs], len(slow)
+        return [(output.metrics.finished, output.metrics.first_token) for output in outputs], len(slow), pages
 
 
 def test_decodes_go_on_beside_a_long_prefill(workers: WorkerPool, folder: Path) -> None:
     """Batches of the instance complete independently: 24 of them within fewer slow ones."""
     options = {"decode_replicas": 1, "decode_tp": 1, "scheduler": "medha", "max_batch_tokens": 37}
-    ((short_end, _), (_, long_first)), num_slow = workers.run(beside, 2, str(folder), options)[0]
+    ((short_end, _), (_, long_first)), num_slow, pages = workers.run(beside, 2, str(folder), options)[0]
     assert num_slow < 15
     assert short_end < long_first
+    assert 'vllm:num_requests_running{model_name="m"} 2.0' in "".join(pages)  # one decodes elsewhere
+    assert all(f'medha:kv_group_usage{{group="{group}",model_name="m"}}' in pages[0] for group in (0, 1))
 
 
 def share(folder: str, options: dict[str, Any]) -> Any:
@@ -201,7 +210,6 @@ def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
 def refuse(folder: str, options: dict[str, Any]) -> Any:
     """On each rank: what is said of a request whose prompt fits, and what it is to decode does not."""
     from medha import LLM
-    from medha.errors import MedhaError
 
     with LLM(folder, **SIZES | options) as llm:
         said = []
@@ -212,6 +220,9 @@ def refuse(folder: str, options: dict[str, Any]) -> Any:
                 )
             except MedhaError as error:
                 said.append(f"{type(error).__name__}: {error}")
+        if llm.is_driver:
+            with pytest.raises(ConfigError, match="a journal holds the decisions of one scheduler; accepted: without"):
+                llm.engine.record(io.StringIO())
         (output,) = llm.generate([{"prompt_token_ids": [5] * 150}], SamplingParams(max_tokens=3, **GREEDY)) or [None]
         return said, None if output is None else len(output.outputs[0].token_ids)
 
@@ -304,6 +315,8 @@ FAULTS = [
     Fault(1, "transfer", "kill", after=1),  # the decode rank, while it takes over
     Fault(0, "transfer", "throw", after=1),  # the source
     Fault(1, "transfer", "throw", after=1),
+    Fault(1, "transfer", "stop", after=1),
+    Fault(0, "transfer", "stop", after=1),
     Fault(1, "decode", "kill", after=6),  # while another request is prefilled, or waits
     Fault(0, "prefill", "kill", after=20),
 ]

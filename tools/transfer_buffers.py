@@ -1,0 +1,154 @@
+"""What half the transfer buffers cost: prefill groups, hand-overs and decode instances on a virtual clock.
+
+The engine's own schedulers and :class:`medha.engine.decode.HandOvers` decide, batches take what the simulator's
+pipelines say. A hand-over is over when the slowest of its links is done, each source group's and the instance's; links
+take hand-overs in the order of their grants, as :mod:`medha.worker.transfer` does. Printed are the mean seconds from
+arrival to the second token, the first behind the hand-over (Tetris, Fig. 14f, halves its buffers):
+
+python -m tools.transfer_buffers --lengths tetris-medium --qps 1.5 --gbit 50
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from medha.batch import Batch
+from medha.config import CDSP, ParallelConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
+from medha.engine.decode import DecodeInstance, HandOvers
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
+from medha.sim.pipeline import Pipeline
+from medha.sim.replica import Replica, find_model, kv_bytes_per_token
+from medha.workload.synth import synthesize
+from tools.command import main, numbers, print_head, print_row
+
+Side = tuple[Scheduler, Pipeline]
+
+
+@dataclass
+class Play:
+    """One load on prefill groups and decode instances behind them.
+
+    Attributes:
+        link_s: seconds in which the link of a prefill group, and that of an instance, takes a token.
+        tokens_s: by slot, when each of its tokens was drawn.
+        granted_s: by slot, when it was granted.
+    """
+
+    prefills: Side
+    decodes: list[Side]
+    buffers: int
+    link_s: tuple[float, float]
+    tokens_s: dict[int, list[float]] = field(default_factory=dict)
+    granted_s: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        first = self.prefills[0].memory.num_groups
+        self.instances = [DecodeInstance(first + at, scheduler) for at, (scheduler, _) in enumerate(self.decodes)]
+        self.waits = HandOvers(self.instances, self.buffers)
+        self._free_s = dict.fromkeys(range(first + len(self.decodes)), 0.0)  # by group, when its link is
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = count()
+
+    def run(self, requests: list[SchedulerRequest]) -> None:
+        """Play requests, in the order of their arrival, until all have ended."""
+        self._wanted = {one.slot: one for one in requests}
+        for one in requests:
+            head = SchedulerRequest(one.slot, one.num_prompt_tokens, 1, one.arrival_s)
+            self._at(one.arrival_s, lambda now_s, head=head: self.prefills[0].add(head, now_s))  # type: ignore[misc]
+        while self._events:
+            now_s, _, event = heapq.heappop(self._events)
+            event(now_s)
+            if not self._events or self._events[0][0] > now_s:
+                self._fill(now_s)
+        short = [slot for slot, one in self._wanted.items() if len(self.tokens_s.get(slot, ())) < one.max_new_tokens]
+        used = [side[0].memory.num_used for side in (self.prefills, *self.decodes)]
+        assert not short and not any(used), f"requests {short} have not ended; blocks in use {used}"
+
+    def _at(self, time_s: float, event: Callable[[float], Any]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._numbers), event))
+
+    def _fill(self, now_s: float) -> None:
+        for request, grant in self.waits.grants():
+            self._hand_over(request, grant.shared[0].group, now_s)
+        for side in (*self.decodes, self.prefills):
+            scheduler, pipeline = side
+            while (batch := scheduler.schedule(now_s).batch) is not None:
+                passage = pipeline.send(batch, scheduler.memory, now_s)
+                end = lambda time_s, side=side, batch=batch, busy_s=passage.busy_s: self._done(  # noqa: E731
+                    side, batch, time_s, busy_s
+                )
+                self._at(passage.end_s, end)
+
+    def _hand_over(self, request: SchedulerRequest, target: int, now_s: float) -> None:
+        self.granted_s[request.slot] = now_s
+        length = request.num_prompt_tokens
+        held = self.prefills[0].memory.held_by_group(request.slot, length)
+        end_s = now_s
+        for link, tokens, token_s in [
+            *((group, n, self.link_s[0]) for group, n in held),
+            (target, length, self.link_s[1]),
+        ]:
+            self._free_s[link] = max(now_s, self._free_s[link]) + tokens * token_s
+            end_s = max(end_s, self._free_s[link])
+        self._at(end_s, lambda _: self._arrive(request.slot, target))
+
+    def _arrive(self, slot: int, target: int) -> None:
+        self.prefills[0].let_go(slot)
+        instance = next(one for one in self.instances if one.group == target)
+        instance.scheduler.arrived(instance.coming.pop(slot), wanted=True)
+
+    def _done(self, side: Side, batch: Batch, now_s: float, busy_s: float) -> None:
+        drawn = [row.slot for row in batch.rows if row.samples]
+        is_first, results = side is self.prefills, []
+        for slot in drawn:
+            self.tokens_s.setdefault(slot, []).append(now_s)
+            ends = len(self.tokens_s[slot]) == self._wanted[slot].max_new_tokens
+            results.append((slot, int(ends or not is_first), ends))
+        side[0].complete(batch, now_s, results, busy_s)
+        for slot, _, ends in results if is_first else ():
+            if not ends:
+                self.waits.keep(side[0], self._wanted[slot])
+
+
+def second_token_s(lengths: str, qps: float, num_requests: int, seed: int, gbit: float, buffers: int) -> float:
+    """Mean seconds from arrival to second token: Llama-3 8B on A100s, 16 prefill groups of tp 1 and two decode
+    instances of tp 8, each accelerator with a link of so many Gbit/s."""
+    spec, model, tp = load_spec("a100-80g"), find_model("llama-3-8b"), 8
+    trace = synthesize(lengths, qps=qps, num_requests=num_requests, seed=seed)
+    longest = int((trace.prompt_tokens + trace.output_tokens).max())
+    cdsp = Replica(spec, model, ParallelConfig(kvp=16), SchedulerConfig(CDSP, improvement_rate=0.3), longest)
+    alone = Replica(spec, model, ParallelConfig(tp=tp), SchedulerConfig(prefix_caching=False), longest)
+    link_s = kv_bytes_per_token(model, ParallelConfig(), 0) * 8 / (gbit * 1e9)
+    play = Play(cdsp.build(), [alone.build() for _ in range(2)], buffers, (link_s, link_s / tp))
+    rows = zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    play.run([SchedulerRequest(slot, prompt, max(new, 2), at) for slot, (at, prompt, new) in enumerate(rows)])
+    return float(np.mean([play.tokens_s[slot][1] - at for slot, at in enumerate(trace.arrival_s)]))
+
+
+def transfer_buffers(
+    lengths: str = "tetris-medium",
+    qps: float = 1.5,
+    gbit: str = "50,20",
+    buffers: int = 2,
+    num_requests: int = 300,
+    num_seeds: int = 3,
+) -> int:
+    """Print the mean seconds to the second token with all of the transfer buffers, and with half of them."""
+    print_head("Gbit/s", "seed", f"{buffers} buffers", f"{buffers // 2}", "overhead")
+    for rate in numbers("gbit", gbit):
+        for seed in range(num_seeds):
+            whole, half = (second_token_s(lengths, qps, num_requests, seed, rate, n) for n in (buffers, buffers // 2))
+            print_row(f"{rate:g}", seed, f"{whole:.3f} s", f"{half:.3f} s", f"{100 * (half / whole - 1):+.2f} %")
+    return 0
+
+
+if __name__ == "__main__":
+    main(transfer_buffers)
