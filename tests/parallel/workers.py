@@ -20,7 +20,9 @@ TIMEOUT_S = 120.0
 _AFTER_FAILURE_S = 10.0
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["medha", "medha.llm", "medha.generate", "torch._dynamo", "tests.parallel.faults"])
+context.set_forkserver_preload(
+    ["medha.llm", "medha.generate.__main__", "torch.distributed.tensor.parallel", "tests.parallel.faults"]
+)
 
 
 class WorkerPool:
