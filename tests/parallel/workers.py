@@ -10,7 +10,8 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -70,6 +71,15 @@ class WorkerPool:
             return pipe.recv() if pipe.poll(limit_s) else (False, f"hang: no answer in {limit_s:.0f} s")
         except EOFError:
             return False, "the process has died"
+
+
+def run_medha(arguments: list[str]) -> tuple[int, str]:
+    """On each rank: a command of medha, as under torchrun; its exit code and what it printed."""
+    from medha.__main__ import app
+    from medha.cli.command import run_app
+
+    with redirect_stdout(StringIO()) as out:
+        return run_app(app, "medha", arguments), out.getvalue()
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
