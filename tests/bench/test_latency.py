@@ -1,10 +1,7 @@
 """``medha bench latency`` at a toy size: over lengths, whole and in chunks, and on several ranks."""
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,9 @@ from medha.bench.load import fixed_output, serve_load
 from medha.cli.command import run_app
 from medha.engine.arrivals import Arrival
 from tests.bench.shapes import ON_TINY, TINY
+from tests.commands import run_python
 from tests.engines import drained
+from tests.parallel.workers import WorkerPool, run_medha
 
 
 def run(*arguments: str) -> int:
@@ -99,26 +98,34 @@ def test_two_engines_over_the_same_weights_say_the_same() -> None:
     assert report is not None and [one.output_len for one in report["last"]] == [2]
 
 
+def check_report(path: Path, out: str, layout: str) -> Report:
+    report: Report = json.loads(path.read_text())
+    assert report["num_ranks"] == report["engine"]["parallel"][layout] == 2
+    assert out.count("2 ranks") == 1
+    return report
+
+
 @pytest.mark.parametrize(
-    ("verb", "launcher", "layout"),
+    ("verb", "layout"),
     [
-        (["latency", "--input-len", "20", "--num-iters", "1", "--whole"], True, "spp"),
-        (["throughput", "--input-len", "20", "--num-prompts", "3", "--num-iters", "1"], False, "kvp"),
-        (["serve", "--preset", "convoy", "--num-prompts", "3", "--long-len", "700"], False, "kvp"),
+        (["latency", "--input-len", "20", "--num-iters", "1", "--whole"], "spp"),
+        (["serve", "--preset", "convoy", "--num-prompts", "3", "--long-len", "700"], "kvp"),
     ],
 )
-def test_on_several_ranks(verb: list[str], launcher: bool, layout: str, tmp_path: Path) -> None:
-    """Under torchrun, and alone: rank 0 alone speaks, and writes the report of all."""
+def test_on_several_ranks(workers: WorkerPool, verb: list[str], layout: str, tmp_path: Path) -> None:
+    """Rank 0 alone speaks, and writes the report of all."""
     path = tmp_path / "report.json"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if launcher else []
-    command = [sys.executable, *torchrun, "-m", "medha", "bench", *verb, *ON_TINY, f"--{layout}", "2"]
-    environment = {name: value for name, value in os.environ.items() if "RANK" not in name} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--output-json", str(path)], capture_output=True, text=True, env=environment, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(path.read_text())
-    assert report["num_ranks"] == report["engine"]["parallel"][layout] == 2
-    assert done.stdout.count("2 ranks") == 1
-    if "convoy" in verb:
+    arguments = ["bench", *verb, *ON_TINY, f"--{layout}", "2", "--output-json", str(path)]
+    (code, out), (other_code, other_out) = workers.run(run_medha, 2, arguments)
+    assert (code, other_code, other_out) == (0, 0, "")
+    report = check_report(path, out, layout)
+    if layout == "kvp":
         assert all(one["long"]["completed"] == 4 and one["failed"] == 0 for one in report["systems"])
+
+
+def test_alone_it_starts_the_other_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    sizes = ("--input-len", 20, "--num-prompts", 3, "--num-iters", 1, "--kvp", 2)
+    done = run_python("-m", "medha", "bench", "throughput", *sizes, "--output-json", path, *ON_TINY)
+    assert done.returncode == 0, done.stderr
+    check_report(path, done.stdout, "kvp")

@@ -18,9 +18,8 @@ from tests.bench.shapes import TINY
 @pytest.mark.parametrize(
     ("mode", "layout", "length", "attention"),
     [
-        ("prefill", "spp2", 256, "gather"),
         ("prefill", "kvp2", 600, "gather,ring"),
-        ("decode", "kvp2", 2048, "gather"),
+        ("decode", "spp2", 2048, "gather"),
         ("chunk", "kvp2", 600, "gather,ring"),
     ],
 )
@@ -44,7 +43,7 @@ def test_table_and_report(
         if mode != "prefill" or result["layout"] != "kvp2":  # whose prompt lies on the first group alone
             assert min(used["busy_s"]) > 0 and min(used["cpu_s"]) > 0
         assert 0 <= used["bubble"] < 1
-    if mode != "prefill":
+    if mode == "chunk":
         one, two = report["results"][:2]
         assert one["usage"]["merge_wait_s"] == 0.0 < two["usage"]["merge_wait_s"]
     assert layout in capsys.readouterr().out

@@ -26,8 +26,9 @@ from medha.profile.steps import Step, chunk, decodes
 from medha.sched.decision import Prediction
 from medha.timeline import Timeline
 from tests.bench.shapes import TINY
-from tests.commands import Command, run_python
+from tests.commands import Command
 from tests.engines import build_engine, drained
+from tests.parallel.workers import WorkerPool, run_medha
 
 TINIEST = Effort(chunks=(16, 64), batches=(1, 4), limit_s=0.5, total_s=0.5, min_repeats=2, max_repeats=2)
 OPTIONS = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "block_size": 64}
@@ -176,12 +177,12 @@ def test_what_cannot_be_measured_is_refused(
         ("kvp", "kvp"),
     ],
 )
-def test_under_torchrun_every_rank_takes_part(model: Path, tmp_path: Path, axis: str, has_link: str | None) -> None:
+def test_every_rank_takes_part(
+    workers: WorkerPool, model: Path, tmp_path: Path, axis: str, has_link: str | None
+) -> None:
     path = tmp_path / "profile.json"
-    command = f"-m torch.distributed.run --standalone --nproc-per-node 2 -m medha profile {model} --{axis} 2".split()
-    options = f"--quick --max-kv 512 --num-threads 1 --dtype float32 --block-size 64 --output {path}".split()
-    done = run_python(*command, *options)
-    assert done.returncode == 0, done.stderr
+    command = f"profile {model} --{axis} 2 --quick --max-kv 512 --num-threads 1 --dtype float32 --block-size 64".split()
+    assert [code for code, _ in workers.run(run_medha, 2, [*command, "--output", str(path)])] == [0, 0]
     found = Coefficients.load(path)
     assert f"{axis}2" in found.key.layout
     for link in ("tp", "spp", "kvp"):

@@ -7,34 +7,31 @@ from pathlib import Path
 
 import pytest
 
+from medha.params import SamplingParams
 from tests.parallel.test_torchrun import running
 from tests.serve.process import serving
-from tests.serving import Model
+from tests.serving import Model, serve_one
 
 pytestmark = pytest.mark.ranks
 
-SMALL = ("--max-model-len", "4096", "--num-kv-blocks", "64")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("layout", ["spp", "kvp"])
-def test_two_ranks_answer_as_one(bytes_model: Model, tmp_path: Path, layout: str) -> None:
-    with serving(tmp_path / "one", bytes_model.folder, *SMALL) as server:
-        expected = json.loads(server.complete("hello", 20).read())["choices"]
-    with serving(tmp_path / "two", bytes_model.folder, *SMALL, f"--{layout}", 2, launcher=TORCHRUN) as server:
-        assert json.loads(server.complete("hello", 20).read())["choices"] == expected
+@pytest.mark.parametrize(
+    ("layout", "launcher"), [("--kvp", ()), ("--spp", TORCHRUN)], ids=["kvp, own ranks", "spp, torchrun"]
+)
+def test_two_ranks_answer_as_one_until_one_is_killed_under_load(
+    bytes_model: Model, tmp_path: Path, layout: str, launcher: tuple[str, ...]
+) -> None:
+    """Which ends every stream, and the server: some are read, some are answered, and one has not begun."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
+    many = ("--max-model-len", "4096", "--num-kv-blocks", "512", "--max-num-seqs", "7")
+    with serving(tmp_path / "log", bytes_model.folder, *many, layout, 2, launcher=launcher) as server:
+        assert json.loads(server.complete("hello", 20).read())["choices"][0]["text"] == expected
         lines = server.complete("hello", 20, stream=True).read().splitlines()
         pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith(b"data: {")]
-        assert "".join(pieces) == expected[0]["text"] and len(pieces) > 5
-
-
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["own ranks", "torchrun"])
-def test_a_rank_that_is_killed_under_load_ends_every_stream_and_the_server(
-    bytes_model: Model, tmp_path: Path, launcher: tuple[str, ...]
-) -> None:
-    """Some are read, some are answered, and one has not begun when it dies."""
-    many = ("--max-model-len", "4096", "--num-kv-blocks", "512", "--max-num-seqs", "7")
-    with serving(tmp_path / "log", bytes_model.folder, *many, "--spp", 2, launcher=launcher) as server:
+        assert "".join(pieces) == expected and len(pieces) > 5
         answers = [server.complete("hello" * size, 2000, stream=True) for size in (1, 1, 1, 1, 300, 300, 300, 1)]
         answers[0].readline()
         ranks = running(str(bytes_model.folder))

@@ -10,7 +10,8 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +21,9 @@ TIMEOUT_S = 120.0
 _AFTER_FAILURE_S = 10.0
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["medha", "medha.llm", "medha.generate", "torch._dynamo", "tests.parallel.faults"])
+context.set_forkserver_preload(
+    ["medha.llm", "medha.generate.__main__", "torch.distributed.tensor.parallel", "tests.parallel.faults"]
+)
 
 
 class WorkerPool:
@@ -68,6 +71,15 @@ class WorkerPool:
             return pipe.recv() if pipe.poll(limit_s) else (False, f"hang: no answer in {limit_s:.0f} s")
         except EOFError:
             return False, "the process has died"
+
+
+def run_medha(arguments: list[str]) -> tuple[int, str]:
+    """On each rank: a command of medha, as under torchrun; its exit code and what it printed."""
+    from medha.__main__ import app
+    from medha.cli.command import run_app
+
+    with redirect_stdout(StringIO()) as out:
+        return run_app(app, "medha", arguments), out.getvalue()
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
