@@ -12,6 +12,7 @@ The host has pools too. What no request holds of one keeps blocks of prefixes (:
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice, takewhile
@@ -165,7 +166,8 @@ class BlockPool:
 
 
 class HostBlocks:
-    """Blocks of a host pool that keep those of prefixes, by id; those used least recently go, a prefix's end first.
+    """Blocks of a host pool that keep those of prefixes, by id; those used least recently go, a prefix's end first, and
+    those that waiting requests count on for swapped requests alone, last.
 
     What the next batch reads stays until it has been sent, as it writes to the host before it reads.
     """
@@ -174,6 +176,7 @@ class HostBlocks:
         self.pool = pool
         self._blocks: dict[bytes, int] = {}  # in order of use
         self._read: set[bytes] = set()  # by the next batch
+        self._counted_on: Counter[bytes] = Counter()  # by how many waiting requests
 
     @property
     def num_free(self) -> int:
@@ -182,7 +185,8 @@ class HostBlocks:
 
     def make_free(self, count: int) -> None:
         """Let blocks go until so many are free; there are as many."""
-        going = (one for one in self._blocks if one not in self._read)
+        counted, read = self._counted_on, self._read
+        going = (one for last in (0, 1) for one in self._blocks if one not in read and (one in counted) == last)
         for one in list(islice(going, max(count - self.pool.num_free, 0))):
             self.pool.free(self._blocks.pop(one), 1)
 
@@ -193,7 +197,7 @@ class HostBlocks:
     def put(self, blocks: dict[bytes, int]) -> list[Swap]:
         """Keep a group's blocks by their ids, in position order, the first ones where there is not room for all."""
         kept = {one: self._blocks.pop(one) for one in blocks if one in self._blocks}
-        new = [one for one in blocks if one not in kept][: self.num_free]
+        new = [one for one in blocks if one not in kept][: max(self.num_free - len(self._counted_on), 0)]
         self.make_free(len(new))
         kept |= zip(new, self.pool.take(len(new)), strict=True)
         self._blocks |= {one: kept[one] for one in reversed(blocks) if one in kept}
@@ -205,6 +209,13 @@ class HostBlocks:
         blocks = {one: self._blocks.pop(one) for one in ids}
         self._blocks |= reversed(blocks.items())
         return list(blocks.values())
+
+    def count_on(self, ids: Iterable[bytes], number: int = 1) -> None:
+        """So many waiting requests more count on the blocks of ids."""
+        for one in ids:
+            self._counted_on[one] += number
+            if not self._counted_on[one]:
+                del self._counted_on[one]
 
     def is_read(self, one: bytes) -> bool:
         """Whether the next batch reads the block of an id."""

@@ -188,7 +188,7 @@ class PrefixCache:
         self._num_entries = 0
         self._clock = 0.0  # the key of what went last
         self._waits_for: dict[bytes, set[int]] = {}  # slots whose hit grows with an id
-        self._watched: dict[int, tuple[Path | None, int, bytes | None]] = {}
+        self._watched: dict[int, tuple[Path | None, int, bytes | None, Hit]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -239,16 +239,21 @@ class PrefixCache:
         )
         if wanted is not None:
             self._waits_for.setdefault(wanted, set()).add(slot)
-        self._watched[slot] = last, end, wanted
-        return self.lookup(chain, most_tokens).num_tokens(self.block_size) if self.hosts else num_units * self.unit
+        hit = self.lookup(chain, most_tokens)
+        if hit.host_ids:
+            self.hosts[hit.host_group].count_on(hit.host_ids)
+        self._watched[slot] = last, end, wanted, hit
+        return hit.num_tokens(self.block_size)
 
     def forget(self, slot: int) -> None:
         """Watch for a request no more."""
-        last, end, wanted = self._watched.pop(slot, (None, 0, None))
+        last, end, wanted, hit = self._watched.pop(slot, (None, 0, None, Hit()))
         self.stale.pop(slot, None)
         if last is not None:
             _unmark(last.counted_on, end, slot)
             self._may_go(last)
+        if hit.host_ids:
+            self.hosts[hit.host_group].count_on(hit.host_ids, -1)
         if wanted is not None and (waiting := self._waits_for.get(wanted)) is not None:
             waiting.discard(slot)
             if not waiting:

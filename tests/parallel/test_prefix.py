@@ -80,7 +80,16 @@ def test_tokens_and_hits_are_those_of_one_rank(
     assert cached[0] == 0 and cached[1] >= 672 and cached[2] >= 672 and cached[6] >= 672
 
 
-@pytest.mark.parametrize("layout", [{"spp": 2}, {"kvp": 2, "spp": 2, "max_kv_per_group": 512}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"spp": 2},
+        {"tp": 2},
+        {"kvp": 2, "spp": 2, "max_kv_per_group": 512},
+        {"kvp": 2, "spp": 2, "tp": 2, "max_kv_per_group": 512},
+    ],
+    ids=str,
+)
 def test_each_rank_reads_its_part_back_from_the_host(
     workers: WorkerPool, checkpoint: Callable[..., Path], layout: dict[str, Any]
 ) -> None:

@@ -450,6 +450,29 @@ def test_what_a_waiting_request_counts_on_survives_pressure(is_waited_for: bool)
     assert drive.num_shared == 144 * is_waited_for
 
 
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool) -> None:
+    """Another prefix takes what room is left there; a request that is swapped out takes all."""
+    memory = KVMemory(num_blocks=8, block_size=16, num_swap_blocks=4)
+    chains = [Chain(IDS.of(np.arange(at, at + 48, dtype=np.int32))) for at in (0, 100)]
+    for slot, chain in enumerate(chains):
+        memory.start(slot, 0, 48, chain)
+        memory.take(Row(slot, 0, 48, False, False))
+        memory.note(slot, 48)
+        memory.release(slot)
+        memory.prefix.make_free(0, 8)
+        memory.batch_sent()
+        if is_waited_for and not slot:
+            assert memory.prefix.watch(9, chain, 48) == 48
+    there = [memory.prefix.lookup(chain, 48).num_tokens(16) for chain in chains]
+    assert there == ([48, 16] if is_waited_for else [16, 48])
+    memory.prefix.forget(9)
+    assert not memory.prefix.hosts[0]._counted_on
+    memory.prefix.watch(9, chains[0], 48)
+    memory.prefix.hosts[0].make_free(4)
+    assert memory.prefix.lookup(chains[0], 48) == Hit()
+
+
 def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
     memory = KVMemory(num_blocks=8, block_size=16)
     ids = IDS.of(np.arange(64, dtype=np.int32))

@@ -23,7 +23,7 @@ from medha.serve import web
 from medha.serve.app import Limits
 from medha.serve.keys import Key
 from tests.engines import build_engine
-from tests.serve.conftest import Start, asked, wait_until
+from tests.serve.conftest import Server, Start, asked, wait_until
 from tests.serving import Model, assert_empty, fail_in_run, random_ids
 
 PATH = "/v1/completions"
@@ -53,14 +53,30 @@ def test_a_client_that_leaves_aborts_its_request(start: Start, bytes_model: Mode
     assert server.post(PATH, asked(10, 2))[0] == 200  # and others are served
 
 
+def ask_wide(client: socket.socket, server: Server, max_tokens: int, n: int) -> None:
+    """Ask by a socket of little room for completions that say much of each token."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", server.port))
+    wide = {"n": n, "logprobs": True, "top_logprobs": 20, "temperature": 1.0, "stream": True}
+    messages = [{"role": "user", "content": "x"}]
+    sent = json.dumps(asked(0, max_tokens, messages=messages, prompt=None, **wide)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    client.sendall(head + b"content-length: %d\r\n\r\n" % len(sent) + sent)
+
+
 def test_a_slow_reader_holds_up_itself_alone(start: Start, bytes_model: Model) -> None:
+    """What sockets do not hold waits for it, and it gets all in the end."""
     server = start(bytes_model.engine(num_blocks=512))
-    events = server.events(PATH, asked(10, 4000, stream=True))
-    next(events)
-    assert server.post(PATH, asked(10, 3))[0] == 200
-    wait_until(lambda: not server.engine.has_unfinished, 400)
-    text = [event for event in events if isinstance(event, dict)]
-    assert text[-1]["choices"][0]["finish_reason"] == "length"
+    with socket.socket() as client:
+        ask_wide(client, server, 4000, 1)
+        wait_until(lambda: server.engine.has_unfinished)
+        assert server.post(PATH, asked(10, 3))[0] == 200
+        wait_until(lambda: not server.engine.has_unfinished, 400)
+        with client.makefile("rb") as lines:
+            sent = [line for line in iter(lines.readline, b"data: [DONE]\n") if line.startswith(b"data: {")]
+    events = [json.loads(line[6:]) for line in sent]
+    (*_, last), sizes = events, [len(event["choices"][0]["logprobs"]["content"]) for event in events]
+    assert last["choices"][0]["finish_reason"] == "length" and sum(sizes) == 4000 and max(sizes) > 64
 
 
 def test_who_takes_nothing_for_long_is_let_go(
@@ -70,13 +86,7 @@ def test_who_takes_nothing_for_long_is_let_go(
     monkeypatch.setattr(web, "READER_S", 0.5)
     server = start(bytes_model.engine(num_blocks=512))
     with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", server.port))
-        wide = {"n": 32, "logprobs": True, "top_logprobs": 20, "temperature": 1.0, "stream": True}
-        messages = [{"role": "user", "content": "x"}]
-        sent = json.dumps(asked(0, 1500, messages=messages, prompt=None, **wide)).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        client.sendall(head + b"content-length: %d\r\n\r\n" % len(sent) + sent)
+        ask_wide(client, server, 1500, 32)
         wait_until(lambda: 'finished_reason="' in server.get("/metrics")[1], 120)
     assert 'finished_reason="abort"' in server.get("/metrics")[1]
     assert_empty(server.engine)
@@ -84,7 +94,7 @@ def test_who_takes_nothing_for_long_is_let_go(
 
 def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine(), limits=Limits(body_timeout_s=0.2))
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
         )

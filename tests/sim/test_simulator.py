@@ -219,6 +219,17 @@ def test_sessions_find_what_they_said_before() -> None:
     assert np.nanmean(kept.requests.first_token_s) < np.nanmean(lost.requests.first_token_s)
 
 
+def test_what_went_to_the_host_is_read_back_where_that_is_cheaper() -> None:
+    trace = synthesize("sessions:2048,512,64,4", qps=0.5, num_requests=40)
+    cached, waits_s = [], []
+    for num_swap_blocks, swap_block_s in ((0, 0.0), (4000, 1e-5), (4000, 9.0)):
+        options = {"num_swap_blocks": num_swap_blocks, "swap_block_s": swap_block_s}
+        outcome = run(replace(one_replica("lars", prefix_caching=True, **options), num_blocks=80), trace)
+        cached.append(outcome.num_cached_tokens)
+        waits_s.append(np.nanmean(outcome.requests.first_token_s - trace.arrival_s))
+    assert cached[0] == cached[2] < cached[1] and waits_s[1] < waits_s[0] == waits_s[2]
+
+
 def test_the_hash_seed_is_nothing(tmp_path: Path) -> None:
     written = []
     for seed in ("1", "2"):
