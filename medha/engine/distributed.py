@@ -98,7 +98,8 @@ class DrivingRunner:
         if lanes:
             idle = partial(runner.recorder.waiting, "control")
             self._lanes = [Lane("medha-own", idle), *(Lane("medha-reports") for _ in range(ranks.config.num_groups))]
-            weakref.finalize(self, _close_all, self._lanes)
+            for lane in self._lanes:
+                weakref.finalize(self, lane.close)
         # The others answer a call once they have run the batches before it, and for that need this rank.
         sender.before_calls = lambda: self._steps.run_while(lambda step: True)
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
@@ -424,8 +425,3 @@ class Follower:
 
 def _tell(news: threading.Event, _: object) -> None:
     news.set()
-
-
-def _close_all(lanes: list[Lane]) -> None:
-    for lane in lanes:
-        lane.close()

@@ -346,24 +346,27 @@ class KVMemory:
         end = self._shard_end(account)
         return self.max_kv_per_group if position == end else end - position
 
-    def grow(self, slot: int, position: int, num_tokens: int) -> bool:
+    def grow(self, slot: int, position: int, num_tokens: int, *, widens: bool = False) -> bool:
         """Let a prefill go on on its next group from the end of the present block on (growth for latency); whether it
-        will: not where the rest of its ``num_tokens`` would not fit or might never come to its end."""
+        will: not where the rest of its ``num_tokens`` would not fit or might never come to its end. With ``widens`` its
+        span becomes all groups from its first on."""
         account = self._accounts[slot]
-        index = len(account.starts) - 1
+        index, count = len(account.starts) - 1, len(account.reserved)
         end = -(-position // self.block_size) * self.block_size
-        later = len(account.reserved) - index - 1
+        more = [0] * (self.num_groups - account.first - count if widens else 0)
+        later = count + len(more) - index - 1
         if index < 0 or end == account.starts[-1] or not end < num_tokens <= end + later * self.max_kv_per_group:
             return False
-        before, moved = account.reserved, self.reservation(num_tokens - end)
+        before, moved = (account.reserved, account.held, account.given), self.reservation(num_tokens - end)
         filled = -(-(end - account.starts[-1]) // self.block_size)
         self._count(account, -1)
-        account.reserved = [*before[:index], filled, *moved, *[0] * (later - len(moved))]
+        account.reserved = [*account.reserved[:index], filled, *moved, *[0] * (later - len(moved))]
+        account.held, account.given = account.held + more, account.given + more
         is_safe = self._is_safe(account, {}, set_aside=False, is_new=True)
         if is_safe:
             account.end = end
         else:
-            account.reserved = before
+            account.reserved, account.held, account.given = before
         self._count(account, +1)
         return is_safe
 

@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 
 from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick, dealt_work, ring_or_gather_s
+from medha.cost.predictor import Predictor, Tick, Work, dealt_work, ring_or_gather_s
 from medha.cost.prefill_time import chunk_rules, dealt_chunk
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
@@ -64,6 +64,7 @@ _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 _MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it, or nobody waits: fewer and larger chunks
+_MUCH = 1.2  # times as long: then a request that is alone is spread over the groups
 _UNLIKELY = 0.1  # newcomers expected within a batch that takes longer than a quantum for a prefill that is alone
 
 
@@ -314,7 +315,7 @@ class MedhaPacker(Packer):
             return max(self._fitting(state, builder, first, count, efficient), min(most, self.config.min_chunk))
 
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
-            self._grow(state, builder)
+            self._grow(state, queue, builder)
         num_refused, joined = len(builder.refused), builder.chunk_tokens(state.slot)
         q_len = builder.add_chunk(state, fitting)
         if not q_len and may_exceed and len(builder.refused) == num_refused and not all(builder.has_chunk):
@@ -339,13 +340,20 @@ class MedhaPacker(Packer):
             group.is_joined |= has_chunk
         return True
 
-    def _grow(self, state: State, builder: BatchBuilder) -> None:
-        """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk.
+    def _grow(self, state: State, queue: Queue, builder: BatchBuilder) -> None:
+        """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk, or
+        where it is alone and its decodes are predicted to be much shorter once it lies evenly on all groups.
 
         Its KV stays where it is, so it has to happen while an efficient chunk still fits behind it, merges included.
         """
-        memory, position = builder.memory, state.num_scheduled_tokens
+        memory, position, num_tokens = builder.memory, state.num_scheduled_tokens, state.request.num_kv_tokens
         first, count = memory.place(state.slot, position)
+        share = -(-num_tokens // (memory.num_groups - first))
+        if len(queue.running) + len(queue.waiting) == 1 and position >= share * count:
+            alone, spread = Work(1, num_tokens, True), Work(1, share, True, (first, memory.num_groups - 1))
+            pays = self.predictor.predict([alone]) > _MUCH * self.predictor.predict([spread])
+            if pays and memory.grow(state.slot, position, num_tokens, widens=True):
+                return
         *others, last = range(first, first + count)
         least, margin = self.config.min_chunk, memory.block_size + 2 * self.config.min_chunk
 
@@ -359,7 +367,7 @@ class MedhaPacker(Packer):
         if builder.has_chunk[last] or fits(last, kv_on(last) + margin) or not fits(last, 0):
             return
         if all(fits(index, kv_on(index)) for index in others):  # else it would not help
-            memory.grow(state.slot, position, state.request.num_kv_tokens)
+            memory.grow(state.slot, position, num_tokens)
 
     def _yielded(self, state: State, queue: Queue, builder: BatchBuilder) -> float:
         """The share of the time after decodes that a long request leaves to short ones (Algorithm 2, space sharing)."""

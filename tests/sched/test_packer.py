@@ -308,3 +308,24 @@ def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its
         scheduler.complete(decision.batch, 0.0, results, decision.prediction.seconds)
     assert shards[1] % BLOCK == 0 and fits * 0.9 < shards[1] < fits
     assert shards[1] < config.max_kv_per_group
+
+
+@pytest.mark.parametrize(("jobs", "widths"), [([(48_000, 8)], {1, 2}), ([(48_000, 8)] * 2, {1}), ([(500, 8)], {1})])
+def test_a_long_request_that_is_alone_lies_evenly_on_all_groups(jobs: list[tuple[int, int]], widths: set[int]) -> None:
+    """It would fit one. Where another one waits each has a group to itself, and a short one gains nothing."""
+    scheduler = Scheduler(
+        SchedulerConfig(quantum_s=1.0), num_blocks=64_000, block_size=16, num_groups=2, predictor=make_predictor(kvp=2)
+    )
+    for slot, sizes in enumerate(jobs):
+        scheduler.add(SchedulerRequest(slot, *sizes, 0.0))
+    shards: dict[int, dict[int, int]] = {slot: {} for slot in range(len(jobs))}
+    seen, left = set(), dict(enumerate(sizes[1] for sizes in jobs))
+    while (batch := scheduler.schedule(0.0).batch) is not None:
+        for row in batch.rows:
+            seen.add(row.num_groups)
+            shards[row.slot].setdefault(row.writer, row.position)
+            left[row.slot] -= row.samples
+        finish(scheduler, batch, ended=[slot for slot, num_left in left.items() if not num_left])
+    assert seen == widths and scheduler.memory.num_used == 0
+    if 2 in widths:
+        assert shards[0][1] == pytest.approx(24_004, abs=2048)
