@@ -17,15 +17,22 @@ SMALL = ("--max-model-len", "4096", "--num-kv-blocks", "64")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("layout", ["spp", "kvp"])
-def test_two_ranks_answer_as_one(bytes_model: Model, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "launcher"),
+    [("--spp 2", TORCHRUN), ("--kvp 2", TORCHRUN), ("--decode-replicas 1", TORCHRUN), ("--decode-replicas 1", ())],
+)
+def test_two_ranks_answer_as_one_and_end(
+    bytes_model: Model, tmp_path: Path, layout: str, launcher: tuple[str, ...]
+) -> None:
     with serving(tmp_path / "one", bytes_model.folder, *SMALL) as server:
         expected = json.loads(server.complete("hello", 20).read())["choices"]
-    with serving(tmp_path / "two", bytes_model.folder, *SMALL, f"--{layout}", 2, launcher=TORCHRUN) as server:
+    with serving(tmp_path / "two", bytes_model.folder, *SMALL, *layout.split(), launcher=launcher) as server:
         assert json.loads(server.complete("hello", 20).read())["choices"] == expected
         lines = server.complete("hello", 20, stream=True).read().splitlines()
         pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith(b"data: {")]
         assert "".join(pieces) == expected[0]["text"] and len(pieces) > 5
+        server.process.terminate()
+        assert launcher or server.process.wait(60) == 0, server.log.read_text()  # torchrun has a code of its own
 
 
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["own ranks", "torchrun"])
