@@ -105,7 +105,7 @@ def serve(
         service.run(lambda: not front.num_open.total() or time.monotonic() > until_s)
         service.cut()
         service.run(lambda: not service.engine.has_unfinished)  # what is in flight, on every rank
-    role.close()
+        role.close()  # before the ranks that were started here are waited for
     return 0
 
 

@@ -43,3 +43,14 @@ def test_two_ranks_answer_as_one_until_one_is_killed_under_load(
         code = server.process.wait(30)
         assert code == (1 if launcher else 4), server.log.read_text()  # torchrun has a code of its own
         assert "RankFailedError" in server.log.read_text()
+
+
+def test_a_decode_instance_answers_as_one_rank_and_ends(bytes_model: Model, tmp_path: Path) -> None:
+    """Also the ranks that the server started itself: they are told to stop before it waits for them."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
+    sizes = ("--max-model-len", "4096", "--num-kv-blocks", "512")
+    with serving(tmp_path / "log", bytes_model.folder, *sizes, "--decode-replicas", 1) as server:
+        assert json.loads(server.complete("hello", 20).read())["choices"][0]["text"] == expected
+        server.process.terminate()
+        assert server.process.wait(60) == 0, server.log.read_text()
