@@ -1,5 +1,6 @@
 """Settings that every test runs under: one thread, no network, logging as it was."""
 
+import faulthandler
 import logging
 import os
 import signal
@@ -14,12 +15,19 @@ from tests.commands import Command, Done
 from tests.parallel.workers import WorkerPool
 from tests.serving import Model, make_byte_model, make_needle_model
 
+_END_S = 60.0
+
 
 def pytest_configure() -> None:
     """Keep huggingface_hub, which test modules import before any fixture, off the network; and do not ignore Ctrl-C, as
     what a shell starts in the background does."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    """Show where the end of the process hangs, if it does, and end it: no limit of a test covers that."""
+    faulthandler.dump_traceback_later(_END_S, exit=True)
 
 
 @pytest.fixture(autouse=True)

@@ -73,8 +73,8 @@ def test_bars_with_rate_and_time_left_fit_the_terminal(width: int) -> None:
         drawn = screen.lines()
     assert len(drawn) == 2
     assert all(len(line) <= width for line in drawn)
-    assert re.fullmatch(r"requests done +0/3 +--:--", drawn[0])
-    assert re.fullmatch(r"document +━+[╸╺]? +1,234,667/10,000,000 [\d,]+ tok/s \d+:\d\d", drawn[1])
+    assert re.fullmatch(r"requests done +0/3 +--:-- *", drawn[0])  # hours are wider
+    assert re.fullmatch(r"document +━+[╸╺]? +1,234,667/10,000,000 [\d,]+ tok/s [\d:]+", drawn[1])
     assert len(drawn[1]) == width
 
 

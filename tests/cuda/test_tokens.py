@@ -111,7 +111,6 @@ def test_launches_of_a_layer(model: Path, device: Device) -> None:
     assert max(launched.total() for launched in seen) == 11
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}, {"tp": 2}], ids=lambda o: next(iter(o))
 )

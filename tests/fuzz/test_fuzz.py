@@ -1,4 +1,4 @@
-"""The fuzzer in a test run: recorded seeds, half a minute of fresh ones, defects it must find, and its own parts."""
+"""The fuzzer in a test run: recorded seeds, some seconds of fresh ones, defects it must find, and its own parts."""
 
 import random
 import time
@@ -14,7 +14,7 @@ from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.shrink import shrink
 from tests.parallel.workers import WorkerPool
 
-FRESH_S = {1: 20.0, 2: 5.0, 3: 5.0, 4: 5.0}
+FRESH_S = {1: 10.0, 2: 4.0, 3: 4.0, 4: 4.0}
 
 
 @pytest.mark.parametrize(("seed", "ranks"), list(recorded()))

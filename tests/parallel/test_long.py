@@ -90,7 +90,6 @@ def in_float64(q_TNH: torch.Tensor, cache: KVCache, num_keys: int, *, is_last: b
     return (whole[:, :H] / whole[:, H:]).view(T, N, H)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("share", [64 * BLOCK, pytest.param(19_532 * BLOCK, marks=pytest.mark.slow)])
 def test_a_chunk_and_decodes_over_two_groups(workers: WorkerPool, share: int, backend: str) -> None:

@@ -12,8 +12,6 @@ from tests.parallel.test_torchrun import running
 from tests.serve.process import serving
 from tests.serving import Model, serve_one
 
-pytestmark = pytest.mark.ranks
-
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

@@ -19,8 +19,6 @@ from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
 from tests.serving import Model
 
-pytestmark = pytest.mark.ranks
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LAYERS = ("--hf-overrides", '{"num_hidden_layers": 1}')

@@ -77,7 +77,6 @@ def found(workers: WorkerPool, model: Path, **layout: int) -> list[Counts]:
     return [counts for _, counts in answers]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_rank_sends_its_share_of_the_hidden_states_in_one_message(workers: WorkerPool, model: Path, tp: int) -> None:
     """Before, every tensor-parallel rank sent all of them, and the digest in the same message."""
@@ -88,7 +87,6 @@ def test_a_rank_sends_its_share_of_the_hidden_states_in_one_message(workers: Wor
     assert all(last == Counter() for last in counts[tp:])
 
 
-@pytest.mark.ranks
 def test_a_rank_sends_its_part_to_each_other_rank_of_a_span_once(workers: WorkerPool, model: Path) -> None:
     """As many bytes as a ring's all-gather sends, in one step for as many steps as there are others."""
     for counts in found(workers, model, kvp=3, max_kv_per_group=64):

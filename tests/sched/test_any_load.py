@@ -30,7 +30,7 @@ class Bounded(Watched):
         assert all(row.q_len <= (config.chunk_size or config.max_batch_tokens) for row in batch.rows)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(worlds(any_scheduler=True), st.sampled_from([0.1, 1.0, 10.0, math.nan, math.inf]))
 def test_any_load_ends_leaves_nothing_and_replays(world: dict[str, Any], factor: float) -> None:
     """Swaps included; with predictions that are off by a factor, or hear nonsense."""

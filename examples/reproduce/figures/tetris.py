@@ -104,8 +104,8 @@ class Trial:
 
 @figure("tetris", "Tetris: prefills on 16 A100s by load (its figures 8 to 13)")
 def run(options: Options) -> FigureResult:
-    """Three traces of 2,000 requests, three seeds each; ``quick`` takes one seed of 200."""
-    count, seeds = (200, 1) if options.quick else (2000, 3)
+    """Three traces of 2,000 requests, three seeds each; ``quick`` takes one seed of 100."""
+    count, seeds = (100, 1) if options.quick else (2000, 3)
     trials = {lengths: [Trial(lengths, count, options.seed + n) for n in range(seeds)] for lengths in TRACES}
     panels = []
     for lengths, (first, *_) in trials.items():
