@@ -64,17 +64,17 @@ class Chain:
         return bisect_left(range(1, least + 1), True, key=lambda n: self[n] != other[n])
 
 
-_Marks = dict[int, dict[Any, None]]  # slots or paths, by block
+_Marks = dict[Any, dict[Any, None]]  # slots or paths, by block or id
 
 
-def _mark(marks: _Marks, block: int, what: object) -> None:
-    marks.setdefault(block, {})[what] = None
+def _mark(marks: _Marks, at: object, what: object) -> None:
+    marks.setdefault(at, {})[what] = None
 
 
-def _unmark(marks: _Marks, block: int, what: object) -> None:
-    marks.get(block, {}).pop(what, None)
-    if not marks.get(block):
-        marks.pop(block, None)
+def _unmark(marks: _Marks, at: object, what: object) -> None:
+    marks.get(at, {}).pop(what, None)
+    if not marks.get(at):
+        marks.pop(at, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +187,7 @@ class PrefixCache:
         self._heaps: list[list[_Entry]] = [[] for _ in pools]  # paths whose end may go; those counted on come last
         self._num_entries = 0
         self._clock = 0.0  # the key of what went last
-        self._waits_for: dict[bytes, set[int]] = {}  # slots whose hit grows with an id
+        self._waits_for: _Marks = {}  # slots whose hit grows with an id
         self._watched: dict[int, tuple[Path | None, int, bytes | None, Hit]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
@@ -234,11 +234,9 @@ class PrefixCache:
         if last is not None:
             _mark(last.counted_on, end, slot)
             self._may_go(last)
-        wanted = (
-            chain[num_units + 1] if (num_units + 1) * self.unit <= min(most_tokens, len(chain) * self.unit) else None
-        )
+        wanted = chain[num_units + 1] if num_units < min(most_tokens // self.unit, len(chain)) else None
         if wanted is not None:
-            self._waits_for.setdefault(wanted, set()).add(slot)
+            _mark(self._waits_for, wanted, slot)
         hit = self.lookup(chain, most_tokens)
         if hit.host_ids:
             self.hosts[hit.host_group].count_on(hit.host_ids)
@@ -254,10 +252,7 @@ class PrefixCache:
             self._may_go(last)
         if hit.host_ids:
             self.hosts[hit.host_group].count_on(hit.host_ids, -1)
-        if wanted is not None and (waiting := self._waits_for.get(wanted)) is not None:
-            waiting.discard(slot)
-            if not waiting:
-                del self._waits_for[wanted]
+        _unmark(self._waits_for, wanted, slot)
 
     # -- what a request computes -------------------------------------------------------------------------------------
 
@@ -281,8 +276,7 @@ class PrefixCache:
                 known[one] = path
                 path.ids += [chain[m] for m in range(path.start * size + len(path.ids) + 1, n)]
                 path.ids.append(one)
-                if self._waits_for and (slots := self._waits_for.get(one)) is not None:
-                    self.stale.update(dict.fromkeys(slots))
+                self.stale.update(self._waits_for.get(one, {}))
             elif other is not path and not n % size:
                 break
         return path, n, None if n % size else known[one]

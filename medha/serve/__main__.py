@@ -85,8 +85,7 @@ def serve(
             stack.enter_context(own_ranks(config.parallel.world_size, ["medha.generate.follow", json.dumps(options)]))
         role = build_role(config)
         assert role.engine is not None, "the first rank has the engine"
-        names = served_model_name or [config.model]
-        front = Front(role.engine, names, keys, limits)
+        front = Front(role.engine, served_model_name or [config.model], keys, limits)
         if role.caller is not None:
             role.caller.ranks.monitor.before_end = partial(_end_streams, front, RankFailedError)
         stack.callback(front.close)
@@ -96,7 +95,7 @@ def serve(
         stack.enter_context(listening(front, listener, max_connections=max_connections, **tls))
         threading.Thread(target=_watch, args=(front, stall_timeout), name="medha-stall", daemon=True).start()
         scheme = "http" if ssl_certfile is None else "https"
-        logger.info("serving %s at %s://%s:%d", names[0], scheme, host, listener.getsockname()[1])
+        logger.info("serving %s at %s://%s:%d", front.models[0], scheme, host, listener.getsockname()[1])
         service = front.service
         service.run(lambda: bool(interrupted))
         service.is_draining = True

@@ -27,14 +27,8 @@ _TOKENS = tuple(sorted({factor * 10**power for power in range(8) for factor in (
 _SLACK = (-100, -10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 100)
 _RATIO = (0.5, 0.8, 0.9, 1, 1.1, 1.25, 2)
 _LENGTHS = ((256, "1-256"), (4096, "256-4K"), (65536, "4K-64K"), (1 << 20, "64K-1M"))
-
-
-PAGE = Path(__file__).with_name("page.html")
-"""It says itself, by a hash, that its own script runs and no other; it loads nothing."""
-
-EVENTS_S = 0.25
-"""Between two events."""
-
+PAGE = Path(__file__).with_name("page.html")  # says by a hash that its own script runs and no other; it loads nothing
+EVENTS_S = 0.25  # between two events
 _MOST_SHOWN = 256  # requests
 
 

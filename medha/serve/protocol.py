@@ -39,9 +39,7 @@ from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
 
 Json = dict[str, Any]
 
-MAX_CHOICES = 512
-"""Completions of one HTTP request."""
-
+MAX_CHOICES = 512  # completions of one HTTP request
 _CODES: dict[type[Exception], str] = {
     DeadlineError: "deadline",
     ContextLengthError: "context_length_exceeded",

@@ -55,10 +55,9 @@ class Answer:
 
     async def read(self, wait_s: float | None = None) -> list[tuple[int, RequestOutput]]:
         """Wait for news; by the index of a prompt what is new, nothing where there was none for so long."""
-        timer = None if wait_s is None else asyncio.get_running_loop().call_later(wait_s, self._news.set)
-        await self._news.wait()
-        if timer is not None:
-            timer.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._news.wait()
         self._news.clear()
         pieces, self._pieces = self._pieces, {}
         news = [(index, _together(some)) for index, some in pieces.items()]
@@ -154,26 +153,27 @@ class Service:
     def eta_s(self, requests: Sequence[Request]) -> float | None:
         """Predicted seconds to the first token of any of some requests; None where none is predicted.
 
-        Of a prompt that is being read, what is left takes as much longer than it would alone as what was read of late
-        did: as much as is left, or all of it, so that load which has come or gone is noticed in the end. One that waits
-        is behind those with less left to read, as the default policy has it.
+        Of a prompt that is being read, what is left takes as much longer than alone as the last that was read, as much
+        or all, did. One that waits is behind those with less left to read, as the default policy has it.
         """
         if self.engine.scheduler.predictor is None:
             return None
         return min((self._eta_s(one) for one in _unread(requests)), default=None)
 
     def _eta_s(self, one: Completion) -> float:
-        left_s, begun_s = self.left_s(one), one.metrics.first_scheduled
-        if begun_s is None or not one.num_computed_tokens:
-            self._marks.pop(one, None)
-            return self._ahead_s(left_s) + left_s
-        marks = self._marks.setdefault(one, deque([(begun_s, one.metrics.num_cached_tokens)]))
-        if marks[-1][0] < one.computed_s:
+        left_s, begun_s, done_s = self.left_s(one), one.metrics.first_scheduled, 0.0
+        if begun_s is not None:
+            marks = self._marks.setdefault(one, deque([(begun_s, one.metrics.num_cached_tokens)]))
+            if marks[-1][1] > one.num_computed_tokens:  # it gave way
+                marks.clear()
+                marks.append((self.engine.now(), one.num_computed_tokens))
             marks.append((one.computed_s, one.num_computed_tokens))
-        while len(marks) > 2 and self.left_s(one, marks[1][1]) >= 2 * left_s:
-            marks.popleft()
-        stretch = (one.computed_s - marks[0][0]) / max(self.left_s(one, marks[0][1]) - left_s, 1e-9)
-        return max(left_s * stretch - (self.engine.now() - one.computed_s), 0.0)
+            while len(marks) > 2 and self.left_s(one, marks[1][1]) >= 2 * left_s:
+                marks.popleft()
+            done_s = self.left_s(one, marks[0][1]) - left_s
+        if done_s <= 0:
+            return self._ahead_s(left_s) + left_s
+        return max(left_s * (one.computed_s - marks[0][0]) / done_s - (self.engine.now() - one.computed_s), 0.0)
 
     def _ahead_s(self, left_s: float) -> float:
         """Seconds that prompts with less left to read take, and half of those with as much."""
@@ -269,5 +269,5 @@ def _is_quick(prompt: Any) -> bool:
 
 
 def _unread(requests: Iterable[Request]) -> list[Completion]:
-    """Completions whose prompts are not read to the end."""
+    """Those whose prompts are not read to the end."""
     return [one for live in requests for one in live.completions if not one.token_ids and one.finish_reason is None]

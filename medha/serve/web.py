@@ -18,17 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from medha.errors import ConfigError
 from medha.serve.protocol import ApiError
 
-KEEP_ALIVE_S = 75
-"""For which a connection may be silent."""
-
-HEAD_S = 30
-"""For which a client may take to send the head of a request."""
-
-READER_S = 300
-"""For which a client may take nothing of what is sent to it, where the kernel counts that."""
-
-END_S = 1.0
-"""For which streams may end with what has become of them."""
+KEEP_ALIVE_S = 75  # for which a connection may be silent
+HEAD_S = 30  # for which a client may take to send the head of a request
+READER_S = 300  # for which a client may take nothing of what is sent to it, where the kernel counts that
+END_S = 1.0  # for which streams may end with what has become of them
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -27,7 +27,7 @@ def test_a_signal_lets_running_requests_end_and_takes_no_more(bytes_model: Model
     options = ("--served-model-name", "small", "--shutdown-timeout", 300)
     with serving(tmp_path / "log", bytes_model.folder, *LOADED, *options) as server:
         assert json.loads(server.ask("GET", "/v1/models").read())["data"][0]["id"] == "small"
-        answers = streams_under_load(server, 300)
+        answers = streams_under_load(server, 1000)
         server.process.send_signal(signal.SIGTERM)
         while server.ask("GET", "/ready").status == 200:
             pass

@@ -189,6 +189,23 @@ def test_the_eta_is_within_a_tenth(short_s: tuple[float, float], dearer_s: float
     assert len(errors) > 10 and max(errors) <= most
 
 
+def test_who_has_given_way_is_expected_again() -> None:
+    """Its ETA counts what it has lost, and not that it has taken long for what it has."""
+    runner, length = Predicted(0.0), 20_000
+    engine, service = runner.engine, Service(runner.engine)
+    engine.add_request("long", [5] * length, SamplingParams(max_tokens=2))
+    (long,) = engine.requests()
+    waits_s = service.eta_s([long])
+    while long.first.num_computed_tokens < 12_000:
+        engine.step()
+        halfway_s = service.eta_s([long])
+    assert waits_s is not None and halfway_s is not None
+    for num_left in (8000, 100, 0):
+        long.first.num_computed_tokens = num_left
+        again_s = service.eta_s([long])
+        assert again_s is not None and halfway_s < again_s < 2 * waits_s
+
+
 def test_the_page_runs_its_own_script_alone(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine())
     status, text, headers = server.get("/")
