@@ -167,9 +167,9 @@ class SchedulerConfig:
     )
     interactive_share: float | None = _serving(
         None,
-        "Seconds of batches for decodes and prompts that end in them, for one with longer prefills; one stage.",
+        "Seconds of batches for decodes and prompts of up to four quanta, for one with longer prefills; one stage.",
         SHARE,
-        shown="0.05; 0 with lars, ilrs, lrs, edf and fcfs",
+        shown="0.08; 0 with lars, ilrs, lrs, edf and fcfs",
     )
     patience_s: float = _serving(
         10.0,
@@ -307,7 +307,7 @@ class SchedulerConfig:
     @property
     def spare_share(self) -> float:
         """``interactive_share``, where none is given that of the policy; 0 where several batches are in flight."""
-        published = 0.0 if self.policy in PUBLISHED else 0.05
+        published = 0.0 if self.policy in PUBLISHED else 0.08
         return 0.0 if self.period > 1 else published if self.interactive_share is None else self.interactive_share
 
     @property

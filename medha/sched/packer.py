@@ -21,7 +21,7 @@ Departures from the paper, and why:
 - A request that is passed over now has its first token ``(depth + 1)`` budgets later at the latest. So policies are
   asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
-- A batch may leave out the prefills that would not end in it, for the sake of decodes and short prompts: its time is
+- A batch may leave out the prefills of more than four quanta, for the sake of decodes and short prompts: its time is
   spared from the others, ``interactive_share`` of theirs. What the policy puts before all of those left out would hold
   them up in any case and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by
   that share.
@@ -65,7 +65,7 @@ _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 _MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it, or nobody waits: fewer and larger chunks
 _MUCH = 1.2  # times as long: then a request that is alone is spread over the groups
-_UNLIKELY = 0.1  # newcomers expected within a batch that takes longer than a quantum for a prefill that is alone
+_UNLIKELY = 0.05  # newcomers expected within a batch that takes longer than a quantum for a prefill that is alone
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class MedhaPacker(Packer):
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
-        self._spare_s = 0.0  # that batches may take now which leave out long prefills
+        self._spare_s = self._most_spare_s = _MOST_QUANTA * self._quantum_s  # for batches that leave out long prefills
         self._least_s = predictor.uncorrected().tick().with_chunk(1, 0)  # of a batch, whatever is in it
         self._groups: list[GroupTime] = []
         self._ahead_s = 0.0
@@ -131,28 +131,28 @@ class MedhaPacker(Packer):
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
                 spare_s = self._spare_s + self.config.spare_share * prefills_s
-                self._spare_s = min(spare_s, _MOST_QUANTA * self._quantum_s)
+                self._spare_s = min(spare_s, self._most_spare_s)
         self._refused = builder.refused
         self._note(queue, builder)
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def _leave_out(self, queue: Queue, builder: BatchBuilder, decodes_s: float) -> bool:
-        """Fill a batch with decodes and prefills that end in it alone, where others would not and time is spared for
-        that; whether it was. Unless somebody is guarded, those that come before all others are free."""
+        """Fill a batch with decodes and prefills of up to four quanta alone, where there are others and time is spared
+        for that; whether it was. Unless somebody is guarded, those that come before all others are free."""
         left_s = queue.column("work_left_s")
-        if not self._spare_s or (left_s <= self._quantum_s).all():
+        if not self.config.spare_share or (left_s <= self._most_spare_s).all():
             return False
         rows = self._order(queue, builder)
-        ends = left_s[rows] <= self._quantum_s
+        is_short = left_s[rows] <= self._most_spare_s
         seconds = left_s[rows] * self._factor
         if not queue.column("guarded").any():
-            seconds[: len(ends) if ends.all() else int(ends.argmin())] = 0.0
-        paid_s = np.cumsum(seconds[ends]) + (decodes_s or self._least_s * self._factor)
+            seconds[: len(rows) if is_short.all() else int(is_short.argmin())] = 0.0
+        paid_s = np.cumsum(seconds[is_short]) + (decodes_s or self._least_s * self._factor)
         count = int(np.searchsorted(paid_s, self._spare_s, side="right"))
         if not count and not 0 < decodes_s <= self._spare_s:
             return False
-        for state in queue.states_of_rows(rows[ends][:count]):
+        for state in queue.states_of_rows(rows[is_short][:count]):
             if state.prefilling and self._has_room(builder, may_exceed=True):
                 self._give(state, queue, builder, may_exceed=True)
         if builder.rows:

@@ -61,7 +61,7 @@ def test_an_objective_makes_chunks_as_small_as_it_needs(slo: SLO) -> None:
     assert slo.tpot_s is not None
     for position, tokens in chunks_of_one(new_scheduler(), slo)[1:]:  # the first is beside its prompt
         alone_s = PREDICTOR.tick().with_chunk(tokens, position)
-        assert alone_s <= slo.tpot_s or tokens == 64, position
+        assert alone_s <= slo.tpot_s or tokens <= 64, position
 
 
 def test_a_class_goes_first_by_default() -> None:
@@ -97,6 +97,7 @@ def served(
 
 def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
     """Beside decodes that never end the seconds of one kind bound those of the other, and tokens come more quickly."""
+    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
     means_s = []
     for share in (0.0, 0.05, 0.2):
         scheduler = new_scheduler(interactive_share=share)
@@ -104,7 +105,8 @@ def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
             scheduler.add(SchedulerRequest(slot, 64, 1 << 16, 0.0))
         scheduler.add(SchedulerRequest(9, 300_000, 1, 0.0))
         times, with_s, without_s = served(scheduler, dict.fromkeys(range(4), 1 << 16) | {9: 1}, 9)
-        assert 0.95 * share * with_s <= without_s <= share * with_s + 1.0  # what was spared, and the first prompts
+        first_s = 4 * quantum_s * (share > 0)  # there from the start
+        assert 0.95 * share * with_s + first_s <= without_s <= share * with_s + first_s + 1.0  # and the first prompts
         means_s.append(times[9][0] / len(times[0]))
     assert means_s[1] < 0.3 * means_s[0] and means_s[2] < 0.6 * means_s[1]
 
@@ -135,13 +137,13 @@ def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
 
 
 def batches_of_shorts(scheduler: Scheduler) -> tuple[int, float, float]:
-    """A short prompt of one token's answer comes with every third batch beside a long one. How many of fifty have
+    """A short prompt of one token's answer comes with every third batch beside a long one. How many of eighty have
     batches without the long one, and the seconds of batches without and with it."""
     scheduler.add(SchedulerRequest(9, 300_000, 1, 0.0))
     now_s, num_own, num_there, seconds = 0.0, 0, 0, [0.0, 0.0]
-    for step in range(150):
+    for step in range(240):
         if step % 3 == 2:
-            scheduler.add(SchedulerRequest(1, 40, 1, now_s))
+            scheduler.add(SchedulerRequest(1, 20, 1, now_s))
             num_there += 1
         while True:
             decision = scheduler.schedule(now_s)
@@ -159,10 +161,11 @@ def batches_of_shorts(scheduler: Scheduler) -> tuple[int, float, float]:
 
 def test_a_prompt_that_comes_first_in_any_case_pays_nothing_for_a_batch_of_its_own() -> None:
     """Nor is it held back by what others have spent; unless somebody is guarded, for whose bound the share counts."""
-    num_own, without_s, with_s = batches_of_shorts(new_scheduler(interactive_share=0.05, rho_max=0.0))
-    assert num_own == 50 and without_s > 0.09 * with_s
-    num_own, without_s, with_s = batches_of_shorts(new_scheduler(interactive_share=0.05, rho_max=0.0, patience_s=1e-6))
-    assert 10 < num_own < 40 and without_s <= 0.05 * with_s + 0.06  # and one batch
+    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
+    num_own, without_s, with_s = batches_of_shorts(new_scheduler(interactive_share=0.02, rho_max=0.0))
+    assert num_own == 80 and without_s > 0.02 * with_s + 4 * quantum_s
+    num_own, without_s, with_s = batches_of_shorts(new_scheduler(interactive_share=0.02, rho_max=0.0, patience_s=1e-6))
+    assert num_own < 80 and without_s <= 0.02 * with_s + 4 * quantum_s
 
 
 def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list[tuple[float, float, int]]:
@@ -183,12 +186,12 @@ def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list
 
 
 def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() -> None:
-    """Up to four quanta, a tenth of the time since the last arrival; after an arrival they are short again."""
+    """Up to four quanta, a twentieth of the time since the last arrival; after an arrival they are short again."""
     quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
     longest_s = 4 * quantum_s
     alone = batches_of_a_document(new_scheduler(), [])
     for start_s, seconds, tokens in alone:
-        assert seconds <= max(quantum_s, min(longest_s, start_s / 10)) or tokens == 64
+        assert seconds <= max(quantum_s, min(longest_s, start_s / 20)) or tokens == 64
     assert max(seconds for _, seconds, _ in alone) > 0.9 * longest_s
     arrivals = [step * 5 * quantum_s for step in range(1, 10_000)]  # so many that none is unlikely
     busy = batches_of_a_document(new_scheduler(interactive_share=0.0), arrivals)
