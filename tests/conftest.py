@@ -1,4 +1,4 @@
-"""Settings that every test runs under: one thread, no network, logging as it was."""
+"""Settings that every test runs under: one thread, no network, logging as it was, no limits of Hypothesis' own."""
 
 import faulthandler
 import logging
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from medha.__main__ import app
 from medha.cli.command import run_app
@@ -16,6 +17,10 @@ from tests.parallel.workers import WorkerPool
 from tests.serving import Model, make_byte_model, make_needle_model
 
 _END_S = 60.0
+
+# How long examples take is the machine's affair.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 def pytest_configure() -> None:
