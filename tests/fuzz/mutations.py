@@ -186,6 +186,17 @@ def known_before_computed(patch: Patch) -> None:
     patch.setattr(KVMemory, "note", lambda self, slot, num_tokens: note(self, slot, num_tokens + 16))
 
 
+def span_shifted(patch: Patch) -> None:
+    """What is shared is said to begin a token later than it does."""
+    hit_extents = KVMemory.hit_extents
+
+    def shifted(self: KVMemory, slot: int) -> Any:
+        extents, shared = hit_extents(self, slot)
+        return extents, [one._replace(start=one.start + 1) for one in shared]
+
+    patch.setattr(KVMemory, "hit_extents", shifted)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "block-not-freed": (block_not_freed, 1),
     "merge-without-lse": (merge_without_lse, 2),
@@ -201,5 +212,6 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "reference-forgotten": (reference_forgotten, 1),
     "ids-of-the-last-tokens": (ids_of_the_last_tokens, 1),
     "known-before-computed": (known_before_computed, 1),
+    "span-shifted": (span_shifted, 2),
 }
 """Each defect, and on how many ranks it is looked for; one with several cannot show on one."""
