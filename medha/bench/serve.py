@@ -7,9 +7,10 @@ end-to-end latency.
 
 ``--preset convoy`` serves the same arrivals under six schedulers, over the same weights and KV pool: short requests
 arrive as a Poisson stream while a few long prompts, queued at its start, are read (arXiv:2409.17264, v5, figure 1b and
-section 4). Short ones have a TTFT objective; the long ones' is derived by the scheduler. The stream lasts as long as
-the whole mix takes when it is there at once under LARS with space sharing, over the load. What that run taught the
-predictor of step times, all schedulers begin with.
+section 4). Short ones have a TTFT objective; the long ones' is derived by the scheduler. Policies are as published,
+without a guard; the last scheduler is the default. All have the same time a batch. The stream lasts as long as the
+whole mix takes when it is there at once, over the load. What that run taught the predictor of step times, all
+schedulers begin with.
 """
 
 from __future__ import annotations
@@ -173,15 +174,14 @@ def errors_counted(engine: Engine) -> Iterator[Report]:
 
 
 def systems_of(longest: int) -> dict[str, dict[str, Any]]:
-    """Fields of the scheduler of each system of the preset. The baselines stand alone: no sharing and no guard."""
-    alone, ours = {"rho_max": 0.0, "late_share": 0.0}, {"policy": "lars"}
+    """Fields of the scheduler of each system of the preset; of the last none: it is what is asked for."""
     return {
         "whole prefill": {"scheduler": "orca", "policy": "fcfs", "chunk_size": longest, "max_batch_tokens": longest},
         "Sarathi-512": {"scheduler": "sarathi", "policy": "fcfs", "chunk_size": 512, "max_batch_tokens": 512},
-        "EDF": {"policy": "edf", **alone},
-        "LRS": {"policy": "lrs", **alone},
-        "LARS": {**ours, "rho_max": 0.0},
-        "LARS+sharing": ours,
+        "EDF": {"policy": "edf"},
+        "SRPT": {"policy": "srpt", "rho_max": 0.0, "late_share": 0.0, "interactive_share": 0.0},
+        "LARS": {"policy": "lars"},
+        "default": {},
     }
 
 
@@ -254,8 +254,8 @@ def _convoy(local: Local, options: ServeOptions) -> Report:
     found["notes"] = [
         f"{_NUM_LONG} prompts of {options.long_len:,} tokens queued at 0 s, {options.num_short} of {low} to {high} "
         f"(Poisson) within {found['span_s']:.1f} s; {_OUTPUT_LEN} output tokens each",
-        f"capacity: the whole mix at once takes {capacity_s:.1f} s under LARS+sharing; load {options.load:g}; SLO: a "
-        f"TTFT of {_SHORT_TTFT_S:g} s",
+        f"capacity: the whole mix at once takes {capacity_s:.1f} s; load {options.load:g}; SLO: a TTFT of "
+        f"{_SHORT_TTFT_S:g} s",
     ]
     workload = {"num_short": options.num_short, **lengths, "short_ttft_s": _SHORT_TTFT_S, "seed": options.workload.seed}
     return local.report("serve", asdict(options) | {"workload": workload}) | found

@@ -12,6 +12,7 @@ from medha.bench.cli import app
 from medha.bench.load import ArrivingWorkload, Workload
 from medha.bench.serve import ServeOptions, convoy_figures, mix_of, stream_of, systems_of
 from medha.cli.command import run_app
+from medha.config import SchedulerConfig
 from medha.params import SLO
 from medha.workload.io import write_trace
 from medha.workload.metrics import METRICS, Outcome, Served
@@ -113,7 +114,7 @@ def test_convoy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--preset", "convoy", "--num-prompts", "6", "--long-len", "600", "--output-json", str(path)]
     assert run_app(app, "bench", ["serve", *ON_TINY, *sizes]) == 0
     report = json.loads(path.read_text())
-    names = ["whole prefill", "Sarathi-512", "EDF", "LRS", "LARS", "LARS+sharing"]
+    names = ["whole prefill", "Sarathi-512", "EDF", "SRPT", "LARS", "default"]
     assert [one["system"] for one in report["systems"]] == names
     assert report["span_s"] == pytest.approx(report["capacity_s"] / 0.75)
     requests = [[(r["request_id"], r["input_len"]) for r in one["requests"]] for one in report["systems"]]
@@ -139,7 +140,10 @@ def test_the_stream_of_the_convoy() -> None:
     assert times == sorted(times) and times[0] > 0 and 4 < times[-1] < 8
     assert stream_of(mix, 8.0, 0) == stream
     systems = systems_of(1000)
-    assert systems["LARS"]["rho_max"] == 0.0 and "rho_max" not in systems["LARS+sharing"]
+    configs = {name: SchedulerConfig(**fields) for name, fields in systems.items()}
+    guards = {name: (one.guarded_share, one.spare_share) for name, one in configs.items()}
+    assert all((share == (0.0, 0.0)) == (name != "default") for name, share in guards.items())
+    assert configs["LARS"].yielded_share == 0.4 and configs["SRPT"].yielded_share == 0.0
 
 
 def test_figures_of_the_convoy() -> None:
