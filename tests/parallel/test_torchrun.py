@@ -131,7 +131,8 @@ def test_own_ranks_end_with_the_first(needle: Model, tmp_path: Path, number: sig
     requests = write_lines(tmp_path / "requests.jsonl", *rows)
     process = own_ranks(needle.folder, "--spp", "2", "--requests", requests, "--output", output)
     try:
-        wait_for(lambda: output.exists() and output.stat().st_size)
+        wait_for(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
+        assert process.poll() is None, process.communicate()
         assert len(ranks_of(needle.folder)) == 1
         process.send_signal(number)
         process.communicate(timeout=30)

@@ -263,7 +263,7 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
 
 def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
     """Group 0 has less to read, but a decode whose TPOT leaves no time for a chunk; group 1 reads a long one."""
-    scheduler = new_scheduler(num_groups=2, max_kv_per_group=32_000, policy="srpt")
+    scheduler = new_scheduler(num_groups=2, max_kv_per_group=32_000, policy="srpt", interactive_share=0.0)
     alone_s = make_predictor(kvp=2).predict([Work(1, 16, is_decode=True)])
     add(scheduler, 0, 16, 50, slo=SLO(tpot_s=1.01 * alone_s))
     finish(scheduler, scheduler.schedule(0.0).batch)
