@@ -140,17 +140,17 @@ class MedhaPacker(Packer):
     def _leave_out(self, queue: Queue, builder: BatchBuilder, decodes_s: float) -> bool:
         """Fill a batch with decodes and prefills of up to four quanta alone, where there are others and time is spared
         for that; whether it was. Unless somebody is guarded, those that come before all others are free."""
-        left_s = queue.column("work_left_s")
-        if not self.config.spare_share or (left_s <= self._most_spare_s).all():
+        left_s, least_s = queue.column("work_left_s"), decodes_s or self._least_s * self._factor
+        if not self.config.spare_share or self._spare_s < least_s or (left_s <= self._most_spare_s).all():
             return False
         rows = self._order(queue, builder)
         is_short = left_s[rows] <= self._most_spare_s
         seconds = left_s[rows] * self._factor
         if not queue.column("guarded").any():
             seconds[: len(rows) if is_short.all() else int(is_short.argmin())] = 0.0
-        paid_s = np.cumsum(seconds[is_short]) + (decodes_s or self._least_s * self._factor)
+        paid_s = np.cumsum(seconds[is_short]) + least_s
         count = int(np.searchsorted(paid_s, self._spare_s, side="right"))
-        if not count and not 0 < decodes_s <= self._spare_s:
+        if not count and not decodes_s:
             return False
         for state in queue.states_of_rows(rows[is_short][:count]):
             if state.prefilling and self._has_room(builder, may_exceed=True):
