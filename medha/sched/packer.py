@@ -194,10 +194,11 @@ class MedhaPacker(Packer):
 
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
-        share, columns, guarded = self.config.guarded_share, queue.columns(self._factor), queue.column("guarded")
+        share, guarded = self.config.guarded_share, queue.column("guarded")
         if not guarded.any():
             self._owed_s = []
             return
+        columns = queue.columns(self._factor)
         owed = self._owed_s or [0.0] * len(self._groups)
         limits = []
         for group, owed_s in zip(self._groups, owed, strict=True):
