@@ -78,6 +78,16 @@ def test_bars_with_rate_and_time_left_fit_the_terminal(width: int) -> None:
     assert len(drawn[1]) == width
 
 
+def test_what_ended_is_counted() -> None:
+    screen = Screen()
+    with make_display(FakeEngine(("document", 1, 5000)), screen) as display:
+        display.finish(output("a", "answer", finished=True))
+        screen.lines()
+        display.refresh()
+        drawn = screen.lines()
+    assert re.match(r"requests done +[━╸╺ ]+ 1/3 ", drawn[0])
+
+
 def test_a_line_for_each_request_that_ends() -> None:
     out = io.StringIO()
     lines = Console(file=out, width=40)
