@@ -10,44 +10,52 @@
 
 namespace {
 
-constexpr int KEYS = 64, QUERIES = 96;                         // of a tile
+constexpr int KEYS = 64, QUERIES = 384, LEAST = 96;  // of a tile: keys, most queries and, for the sake of threads, fewer
 constexpr int FEW_QUERIES = 32, PART = 2048, MOST_PARTS = 64;  // so few queries read parts of a row's keys independently
 constexpr int64_t WINDOW = 1 << 15;  // keys whose sums are kept in one float32: over millions they would lose digits
 constexpr float LN_2 = 0.6931471805599453f;
 
-typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
-
-// Keys, `stride` apart, as kt[h * KEYS + key].
-template <class T>
-void transpose(const T* keys, int64_t stride, int num_keys, int H, float* kt) {
-    int key = 0;
-    for (; key + 4 <= num_keys; key += 4, keys += 4 * stride)
-        for (int h = 0; h < H; h += 4) {
-            Four x[4];
-            for (int i = 0; i < 4; i++)
-                for (int j = 0; j < 4; j++) x[i][j] = widened(keys[i * stride + h + j]);
-            const Four a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
-            const Four c = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-            float* to = kt + h * KEYS + key;
-            *reinterpret_cast<Four*>(to) = __builtin_shufflevector(a, b, 0, 1, 4, 5);
-            *reinterpret_cast<Four*>(to + KEYS) = __builtin_shufflevector(a, b, 2, 3, 6, 7);
-            *reinterpret_cast<Four*>(to + 2 * KEYS) = __builtin_shufflevector(c, d, 0, 1, 4, 5);
-            *reinterpret_cast<Four*>(to + 3 * KEYS) = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+// W vectors, interleaved log2(W) times: each time the bits of (vector, place in it) turn by one.
+template <int... I>
+inline void transpose(Floats (&x)[W], std::integer_sequence<int, I...>) {
+#pragma GCC unroll 4
+    for (int times = 1; times < W; times *= 2) {
+        Floats y[W];
+#pragma GCC unroll 8
+        for (int i = 0; i < W / 2; i++) {
+            y[2 * i] = __builtin_shufflevector(x[i], x[i + W / 2], (I / 2 + I % 2 * W)...);
+            y[2 * i + 1] = __builtin_shufflevector(x[i], x[i + W / 2], (I / 2 + I % 2 * W + W / 2)...);
         }
-    for (; key < num_keys; key++, keys += stride)
-        for (int h = 0; h < H; h++) kt[h * KEYS + key] = widened(keys[h]);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) x[i] = y[i];
+    }
 }
 
-// c[R, NC * W] = scale[R] * c + a[R, depth] b[depth, NC * W], of which a's strides are given, with the lines of memory
-// from `next` on asked for meanwhile; without scale c begins at 0.
+// The keys that begin at keys + from[key], as kt[h * KEYS + key], while memory fetches those at keys + next[key].
+template <class T>
+void transpose(const T* keys, const int64_t* from, const int64_t* next, int num_keys, int H, float* kt) {
+    for (int key = 0; key < num_keys; key += W)
+        for (int h = 0; h < H; h += W) {
+            Floats x[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) {
+                __builtin_prefetch(keys + next[key + i] + h, 0, 2);
+                x[i] = wide(keys + from[key + i] + h);
+            }
+            transpose(x, std::make_integer_sequence<int, W>{});
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) store(kt + (h + i) * KEYS + key, x[i]);
+        }
+}
+
+// c[R, NC * W] = scale[R] * c + a[R, depth] b[depth, NC * W], of which a's strides are given; without scale c begins at 0.
 template <int R, int NC>
 inline void product(const float* a, int row, int column, const float* b, int b_row, int depth, float* c, int c_row,
-                    const float* scale, const char*& next) {
+                    const float* scale) {
     Floats x[R][NC];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < NC; n++) x[r][n] = scale ? load(c + r * c_row + n * W) * scale[r] : Floats{};
     for (int i = 0; i < depth; i++) {
-        __builtin_prefetch(next + 64 * i, 0, 2);
         Floats y[NC];
         for (int n = 0; n < NC; n++) y[n] = load(b + i * b_row + n * W);
 #pragma GCC unroll 16
@@ -55,7 +63,6 @@ inline void product(const float* a, int row, int column, const float* b, int b_r
 #pragma GCC unroll 16
             for (int n = 0; n < NC; n++) x[r][n] += a[r * row + i * column] * y[n];
     }
-    next += 64 * depth;
     for (int r = 0; r < R; r++)
         for (int n = 0; n < NC; n++) store(c + r * c_row + n * W, x[r][n]);
 }
@@ -63,18 +70,17 @@ inline void product(const float* a, int row, int column, const float* b, int b_r
 // The same for any width that is a multiple of W.
 template <int R>
 inline void product(const float* a, int row, int column, const float* b, int b_row, int depth, float* c, int c_row,
-                    const float* scale, int width, const char* next) {
+                    const float* scale, int width) {
     constexpr int NC = R >= 4 ? 2 : R >= 2 ? 4 : KEYS / W < 8 ? KEYS / W : 8;  // sums enough to hide their latency
     int at = 0;
     for (; at + NC * W <= width; at += NC * W)
-        product<R, NC>(a, row, column, b + at, b_row, depth, c + at, c_row, scale, next);
-    for (; at < width; at += W) product<R, 1>(a, row, column, b + at, b_row, depth, c + at, c_row, scale, next);
+        product<R, NC>(a, row, column, b + at, b_row, depth, c + at, c_row, scale);
+    for (; at < width; at += W) product<R, 1>(a, row, column, b + at, b_row, depth, c + at, c_row, scale);
 }
 
-// A tile's keys and values, and where those of the tile behind it are expected.
+// A tile's keys, transposed, and values.
 struct Keys {
     float *kt, *v;
-    const char *next_k, *next_v;
     int num, H;
 };
 
@@ -82,30 +88,29 @@ struct Keys {
 template <int R>
 void attend_strip(const float* q, const Keys& keys, const int* seen, float* out, float* top, float* sum) {
     alignas(64) float scores[R][KEYS];
-    float scale[R];
+    float now[R], base[R], scale[(R + W - 1) / W * W] = {};
     const int width = (keys.num + W - 1) / W * W, H = keys.H;
-    product<R>(q, 1, R, keys.kt, KEYS, H, scores[0], KEYS, nullptr, width, keys.next_k);
+    product<R>(q, 1, R, keys.kt, KEYS, H, scores[0], KEYS, nullptr, width);
     for (int r = 0; r < R; r++) {
         for (int key = seen[r]; key < width; key++) scores[r][key] = -INFINITY;
-        Floats most = load(scores[r]), total = {};
-        for (int at = W; at < width; at += W) {
-            const Floats x = load(scores[r] + at);
-            most = x > most ? x : most;
-        }
-        float now = top[r];
-        for (int i = 0; i < W; i++) now = std::max(now, most[i]);
-        const float base = now == -INFINITY ? 0.0f : now;
+        Floats most = load(scores[r]);
+        for (int at = W; at < width; at += W) most = larger(most, load(scores[r] + at));
+        now[r] = std::max(top[r], largest(most));
+        base[r] = now[r] == -INFINITY ? 0.0f : now[r];
+        scale[r] = top[r] - base[r];
+        top[r] = now[r];
+    }
+    for (int r = 0; r < R; r += W) store(scale + r, exp2_(load(scale + r)));
+    for (int r = 0; r < R; r++) {
+        Floats total = {};
         for (int at = 0; at < width; at += W) {
-            const Floats x = exp2_(load(scores[r] + at) - base);
+            const Floats x = exp2_(load(scores[r] + at) - base[r]);
             store(scores[r] + at, x);
             total += x;
         }
-        scale[r] = std::exp2(top[r] - base);
-        sum[r] *= scale[r];
-        for (int i = 0; i < W; i++) sum[r] += total[i];
-        top[r] = now;
+        sum[r] = sum[r] * scale[r] + sum_of(total);
     }
-    product<R>(scores[0], KEYS, 1, keys.v, H, keys.num, out, H, scale, H, keys.next_v);
+    product<R>(scores[0], KEYS, 1, keys.v, H, keys.num, out, H, scale, H);
 }
 
 template <int R>
@@ -114,9 +119,9 @@ void attend_strip(int num, const float* q, const Keys& keys, const int* seen, fl
     if constexpr (R > 1) attend_strip<R - 1>(num, q, keys, seen, out, top, sum);
 }
 
-// Queries [first, end) of a row and a KV head, a token's group beside each other, over its keys [from, to).
+// Queries [first, end) of a row and of some KV heads, a token's group beside each other, over its keys [from, to).
 struct Task {
-    int64_t row, head, first, end, from, to, part, num_parts, partial;
+    int64_t row, head, heads, first, end, from, to, part, num_parts, partial;
 };
 
 template <class T>
@@ -127,54 +132,76 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
     auto sees = [&](int64_t row, int64_t query) {  // how many keys
         return causal[row] ? kv_len[row] - (q_indptr[row + 1] - q_indptr[row]) + query / G + 1 : kv_len[row];
     };
+    auto num_queries = [&](int64_t row) { return (q_indptr[row + 1] - q_indptr[row]) * G; };
+    auto part_size = [&](int64_t row) {
+        const int64_t size = std::max<int64_t>(kv_len[row], 1);
+        if (num_queries(row) > FEW_QUERIES) return size;
+        return (std::max<int64_t>(PART, (size + MOST_PARTS - 1) / MOST_PARTS) + KEYS - 1) / KEYS * KEYS;
+    };
+    auto num_parts = [&](int64_t row) { return std::max<int64_t>((kv_len[row] + part_size(row) - 1) / part_size(row), 1); };
+    int64_t few = 0, many = 0;  // tasks if each has all heads, and queries
+    for (int64_t row = 0; row < R; row++)
+        (num_queries(row) > FEW_QUERIES ? many : few) += num_queries(row) > FEW_QUERIES ? num_queries(row) * K : num_parts(row);
+    // Each thread has some tasks. Heads together read memory from end to end, many queries pack keys and values less often.
+    const int64_t together = few < 2 * num_threads ? 1 : QUERIES / FEW_QUERIES;
+    const int64_t tile = std::clamp<int64_t>((many / (2 * num_threads) + STRIP - 1) / STRIP * STRIP, LEAST, QUERIES);
     std::vector<Task> tasks;
     int64_t num_partials = 0;
     for (int64_t row = 0; row < R; row++) {
-        const int64_t num = (q_indptr[row + 1] - q_indptr[row]) * G;
-        int64_t size = std::max<int64_t>(kv_len[row], 1);
-        if (num <= FEW_QUERIES) {
-            size = std::max<int64_t>(PART, (size + MOST_PARTS - 1) / MOST_PARTS);
-            size = (size + KEYS - 1) / KEYS * KEYS;
-        }
-        const int64_t parts = std::max<int64_t>((kv_len[row] + size - 1) / size, 1);
-        for (int64_t head = 0; head < K; head++)
-            for (int64_t first = 0; first < num; first += QUERIES) {
-                const int64_t end = std::min(first + QUERIES, num), most = sees(row, end - 1);
+        const int64_t num = num_queries(row), size = part_size(row), parts = num_parts(row);
+        const int64_t most_heads = num > FEW_QUERIES ? 1 : together;
+        for (int64_t head = 0; head < K; head += most_heads)
+            for (int64_t first = 0; first < num; first += tile) {
+                const int64_t end = std::min(first + tile, num), most = sees(row, end - 1), heads = std::min(most_heads, K - head);
                 for (int64_t part = 0; part < parts; part++)
-                    tasks.push_back({row, head, first, end, part * size, std::min((part + 1) * size, most), part, parts,
-                                     num_partials + part * num});
-                num_partials += parts > 1 ? parts * num : 0;  // num <= FEW_QUERIES: one tile
+                    tasks.push_back({row, head, heads, first, end, part * size, std::min((part + 1) * size, most), part, parts,
+                                     num_partials + part * heads * num});
+                num_partials += parts > 1 ? parts * heads * num : 0;  // num <= FEW_QUERIES: one tile
             }
     }
-    auto cost = [](const Task& task) { return (task.end - task.first + 8) * (task.to - task.from); };
+    auto find = [&](const Task& task, int64_t at, int64_t* from) {  // where keys begin; for those that are not, any place
+        int64_t page = page_indptr[task.row] + at / page_size, in = at % page_size, last = 0;
+        for (int key = 0; key < KEYS; key++) {
+            if (at + key < task.to) last = (pages[page] * page_size + in) * token_stride;
+            if (++in == page_size) in = 0, page++;
+            from[key] = last;
+        }
+    };
+    auto cost = [](const Task& task) { return (task.end - task.first + 8) * task.heads * (task.to - task.from); };
     std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
     std::vector<float> partials(num_partials * (H + 2));  // out, not divided, the largest score and the sum
-    auto place = [&](const Task& task, int64_t query) {  // of a query among [T, N]
-        return (q_indptr[task.row] + query / G) * N + task.head * G + query % G;
+    auto place = [&](const Task& task, int64_t i) {  // of a task's query, heads outermost, among [T, N]
+        const int64_t num = task.end - task.first, query = task.first + i % num;
+        return (q_indptr[task.row] + query / G) * N + (task.head + i / num) * G + query % G;
     };
-    auto finish = [&](const Task& task, int64_t query, const float* sums, float top, float sum) {
-        const int64_t to = place(task, query);
+    auto finish = [&](int64_t to, const float* sums, float top, float sum) {
         lse[to] = sum > 0 ? (top + std::log2(sum)) * LN_2 : -INFINITY;
         for (int64_t h = 0; h < H; h++) narrow(sum > 0 ? sums[h] / sum : 0.0f, out + to * H + h);
     };
 
 #pragma omp parallel num_threads(num_threads)
     {
-        std::vector<float> buffer((2 * KEYS + 3 * QUERIES) * H);
+        thread_local std::vector<float> buffer;
+        buffer.resize(std::max<size_t>(buffer.size(), (2 * KEYS + 3 * QUERIES) * H));
         float *queries = buffer.data() + 2 * KEYS * H, *sums = queries + QUERIES * H, top[QUERIES], sum[QUERIES];
         float *all_sums = sums + QUERIES * H, all_top[QUERIES], all_sum[QUERIES];  // of the windows that are done
-        Keys keys{buffer.data(), buffer.data() + KEYS * H, nullptr, nullptr, 0, int(H)};
+        Keys keys{buffer.data(), buffer.data() + KEYS * H, 0, int(H)};
         int seen[QUERIES];
+        int64_t from[KEYS], next[KEYS];  // where the tile's keys begin, and those of the tile behind it
 #pragma omp for schedule(dynamic)
         for (size_t n = 0; n < tasks.size(); n++) {
             const Task& task = tasks[n];
-            const int num = int(task.end - task.first);
+            const int a_head = int(task.end - task.first), num = a_head * int(task.heads);
             const float scale = 1 / (LN_2 * std::sqrt(float(H)));
-            for (int at = 0; at < num; at += STRIP)
-                for (int i = 0, some = std::min(STRIP, num - at); i < some; i++) {
-                    const T* from = q + place(task, task.first + at + i) * H;
-                    for (int64_t h = 0; h < H; h++) queries[at * H + h * some + i] = widened(from[h]) * scale;
-                }
+            auto for_strips = [&](int head, auto each) {
+                for (int i = 0; i < a_head; i += STRIP) each(head * a_head + i, i, std::min(STRIP, a_head - i));
+            };
+            for (int head = 0; head < task.heads; head++)
+                for_strips(head, [&](int at, int, int some) {
+                    for (int i = 0; i < some; i++)
+                        for (int64_t h = 0; h < H; h++)
+                            queries[at * H + h * some + i] = widened(q[place(task, at + i) * H + h]) * scale;
+                });
             auto clear = [&](float* its_sums, float* its_top, float* its_sum) {
                 std::fill(its_sums, its_sums + num * H, 0.0f);
                 std::fill(its_top, its_top + num, -INFINITY);
@@ -193,28 +220,26 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
             };
             clear(sums, top, sum);
             clear(all_sums, all_top, all_sum);
+            find(task, task.from, next);
             for (int64_t at = task.from; at < task.to; at += keys.num) {
                 if (at > task.from && (at - task.from) % WINDOW == 0) end_window();
                 keys.num = int(std::min<int64_t>(KEYS, task.to - at));
-                if (keys.num % W) std::fill(keys.kt, keys.kt + KEYS * H, 0.0f);  // behind them are no scores
-                for (int done = 0; done < keys.num;) {
-                    const int64_t page = pages[page_indptr[task.row] + (at + done) / page_size], in = (at + done) % page_size;
-                    const int some = int(std::min<int64_t>(keys.num - done, page_size - in));
-                    const int64_t from = (page * page_size + in) * token_stride + task.head * head_stride;
-                    transpose(k + from, token_stride, some, int(H), keys.kt + done);
-                    for (int key = 0; key < some; key++)
-                        for (int64_t h = 0; h < H; h++) keys.v[(done + key) * H + h] = widened(v[from + key * token_stride + h]);
-                    keys.next_k = reinterpret_cast<const char*>(k + from + some * token_stride);
-                    keys.next_v = reinterpret_cast<const char*>(v + from + some * token_stride);
-                    done += some;
-                }
-                for (int i = 0; i < num; i++)
+                std::copy(next, next + KEYS, from);
+                if (at + KEYS < task.to) find(task, at + KEYS, next);
+                for (int i = 0; i < a_head; i++)
                     seen[i] = int(std::clamp<int64_t>(sees(task.row, task.first + i) - at, 0, keys.num));
-                for (int i = 0; i < num; i += STRIP) {
-                    const int some = std::min(STRIP, num - i);
-                    if (seen[i + some - 1])
-                        attend_strip<STRIP>(some, queries + i * H, keys, seen + i, sums + i * H, top + i, sum + i);
-                    keys.next_k = keys.next_v = reinterpret_cast<const char*>(keys.kt);  // they are on their way
+                for (int head = 0; head < task.heads; head++) {
+                    const int64_t its = (task.head + head) * head_stride;
+                    transpose(k + its, from, next, keys.num, int(H), keys.kt);
+                    for (int key = 0; key < keys.num; key++)
+                        for (int h = 0; h < H; h += W) {
+                            __builtin_prefetch(v + its + next[key] + h, 0, 2);
+                            store(keys.v + key * H + h, wide(v + its + from[key] + h));
+                        }
+                    for_strips(head, [&](int to, int i, int some) {
+                        if (seen[i + some - 1])
+                            attend_strip<STRIP>(some, queries + to * H, keys, seen + i, sums + to * H, top + to, sum + to);
+                    });
                 }
             }
             if (task.to - task.from > WINDOW) {
@@ -225,7 +250,7 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
             }
             for (int i = 0; i < num; i++) {
                 if (task.num_parts == 1) {
-                    finish(task, task.first + i, sums + i * H, top[i], sum[i]);
+                    finish(place(task, i), sums + i * H, top[i], sum[i]);
                     continue;
                 }
                 float* to = partials.data() + (task.partial + i) * (H + 2);
@@ -237,9 +262,9 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
         for (size_t n = 0; n < tasks.size(); n++) {  // parts are put together in their order
             const Task& task = tasks[n];
             if (task.num_parts == 1 || task.part) continue;
-            for (int64_t query = task.first; query < task.end; query++) {
-                const int64_t step = (task.end - task.first) * (H + 2);
-                const float* part = partials.data() + (task.partial + query) * (H + 2);
+            for (int64_t i = 0, num = (task.end - task.first) * task.heads; i < num; i++) {
+                const int64_t step = num * (H + 2);
+                const float* part = partials.data() + (task.partial + i) * (H + 2);
                 float most = -INFINITY, total = 0;
                 for (int64_t p = 0; p < task.num_parts; p++) most = std::max(most, part[p * step + H]);
                 std::fill(sums, sums + H, 0.0f);
@@ -249,7 +274,7 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
                     total += weight * part[p * step + H + 1];
                     for (int64_t h = 0; h < H; h++) sums[h] += weight * part[p * step + h];
                 }
-                finish(task, query, sums, most, total);
+                finish(place(task, i), sums, most, total);
             }
         }
     }

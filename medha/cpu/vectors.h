@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -24,6 +25,24 @@ typedef int32_t Ints __attribute__((vector_size(4 * W), aligned(4), may_alias));
 inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 inline void store(float* at, Floats x) { *reinterpret_cast<Floats*>(at) = x; }
 
+template <int S, int... I>
+inline Floats turned(Floats x, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(x, x, (I + S) % W...);
+}
+inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
+template <int S = W / 2>
+inline float largest(Floats x) {
+    x = larger(x, turned<S>(x, std::make_integer_sequence<int, W>{}));
+    if constexpr (S > 1) return largest<S / 2>(x);
+    return x[0];
+}
+template <int S = W / 2>
+inline float sum_of(Floats x) {
+    x += turned<S>(x, std::make_integer_sequence<int, W>{});
+    if constexpr (S > 1) return sum_of<S / 2>(x);
+    return x[0];
+}
+
 struct BFloat16 {
     uint16_t bits;
 };
@@ -36,6 +55,13 @@ inline float widened(BFloat16 x) {
     float wide;
     std::memcpy(&wide, &bits, 4);
     return wide;
+}
+inline Floats wide(const float* at) { return load(at); }
+template <class T>
+inline Floats wide(const T* at) {
+    Floats x;
+    for (int i = 0; i < W; i++) x[i] = widened(at[i]);
+    return x;
 }
 inline void narrow(float x, float* to) { *to = x; }
 inline void narrow(float x, Float16* to) { *to = Float16(x); }
