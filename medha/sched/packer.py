@@ -175,21 +175,17 @@ class MedhaPacker(Packer):
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
         places are taken the first of the highest class."""
         builder.preemption.by_class = True
-        if not queue.num_prefills:
-            return []
-        lowest = max((state.request.priority for state in queue.running.values()), default=0)
-        if not lowest:
-            return []
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
-        if len(queue.running) >= self.config.max_num_seqs:
+        if queue.num_prefills and len(queue.running) >= self.config.max_num_seqs:
             states += queue.first_of_highest_class()
+        lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         return [state for state in states if state.request.priority < lowest and builder.make_room(state)]
 
     def _mark_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Note which prefills are late or were passed over for long."""
         if self.config.guarded_share:
-            columns, guarded = queue.columns(self._factor), queue.column("guarded")
-            guarded |= columns.arrival_s + columns.deadline_s < builder.now_s
+            guarded = queue.column("guarded")
+            guarded |= queue.column("arrival_s") + queue.column("deadline_s") < builder.now_s
             guarded |= queue.column("last_chunk_s") + self.config.patience_s <= builder.now_s
 
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
@@ -198,16 +194,15 @@ class MedhaPacker(Packer):
         if not guarded.any():
             self._owed_s = []
             return
-        columns = queue.columns(self._factor)
         owed = self._owed_s or [0.0] * len(self._groups)
         limits = []
         for group, owed_s in zip(self._groups, owed, strict=True):
             prefill_s = max(0.0, group.budget_s - group.decodes_s)
             limits.append(min(prefill_s, owed_s + share * prefill_s))
             group.limit_s = group.decodes_s + limits[-1]
-        is_whole = all(g.limit_s >= g.budget_s for g in self._groups)
-        may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
-        rows = sort_rows((columns.arrival_s, queue.column("slot")), first=_FIRST, among=guarded)
+        is_whole, lengths = all(g.limit_s >= g.budget_s for g in self._groups), queue.column("num_prompt_tokens")
+        may_be_long = is_whole or np.count_nonzero(lengths >= self.config.long_threshold) < 2
+        rows = sort_rows((queue.column("arrival_s"), queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
             if builder.is_held(state) or not builder.has_place(state):
                 continue
@@ -238,7 +233,7 @@ class MedhaPacker(Packer):
                     continue
                 if self._give(state, queue, builder, may_exceed=True):
                     has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
-            if len(states) < _FIRST:
+            if len(states) < _FIRST or is_cramped:
                 return
             tried.update(state.slot for state in states)
 
