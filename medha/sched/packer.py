@@ -25,6 +25,8 @@ Departures from the paper, and why:
   spared from the others, ``interactive_share`` of theirs. What the policy puts before all of those left out would hold
   them up in any case and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by
   that share.
+- Where several groups have batches of a set time, what is left out of one would leave other groups idle: decodes then
+  share batches of half that time, or more where they would take more than ``interactive_share`` of it.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
@@ -89,6 +91,7 @@ class MedhaPacker(Packer):
         self.predictor = predictor
         self.depth = depth
         self._quantum_s, self._least_chunk = chunk_rules(config, predictor)
+        self._is_set = (config.t_target_s or config.quantum_s) is not None  # the time of a batch, which may be long
         self._least_dealt = cache(partial(dealt_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
@@ -122,15 +125,18 @@ class MedhaPacker(Packer):
             row_s = sum(group.decodes_s for group in self._groups) / decodes
             for row in builder.rows:
                 queue.tenants.charge(queue.running[row.slot].tenant, row_s)
-        decodes_s = max(group.decodes_s for group in self._groups)
+        decodes_s, share = max(group.decodes_s for group in self._groups), self.config.spare_share
+        shortens = self._is_set and len(self._groups) > 1 and share > 0
+        for group in self._groups if shortens and decodes else ():
+            group.budget_s = min(group.budget_s, max(self._quantum_s / 2, decodes_s / share))
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             self._mark_guarded(queue, builder)
-            if favoured or not self._leave_out(queue, builder, decodes_s):
+            if favoured or shortens or not self._leave_out(queue, builder, decodes_s):
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
-                spare_s = self._spare_s + self.config.spare_share * prefills_s
+                spare_s = self._spare_s + share * prefills_s
                 self._spare_s = min(spare_s, self._most_spare_s)
         self._refused = builder.refused
         self._note(queue, builder)
