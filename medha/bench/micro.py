@@ -347,4 +347,4 @@ _DECODE_NOTES = (
 verb("attention", AttentionOptions, attention, _ATTENTION, _ATTENTION_NOTES, ALONE)
 verb("decode", DecodeOptions, decode, _DECODE, _DECODE_NOTES, SUBJECT, PARALLEL)
 verb("sampling", SamplingOptions, sampling, {"vocab_size": (), "results": ()}, ("in turn",), ALONE)
-verb("scheduler", SchedulerOptions, scheduler, {"results": ()}, ())
+verb("scheduler", SchedulerOptions, scheduler, {"results": ()}, ("CPU time of the thread that decides, not wall time",))

@@ -25,6 +25,8 @@ Departures from the paper, and why:
   spared from the others, ``interactive_share`` of theirs. What the policy puts before all of those left out would hold
   them up in any case and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by
   that share.
+- Where several groups have batches of a set time, what is left out of one would leave other groups idle: decodes then
+  share batches of half that time, or more where they would take more than ``interactive_share`` of it.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
@@ -89,6 +91,7 @@ class MedhaPacker(Packer):
         self.predictor = predictor
         self.depth = depth
         self._quantum_s, self._least_chunk = chunk_rules(config, predictor)
+        self._is_set = (config.t_target_s or config.quantum_s) is not None  # the time of a batch, which may be long
         self._least_dealt = cache(partial(dealt_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
@@ -122,15 +125,18 @@ class MedhaPacker(Packer):
             row_s = sum(group.decodes_s for group in self._groups) / decodes
             for row in builder.rows:
                 queue.tenants.charge(queue.running[row.slot].tenant, row_s)
-        decodes_s = max(group.decodes_s for group in self._groups)
+        decodes_s, share = max(group.decodes_s for group in self._groups), self.config.spare_share
+        shortens = self._is_set and len(self._groups) > 1 and share > 0
+        for group in self._groups if shortens and decodes else ():
+            group.budget_s = min(group.budget_s, max(self._quantum_s / 2, decodes_s / share))
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             self._mark_guarded(queue, builder)
-            if favoured or not self._leave_out(queue, builder, decodes_s):
+            if favoured or shortens or not self._leave_out(queue, builder, decodes_s):
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
-                spare_s = self._spare_s + self.config.spare_share * prefills_s
+                spare_s = self._spare_s + share * prefills_s
                 self._spare_s = min(spare_s, self._most_spare_s)
         self._refused = builder.refused
         self._note(queue, builder)
@@ -175,21 +181,17 @@ class MedhaPacker(Packer):
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
         places are taken the first of the highest class."""
         builder.preemption.by_class = True
-        if not queue.num_prefills:
-            return []
-        lowest = max((state.request.priority for state in queue.running.values()), default=0)
-        if not lowest:
-            return []
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
-        if len(queue.running) >= self.config.max_num_seqs:
+        if queue.num_prefills and len(queue.running) >= self.config.max_num_seqs:
             states += queue.first_of_highest_class()
+        lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         return [state for state in states if state.request.priority < lowest and builder.make_room(state)]
 
     def _mark_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Note which prefills are late or were passed over for long."""
         if self.config.guarded_share:
-            columns, guarded = queue.columns(self._factor), queue.column("guarded")
-            guarded |= columns.arrival_s + columns.deadline_s < builder.now_s
+            guarded = queue.column("guarded")
+            guarded |= queue.column("arrival_s") + queue.column("deadline_s") < builder.now_s
             guarded |= queue.column("last_chunk_s") + self.config.patience_s <= builder.now_s
 
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
@@ -198,16 +200,15 @@ class MedhaPacker(Packer):
         if not guarded.any():
             self._owed_s = []
             return
-        columns = queue.columns(self._factor)
         owed = self._owed_s or [0.0] * len(self._groups)
         limits = []
         for group, owed_s in zip(self._groups, owed, strict=True):
             prefill_s = max(0.0, group.budget_s - group.decodes_s)
             limits.append(min(prefill_s, owed_s + share * prefill_s))
             group.limit_s = group.decodes_s + limits[-1]
-        is_whole = all(g.limit_s >= g.budget_s for g in self._groups)
-        may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
-        rows = sort_rows((columns.arrival_s, queue.column("slot")), first=_FIRST, among=guarded)
+        is_whole, lengths = all(g.limit_s >= g.budget_s for g in self._groups), queue.column("num_prompt_tokens")
+        may_be_long = is_whole or np.count_nonzero(lengths >= self.config.long_threshold) < 2
+        rows = sort_rows((queue.column("arrival_s"), queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
             if builder.is_held(state) or not builder.has_place(state):
                 continue
@@ -238,7 +239,7 @@ class MedhaPacker(Packer):
                     continue
                 if self._give(state, queue, builder, may_exceed=True):
                     has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
-            if len(states) < _FIRST:
+            if len(states) < _FIRST or is_cramped:
                 return
             tried.update(state.slot for state in states)
 

@@ -30,8 +30,8 @@ Ints: TypeAlias = NDArray[np.int64]
 SHORTEST_S = 1e-9
 # An error names at most so many requests.
 MAX_NAMED = 5
-# Of more values than the first number, so many are sampled to find the smallest.
-_SAMPLED, _SAMPLE = 2048, 512
+# So many rows are sorted at once; of more, about so many values are looked at to find where the smallest end.
+_FEW, _SAMPLE = 192, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +183,8 @@ def order(
     except Exception as error:
         fault, row = f"{type(error).__name__}: {error}", _culprit(ranking.key, columns, now_s)
         raise _policy_error(ranking.name, fault, slots[row : row + 1] if row >= 0 else slots) from error
-    is_nan = np.isnan(keys)
-    if is_nan.any():
-        raise _policy_error(ranking.name, "the key is NaN", slots[is_nan])
+    if np.isnan(keys.min()):  # as where any is
+        raise _policy_error(ranking.name, "the key is NaN", slots[np.isnan(keys)])
     if last is not None and last.any():
         keys = np.where(last, np.inf, keys)
     before = [columns.priority] * ranking.by_class + [part.astype(np.int64) for part in (behind,) if part is not None]
@@ -196,49 +195,32 @@ def sort_rows(
     by: Sequence[Floats | Ints], *, first: int | None = None, among: NDArray[np.bool_] | None = None
 ) -> NDArray[np.intp]:
     """Row numbers in ascending order of ``by``, the most significant column first; no value is NaN."""
-    if first is None and among is None:
-        return _sort_all(by)
-    first = by[0].size if first is None else first
-    rows = _head(candidates(by[0], first, among=among), by, first)
-    return rows[_sort_all([column[rows] for column in by])]
+    rows = _near(by, by[0].size if first is None else first, among)
+    return rows[np.lexsort([column[rows] for column in reversed(by)])][:first]
 
 
-def candidates(values: Floats | Ints, count: int, *, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Rows, in order, among which are the ``count`` smallest of ``values`` with all their ties; no value is NaN.
+def _near(by: Sequence[Floats | Ints], count: int, among: NDArray[np.bool_] | None) -> NDArray[np.intp]:
+    """Rows, few if there are many, with the ``count`` first of ``among`` (None is all) in the order of ``by``.
 
-    Of many values a sample says below which the smallest are. A bound that is too low shows, and then all are returned.
+    A sample says below which value they are; where that is too low, a partition does. Many that are tied at it, as of a
+    class, are told apart by the next column.
     """
-    if values.size > _SAMPLED:
-        step = values.size // _SAMPLE
-        sample = values[::step] if among is None else values[::step][among[::step]]
-        place = 2 * count // step + 8
-        if place < sample.size:
-            is_near = values <= np.partition(sample, place)[place]
-            rows = np.flatnonzero(is_near if among is None else is_near & among)
-            if rows.size >= count:
-                return rows
-    return np.arange(values.size) if among is None else np.flatnonzero(among)
-
-
-def _head(rows: NDArray[np.intp], by: Sequence[Floats | Ints], count: int) -> NDArray[np.intp]:
-    """The ``count`` first of ``rows`` in ascending order of ``by``, themselves in any order."""
-    if count <= 0 or count >= rows.size or not by:
-        return rows[: max(count, 0)]
-    values = by[0][rows]
-    last = np.partition(values, count - 1)[count - 1]
-    before = rows[values < last]
-    return np.concatenate((before, _head(rows[values == last], by[1:], count - before.size)))
-
-
-def _sort_all(by: Sequence[Floats | Ints]) -> NDArray[np.intp]:
-    """Row numbers in ascending order of ``by``. Sorts by the first column alone first: ties are few as a rule."""
-    rows = np.argsort(by[0])
-    is_tie = by[0][rows[1:]] == by[0][rows[:-1]]
-    if is_tie.any():
-        tied = np.flatnonzero(np.append(is_tie, False) | np.insert(is_tie, 0, False))
-        group = rows[tied]
-        rows[tied] = group[np.lexsort([column[group] for column in reversed(by)])]
-    return rows
+    values, num_rows = by[0], by[0].size if among is None else int(np.count_nonzero(among))
+    if num_rows <= max(count, _FEW):
+        return np.arange(values.size) if among is None else np.flatnonzero(among)
+    step = -(-num_rows // _SAMPLE)
+    sample, place = values[::step] if among is None else values[::step][among[::step]], 2 * count // step + 8
+    last = np.partition(sample, place)[place] if place < sample.size else values.max()
+    is_near = values <= last if among is None else among & (values <= last)
+    if (num_near := np.count_nonzero(is_near)) < count:
+        last = np.partition(values if among is None else values[among], count - 1)[count - 1]
+        is_near = values <= last if among is None else among & (values <= last)
+    if num_near > max(count, _FEW) and len(by) > 1:
+        is_tied = is_near & (values == last)
+        is_near ^= is_tied
+        if (num_before := int(np.count_nonzero(is_near))) < count:
+            return np.concatenate((np.flatnonzero(is_near), _near(by[1:], count - num_before, is_tied)))
+    return np.flatnonzero(is_near)
 
 
 def _keys(policy: Policy, columns: Columns, now_s: float) -> Floats:

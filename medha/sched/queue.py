@@ -273,7 +273,7 @@ class Queue:
     def computed(self, rows: Iterable[Row]) -> None:
         """The rows of a batch are done in every stage."""
         running = self.running
-        for slot, _, q_len, is_decode, *_ in rows:
+        for slot, _, q_len, is_decode, _, _, _, _ in rows:  # a starred name would take a third of the time
             state = running[slot]
             state.num_in_flight -= 1
             state.num_computed_tokens += q_len

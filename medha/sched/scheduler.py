@@ -242,7 +242,7 @@ class Scheduler:
             self.memory.forget_swapped(slot)
             self.memory.prefix.forget(slot)
             return (slot,)
-        return self._close_ended((slot,))
+        return self._close_ended()
 
     # -- hand-over to a decode instance, which has a scheduler of its own --------------------------------------------
 
@@ -258,7 +258,7 @@ class Scheduler:
         state.num_in_flight -= 1
         if not state.ended:
             self._queue.end(state)
-        return self._close_ended((slot,))
+        return self._close_ended()
 
     def has_room(self, request: SchedulerRequest, num_coming: int = 0) -> bool:
         """Whether the whole claim of a request is there, beside those that run and so many that come."""
@@ -377,8 +377,7 @@ class Scheduler:
                 running[slot].num_known_tokens += num_new_tokens
             if finished:
                 self._queue.end(running[slot])
-        ending = self._queue.ending
-        return self._close_ended(row.slot for row in batch.rows if row.slot in ending) if ending else ()
+        return self._close_ended()
 
     def _is_moving(self, batch: Batch, seconds: float) -> bool:
         """Whether blocks that are swapped are more than a small part of a batch, which then says little of compute."""
@@ -395,17 +394,13 @@ class Scheduler:
                 raise ValueError(f"batch {batch.batch_id} completed, but the oldest of its groups is {older.batch_id}")
         raise ValueError(f"batch {batch.batch_id} completed, but it is not in flight")
 
-    def _close_ended(self, slots: Iterable[int]) -> tuple[int, ...]:
-        """Free the ended requests among ``slots`` that have nothing in flight."""
-        closed = []
-        for slot in slots:
-            state = self._queue.running.get(slot)
-            if state is None or not state.ended or state.num_in_flight:
-                continue
+    def _close_ended(self) -> tuple[int, ...]:
+        """Free the ended requests that have nothing in flight."""
+        closed = tuple([slot for slot in sorted(self._queue.ending) if not self._queue.running[slot].num_in_flight])
+        for slot in closed:
             self._queue.drop(slot)
             self.memory.release(slot)
-            closed.append(slot)
-        return tuple(closed)
+        return closed
 
 
 def _refusal(name: str, request: SchedulerRequest, predicted_s: float, what: str) -> DeadlineError:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.errors import ConfigError, PolicyError
-from medha.sched.policy import BUILT_IN, Columns, Floats, Ints, Policy, Ranking, load_policy, order
+from medha.sched.policy import BUILT_IN, Columns, Floats, Ints, Policy, Ranking, load_policy, order, sort_rows
 from tests.commands import run_python
 
 
@@ -145,6 +145,26 @@ def test_infinite_keys_and_ties_sort_and_a_few_are_the_head_of_all(pairs: list[t
     for first in (None, *range(len(pairs) + 2)):
         rows = order(ranking, columns, slots=slots_of(requests), now_s=0.0, first=first)
         assert rows.tolist() == expected[:first]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_many_the_first_are_those_of_sorting_all(seed: int) -> None:
+    """Classes, of which the first may be rare or alone; keys that tie, infinite ones too; some rows, few, all."""
+    random = np.random.default_rng(seed)
+    count = int(random.integers(1, 6000))
+    classes = (random.random(count) < random.choice([0.001, 0.05, 0.9, 1.0])).astype(np.int64)
+    kinds = [
+        random.random(count),
+        np.ones(count),
+        random.choice([0.0, 1.0, np.inf], count),
+        np.sort(random.random(count)),
+    ]
+    by = (classes, *(kinds[i] for i in random.integers(0, 4, 2)), random.permutation(count))
+    for among in (None, random.random(count) < 0.02, random.random(count) < 0.9, np.arange(count) % 8 > 3):
+        rows = np.arange(count) if among is None else np.flatnonzero(among)
+        expected = rows[np.lexsort([column[rows] for column in reversed(by)])]
+        for first in (None, 0, 1, 64, 500, 2 * count):
+            assert sort_rows(by, first=first, among=among).tolist() == expected[:first].tolist(), (first, count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

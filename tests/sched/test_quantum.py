@@ -168,6 +168,28 @@ def test_a_prompt_that_comes_first_in_any_case_pays_nothing_for_a_batch_of_its_o
     assert num_own < 80 and without_s <= 0.02 * with_s + 4 * quantum_s
 
 
+@pytest.mark.parametrize("option", ["t_target_s", "quantum_s"])
+def test_decodes_of_several_groups_share_batches_of_half_the_time_that_is_set(option: str) -> None:
+    """No batch leaves out the prompt of a group, which would be idle; after the decode batches take all the time."""
+    config = SchedulerConfig(rho_max=0.0, interactive_share=0.2, **{option: 0.4})  # type: ignore[arg-type]
+    predictor = make_predictor(kvp=2, max_tokens=2048)
+    scheduler = Scheduler(config, num_blocks=1 << 16, block_size=16, num_groups=2, predictor=predictor)
+    for slot, lengths in enumerate([(300_000, 1), (300_000, 1), (16, 30)]):
+        scheduler.add(SchedulerRequest(slot, *lengths, 0.0))
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(60):
+        decision = scheduler.schedule(0.0)
+        assert decision.batch is not None and decision.prediction is not None
+        if found[True]:
+            assert {row.group for row in decision.batch.rows if row.slot < 2} == {0, 1}
+        sampling = [row.slot for row in decision.batch.rows if row.samples]
+        found[bool(decision.batch.num_decodes)].append(decision.prediction.seconds)
+        is_last = len(found[True]) == 29
+        scheduler.complete(decision.batch, 0.0, [(slot, 1, is_last) for slot in sampling], 0.0)
+    assert len(found[True]) == 29 and all(0.15 < seconds <= 0.2 for seconds in found[True])
+    assert all(0.35 < seconds <= 0.4 for seconds in found[False])
+
+
 def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list[tuple[float, float, int]]:
     """Start, predicted seconds and tokens of the batches that read 30,000 tokens from 0 on; short prompts come at
     ``decision_s``, each answered at once."""
