@@ -354,11 +354,14 @@ class PrefixCache:
                 idle = [path for path in paths if path.group == group and path.held < path.end]
                 path = max(idle, key=lambda path: path.start)
                 floor = path.held
-            self._trim(path, max(floor, path.end - num_blocks + pool.num_free))
+            end = max(floor, path.end - num_blocks + pool.num_free)
+            if self.hosts:
+                self._to_host(path, end)
+            self._drop([(path, end)])
 
     def clear(self) -> None:
         """Forget everything; what requests hold stays theirs."""
-        self._forget(list(dict.fromkeys(self._known.values())))
+        self._drop([(path, path.start) for path in dict.fromkeys(self._known.values())])
         for host in self.hosts:
             host.clear()
 
@@ -381,17 +384,25 @@ class PrefixCache:
         *_, number, path = entry
         return number == path.entry and path.is_known and max([path.held, *path.children]) < path.end
 
-    def _trim(self, path: Path, end: int) -> None:
-        """The blocks of a path from some block on, which nobody holds, are free; all behind them is known no more."""
-        self._forget([child for start in path.children if start > end for child in path.children[start]])
-        if self.hosts:
-            self._to_host(path, end)
-        self._unname(path, end)
-        self._free(path, end)
-        if path.end > path.start:
+    def _drop(self, paths: list[tuple[Path, int]]) -> None:
+        """Of each path what lies from some block on, and all behind that, is known no more; what nobody holds of it is
+        free. Nothing is left of a path that is dropped from its start on."""
+        while paths:
+            path, end = paths.pop()
+            paths += [(child, start) for start in path.children if start > end for child in path.children[start]]
+            for one in path.ids[(keep := (end - path.start) * self.units_per_block) :]:
+                if self._known.get(one) is path:
+                    del self._known[one]
+            del path.ids[keep:]
+            for bound in [bound for bound in path.counted_on if bound > end]:
+                self.stale.update(path.counted_on.pop(bound))
+            self._free(path, max(end, path.held))
+            if end == path.start:
+                path.is_known, parent, path.parent = False, path.parent, None
+                if parent is not None:
+                    _unmark(parent.children, path.start, path)
+                    self._may_go(parent)
             self._may_go(path)
-        else:
-            self._forget([path])
 
     def _to_host(self, path: Path, end: int) -> None:
         """Copy what goes of a path, from some block on, to the host, where that is predicted to pay: after n uses the
@@ -404,29 +415,6 @@ class PrefixCache:
         blocks = zip(ids, blocks_of(path.blocks(end, path.end)), strict=False)  # the last may not be whole
         gone = {one: block for one, block in blocks if self._known.get(one) is path}
         self.swaps_out += self.hosts[path.group].put(gone)
-
-    def _forget(self, paths: list[Path]) -> None:
-        """Paths, and all behind them, are known no more; what nobody holds of them is free."""
-        while paths:
-            path = paths.pop()
-            paths += [child for children in path.children.values() for child in children]
-            path.children.clear()
-            path.is_known, parent, path.parent = False, path.parent, None
-            self._unname(path, path.start)
-            self._free(path, path.held)
-            if parent is not None:
-                _unmark(parent.children, path.start, path)
-                self._may_go(parent)
-
-    def _unname(self, path: Path, end: int) -> None:
-        """No id names a block of a path from some block on."""
-        keep = (end - path.start) * self.units_per_block
-        for one in path.ids[keep:]:
-            if self._known.get(one) is path:
-                del self._known[one]
-        del path.ids[keep:]
-        for bound in [bound for bound in path.counted_on if bound > end]:
-            self.stale.update(path.counted_on.pop(bound))
 
     def _free(self, path: Path, end: int) -> None:
         """Give the blocks of a path from some block on back."""
