@@ -26,6 +26,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -188,7 +189,7 @@ class PrefixCache:
         self._num_entries = 0
         self._clock = 0.0  # the key of what went last
         self._waits_for: _Marks = {}  # slots whose hit grows with an id
-        self._watched: dict[int, tuple[Path | None, int, bytes | None, Hit]] = {}
+        self._watched: dict[int, list[Callable[[], None]]] = {}  # what ends the watch for a slot
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -230,29 +231,24 @@ class PrefixCache:
         """Tokens that are there for a waiting request, which is ``stale`` as soon as that changes."""
         self.forget(slot)
         path, tail, num_units = self.end_of(chain, most_tokens)
-        last, end = tail or path, -(-num_units // self.units_per_block)
-        if last is not None:
-            _mark(last.counted_on, end, slot)
+        ends = self._watched[slot] = list[Callable[[], None]]()
+        if (last := tail or path) is not None:
+            _mark(last.counted_on, end := -(-num_units // self.units_per_block), slot)
             self._may_go(last)
-        wanted = chain[num_units + 1] if num_units < min(most_tokens // self.unit, len(chain)) else None
-        if wanted is not None:
-            _mark(self._waits_for, wanted, slot)
-        hit = self.lookup(chain, most_tokens)
-        if hit.host_ids:
-            self.hosts[hit.host_group].count_on(hit.host_ids)
-        self._watched[slot] = last, end, wanted, hit
+            ends += [partial(_unmark, last.counted_on, end, slot), partial(self._may_go, last)]
+        if num_units < min(most_tokens // self.unit, len(chain)):
+            _mark(self._waits_for, wanted := chain[num_units + 1], slot)
+            ends.append(partial(_unmark, self._waits_for, wanted, slot))
+        if (hit := self.lookup(chain, most_tokens)).host_ids:
+            (host := self.hosts[hit.host_group]).count_on(hit.host_ids)
+            ends.append(partial(host.count_on, hit.host_ids, -1))
         return hit.num_tokens(self.block_size)
 
     def forget(self, slot: int) -> None:
         """Watch for a request no more."""
-        last, end, wanted, hit = self._watched.pop(slot, (None, 0, None, Hit()))
         self.stale.pop(slot, None)
-        if last is not None:
-            _unmark(last.counted_on, end, slot)
-            self._may_go(last)
-        if hit.host_ids:
-            self.hosts[hit.host_group].count_on(hit.host_ids, -1)
-        _unmark(self._waits_for, wanted, slot)
+        for end in self._watched.pop(slot, ()):
+            end()
 
     # -- what a request computes -------------------------------------------------------------------------------------
 
