@@ -6,8 +6,9 @@ One workload for all: prompts of ``--long`` tokens at 0 and ``--long-every`` sec
 to 400 tokens, ``--rate`` a second by Poisson, 8 tokens each; tokens are drawn, so that nothing is shared. One random
 Llama in float32, and as many threads for each server. Servers are started and asked one after the other, round by
 round, by a client in this process; a request is timed from its sending. "no HTTP" is medha's engine alone, whose
-threads wait as the server's do. Prints a table in Markdown: medians over rounds; with ``--eta`` also how far off
-medha's predictions of the long prompts' first tokens were once half of the prompt was read.
+threads wait as the server's do. Prints a table in Markdown: medians over rounds; of medha's server also what the short
+requests waited beyond what its engine says of each of them; with ``--eta`` also how far off medha's predictions of the
+long prompts' first tokens were once half of the prompt was read.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class Told:
-    """When its first and its last token came, in seconds from its sending, and what was said before: when, which share
-    of the prompt was read, and in how many seconds the first token was due."""
+    """When its first and its last token came, in seconds from its sending; what was said before: when, which share of
+    the prompt was read, and in how many seconds the first token was due; the engine's own time to first token."""
 
     first_s: float
     last_s: float
     progress: Sequence[tuple[float, float, float]] = ()
+    own_s: float | None = None
 
 
 def workload(given: argparse.Namespace, vocab_size: int) -> list[Ask]:
@@ -83,13 +85,13 @@ def workload(given: argparse.Namespace, vocab_size: int) -> list[Ask]:
     return sorted(asks, key=lambda ask: ask.arrival_s)
 
 
-async def ask_one(port: int, ask: Ask, start: float, *, reports: bool = False) -> Told:
-    """Send a request at its time and read its stream; ``reports`` asks how much of the prompt has been read."""
+async def ask_one(port: int, ask: Ask, start: float, **flags: bool) -> Told:
+    """Send a request at its time and read its stream; medha's ``flags`` may be ``return_progress`` and ``explain``."""
     await asyncio.sleep(max(start + ask.arrival_s - time.perf_counter(), 0.0))
     body = {"model": "m", "prompt": ask.prompt, "max_tokens": ask.num_outputs, "temperature": 0.0}
-    body |= {"ignore_eos": True, "stream": True, **({"return_progress": True} if reports else {})}
+    body |= {"ignore_eos": True, "stream": True, **flags}
     data = json.dumps(body).encode()
-    sent, first_s, last_s, got = time.perf_counter(), 0.0, 0.0, b""
+    sent, first_s, last_s, own_s, got = time.perf_counter(), 0.0, 0.0, None, b""
     progress: list[tuple[float, float, float]] = []
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     fields = {"host": f"127.0.0.1:{port}", "content-type": "application/json", "connection": "close"}
@@ -104,16 +106,19 @@ async def ask_one(port: int, ask: Ask, start: float, *, reports: bool = False) -
         elif b'"prompt_progress":' in line:
             said = json.loads(line.removeprefix(b"data: "))["prompt_progress"]
             progress.append((now_s, said["processed"] / said["total"], said["eta_s"]))
+        elif b'"explanation":' in line:
+            own_s = json.loads(line.removeprefix(b"data: "))["explanation"]["ttft_s"]
     writer.close()
     if b"[DONE]" not in got or b'"error"' in got:
         raise RuntimeError(f"a request failed: {got[-500:]!r}")
-    return Told(first_s, last_s, progress)
+    return Told(first_s, last_s, progress, own_s)
 
 
-async def ask_all(port: int, asks: list[Ask], *, reports: bool) -> list[Told]:
-    """Serve the workload."""
+async def ask_all(port: int, asks: list[Ask], *, is_medha: bool, reports: bool) -> list[Told]:
+    """Serve the workload; ``reports`` asks how much of the long prompts has been read."""
     start = time.perf_counter()
-    told = [ask_one(port, ask, start, reports=reports and ask.is_long) for ask in asks]
+    of_long, of_short = ({"return_progress": True} if reports else {}), ({"explain": True} if is_medha else {})
+    told = [ask_one(port, ask, start, **(of_long if ask.is_long else of_short)) for ask in asks]
     return await asyncio.wait_for(asyncio.gather(*told), REQUEST_S)
 
 
@@ -144,7 +149,7 @@ def serve(name: str, folder: str, given: argparse.Namespace, asks: list[Ask], lo
             chance = np.random.default_rng(99)
             for size in (100, 3000):
                 asyncio.run(ask_one(port, Ask(0.0, chance.integers(0, 256, size).tolist(), 8, False), 0.0))
-            return asyncio.run(ask_all(port, asks, reports=given.eta))
+            return asyncio.run(ask_all(port, asks, is_medha=name.startswith("medha"), reports=given.eta))
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -205,6 +210,14 @@ def eta_errors(told: list[Told]) -> str:
     return f"{len(halves)} predictions, off by {left} of 1 s or more that was left, {whole} of the TTFT"
 
 
+def added(told: list[Told]) -> str:
+    """What the short requests waited for their first tokens beyond what the engine says of each."""
+    pairs = [(one.first_s - one.own_s, one.first_s) for one in told if one.own_s is not None]
+    p50, p99 = (1e3 * (percentile([more_s for more_s, _ in pairs], at) or 0.0) for at in (50, 99))
+    share = percentile([more_s / whole_s for more_s, whole_s in pairs], 50) or 0.0
+    return f"HTTP adds P50 {p50:.1f} ms, P99 {p99:.1f} ms, {share:.1%} of a TTFT in the median"
+
+
 def main() -> None:
     """Run the tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -239,6 +252,9 @@ def main() -> None:
         p50, p99, tpot50, tpot99, long_s = times
         row = f"{p50:.3f} s | {p99:.3f} s | {1e3 * tpot50:.1f} ms | {1e3 * tpot99:.1f} ms | {long_s:.1f} s"
         print(f"| {name} | {row} | {rate:,.0f} |")
+    for name, runs in found.items():
+        if any(one.own_s is not None for told in runs for one in told):
+            print(f"{name}: {added([one for told in runs for one in told])}")
     for name, runs in found.items() if given.eta else ():
         for told in runs:
             print(f"{name}: {eta_errors(told)}")

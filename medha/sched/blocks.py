@@ -11,7 +11,7 @@ The host has pools too. What no request holds of one keeps blocks of prefixes (:
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -155,14 +155,13 @@ class BlockPool:
         """Return [first, end) to the free runs, merging it with its neighbours."""
         if first == end:
             return
-        insort(self._free, (first, end))
-        i = self._free.index((first, end))
-        if i + 1 < len(self._free) and self._free[i + 1][0] == end:
-            end = self._free.pop(i + 1)[1]
+        i = bisect_left(self._free, (first, end))
+        if i < len(self._free) and self._free[i][0] == end:
+            end = self._free.pop(i)[1]
         if i > 0 and self._free[i - 1][1] == first:
-            first = self._free.pop(i - 1)[0]
             i -= 1
-        self._free[i] = (first, end)
+            first = self._free.pop(i)[0]
+        self._free.insert(i, (first, end))
 
 
 class HostBlocks:

@@ -26,6 +26,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -188,7 +189,7 @@ class PrefixCache:
         self._num_entries = 0
         self._clock = 0.0  # the key of what went last
         self._waits_for: _Marks = {}  # slots whose hit grows with an id
-        self._watched: dict[int, tuple[Path | None, int, bytes | None, Hit]] = {}
+        self._watched: dict[int, list[Callable[[], None]]] = {}  # what ends the watch for a slot
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -230,29 +231,24 @@ class PrefixCache:
         """Tokens that are there for a waiting request, which is ``stale`` as soon as that changes."""
         self.forget(slot)
         path, tail, num_units = self.end_of(chain, most_tokens)
-        last, end = tail or path, -(-num_units // self.units_per_block)
-        if last is not None:
-            _mark(last.counted_on, end, slot)
+        ends = self._watched[slot] = list[Callable[[], None]]()
+        if (last := tail or path) is not None:
+            _mark(last.counted_on, end := -(-num_units // self.units_per_block), slot)
             self._may_go(last)
-        wanted = chain[num_units + 1] if num_units < min(most_tokens // self.unit, len(chain)) else None
-        if wanted is not None:
-            _mark(self._waits_for, wanted, slot)
-        hit = self.lookup(chain, most_tokens)
-        if hit.host_ids:
-            self.hosts[hit.host_group].count_on(hit.host_ids)
-        self._watched[slot] = last, end, wanted, hit
+            ends += [partial(_unmark, last.counted_on, end, slot), partial(self._may_go, last)]
+        if num_units < min(most_tokens // self.unit, len(chain)):
+            _mark(self._waits_for, wanted := chain[num_units + 1], slot)
+            ends.append(partial(_unmark, self._waits_for, wanted, slot))
+        if (hit := self.lookup(chain, most_tokens)).host_ids:
+            (host := self.hosts[hit.host_group]).count_on(hit.host_ids)
+            ends.append(partial(host.count_on, hit.host_ids, -1))
         return hit.num_tokens(self.block_size)
 
     def forget(self, slot: int) -> None:
         """Watch for a request no more."""
-        last, end, wanted, hit = self._watched.pop(slot, (None, 0, None, Hit()))
         self.stale.pop(slot, None)
-        if last is not None:
-            _unmark(last.counted_on, end, slot)
-            self._may_go(last)
-        if hit.host_ids:
-            self.hosts[hit.host_group].count_on(hit.host_ids, -1)
-        _unmark(self._waits_for, wanted, slot)
+        for end in self._watched.pop(slot, ()):
+            end()
 
     # -- what a request computes -------------------------------------------------------------------------------------
 
@@ -354,11 +350,14 @@ class PrefixCache:
                 idle = [path for path in paths if path.group == group and path.held < path.end]
                 path = max(idle, key=lambda path: path.start)
                 floor = path.held
-            self._trim(path, max(floor, path.end - num_blocks + pool.num_free))
+            end = max(floor, path.end - num_blocks + pool.num_free)
+            if self.hosts:
+                self._to_host(path, end)
+            self._drop([(path, end)])
 
     def clear(self) -> None:
         """Forget everything; what requests hold stays theirs."""
-        self._forget(list(dict.fromkeys(self._known.values())))
+        self._drop([(path, path.start) for path in dict.fromkeys(self._known.values())])
         for host in self.hosts:
             host.clear()
 
@@ -381,17 +380,25 @@ class PrefixCache:
         *_, number, path = entry
         return number == path.entry and path.is_known and max([path.held, *path.children]) < path.end
 
-    def _trim(self, path: Path, end: int) -> None:
-        """The blocks of a path from some block on, which nobody holds, are free; all behind them is known no more."""
-        self._forget([child for start in path.children if start > end for child in path.children[start]])
-        if self.hosts:
-            self._to_host(path, end)
-        self._unname(path, end)
-        self._free(path, end)
-        if path.end > path.start:
+    def _drop(self, paths: list[tuple[Path, int]]) -> None:
+        """Of each path what lies from some block on, and all behind that, is known no more; what nobody holds of it is
+        free. Nothing is left of a path that is dropped from its start on."""
+        while paths:
+            path, end = paths.pop()
+            paths += [(child, start) for start in path.children if start > end for child in path.children[start]]
+            for one in path.ids[(keep := (end - path.start) * self.units_per_block) :]:
+                if self._known.get(one) is path:
+                    del self._known[one]
+            del path.ids[keep:]
+            for bound in [bound for bound in path.counted_on if bound > end]:
+                self.stale.update(path.counted_on.pop(bound))
+            self._free(path, max(end, path.held))
+            if end == path.start:
+                path.is_known, parent, path.parent = False, path.parent, None
+                if parent is not None:
+                    _unmark(parent.children, path.start, path)
+                    self._may_go(parent)
             self._may_go(path)
-        else:
-            self._forget([path])
 
     def _to_host(self, path: Path, end: int) -> None:
         """Copy what goes of a path, from some block on, to the host, where that is predicted to pay: after n uses the
@@ -404,29 +411,6 @@ class PrefixCache:
         blocks = zip(ids, blocks_of(path.blocks(end, path.end)), strict=False)  # the last may not be whole
         gone = {one: block for one, block in blocks if self._known.get(one) is path}
         self.swaps_out += self.hosts[path.group].put(gone)
-
-    def _forget(self, paths: list[Path]) -> None:
-        """Paths, and all behind them, are known no more; what nobody holds of them is free."""
-        while paths:
-            path = paths.pop()
-            paths += [child for children in path.children.values() for child in children]
-            path.children.clear()
-            path.is_known, parent, path.parent = False, path.parent, None
-            self._unname(path, path.start)
-            self._free(path, path.held)
-            if parent is not None:
-                _unmark(parent.children, path.start, path)
-                self._may_go(parent)
-
-    def _unname(self, path: Path, end: int) -> None:
-        """No id names a block of a path from some block on."""
-        keep = (end - path.start) * self.units_per_block
-        for one in path.ids[keep:]:
-            if self._known.get(one) is path:
-                del self._known[one]
-        del path.ids[keep:]
-        for bound in [bound for bound in path.counted_on if bound > end]:
-            self.stale.update(path.counted_on.pop(bound))
 
     def _free(self, path: Path, end: int) -> None:
         """Give the blocks of a path from some block on back."""
