@@ -27,6 +27,7 @@ from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline
 from medha.sim.replica import Replica, find_model, kv_bytes_per_token
 from medha.workload.synth import synthesize
+from medha.workload.trace import Trace
 from tools.command import main, numbers, print_head, print_row
 
 Side = tuple[Scheduler, Pipeline]
@@ -71,6 +72,10 @@ class Play:
         short = [slot for slot, one in self._wanted.items() if len(self.tokens_s.get(slot, ())) < one.max_new_tokens]
         used = [side[0].memory.num_used for side in (self.prefills, *self.decodes)]
         assert not short and not any(used), f"requests {short} have not ended; blocks in use {used}"
+
+    def waited_s(self, trace: Trace, token: int) -> list[float]:
+        """From the arrival of each request of a trace to a token of its, seconds."""
+        return [self.tokens_s[slot][token] - at for slot, at in enumerate(trace.arrival_s.tolist())]
 
     def _at(self, time_s: float, event: Callable[[float], Any]) -> None:
         heapq.heappush(self._events, (time_s, next(self._numbers), event))
@@ -118,26 +123,33 @@ class Play:
                 self.waits.keep(side[0], self._wanted[slot])
 
 
+def played(prefills: Replica, trace: Trace, *, gbit: float, buffers: int, num_instances: int = 2, tp: int = 8) -> Play:
+    """A trace on prefill groups, of which each accelerator has a link of so many Gbit/s, and on decode instances."""
+    spec, model, alone = prefills.spec, prefills.model, SchedulerConfig(prefix_caching=False)
+    decodes = Replica(spec, model, ParallelConfig(tp=tp), alone, prefills.max_model_len)
+    link_s = kv_bytes_per_token(model, prefills.parallel, 0) * 8 / (gbit * 1e9)
+    play = Play(prefills.build(), [decodes.build() for _ in range(num_instances)], buffers, (link_s, link_s / tp))
+    rows = zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    play.run([SchedulerRequest(slot, prompt, max(new, 2), at) for slot, (at, prompt, new) in enumerate(rows)])
+    return play
+
+
 def second_token_s(lengths: str, qps: float, num_requests: int, seed: int, gbit: float, buffers: int) -> float:
     """Mean seconds from arrival to second token: Llama-3 8B on A100s, 16 prefill groups of tp 1 and two decode
     instances of tp 8, each accelerator with a link of so many Gbit/s."""
-    spec, model, tp = load_spec("a100-80g"), find_model("llama-3-8b"), 8
     trace = synthesize(lengths, qps=qps, num_requests=num_requests, seed=seed)
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
-    cdsp = Replica(spec, model, ParallelConfig(kvp=16), SchedulerConfig(CDSP, improvement_rate=0.3), longest)
-    alone = Replica(spec, model, ParallelConfig(tp=tp), SchedulerConfig(prefix_caching=False), longest)
-    link_s = kv_bytes_per_token(model, ParallelConfig(), 0) * 8 / (gbit * 1e9)
-    play = Play(cdsp.build(), [alone.build() for _ in range(2)], buffers, (link_s, link_s / tp))
-    rows = zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
-    play.run([SchedulerRequest(slot, prompt, max(new, 2), at) for slot, (at, prompt, new) in enumerate(rows)])
-    return float(np.mean([play.tokens_s[slot][1] - at for slot, at in enumerate(trace.arrival_s)]))
+    config = SchedulerConfig(CDSP, improvement_rate=0.3)
+    replica = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=16), config, longest)
+    play = played(replica, trace, gbit=gbit, buffers=buffers)
+    return float(np.mean(play.waited_s(trace, 1)))
 
 
 def transfer_buffers(
     lengths: str = "tetris-medium",
     qps: float = 1.5,
     gbit: str = "50,20",
-    buffers: int = 2,
+    buffers: int = 4,
     num_requests: int = 300,
     num_seeds: int = 3,
 ) -> int:

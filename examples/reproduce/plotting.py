@@ -98,7 +98,7 @@ def token_label(tokens: float) -> str:
 
 def draw(panels: Sequence[Panel], canvas: Any) -> None:
     """Draw panels into a matplotlib figure, up to three in a row."""
-    num_columns = len(panels) if len(panels) < 4 else 2
+    num_columns = 2 if len(panels) == 4 else min(len(panels), 3)
     num_rows = -(-len(panels) // num_columns)
     canvas.set_size_inches(1.5 + 4.6 * num_columns + 1.5 * (num_columns == 1), _HEIGHT * num_rows)
     for axes, panel in zip(np.ravel(canvas.subplots(num_rows, num_columns)), panels, strict=True):
@@ -145,4 +145,4 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, edgecolor="none", framealpha=0.9)

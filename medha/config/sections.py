@@ -381,7 +381,7 @@ class ParallelConfig:
     )
     decode_tp: int | None = _parallel(None, "Tensor-parallel ranks of a decode instance.", FEW, shown="--tp")
     transfer_buffers: int = _parallel(
-        2, "Requests that a decode instance takes over at once, and its ranks' staging buffers.", integer(1, 1024)
+        4, "Requests that a decode instance takes over at once, and its ranks' staging buffers.", integer(1, 1024)
     )
 
     def __post_init__(self) -> None:

@@ -118,8 +118,8 @@ def lanes(num_blocks: int, num_groups: int) -> Scheduler:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> None:
-    """Prefills, transfers and decodes end in random order, with half of the usual buffers; pools hold a few requests
-    each. On lanes any of the batches is done first, else the oldest."""
+    """Prefills, transfers and decodes end in random order, with a quarter of the usual buffers; pools hold a few
+    requests each. On lanes any of the batches is done first, else the oldest."""
     draw, on_lanes = random.Random(seed), seed % 3 == 0
     prefill = lanes(24, 2) if on_lanes else scheduler(24, num_groups=2, is_async=seed % 2 == 0)
     waits = hand_overs(14, 11, most=1)

@@ -13,6 +13,7 @@ from examples.reproduce.baselines.tetris import (
     Stream,
     Tetris,
     rates_of,
+    served,
     table_times,
     ttft_s,
 )
@@ -62,3 +63,12 @@ def test_a_trial_finds_capacities_and_ratios() -> None:
     times = [trial.quantiles(system, 0.9 * trial.sp8_qps)[1] for system in (SP8, CDSP)]
     assert found["P99 at 0.9, fixed SP8"] == times[0] / times[1]
     assert medians({"a": [{"x": 1.0}, {"x": 3.0}, {"x": 2.0}], "b": [{"x": 5.0}]}, "x") == [2.0, 5.0]
+
+
+def test_with_memory_decodes_and_transfers_a_first_token_is_as_early_where_memory_is_there() -> None:
+    stream = Stream("tetris-short", 25)
+    trace = stream.trace(3.0)
+    play, slow = (served(CDSP, stream, 3.0, 0.3, gbit=gbit) for gbit in (200, 2))
+    assert play.waited_s(trace, 0) == pytest.approx(ttft_s(CDSP, stream, 3.0, 0.3).tolist(), rel=1e-6)
+    second_s, slow_s = (np.array(one.waited_s(trace, 1)) - one.waited_s(trace, 0) for one in (play, slow))
+    assert (second_s > 0).all() and (slow_s > 10 * second_s).all()

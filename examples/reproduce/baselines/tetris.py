@@ -3,7 +3,7 @@
 Source: Tetris ("Optimizing Long-context LLM Serving via Fine-grained Sequence Parallelism"), sections 5.1 and 7.1. Each
 system plans a prompt when it arrives and keeps the plan, so a load is played with arithmetic alone
 (:func:`tools.best_rates.played_ttft_s`; a test holds the simulator to it). There is no memory, no decode and no
-transfer. Times are Eq. 1 fitted to the paper's Table 1, which is within 7 % of its 34 cells.
+transfer; :func:`served` has them. Times are Eq. 1 fitted to the paper's Table 1, which is within 7 % of its 34 cells.
 
 ==================  ============================================================================================
 Tetris              chunks, and the improvement rate of the load, found on other requests
@@ -19,12 +19,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from examples.reproduce.timing import MODELS, a100
+from medha.config import CDSP as CDSP_SCHEDULER
+from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times
 from medha.cost.hardware import LinkRates
 from medha.cost.improvement import LoadWindow, RateTable
+from medha.cost.predictor import Predictor
 from medha.sched.cdsp import Planner
+from medha.sched.lanes import Dealing
+from medha.sim.replica import Replica
 from medha.workload.synth import generators, parse_lengths
+from medha.workload.trace import Trace
 from tools.best_rates import Floats, best_rate, played_ttft_s
+from tools.transfer_buffers import Play, played
 
 NUM_INSTANCES = 16
 """Two nodes of eight: half of the paper's four, as the ratio of prefill to decode is 1:1."""
@@ -40,6 +48,9 @@ last. Nodes of eight, 200 Gbit/s of InfiniBand a GPU."""
 CELLS = {(size, 4096 << at): seconds for size, row in TABLE_1.items() for at, seconds in enumerate(row)}
 BETWEEN_NODES = LinkRates(alpha_s=29e-6, bytes_per_s=0.72 * 25e9)
 """The testbed's network at the share of the published rate that the H100 spec has (36 of 50 GB/s), not fitted."""
+
+GBIT, BUFFERS = 200, 16
+"""Of the link of each GPU, and transfer buffers of a decode instance, one for each prefill instance."""
 
 
 def table_times() -> ChunkTimes:
@@ -93,9 +104,14 @@ class Stream:
 
     def at(self, qps: float) -> tuple[list[float], list[int]]:
         """Arrivals, seconds, and prompts, tokens."""
+        trace = self.trace(qps)
+        return trace.arrival_s.tolist(), trace.prompt_tokens.tolist()
+
+    def trace(self, qps: float) -> Trace:
+        """With outputs as well."""
         for_arrivals, for_lengths = generators(self.seed)
-        prompts, _ = parse_lengths(self.lengths).sample(for_lengths, self.count)
-        return (np.cumsum(for_arrivals.exponential(1.0, self.count)) / qps).tolist(), prompts.tolist()
+        lengths = parse_lengths(self.lengths).sample(for_lengths, self.count)
+        return Trace(np.cumsum(for_arrivals.exponential(1.0, self.count)) / qps, *lengths)
 
 
 def rates_of(system: Tetris, stream: Stream, loads: list[float]) -> float | RateTable:
@@ -110,3 +126,26 @@ def rates_of(system: Tetris, stream: Stream, loads: list[float]) -> float | Rate
 def ttft_s(system: Tetris, stream: Stream, qps: float, rates: float | RateTable) -> Floats:
     """TTFT of each request of a stream at a load."""
     return played_ttft_s(system.planner(), *stream.at(qps), LoadWindow(rates))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefills(Replica):
+    """Prefill instances with the memory of A100s; chunks take what :func:`table_times` says."""
+
+    system: Tetris = CDSP
+    rates: float | RateTable = 0.0
+
+    def dealing(self, predictor: Predictor) -> Dealing:
+        """Of the system; ``predictor`` is not asked."""
+        return Dealing(self.system.planner(), self.rates)
+
+
+def served(
+    system: Tetris, stream: Stream, qps: float, rates: float | RateTable, *, gbit: float = GBIT, buffers: int = BUFFERS
+) -> Play:
+    """A stream at a load with memory, on two decode instances of TP 8, and transfers to them."""
+    trace = stream.trace(qps)
+    longest = int((trace.prompt_tokens + trace.output_tokens).max())
+    layout, config = ParallelConfig(kvp=NUM_INSTANCES), SchedulerConfig(CDSP_SCHEDULER)
+    prefills = Prefills(a100(), MODELS["Llama-3 8B"], layout, config, longest, system=system, rates=rates)
+    return played(prefills, trace, gbit=gbit, buffers=buffers)

@@ -1,7 +1,8 @@
 """Tetris against fixed groups, LoongServe's allocation and single chunks, and what its section 2 measures.
 
 Of its evaluation (sections 7.2 and 7.3, Llama-3 8B) the prefill side: no memory, no decode, no transfer
-(:mod:`examples.reproduce.baselines.tetris`). Its traces are unpublished: lengths have their published ranges and means.
+(:mod:`examples.reproduce.baselines.tetris`); near the limit also with them. Its traces are unpublished: lengths have
+their published ranges and means.
 
 - A system's capacity is the load at which its median TTFT is 25 times that of fixed SP8 at a light load (0.1 requests
   a second); the paper normalises its figure 8 so.
@@ -21,6 +22,7 @@ import numpy as np
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from examples.reproduce.baselines.tetris import (
     BETWEEN_NODES,
+    BUFFERS,
     CDSP,
     CELLS,
     LOONGSERVE,
@@ -32,6 +34,7 @@ from examples.reproduce.baselines.tetris import (
     Stream,
     Tetris,
     rates_of,
+    served,
     ttft_s,
 )
 from examples.reproduce.plotting import PAPER, Line, Panel, lines
@@ -41,16 +44,19 @@ from medha.config import ParallelConfig
 
 TRACES = ("tetris-short", "tetris-medium", "tetris-long")
 LIGHT_QPS, LIMIT = 0.1, 25.0
-SHARES = (0.8, 0.9, 1.0)
+SHARES = (0.8, 0.9, 0.95, 1.0)
 """Of fixed SP8's capacity, at which systems are compared."""
-CURVE = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
+NEAR_LIMIT = 0.95
+"""The share at which they are compared with memory, decodes and transfers too."""
+CURVE = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.4)
 FIXED_RATES = (0.1, 0.3, 0.5, 0.7)
 """Improvement rates of the paper's figures 11 and 12."""
 NEAR = 1.1
 """A mean TTFT at most so many times the best is near it."""
 STEP_QPS, MOST_QPS = 0.5, 12.0
+INSTANT_GBIT = 1e9  # a link that takes no time
 OTHER_SEED = 1000  # more, of the requests on which improvement rates are found
-_HALVINGS, _PROFILED = 9, 500
+_HALVINGS, _PROFILED, _SERVED = 9, 500, 500
 _8B = MODELS["Llama-3 8B"]
 _CONTEXTS, _BATCHES = (4096, 32768, 262144), (1, 8, 32)
 _BY_TP = {1: 5.73, 2: 3.87, 4: 1.93}
@@ -101,30 +107,59 @@ class Trial:
             found[f"mean at {share:g}, over the best fixed rate"] = self.mean_s(CDSP, share * self.sp8_qps) / fixed
         return found
 
+    def served(self) -> dict[str, float]:
+        """With memory, decodes and transfers: ratios near the limit; at Tetris's capacity its median over the limit;
+        and what transfers, and half of their buffers, add to Tetris's mean time to the second token, percent."""
+        found, qps = dict[str, float](), NEAR_LIMIT * self.sp8_qps
+        alone = [self.quantiles(system, qps) for system in (SP8, CDSP)]
+        rates, trace = self.rates[CDSP.label], self.stream.trace(qps)
+        play = served(CDSP, self.stream, qps, rates)
+        times = [np.array(one.waited_s(trace, 0)) for one in (served(SP8, self.stream, qps, 0.0), play)]
+        for at, share in enumerate((50, 99)):
+            found[f"P{share}"] = np.percentile(times[0], share) / np.percentile(times[1], share)
+            found[f"P{share} alone"] = alone[0][at] / alone[1][at]
+        most_qps = self.capacity_qps(CDSP)
+        at_most = served(CDSP, self.stream, most_qps, rates).waited_s(self.stream.trace(most_qps), 0)
+        found["median over the limit"] = float(np.median(at_most)) / self.limit_s
+        half, instant = ({"buffers": BUFFERS // 2}, {"gbit": INSTANT_GBIT})
+        mean_s, half_s, instant_s = (
+            float(np.mean(one.waited_s(trace, 1)))
+            for one in (play, *(served(CDSP, self.stream, qps, rates, **other) for other in (half, instant)))
+        )
+        return found | {"half": 100 * (half_s / mean_s - 1), "transfers": 100 * (mean_s / instant_s - 1)}
+
 
 @figure("tetris", "Tetris: prefills on 16 A100s by load (its figures 8 to 13)")
 def run(options: Options) -> FigureResult:
-    """Three traces of 2,000 requests, three seeds each; ``quick`` takes one seed of 100."""
+    """Three traces of 2,000 requests, and 500 with memory, decodes and transfers, three seeds each; ``quick`` takes one
+    seed of 100."""
     count, seeds = (100, 1) if options.quick else (2000, 3)
     trials = {lengths: [Trial(lengths, count, options.seed + n) for n in range(seeds)] for lengths in TRACES}
-    panels = []
-    for lengths, (first, *_) in trials.items():
-        rows = {
-            system.label: [first.quantiles(system, share * first.sp8_qps)[0] for share in CURVE] for system in SYSTEMS
-        }
-        known = {name: [value if value < first.limit_s * 4 else None for value in row] for name, row in rows.items()}
-        panels.append(
-            Panel(
-                f"{lengths.removeprefix('tetris-')} trace",
-                f"load, share of fixed SP8's capacity ({first.sp8_qps:.2f} QPS)",
-                "median TTFT, s",
-                lines(CURVE, known),
-                levels={"25 times the light load": first.limit_s},
-                log="y",
-            )
-        )
+    panels = [_curves(lengths, row, at) for at in range(2) for lengths, row in trials.items()]
     found = {lengths: [trial.figures() for trial in row] for lengths, row in trials.items()}
-    return FigureResult(panels, {**_loads(found), **_fixed_rates(found)})
+    few = min(count, _SERVED)
+    whole = {lengths: [Trial(lengths, few, options.seed + n).served() for n in range(seeds)] for lengths in TRACES}
+    return FigureResult(panels, {**_loads(found, whole), **_fixed_rates(found)})
+
+
+def _curves(lengths: str, trials: Sequence[Trial], at: int) -> Panel:
+    """The P50 or, with ``at`` 1, the P99 of each system by load, geometric means over seeds."""
+    limit_s, qps = (float(np.mean([getattr(one, name) for one in trials])) for name in ("limit_s", "sp8_qps"))
+    rows = {
+        system.label: [
+            float(np.exp(np.mean([np.log(one.quantiles(system, share * one.sp8_qps)[at]) for one in trials])))
+            for share in CURVE
+        ]
+        for system in SYSTEMS
+    }
+    return Panel(
+        f"{lengths.removeprefix('tetris-')} trace",
+        f"load, share of fixed SP8's capacity ({qps:.2f} QPS)",
+        ("median TTFT, s", "P99 TTFT, s")[at],
+        lines(CURVE, {name: [value if value < limit_s * 4 else None for value in row] for name, row in rows.items()}),
+        levels={} if at else {"25 times the light load": limit_s},
+        log="y",
+    )
 
 
 def medians(found: dict[str, list[dict[str, float]]], name: str) -> list[float]:
@@ -142,7 +177,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def _loads(found: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
+def _loads(found: dict[str, list[dict[str, float]]], whole: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
     gains = medians(found, "capacity, Tetris")
     over = [
         mine / other
@@ -154,7 +189,11 @@ def _loads(found: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
     low, high = _span([100 * (gain - 1) for gain in gains])
     capacities = {one.label: _says(found, f"capacity, {one.label}") for one in (CDSP, LOONGSERVE, SP16)}
     answers = {
-        "tetris-capacity": Answer((low, high), capacity=capacities[CDSP.label]),
+        "tetris-capacity": Answer(
+            (low, high), capacity=capacities[CDSP.label], median=_says(whole, "median over the limit")
+        ),
+        "tetris-handshake": Answer(float(np.mean(medians(whole, "transfers"))), listed=_says(whole, "transfers")),
+        "tetris-buffers": Answer(max(medians(whole, "half")), listed=_says(whole, "half")),
         "tetris-throughput": Answer(_span([*gains, *over])),
         "tetris-order": Answer(
             float(np.mean(order)), loongserve=capacities[LOONGSERVE.label], sp16=capacities[SP16.label]
@@ -163,6 +202,9 @@ def _loads(found: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
     for quantile, (name, label) in product(("P50", "P99"), (("sp8", SP8.label), ("single", SINGLE.label))):
         ratios = {share: f"{quantile} at {share:g}, {label}" for share in SHARES}
         listed = "; ".join(f"at {share:g} {_says(found, ratio)}" for share, ratio in ratios.items())
+        if name == "sp8":
+            listed += f"; at {NEAR_LIMIT:g}, 500 requests, with memory, decodes and transfers {_says(whole, quantile)}"
+            listed += f", without {_says(whole, f'{quantile} alone')}"
         span = _span(medians(found, ratios[0.9]))
         answers[f"tetris-{quantile.lower()}-{name}"] = Answer(span, listed=listed)
     return answers
