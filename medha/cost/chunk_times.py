@@ -27,6 +27,7 @@ import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig
 from medha.config.fields import are_sp_sizes
+from medha.cost.coefficients import Floats
 from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import Shard, chunk_slope_s, ring_cost
@@ -92,20 +93,26 @@ def _fit(size: int, chunks: Sequence[Chunk]) -> tuple[float, float, float, float
     parts = [np.ones_like(tokens), tokens, tokens * tokens, *([history * tokens, history] if has_history else [])]
     if len(tokens) < len(parts):
         raise ConfigError(f"SP size {size} has {len(tokens)} chunks to fit; accepted: at least {len(parts)}")
-    scale = np.array([part.max() for part in parts])
-    columns = np.stack(parts, axis=1) / scale / seconds[:, None]
-    best, least = np.zeros(len(parts)), math.inf
-    for kept in product((True, False), repeat=len(parts)):  # the active set of a non-negative fit, by trying all
-        if not any(kept):
-            continue
-        found, *_ = np.linalg.lstsq(columns[:, kept], np.ones(len(tokens)), rcond=None)
-        error = float(((columns[:, kept] @ found - 1) ** 2).sum())
-        if (found >= 0).all() and error < least:
-            best, least = np.zeros(len(parts)), error
-            best[list(kept)] = found
-    a, b, d, *rest = (best / scale).tolist()
+    a, b, d, *rest = relative_fit(parts, seconds).tolist()
     c, e = rest or (2 * d, 0.0)
     return a, b, c, d, e
+
+
+def relative_fit(columns: Sequence[Floats], seconds: Floats) -> Floats:
+    """What columns are multiplied by so that their sum has the least squared error relative to the seconds, none below
+    0: the best of all sets of columns whose own fit is that."""
+    scale = np.array([np.abs(column).max() or 1.0 for column in columns])
+    matrix = np.stack(columns, axis=1) / scale / seconds[:, None]
+    best, least = np.zeros(len(columns)), math.inf
+    for kept in product((True, False), repeat=len(columns)):
+        if not any(kept):
+            continue
+        found, *_ = np.linalg.lstsq(matrix[:, kept], np.ones(len(seconds)), rcond=None)
+        error = float(((matrix[:, kept] @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(len(columns)), error
+            best[list(kept)] = found
+    return np.asarray(best / scale, dtype=np.float64)
 
 
 def ring_chunk_s(
