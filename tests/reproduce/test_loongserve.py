@@ -18,7 +18,7 @@ from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_manager import Manager
 from examples.reproduce.baselines.loongserve_plan import MAX_PREFILL_S, Pending, Situation, fill, plan_batches, select
 from examples.reproduce.baselines.loongserve_pool import Group, Prefill
-from examples.reproduce.served import Served
+from examples.reproduce.load import Served
 from examples.reproduce.timing import MODELS, a100
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.errors import ConfigError
