@@ -86,23 +86,12 @@ def config(**changes: Any) -> Spoil:
     return lambda folder: edit_json(folder / "config.json", **changes)
 
 
-def generation(**changes: Any) -> Spoil:
-    return lambda folder: edit_json(folder / "generation_config.json", **changes)
-
-
 FILES: dict[str, tuple[Spoil, type[Exception], tuple[str, ...]]] = {
-    "no config.json": (
-        lambda folder: (folder / "config.json").unlink(),
-        ConfigError,
-        ("config.json", "cannot be read"),
-    ),
     "unknown architecture": (
         config(architectures=["GPT2LMHeadModel"]),
         UnsupportedModelError,
         ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"),
     ),
-    "zero size": (config(hidden_size=0), ConfigError, ("hidden_size=0",)),
-    "eos outside": (generation(eos_token_id=[3, 256]), ConfigError, ("eos_token_id=[3, 256]", "0 to 255")),
     "corrupt tokenizer.json": (write("tokenizer.json", "{}"), TokenizerError, ("tokenizer.json",)),
     "tokenizer larger than the embedding": (
         config(vocab_size=255),
@@ -135,23 +124,10 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
 
 
-def index(**weight_map: str) -> Spoil:
-    def spoil(folder: Path) -> None:
-        names = load_file(folder / "model.safetensors")
-        entries = dict.fromkeys(names, "model.safetensors") | {
-            name.replace("__", "."): file for name, file in weight_map.items()
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": entries}))
-
-    return spoil
-
-
 NORM = "model.norm.weight"
 WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "absent": (lambda folder: (folder / "model.safetensors").unlink(), ("no weights", "*.safetensors")),
     "truncated": (truncate, ("model.safetensors: ", "file not fully covered (the file has ")),
     "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(NORM)), ("1 tensors missing", NORM)),
-    "index leads out": (index(lm_head__weight="../b.safetensors"), ("'../b.safetensors'", "plain name")),
 }
 
 

@@ -97,7 +97,7 @@ def test_examples_are_short_and_tested(path: Path) -> None:
 def test_the_committed_report_shows_every_figure() -> None:
     """``python -m examples.reproduce all`` in full: its table, and the pictures that it shows."""
     from examples.reproduce.claims import load_claims
-    from examples.reproduce.registry import FIGURES
+    from examples.reproduce.report import FIGURES
 
     folder = EXAMPLES / "reproduce" / "results"
     text = (folder / "REPORT.md").read_text(encoding="utf-8")

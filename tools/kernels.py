@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from medha.cost.chunk_times import relative_fit
 from medha.cost.coefficients import Coefficients, Curve, MixedAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
@@ -171,32 +172,18 @@ def fit_mixed(
     chunk_s, batch, kv, seconds = floats(chunk_s), floats(batch), floats(mean_kv), floats(seconds)
     ones, scale = np.ones_like(seconds), decode_scale(batch, seconds)
     lone = (batch == batch.min()) & (chunk_s <= np.quantile(chunk_s, 0.25))
-    straggler = _least_squares([ones[lone], kv[lone]], seconds[lone])
+    straggler = relative_fit([ones[lone], kv[lone]], seconds[lone])
     work = seconds > 1.1 * (straggler[0] + straggler[1] * kv)
     sizes = np.unique(batch)
     for _ in range(rounds):
         if not work.any():
             work = ones > 0
-        factor = float(_least_squares([c[work] for c in (chunk_s, batch * kv, batch)], seconds[work])[0])
+        factor = float(relative_fit([c[work] for c in (chunk_s, batch * kv, batch)], seconds[work])[0])
         of_chunks = factor * chunk_s
         rows = batch[work], kv[work], np.maximum(seconds - of_chunks, 0.0)[work]
         decodes = best_lines(sizes, *rows, scale=scale[work], beside=of_chunks[work])
         of_work = of_chunks + lines_s(decodes, batch, kv)
         if (~work).sum() > 2:
-            straggler = _least_squares([ones[~work], kv[~work]], seconds[~work])
+            straggler = relative_fit([ones[~work], kv[~work]], seconds[~work])
         work = of_work >= straggler[0] + straggler[1] * kv
     return MixedAttention(factor, decodes, float(straggler[0]), float(straggler[1]))
-
-
-def _least_squares(columns: list[Floats], seconds: Floats) -> Floats:
-    """Non-negative coefficients with the least squared relative error; columns that would be negative are dropped."""
-    matrix = np.stack(columns, axis=1) / seconds[:, None]
-    used = list(range(len(columns)))
-    result = np.zeros(len(columns))
-    while used:
-        solved = np.linalg.lstsq(matrix[:, used], np.ones(len(seconds)), rcond=None)[0]
-        if (solved >= 0).all():
-            result[used] = solved
-            break
-        used.pop(int(np.argmin(solved)))
-    return result

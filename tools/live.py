@@ -1,8 +1,9 @@
-"""What live tools share: engines of one random Llama, long prompts beside short ones."""
+"""What live tools share: engines of one random Llama, long prompts beside short ones, a client of a server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -71,3 +72,14 @@ def long_and_short(
         for i, (kind, at_s, length) in enumerate(rows)
     ]
     return sorted(arrivals, key=lambda one: one.arrival_s)
+
+
+async def post(port: int, path: str, body: bytes) -> AsyncIterator[bytes]:
+    """Send a body to a server of this machine; yields the lines of the answer as they come."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    fields = {"host": f"127.0.0.1:{port}", "content-type": "application/json", "content-length": len(body)}
+    head = "".join(f"{name}: {value}\r\n" for name, value in {**fields, "connection": "close"}.items())
+    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+    async for line in reader:
+        yield line
+    writer.close()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,23 +24,20 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from medha.batch import Batch
 from medha.bench.harness import Local, Subject, on_ranks
-from medha.bench.load import arrivals_of
+from medha.bench.load import NotedStep, arrivals_of, serve_load, steps_noted
 from medha.bench.serve import CONVOY_MODEL
 from medha.cli.options import OutputJson
 from medha.cli.report import check_writable, deliver, stamp
 from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.predictor import KINDS, Predictor
-from medha.engine.arrivals import drive
 from medha.engine.engine import Engine
 from medha.profile.calibrate import QUICK, measure
-from medha.sched.decision import Prediction
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
-from medha.workload.metrics import Flags, TokenTimes
+from medha.workload.metrics import Flags, Goodput, TokenTimes
 from medha.workload.trace import Trace
 from tools.command import main
 from tools.fidelity import METRICS, Figures, against_aims, compared, makespan_s
@@ -132,8 +130,9 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
     serve(engine, Trace(np.zeros(len(warm)), mix.prompt_tokens[warm], mix.output_tokens[warm]), seed=seed)
     span_s = makespan_s(simulate(config, coefficients, mix)) / options.load
     _, rehearsed = serve(engine, spread(mix, span_s, seed=seed + _REHEARSAL), seed=seed + _REHEARSAL)
-    coefficients = replace(coefficients, host_s=coefficients.host_s + max(rehearsed.overhead_s, 0.0))
-    factors = rehearsed.factors
+    overhead_s = statistics.median(step.host_s for step in rehearsed)  # few of them follow a pause
+    coefficients = replace(coefficients, host_s=coefficients.host_s + max(overhead_s, 0.0))
+    factors = factors_of(rehearsed)
     span_s = makespan_s(simulate(config, coefficients, mix, factors)) / options.load
     trace = spread(mix, span_s, seed=seed)
     measured, _ = serve(engine, trace, seed=seed)
@@ -147,7 +146,7 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
         "model": asdict(local.model),
         "options": asdict(options),
         "span_s": span_s,
-        "overhead_s": rehearsed.overhead_s,
+        "overhead_s": overhead_s,
         "factors": {kind: factor for kind, (factor, _) in factors.items()},
         **figures,
         "aims": against_aims(errors, dict.fromkeys(errors, AIM)),
@@ -162,54 +161,23 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
     }
 
 
-class Steps:
-    """Steps of an engine as they end: seconds beyond what they computed, where one follows another, and by how much
-    computed seconds are more than coefficients said, without their correction."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._since_s: float | None = None
-        self._busy_s = 0.0
-        self._seconds: list[float] = []
-        self._times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}  # predicted, taken
-        engine.on_step = self._computed
-
-    def _computed(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
-        self._busy_s = busy_s
-        if prediction is not None:
-            self._times[prediction.kind].append((prediction.seconds / prediction.factor, busy_s))
-
-    def ended(self) -> None:
-        """Told after each step."""
-        now_s = self._engine.now()
-        if self._since_s is not None:
-            self._seconds.append(now_s - self._since_s - self._busy_s)
-        self._since_s = now_s if self._engine.has_unfinished else None  # otherwise it may wait for an arrival
-
-    @property
-    def overhead_s(self) -> float:
-        """The median of the seconds beyond; 0 without any."""
-        return statistics.median(self._seconds or [0.0])
-
-    @property
-    def factors(self) -> dict[str, tuple[float, int]]:
-        """Computed over predicted seconds of each kind of step, and how many there were."""
-        sums = {kind: (*np.sum(times, axis=0).tolist(), len(times)) for kind, times in self._times.items() if times}
-        return {kind: (taken_s / predicted_s, count) for kind, (predicted_s, taken_s, count) in sums.items()}
+def factors_of(steps: Sequence[NotedStep]) -> dict[str, tuple[float, int]]:
+    """By how much computed seconds are more than coefficients said, without their correction, of each kind of step; and
+    how many there were."""
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for step in steps:
+        if (said := step.prediction) is not None:
+            times[said.kind].append((said.seconds / said.factor, step.busy_s))
+    sums = {kind: np.sum(pairs, axis=0).tolist() for kind, pairs in times.items()}
+    return {kind: (taken_s / predicted_s, len(times[kind])) for kind, (predicted_s, taken_s) in sums.items()}
 
 
-def serve(engine: Engine, trace: Trace, *, seed: int) -> tuple[TokenTimes, Steps]:
-    """Serve random prompts as they arrive."""
-    steps = Steps(engine)
-    outputs = drive(engine, arrivals_of(trace, engine.limits.vocab_size, seed=seed), on_step=steps.ended)
-    done = {output.request_id: output for output in outputs if output.finished}
-    engine.on_step = None
-    for output in done.values():
-        if output.error is not None:
-            raise output.error  # the requests are right, and the pool holds them all
-    metrics = [done[f"request-{name}"].metrics for name in trace.request_ids]
-    columns = [(m.arrival, m.first_token, m.finished, m.num_output_tokens) for m in metrics]
-    return TokenTimes(*np.array(columns, np.float64).T), steps
+def serve(engine: Engine, trace: Trace, *, seed: int) -> tuple[TokenTimes, list[NotedStep]]:
+    """Serve random prompts as they arrive; all are served, as the requests are right and the pool holds them."""
+    with steps_noted(engine) as steps:
+        served = serve_load(engine, arrivals_of(trace, engine.limits.vocab_size, seed=seed))
+    assert all(one.is_completed for one in served.outcomes), [one.error for one in served.outcomes]
+    return served.times(Goodput()), steps
 
 
 def make_mix(options: LiveOptions) -> tuple[Trace, Flags]:

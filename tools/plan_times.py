@@ -17,12 +17,12 @@ import typer
 
 from medha.cli.report import print_report, stamp
 from medha.config import ParallelConfig
-from medha.cost.chunk_times import fitted_times, ring_chunk_s
+from medha.cost.chunk_times import fitted_times
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.sched.cdsp import Planner
-from medha.sim.replica import find_model
+from medha.sim.replica import Replica, find_model
 from tools.command import main
 
 _SHORTEST, _LONGEST = 4_000, 190_000
@@ -34,7 +34,7 @@ def planner_of(num_groups: int, max_chunks: int | None) -> Planner:
     spec, model, parallel = load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=num_groups)
     one = Predictor(stage_coefficients(spec, model, ParallelConfig(), 0), max_tokens=_LONGEST)
     sizes = [1 << power for power in range(num_groups.bit_length())]
-    times = fitted_times(partial(ring_chunk_s, spec, model, parallel, one), sizes, longest=_LONGEST)
+    times = fitted_times(partial(Replica(spec, model, parallel).ring_chunk_s, one), sizes, longest=_LONGEST)
     return Planner(times, num_groups, max_chunks=max_chunks)
 
 

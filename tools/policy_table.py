@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.reproduce.baselines.loongserve import LoongServe
-from examples.reproduce.load import MIX, Load
-from examples.reproduce.served import Served
+from examples.reproduce.load import MIX, Load, Served
 from examples.reproduce.systems import LOONGSERVE, SARATHI_512, Engine
 from examples.reproduce.timing import MODELS
 from medha.config import ParallelConfig, SchedulerConfig

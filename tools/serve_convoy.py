@@ -2,18 +2,16 @@
 
 python -m tools.serve_convoy --peer-python PYTHON --output-json convoy.json --plot docs/serve-convoy.png
 
-One workload for all: prompts of ``--long`` tokens at 0 and ``--long-every`` seconds, and beside them short ones of 50
-to 400 tokens, ``--rate`` a second by Poisson, 8 tokens each; tokens are drawn, so that nothing is shared. One random
-Llama in float32, and as many threads for each server. Servers are started and asked one after the other, round by
-round, by a client in this process; a request is timed from its sending. "no HTTP" is medha's engine alone, whose
-threads wait as the server's do. Prints a table in Markdown: medians over rounds; of medha's server also what the short
-requests waited beyond what its engine says of each of them; with ``--eta`` also how far off medha's predictions of the
-long prompts' first tokens were once half of the prompt was read.
+One workload for all: prompts of ``--long`` tokens at 0 and every ``--long-every`` seconds, and beside them short ones,
+``--rate`` a second by Poisson, 8 tokens each (:func:`tools.live.long_and_short`). One random Llama in float32, and as
+many threads for each server. Servers are started and asked one after the other, round by round, by a client in this
+process; a request is timed from its sending. "no HTTP" is medha's engine alone, whose threads wait as the server's do.
+Prints a table in Markdown: medians over rounds; with ``--eta`` also how far off medha's predictions of the long
+prompts' first tokens were once half of the prompt was read.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,20 +24,23 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from medha.bench.compare import start_peer
 from medha.bench.harness import Subject
+from medha.engine.arrivals import Arrival
 from medha.models.needle import write_needle
 from medha.workload.metrics import percentile
+from tools.command import chosen, main, print_head, print_row
+from tools.live import long_and_short, post
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2}
+VOCAB_SIZE = 256
 SERVERS = {
     "medha": [],
     "medha, LARS": ["--policy", "lars"],
@@ -49,20 +50,21 @@ SERVERS = {
     "medha, no HTTP": [],
 }
 START_S, REQUEST_S = 180.0, 900.0
+WARM = [Arrival("warm", np.random.default_rng(99).integers(0, VOCAB_SIZE, size).tolist()) for size in (100, 3000)]
+_OUTPUTS = 8
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A request of the workload."""
+class Place(NamedTuple):
+    """What all servers get: the checkpoint, tokens of the longest request, bytes of the KV pool, threads."""
 
-    arrival_s: float
-    prompt: list[int]
-    num_outputs: int
-    is_long: bool
+    folder: str
+    longest: int
+    kv_bytes: int
+    num_threads: int
+    peer_python: str | None
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(NamedTuple):
     """When its first and its last token came, in seconds from its sending; what was said before: when, which share of
     the prompt was read, and in how many seconds the first token was due; the engine's own time to first token."""
 
@@ -72,33 +74,15 @@ class Told:
     own_s: float | None = None
 
 
-def workload(given: argparse.Namespace, vocab_size: int) -> list[Ask]:
-    """Requests in order of arrival."""
-    chance = np.random.default_rng(given.seed)
-    asks = [
-        Ask(given.long_every * i, chance.integers(0, vocab_size, given.long).tolist(), 8, True)
-        for i in range(given.num_long)
-    ]
-    for arrival_s in 0.5 + np.cumsum(chance.exponential(1 / given.rate, given.num_short)):
-        size = int(chance.integers(50, 401))
-        asks.append(Ask(float(arrival_s), chance.integers(0, vocab_size, size).tolist(), 8, False))
-    return sorted(asks, key=lambda ask: ask.arrival_s)
-
-
-async def ask_one(port: int, ask: Ask, start: float, **flags: bool) -> Told:
+async def ask_one(port: int, ask: Arrival, start: float, **flags: bool) -> Told:
     """Send a request at its time and read its stream; medha's ``flags`` may be ``return_progress`` and ``explain``."""
     await asyncio.sleep(max(start + ask.arrival_s - time.perf_counter(), 0.0))
-    body = {"model": "m", "prompt": ask.prompt, "max_tokens": ask.num_outputs, "temperature": 0.0}
+    body = {"model": "m", "prompt": ids_of(ask), "max_tokens": _OUTPUTS, "temperature": 0.0}
     body |= {"ignore_eos": True, "stream": True, **flags}
     data = json.dumps(body).encode()
     sent, first_s, last_s, own_s, got = time.perf_counter(), 0.0, 0.0, None, b""
     progress: list[tuple[float, float, float]] = []
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    fields = {"host": f"127.0.0.1:{port}", "content-type": "application/json", "connection": "close"}
-    fields["content-length"] = str(len(data))
-    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
-    async for line in reader:
+    async for line in post(port, "/v1/completions", data):
         got, now_s = got + line, time.perf_counter() - sent
         if b'"choices":[{' in line:
             last_s = now_s
@@ -108,48 +92,51 @@ async def ask_one(port: int, ask: Ask, start: float, **flags: bool) -> Told:
             progress.append((now_s, said["processed"] / said["total"], said["eta_s"]))
         elif b'"explanation":' in line:
             own_s = json.loads(line.removeprefix(b"data: "))["explanation"]["ttft_s"]
-    writer.close()
     if b"[DONE]" not in got or b'"error"' in got:
         raise RuntimeError(f"a request failed: {got[-500:]!r}")
     return Told(first_s, last_s, progress, own_s)
 
 
-async def ask_all(port: int, asks: list[Ask], *, is_medha: bool, reports: bool) -> list[Told]:
+def ids_of(ask: Arrival) -> list[int]:
+    """Its prompt, as JSON has it."""
+    ids: list[int] = np.asarray(ask.prompt).tolist()
+    return ids
+
+
+async def ask_all(port: int, asks: Sequence[Arrival], *, is_medha: bool, reports: bool) -> list[Told]:
     """Serve the workload; ``reports`` asks how much of the long prompts has been read."""
     start = time.perf_counter()
     of_long, of_short = ({"return_progress": True} if reports else {}), ({"explain": True} if is_medha else {})
-    told = [ask_one(port, ask, start, **(of_long if ask.is_long else of_short)) for ask in asks]
+    told = [ask_one(port, ask, start, **(of_long if ask.tenant == "long" else of_short)) for ask in asks]
     return await asyncio.wait_for(asyncio.gather(*told), REQUEST_S)
 
 
-def serve(name: str, folder: str, given: argparse.Namespace, asks: list[Ask], log: Path) -> list[Told]:
+def serve(name: str, place: Place, asks: Sequence[Arrival], log: Path, *, reports: bool) -> list[Told]:
     """Start a server, warm it up by a short and a middling request, serve the workload, end it."""
-    longest = given.long + 64
     if name == "medha, no HTTP":
-        return without_http(folder, given, asks, longest)
+        return without_http(place, asks)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(longest)]
+    options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(place.longest)]
     options += ["--served-model-name", "m", *SERVERS[name]]
-    environment = os.environ | {"OMP_NUM_THREADS": str(given.num_threads)}
+    environment = os.environ | {"OMP_NUM_THREADS": str(place.num_threads)}
     if name.startswith("medha"):
-        command = [sys.executable, "-m", "medha.serve", folder, "--num-threads", str(given.num_threads)]
-        options += ["--kv-cache-memory-bytes", str(given.kv_bytes)]
+        command = [sys.executable, "-m", "medha.serve", place.folder, "--num-threads", str(place.num_threads)]
+        options += ["--kv-cache-memory-bytes", str(place.kv_bytes)]
     else:
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: given.num_threads]))
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(given.kv_bytes >> 30)}
-        command = [given.peer_python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: place.num_threads]))
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(place.kv_bytes >> 30)}
+        command = [str(place.peer_python), "-m", "vllm.entrypoints.openai.api_server", "--model", place.folder]
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *options], env=environment, stdout=out, stderr=out, start_new_session=True
         )
         try:
             wait_for(port, process, log)
-            chance = np.random.default_rng(99)
-            for size in (100, 3000):
-                asyncio.run(ask_one(port, Ask(0.0, chance.integers(0, 256, size).tolist(), 8, False), 0.0))
-            return asyncio.run(ask_all(port, asks, is_medha=name.startswith("medha"), reports=given.eta))
+            for ask in WARM:
+                asyncio.run(ask_one(port, ask, 0.0))
+            return asyncio.run(ask_all(port, asks, is_medha=name.startswith("medha"), reports=reports))
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -170,34 +157,31 @@ def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"a server did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def without_http(folder: str, given: argparse.Namespace, asks: list[Ask], longest: int) -> list[Told]:
+def without_http(place: Place, asks: Sequence[Arrival]) -> list[Told]:
     """The workload through medha's engine."""
-    settings = {"model": folder, "max_model_len": longest, "dtype": "float32", "num_threads": given.num_threads}
-    settings |= {"enable_prefix_caching": True, "seed": 0, "kv_cache_memory_bytes": given.kv_bytes}
+    settings = {"model": place.folder, "max_model_len": place.longest, "dtype": "float32", "seed": 0}
+    settings |= {"num_threads": place.num_threads, "enable_prefix_caching": True}
+    settings |= {"kv_cache_memory_bytes": place.kv_bytes}
     with start_peer("medha", sys.executable, settings) as engine:
-        chance = np.random.default_rng(99)
-        for size in (100, 3000):
-            prompt = chance.integers(0, 256, size).tolist()
-            engine.ask(prompts=[prompt], num_outputs=[8], way="arriving", arrivals=[0.0])
-        prompts, numbers = [ask.prompt for ask in asks], [ask.num_outputs for ask in asks]
-        arrivals = [ask.arrival_s for ask in asks]
-        found = engine.ask(prompts=prompts, num_outputs=numbers, way="arriving", arrivals=arrivals)
+        for part in (*([one] for one in WARM), asks):
+            prompts, arrivals = [ids_of(ask) for ask in part], [ask.arrival_s for ask in part]
+            work = {"prompts": prompts, "num_outputs": [_OUTPUTS] * len(prompts), "arrivals": arrivals}
+            found = engine.ask(**work, way="arriving")
     return [Told(first, last) for first, last in found["tokens"]]
 
 
-def figures(asks: list[Ask], told: list[Told]) -> list[float]:
+def figures(asks: Sequence[Arrival], told: Sequence[Told]) -> list[float]:
     """TTFT P50 and P99 of the short, their TPOT P50 and P99, the longs' median TTFT, tokens a second."""
     pairs = list(zip(asks, told, strict=True))
-    ttft = [one.first_s for ask, one in pairs if not ask.is_long]
-    tpot = [(one.last_s - one.first_s) / (ask.num_outputs - 1) for ask, one in pairs if not ask.is_long]
-    longs = [one.first_s for ask, one in pairs if ask.is_long]
-    total = sum(len(ask.prompt) + ask.num_outputs for ask in asks)
-    end = max(ask.arrival_s + one.last_s for ask, one in pairs)
-    found = [percentile(ttft, 50), percentile(ttft, 99), percentile(tpot, 50), percentile(tpot, 99)]
-    return [float(one or 0.0) for one in found] + [statistics.median(longs), total / end]
+    shorts, longs = ([one for ask, one in pairs if ask.tenant == kind] for kind in ("short", "long"))
+    columns = [one.first_s for one in shorts], [(one.last_s - one.first_s) / (_OUTPUTS - 1) for one in shorts]
+    found = [percentile(values, percent) or 0.0 for values in columns for percent in (50, 99)]
+    total = sum(len(ask.prompt) + _OUTPUTS for ask in asks)
+    end_s = max(ask.arrival_s + one.last_s for ask, one in pairs)
+    return [*found, percentile([one.first_s for one in longs], 50) or 0.0, total / end_s]
 
 
-def eta_errors(told: list[Told]) -> str:
+def eta_errors(told: Sequence[Told]) -> str:
     """How far off predictions of the first token were from where half of a prompt was read, in shares of the time that
     was left, where that was a second or more, and of the whole time to first token."""
     halves = [(at_s + eta_s - one.first_s, one.first_s - at_s, one.first_s)
@@ -210,7 +194,7 @@ def eta_errors(told: list[Told]) -> str:
     return f"{len(halves)} predictions, off by {left} of 1 s or more that was left, {whole} of the TTFT"
 
 
-def added(told: list[Told]) -> str:
+def added(told: Sequence[Told]) -> str:
     """What the short requests waited for their first tokens beyond what the engine says of each."""
     pairs = [(one.first_s - one.own_s, one.first_s) for one in told if one.own_s is not None]
     p50, p99 = (1e3 * (percentile([more_s for more_s, _ in pairs], at) or 0.0) for at in (50, 99))
@@ -218,86 +202,75 @@ def added(told: list[Told]) -> str:
     return f"HTTP adds P50 {p50:.1f} ms, P99 {p99:.1f} ms, {share:.1%} of a TTFT in the median"
 
 
-def main() -> None:
-    """Run the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", help="an interpreter that has vLLM; without it medha alone is asked")
-    parser.add_argument("--servers", type=lambda text: text.split(";"), default=list(SERVERS))
-    parser.add_argument("--long", type=int, default=32768)
-    parser.add_argument("--num-long", type=int, default=2)
-    parser.add_argument("--long-every", type=float, default=20.0)
-    parser.add_argument("--num-short", type=int, default=80)
-    parser.add_argument("--rate", type=float, default=2.0)
-    parser.add_argument("--kv-bytes", type=int, default=2 << 30)
-    parser.add_argument("--num-threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--eta", action="store_true", help="tell how far off predictions of the long ones were")
-    parser.add_argument("--output-json", type=Path)
-    parser.add_argument("--from-json", type=Path, help="show what an earlier run wrote, and run nothing")
-    parser.add_argument("--plot", type=Path, help="how the short ones' times to first token are distributed")
-    given = parser.parse_args()
-    if given.from_json is not None:
-        saved = json.loads(given.from_json.read_text())
-    else:
-        saved = run(given)
-        if given.output_json is not None:
-            given.output_json.write_text(json.dumps(saved))
-    asks = [Ask(at, [0] * size, number, is_long) for at, size, number, is_long in saved["asked"]]
-    found = {name: [[Told(*one) for one in told] for told in runs] for name, runs in saved["runs"].items()}
-    print("| server | short TTFT P50 | P99 | short TPOT P50 | P99 | long TTFT | tokens/s |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, runs in found.items():
-        *times, rate = map(statistics.median, zip(*(figures(asks, told) for told in runs), strict=True))
-        p50, p99, tpot50, tpot99, long_s = times
-        row = f"{p50:.3f} s | {p99:.3f} s | {1e3 * tpot50:.1f} ms | {1e3 * tpot99:.1f} ms | {long_s:.1f} s"
-        print(f"| {name} | {row} | {rate:,.0f} |")
-    for name, runs in found.items():
-        if any(one.own_s is not None for told in runs for one in told):
-            print(f"{name}: {added([one for told in runs for one in told])}")
-    for name, runs in found.items() if given.eta else ():
-        for told in runs:
-            print(f"{name}: {eta_errors(told)}")
-    if given.plot is not None:
-        draw(given.plot, asks, found)
-
-
-def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Ask every server in every round: what was asked (arrival, tokens, outputs, whether it is long), and when what
-    came."""
-    names = [name for name in given.servers if given.peer_python or not name.startswith("vLLM")]
-    found: dict[str, list[list[list[Any]]]] = {name: [] for name in names}
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        Subject(hf_overrides=SHAPE | {"vocab_size": 256}).checkpoint(
-            given.long + 64, dtype="float32", seed=0
-        ) as folder,
-    ):
-        for path in write_needle(Path(scratch) / "needle").glob("tokenizer*"):
-            shutil.copy(path, folder)
-        asks = workload(given, 256)
-        for _ in range(given.runs):
-            for name in names:
-                told = serve(name, folder, given, asks, Path(scratch) / "log")
-                found[name].append([list(astuple(one)) for one in told])
-                print(name, [round(one, 4) for one in figures(asks, told)], file=sys.stderr, flush=True)
-    asked = [[ask.arrival_s, len(ask.prompt), ask.num_outputs, ask.is_long] for ask in asks]
-    return {"asked": asked, "runs": found}
-
-
-def draw(path: Path, asks: list[Ask], found: dict[str, list[list[Told]]]) -> None:
+def draw(path: Path, asks: Sequence[Arrival], found: Mapping[str, Sequence[Sequence[Told]]]) -> None:
     """The share of short requests, of all rounds, whose first token was there after so many seconds."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for name, runs in found.items():
         pairs = [pair for told in runs for pair in zip(asks, told, strict=True)]
-        axes.ecdf([one.first_s for ask, one in pairs if not ask.is_long], label=name)
+        axes.ecdf([one.first_s for ask, one in pairs if ask.tenant == "short"], label=name)
     axes.set(xlabel="time to first token of a short request, s", ylabel="share of them", xscale="log")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=110)
 
 
+def serve_convoy(
+    peer_python: str | None = None,
+    servers: str = ";".join(SERVERS),
+    long: int = 32768,
+    num_long: int = 2,
+    long_every: float = 20.0,
+    num_short: int = 80,
+    rate: float = 2.0,
+    kv_bytes: int = 2 << 30,
+    num_threads: int = 2,
+    seed: int = 0,
+    runs: int = 3,
+    eta: bool = False,
+    output_json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Time a convoy on --servers of the table's names, with semicolons; vLLM's are asked where --peer-python has it.
+
+    --eta tells how far off predictions of the long prompts' first tokens were.
+    """
+    names = chosen("servers", servers, SERVERS, ";")
+    found: dict[str, list[list[Told]]] = {one: [] for one in names if peer_python or not one.startswith("vLLM")}
+    long_at_s = [long_every * at for at in range(num_long)]
+    sizes = {"vocab_size": VOCAB_SIZE, "long_len": long, "num_short": num_short, "output_len": _OUTPUTS}
+    asks = long_and_short(seed, long_at_s=long_at_s, rate=rate, **sizes)
+    subject = Subject(hf_overrides=SHAPE | {"vocab_size": VOCAB_SIZE})
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        subject.checkpoint(long + 64, dtype="float32", seed=0) as folder,
+    ):
+        for path in write_needle(Path(scratch) / "needle").glob("tokenizer*"):
+            shutil.copy(path, folder)
+        place = Place(folder, long + 64, kv_bytes, num_threads, peer_python)
+        for _ in range(runs):
+            for name, told in found.items():
+                told.append(serve(name, place, asks, Path(scratch) / "log", reports=eta))
+                print(name, [round(one, 4) for one in figures(asks, told[-1])], file=sys.stderr, flush=True)
+    if output_json is not None:
+        asked = [(ask.tenant, ask.arrival_s, len(ask.prompt), _OUTPUTS) for ask in asks]
+        output_json.write_text(json.dumps({"asked": asked, "runs": found}))
+    print_head("server", "short TTFT P50", "P99", "short TPOT P50", "P99", "long TTFT", "tokens/s")
+    for name, told in found.items():
+        medians = map(statistics.median, zip(*(figures(asks, one) for one in told), strict=True))
+        p50, p99, tpot50, tpot99, long_s, per_s = medians
+        tpots = f"{1e3 * tpot50:.1f} ms", f"{1e3 * tpot99:.1f} ms"
+        print_row(name, f"{p50:.3f} s", f"{p99:.3f} s", *tpots, f"{long_s:.1f} s", f"{per_s:,.0f}")
+    for name, told in found.items():
+        if any(one.own_s is not None for each in told for one in each):
+            print(f"{name}: {added([one for each in told for one in each])}")
+    for name, told in found.items() if eta else ():
+        for one in told:
+            print(f"{name}: {eta_errors(one)}")
+    if plot is not None:
+        draw(plot, asks, found)
+
+
 if __name__ == "__main__":
-    main()
+    main(serve_convoy)

@@ -15,7 +15,6 @@ sent, parsed and refused: their longest gap over their median one, and the same 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -45,6 +44,8 @@ from medha.serve.web import bound, listening
 from medha.sim.replica import find_model
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
+from tools.command import main
+from tools.live import post
 
 
 class Timetable:
@@ -88,17 +89,11 @@ def make_engine(
 
 async def exchange(port: int, path: str, body: bytes) -> tuple[float, bytes]:
     """Seconds from the request to the first event that has choices, or to the answer, and all that came."""
-    start = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    fields = {"host": "x", "content-type": "application/json", "content-length": len(body), "connection": "close"}
-    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-    got, first_s = b"", 0.0
-    while part := await reader.read(65_536):
-        got += part
-        if not first_s and (b'"choices":[{' in got or path == "/empty"):
+    start, got, first_s = time.perf_counter(), b"", 0.0
+    async for line in post(port, path, body):
+        got += line
+        if not first_s and (b'"choices":[{' in line or path == "/empty"):
             first_s = time.perf_counter() - start
-    writer.close()
     return first_s, got
 
 
@@ -153,23 +148,16 @@ def gaps_beside(port: int, num_ids: int) -> dict[str, list[float]]:
     return {"beside the body": beside, "without it": read_until(lambda: len(times) > len(beside))}
 
 
-def client(port: int, given: argparse.Namespace, answer: Any) -> None:
+def client(port: int, body_ids: int, asked: tuple[int, int, float], answer: Any) -> None:
     """The other process."""
-    if given.body_ids:
-        answer.put(gaps_beside(port, given.body_ids))
-    else:
-        answer.put(asyncio.run(load(port, given.requests, given.streams, given.gap_s)))
+    answer.put(gaps_beside(port, body_ids) if body_ids else asyncio.run(load(port, *asked)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--step-ms", type=float, default=5.0)
-    parser.add_argument("--gap-s", type=float, default=1.0)
-    parser.add_argument("--body-ids", type=int, default=0)
-    given = parser.parse_args()
-    engine = make_engine(given.step_ms / 1e3)
+def serve_overhead(
+    streams: int = 64, requests: int = 2000, step_ms: float = 5.0, gap_s: float = 1.0, body_ids: int = 0
+) -> None:
+    """Time what HTTP adds to a time to first token, or with --body-ids how a large body holds a stream up."""
+    engine = make_engine(step_ms / 1e3)
     front, stopping = Front(engine, ["timetable"], [], Limits()), threading.Event()
     service = front.service
     front.app.add_route("/empty", _empty, methods=["POST"])
@@ -177,7 +165,7 @@ def main() -> None:
 
     def note(request: Request, output: RequestOutput) -> None:
         on_end(request, output)
-        if (number := next(count)) in [share * given.requests // 10 for share in (1, 5, 10)]:
+        if (number := next(count)) in [share * requests // 10 for share in (1, 5, 10)]:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             taken.append(f"{pages * resource.getpagesize() / 2**20:.1f} MiB after {number:,}")
 
@@ -185,7 +173,9 @@ def main() -> None:
     with bound("127.0.0.1", 0) as listener, listening(front, listener, max_connections=4096):
         context = multiprocessing.get_context("spawn")
         answers: Any = context.Queue()
-        process = context.Process(target=client, args=(listener.getsockname()[1], given, answers))
+        process = context.Process(
+            target=client, args=(listener.getsockname()[1], body_ids, (requests, streams, gap_s), answers)
+        )
         process.start()
 
         box: list[Any] = []
@@ -200,10 +190,10 @@ def main() -> None:
     front.close()
     for name, seconds in box[0].items():
         p50, p99, most = (1e3 * np.percentile(seconds, percent) for percent in (50, 99, 100))
-        what = f"{len(seconds)} {'gaps' if given.body_ids else 'requests'}"
+        what = f"{len(seconds)} {'gaps' if body_ids else 'requests'}"
         print(f"{name}: {what}, P50 {p50:.2f} ms, P99 {p99:.2f} ms, longest {most:.2f} ms ({most / p50:.1f} times)")
 
-    if not given.body_ids:
+    if not body_ids:
         print(f"resident memory of the server's process: {', '.join(taken)} requests")
 
 
@@ -215,4 +205,4 @@ async def _empty(request: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(serve_overhead)

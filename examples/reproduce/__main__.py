@@ -30,8 +30,7 @@ def reproduce(
 ) -> int:
     """Compute the figures of the Medha papers, with a verdict on each of their claims."""
     from examples.reproduce.claims import load_claims
-    from examples.reproduce.registry import find_figures
-    from examples.reproduce.report import write_all
+    from examples.reproduce.report import find_figures, write_all
     from examples.reproduce.result import Options
 
     figures = find_figures(names or [])

@@ -1,4 +1,5 @@
-"""Runs figures and writes them: for each a JSON and a PNG, and ``REPORT.md`` with a verdict on every claim."""
+"""All figures by name, and what runs and writes them: for each a JSON and a PNG, and ``REPORT.md`` with a verdict on
+every claim."""
 
 from __future__ import annotations
 
@@ -10,14 +11,45 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 
 from examples.reproduce.claims import Claim
 from examples.reproduce.plotting import Panel, draw
-from examples.reproduce.registry import FIGURES
 from examples.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
 from medha.cost.hardware import SPECS
-from medha.errors import ConfigError
+from medha.errors import ConfigError, hint
+
+_MODULES = (
+    *("requirements", "chunks", "adaptive", "stages", "kvp", "utilization", "example", "lengths"),
+    *("disaggregation", "capacity", "decode_load", "schedulers", "pools", "layouts", "fragmentation"),
+    *("tetris", "batching"),
+)
+FIGURES = {
+    one.name: one
+    for name in _MODULES
+    for one in vars(import_module(f"examples.reproduce.figures.{name}")).values()
+    if isinstance(one, FigureSpec)
+}
+SMALL = ("requirements", "adaptive-chunking", "example")
+"""What is computed where nobody asks for more: within seconds."""
+
+
+def find_figures(names: Sequence[str]) -> list[FigureSpec]:
+    """Figures by name, each once, in the order of the registry; ``all`` is all, and none those of :data:`SMALL`.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+    wanted = set(names or SMALL)
+    for name in names:
+        if name != "all" and name not in FIGURES:
+            accepted = f"all, {', '.join(FIGURES)}{hint(name, ['all', *FIGURES], cutoff=0.4)}"
+            raise ConfigError(f"figure {name!r} is not known; accepted: {accepted}")
+    if "all" in wanted:
+        return list(FIGURES.values())
+    return [figure for name, figure in FIGURES.items() if name in wanted]
+
 
 UNDER_LOAD = ("capacity", "decode-under-load", "schedulers", "pools", "2d-3d", "tetris", "batching")
 """Figures of many requests that compete."""

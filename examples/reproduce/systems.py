@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from examples.reproduce.baselines.loongserve import LoongServe
-from examples.reproduce.served import Served
+from examples.reproduce.load import Served
 from examples.reproduce.timing import MODELS, stage_predictors
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from medha.batch import Batch
 from medha.bench.cli import COUNT, of_load
 from medha.bench.harness import random_prompt
 from medha.config.fields import number
@@ -27,6 +29,7 @@ from medha.engine.engine import Engine
 from medha.errors import ConfigError, EngineDeadError, MedhaError
 from medha.outputs import RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams
+from medha.sched.decision import Prediction
 from medha.workload.io import read_trace
 from medha.workload.metrics import Outcome, Served
 from medha.workload.synth import retimed, synthesize
@@ -153,6 +156,32 @@ def serve_load(engine: Engine, arrivals: Sequence[Arrival], *, max_concurrency: 
             time.sleep(min(_MAX_SLEEP_S, max(0.0, upcoming[0].arrival_s - (engine.now() - start_s))))
     outcomes = tuple(done.pop(arrival.request_id) for arrival in arrivals)
     return Served(outcomes, max((one.end_s for one in outcomes), default=0.0))
+
+
+class NotedStep(NamedTuple):
+    """A step that has ended."""
+
+    num_rows: int  # of its batch
+    prediction: Prediction | None  # made before it was sent; None where the scheduler makes none
+    busy_s: float  # computed
+    host_s: float  # since the step before had ended, beside what it computed
+
+
+@contextmanager
+def steps_noted(engine: Engine) -> Iterator[list[NotedStep]]:
+    """The steps of an engine that end while this is open."""
+    steps, last_s = list[NotedStep](), engine.now()
+
+    def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
+        nonlocal last_s
+        before_s, last_s = last_s, engine.now()
+        steps.append(NotedStep(len(batch.rows), prediction, busy_s, last_s - before_s - busy_s))
+
+    engine.on_step = note
+    try:
+        yield steps
+    finally:
+        engine.on_step = None
 
 
 def _outcome(output: RequestOutput, input_len: int, times: list[float], start_s: float) -> Outcome:

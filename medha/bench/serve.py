@@ -16,8 +16,7 @@ schedulers begin with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -25,17 +24,15 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from medha.batch import Batch
 from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shows, asked, of_load, verb
 from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
-from medha.bench.load import ArrivingWorkload, arrivals_of, fixed_output, serve_load
+from medha.bench.load import ArrivingWorkload, NotedStep, arrivals_of, fixed_output, serve_load, steps_noted
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.config.fields import choice, finite
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SLO
-from medha.sched.decision import Prediction
 from medha.workload.metrics import METRICS, Goodput, Served, detailed, parse_metrics, parse_percentiles, serving_figures
 
 CONVOY_MODEL: dict[str, Any] = {
@@ -124,7 +121,7 @@ def _serve(local: Local, options: ServeOptions) -> Report:
     arrivals = arrivals_of(workload.trace, vocab_size, seed=workload.seed, slo=goals.slo)
     warm_up(local.engine, arrivals[: options.num_warmups])
     limit = options.max_concurrency
-    with errors_counted(local.engine) as errors:
+    with steps_noted(local.engine) as steps:
         served = serve_load(local.engine, arrivals, max_concurrency=limit)
     given = asdict(options) | {"goodput": asdict(goals)}
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
@@ -137,7 +134,7 @@ def _serve(local: Local, options: ServeOptions) -> Report:
         "max_concurrency": limit,
         "runs": 1,
         "warmup": min(options.num_warmups, len(arrivals)),
-        "prediction_error": errors,
+        "prediction_error": prediction_error(steps),
     }
     figures = serving_figures(served, goodput=goals, metrics=options.metrics, percentiles=options.percentiles)
     names = ("mean", "median", "std", *(f"p{percent:g}" for percent in options.percentiles))
@@ -153,24 +150,13 @@ def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
     return serve_load(engine, [replace(one, request_id=f"warm-{one.request_id}", arrival_s=0.0) for one in arrivals])
 
 
-@contextmanager
-def errors_counted(engine: Engine) -> Iterator[Report]:
-    """How far predicted step times are off while this is open: count, mean absolute and mean signed error as shares;
-    the report that is yielded has them at the end."""
-    errors: list[float] = []
-    report: Report = {}
-
-    def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
-        if prediction is not None and prediction.seconds > 0 and busy_s > 0:
-            errors.append(prediction.seconds / busy_s - 1.0)
-
-    engine.on_step = note
-    try:
-        yield report
-    finally:
-        engine.on_step, number = None, max(len(errors), 1)
-        mean_abs, mean_signed = sum(map(abs, errors)) / number, sum(errors) / number
-        report |= {"count": len(errors), "mean_abs_error": mean_abs, "mean_signed_error": mean_signed}
+def prediction_error(steps: Sequence[NotedStep]) -> Report:
+    """How far predicted step times are off: count, mean absolute and mean signed error as shares."""
+    known = [(step.prediction.seconds, step.busy_s) for step in steps if step.prediction is not None]
+    errors = [seconds / busy_s - 1.0 for seconds, busy_s in known if seconds > 0 and busy_s > 0]
+    number = max(len(errors), 1)
+    mean_abs, mean_signed = sum(map(abs, errors)) / number, sum(errors) / number
+    return {"count": len(errors), "mean_abs_error": mean_abs, "mean_signed_error": mean_signed}
 
 
 def systems_of(longest: int) -> dict[str, dict[str, Any]]:
@@ -232,9 +218,9 @@ def _convoy(local: Local, options: ServeOptions) -> Report:
     systems: list[Report] = []
     for name, engine in engines.items():
         warm_up(engine, warm)
-        with errors_counted(engine) as errors:
+        with steps_noted(engine) as steps:
             served = serve_load(engine, stream)
-        figures = convoy_figures(served) | {"prediction_error": errors}
+        figures = convoy_figures(served) | {"prediction_error": prediction_error(steps)}
         systems.append({"system": name, "options": options_of[name]} | figures)
     found: Report = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}
     found["failed"] = sum(one["failed"] for one in systems)

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 
-from medha.batch import Batch
 from medha.bench.cli import SUBJECT, Report, Shows, counted, verb, warmups
 from medha.bench.harness import Local, Subject, on_ranks
-from medha.bench.load import Workload, arrivals_of, serve_load
+from medha.bench.load import NotedStep, Workload, arrivals_of, serve_load, steps_noted
 from medha.bench.timing import in_turn, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
 from medha.errors import ConfigError
-from medha.sched.decision import Prediction
 from medha.workload.trace import Trace
 
 
@@ -42,25 +40,17 @@ def _measure(local: Local, options: ThroughputOptions) -> Report:
     trace = options.workload.trace
     arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed)
     arrivals = [replace(one, arrival_s=0.0) for one in arrivals]
-    passes: list[list[tuple[int, float]]] = []
-    last_s, now = 0.0, local.engine.now
-
-    def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
-        nonlocal last_s
-        before_s, last_s = last_s, now()
-        passes[-1].append((len(batch.rows), last_s - before_s - busy_s))
+    passes: list[list[NotedStep]] = []
 
     def run() -> float:
-        nonlocal last_s
-        last_s = now()
-        passes.append([])
-        served = serve_load(local.engine, arrivals)
+        with steps_noted(local.engine) as steps:
+            served = serve_load(local.engine, arrivals)
+        passes.append(steps)
         failed = next((one for one in served.outcomes if not one.is_completed), None)
         if failed is not None:
             raise ConfigError(f"{failed.request_id} of {failed.input_len} tokens has failed: {failed.error}")
         return served.duration_s
 
-    local.engine.on_step = note
     seconds = in_turn({"pass": run}, warmup=options.warmup, runs=options.runs)["pass"]
     found = throughput_fields(trace, seconds) | {"host": host_fields([*chain.from_iterable(passes[options.warmup :])])}
     return local.report("throughput", asdict(options)) | found
@@ -83,13 +73,13 @@ def throughput_fields(trace: Trace, seconds: Sequence[float]) -> Report:
     }
 
 
-def host_fields(steps: Sequence[tuple[int, float]]) -> Report:
-    """Host seconds of steps, each with the rows of its batch: over all, and over those of the largest batch."""
-    largest = max(num_rows for num_rows, _ in steps)
+def host_fields(steps: Sequence[NotedStep]) -> Report:
+    """Host seconds of steps: over all, and over those of the largest batch."""
+    largest = max(step.num_rows for step in steps)
     return {
-        "timing": timing_of([seconds for _, seconds in steps]),
+        "timing": timing_of([step.host_s for step in steps]),
         "largest_batch": largest,
-        "at_largest": timing_of([seconds for num_rows, seconds in steps if num_rows == largest]),
+        "at_largest": timing_of([step.host_s for step in steps if step.num_rows == largest]),
     }
 
 

@@ -6,14 +6,9 @@ each SP size s, the number of groups that a chunk is dealt to, the seconds of L 
     P(s, C, L) = a + b L + c C L + d L^2 + e C
 
 The last term is ours: between nodes a small chunk does not hide the transfer of its history. The coefficients of a size
-are fitted to measured or computed chunks, by relative error and none below 0. Where no chunk has a history (the paper's
-Table 1), e = 0 and c = 2 d: a token of history is read like one before it in the chunk.
-
-:func:`ring_chunk_s` computes a chunk with ring attention from the predictor of one group. Each of s ranks takes L / s
-tokens in zigzag pieces, so that all see C + L / 2 keys in the mean; keys and values go around in s - 1 steps. Of a step
-counts what the transfer is not hidden behind attention, and a fixed ``ring_step_s`` of the hardware spec (launches,
-merge, neighbours), which one column of the paper's Table 1 sets for GPUs: 4,096 tokens on A100s leave 0.25, 0.52, 0.73
-and 0.68 ms at 2, 4, 8 and 16 ranks.
+are fitted to measured chunks, or to computed ones (:func:`dealt_chunk_s`, and of a hardware spec
+:meth:`medha.sim.replica.Replica.ring_chunk_s`), by relative error and none below 0. Where no chunk has a history (the
+paper's Table 1), e = 0 and c = 2 d: a token of history is read like one before it in the chunk.
 """
 
 from __future__ import annotations
@@ -25,11 +20,9 @@ from itertools import product
 
 import numpy as np
 
-from medha.config import ModelConfig, ParallelConfig
 from medha.config.fields import are_sp_sizes
-from medha.cost.hardware import HardwareSpec
+from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor
-from medha.cost.roofline import Shard, chunk_slope_s, ring_cost
 from medha.errors import ConfigError
 
 _HALVINGS, _HISTORIES = 9, (0.0, 0.5, 1.0, 2.0, 4.0)  # chunks that a fit is made of: lengths, and histories in chunks
@@ -92,45 +85,26 @@ def _fit(size: int, chunks: Sequence[Chunk]) -> tuple[float, float, float, float
     parts = [np.ones_like(tokens), tokens, tokens * tokens, *([history * tokens, history] if has_history else [])]
     if len(tokens) < len(parts):
         raise ConfigError(f"SP size {size} has {len(tokens)} chunks to fit; accepted: at least {len(parts)}")
-    scale = np.array([part.max() for part in parts])
-    columns = np.stack(parts, axis=1) / scale / seconds[:, None]
-    best, least = np.zeros(len(parts)), math.inf
-    for kept in product((True, False), repeat=len(parts)):  # the active set of a non-negative fit, by trying all
-        if not any(kept):
-            continue
-        found, *_ = np.linalg.lstsq(columns[:, kept], np.ones(len(tokens)), rcond=None)
-        error = float(((columns[:, kept] @ found - 1) ** 2).sum())
-        if (found >= 0).all() and error < least:
-            best, least = np.zeros(len(parts)), error
-            best[list(kept)] = found
-    a, b, d, *rest = (best / scale).tolist()
+    a, b, d, *rest = relative_fit(parts, seconds).tolist()
     c, e = rest or (2 * d, 0.0)
     return a, b, c, d, e
 
 
-def ring_chunk_s(
-    spec: HardwareSpec,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    predictor: Predictor,
-    *,
-    size: int,
-    history: int,
-    tokens: int,
-) -> float:
-    """Seconds of a chunk with ring attention over ``size`` groups of ``parallel``.
-
-    ``predictor`` is of one stage that holds the whole model, in batches as long as a rank's share of the chunk.
-    """
-    own = -(-tokens // size)
-    alone_s = predictor.tick().with_chunk(own, history + (tokens - own) // 2, samples=True)
-    if size == 1:
-        return alone_s
-    shard = Shard.of(model, parallel, 0)
-    slope_s = float(chunk_slope_s(spec, own, heads=shard.heads, kv_heads=shard.kv_heads, head_dim=model.head_dim))
-    link = spec.send if size * parallel.tp <= spec.gpus_per_node else spec.node_send
-    cost = ring_cost(spec, shard, link)
-    return alone_s + cost.seconds(shard.layers * slope_s, size=size, history=history, tokens=tokens)
+def relative_fit(columns: Sequence[Floats], seconds: Floats) -> Floats:
+    """What columns are multiplied by so that their sum has the least squared error relative to the seconds, none below
+    0: the best of all sets of columns whose own fit is that."""
+    scale = np.array([np.abs(column).max() or 1.0 for column in columns])
+    matrix = np.stack(columns, axis=1) / scale / seconds[:, None]
+    best, least = np.zeros(len(columns)), math.inf
+    for kept in product((True, False), repeat=len(columns)):
+        if not any(kept):
+            continue
+        found, *_ = np.linalg.lstsq(matrix[:, kept], np.ones(len(seconds)), rcond=None)
+        error = float(((matrix[:, kept] @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(len(columns)), error
+            best[list(kept)] = found
+    return np.asarray(best / scale, dtype=np.float64)
 
 
 def dealt_chunk_s(predictor: Predictor, *, size: int, history: int, tokens: int) -> float:
@@ -142,7 +116,7 @@ def dealt_chunk_s(predictor: Predictor, *, size: int, history: int, tokens: int)
 def fitted_times(
     seconds: Callable[..., float], sizes: Sequence[int], *, longest: int, groups_per_node: int = 8
 ) -> ChunkTimes:
-    """Eq. 1 of some SP sizes, fitted to :func:`ring_chunk_s` or :func:`dealt_chunk_s` on chunks of up to ``longest``
+    """Eq. 1 of some SP sizes, fitted to :func:`dealt_chunk_s` or what a replica computes on chunks of up to ``longest``
     tokens that end there at the latest."""
     lengths = sorted({max(longest >> halvings, 1) for halvings in range(_HALVINGS)})
     grid = [(int(share * n), n) for n in lengths for share in _HISTORIES if (share + 1) * n <= longest]

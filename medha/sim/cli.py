@@ -93,7 +93,7 @@ def simulate(
     }
     write_report(output_json, report)
     if timeline is not None:
-        from medha.sim.perfetto import write_trace
+        from medha.sim.outcome import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
     notes = [*remarks(reports), *NOTES]

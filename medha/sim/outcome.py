@@ -8,15 +8,21 @@ Definitions beside those of :mod:`medha.workload.metrics`:
 - Slowdown is TTFT over the predicted TTFT of that prompt on the idle replica, in chunks of the medha scheduler.
 - A request waits until its first chunk is sent, and is active from then to its last token.
 - A stage has a bubble while it is without work and another stage of its group is not.
+
+:func:`write_trace` shows it as a Chrome trace (opens in ui.perfetto.dev).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +30,16 @@ from numpy.typing import NDArray
 
 from medha.cost.predictor import slowest_of
 from medha.cost.prefill_time import budgeted_chunk, chunk_rules
+from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
+from medha.timeline import BatchRecord, RankRecords, counter_event, name_event, slice_event, stage_events, write_events
 from medha.workload.metrics import Floats, Times, by_length, counted, percentile, serving_fields
 from medha.workload.trace import Trace
 
+logger = logging.getLogger("medha")
+
 PERCENTILES = (50, 90, 99)
+MAX_SEGMENTS = 200_000  # batches on a stage that a trace holds; those that come later are left out, with a warning
 DRAIN = 0.1  # see saturation_of
 _NUM_SAMPLES = 201
 _GAP_BINS_PER_DECADE = 100
@@ -248,3 +259,47 @@ def _mean_and_most(at_s: Floats, values: NDArray[Any], first_s: float, end_s: fl
         return {"mean": 0.0, "max": most}
     spans_s = np.diff(np.append(at_s, max(end_s, at_s[-1])))
     return {"mean": float((values * spans_s).sum() / (end_s - first_s)), "max": most}
+
+
+def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> None:
+    """Write the trace of a run in microseconds of virtual time; gzip when the name ends in ``.gz``.
+
+    Process 0 is the stages, a lane each, with arrows along which a batch goes on. Process 1 is the requests, a lane
+    each: waiting, prefill, decode; and what share of the KV blocks is in use.
+    """
+    if len(segments) > MAX_SEGMENTS:
+        logger.warning("%s has the first %s batches on a stage of %s", path, f"{MAX_SEGMENTS:,}", f"{len(segments):,}")
+    events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
+    events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
+    events += _request_events(outcome)
+    used = zip(outcome.usage_at_s, outcome.usage, strict=True)
+    points = (counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in used)
+    events += islice(points, MAX_SEGMENTS)
+    write_events(path, events)
+
+
+def _records(segments: Sequence[Segment]) -> list[RankRecords]:
+    """Batches on stages as the stages of a live engine have them."""
+    batches = defaultdict(list)
+    for one in segments:
+        record = BatchRecord(one.batch_id, one.num_tokens, one.start_s, one.end_s, True)
+        batches[one.group, one.stage].append(record)
+    return [
+        RankRecords(i, stage, 0, tuple(batches[group, stage]), group)
+        for i, (group, stage) in enumerate(sorted(batches))
+    ]
+
+
+def _request_events(outcome: Outcome) -> Iterator[dict[str, Any]]:
+    times, end_s = outcome.times, outcome.duration_s
+    end_s += float(times.arrival_s[0]) if len(times) else 0.0
+    columns = (times.arrival_s, times.first_scheduled_s, times.first_token_s, times.finish_s)
+    moments = np.stack(columns, axis=1).tolist()
+    for lane, (row, refused) in enumerate(zip(moments, times.is_refused.tolist(), strict=True)):
+        yield name_event("thread_name", 1, lane, str(outcome.trace.request_ids[lane]))
+        if refused:
+            continue
+        args = {"prompt tokens": int(times.prompt_tokens[lane]), "output tokens": int(times.num_tokens[lane])}
+        for name, start_s, to_s in zip(("waiting", "prefill", "decode"), row, row[1:], strict=False):
+            if start_s == start_s:  # it came so far
+                yield slice_event(name, 1, lane, start_s, to_s if to_s == to_s else end_s, args)

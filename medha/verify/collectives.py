@@ -18,14 +18,21 @@ from statistics import median
 import torch
 
 from medha.attention.interface import AttentionBackend
-from medha.attention.reference import dense_attention, largest_error, out_limit
 from medha.batch import Batch
 from medha.batch import Row as BatchRow
 from medha.parallel.kvp import Merge, Partial, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over
-from medha.verify.kernels import cut, name_of, random_qkv, shard_attention
+from medha.verify.kernels import (
+    cut,
+    dense_attention,
+    largest_error,
+    name_of,
+    out_limit,
+    random_qkv,
+    shard_attention,
+)
 from medha.verify.rows import Crew, Row, exact, held, not_run
 from medha.worker.shard import make_pipe
 

@@ -16,8 +16,8 @@ from medha.attention import torch_backend
 from medha.attention.cpu_backend import CpuBackend
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
-from medha.attention.reference import dense_attention, largest_error
 from medha.attention.torch_backend import TorchBackend
+from medha.verify.kernels import dense_attention, largest_error
 from medha.worker.shard import choose_backend
 from tests.attention.reference import assert_rows_close, visible
 from tests.cuda.kernels import make_api

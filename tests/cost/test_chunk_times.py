@@ -7,12 +7,12 @@ import pytest
 
 from examples.reproduce.baselines.tetris import BETWEEN_NODES, CELLS, table_times
 from medha.config import ParallelConfig
-from medha.cost.chunk_times import ChunkTimes, check_sizes, fit_chunk_times, fitted_times, ring_chunk_s
+from medha.cost.chunk_times import ChunkTimes, check_sizes, fit_chunk_times, fitted_times
 from medha.cost.hardware import LinkRates, load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
-from medha.sim.replica import find_model
+from medha.sim.replica import Replica, find_model
 
 SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
 
@@ -49,10 +49,10 @@ def predictor() -> Predictor:
 
 def test_the_ring_is_met_by_its_fit() -> None:
     one, layout = predictor(), ParallelConfig(kvp=16)
-    times = fitted_times(partial(ring_chunk_s, SPEC, MODEL, layout, one), (1, 2, 4, 8, 16), longest=190_000)
+    times = fitted_times(partial(Replica(SPEC, MODEL, layout).ring_chunk_s, one), (1, 2, 4, 8, 16), longest=190_000)
     for size in times.sizes:
         for history, n in ((0, 1024), (0, 16384), (16384, 4096), (65536, 4096), (65536, 65536), (0, 131072)):
-            ours = ring_chunk_s(SPEC, MODEL, layout, one, size=size, history=history, tokens=n)
+            ours = Replica(SPEC, MODEL, layout).ring_chunk_s(one, size=size, history=history, tokens=n)
             assert times.seconds(size, history, n) == pytest.approx(ours, rel=0.03), (size, history, n)
 
 
@@ -62,7 +62,7 @@ def test_the_ring_against_table_1() -> None:
     spec = replace(SPEC, node_send=BETWEEN_NODES)
     one, off = predictor(), []
     for (size, n), s in CELLS.items():
-        ours = ring_chunk_s(spec, MODEL, ParallelConfig(kvp=16), one, size=size, history=0, tokens=n)
+        ours = Replica(spec, MODEL, ParallelConfig(kvp=16)).ring_chunk_s(one, size=size, history=0, tokens=n)
         off.append(abs(ours / s - 1))
     assert sorted(off)[len(off) // 2] < 0.13 and sorted(off)[-4] < 0.16 and max(off) < 0.3
 
@@ -71,9 +71,11 @@ def test_what_shows_of_a_transfer_grows_with_a_slow_link() -> None:
     one, layout = predictor(), ParallelConfig(kvp=2)
     slow = replace(SPEC, send=LinkRates(1e-3, 1e9))
     ring = {"size": 2, "history": 0, "tokens": 4096}
-    exposed_s = ring_chunk_s(slow, MODEL, layout, one, **ring) - ring_chunk_s(SPEC, MODEL, layout, one, **ring)
+    exposed_s = Replica(slow, MODEL, layout).ring_chunk_s(one, **ring) - Replica(SPEC, MODEL, layout).ring_chunk_s(
+        one, **ring
+    )
     assert exposed_s > 32 * 1e-3
-    assert ring_chunk_s(SPEC, MODEL, layout, one, size=1, history=0, tokens=4096) == one.tick().with_chunk(
+    assert Replica(SPEC, MODEL, layout).ring_chunk_s(one, size=1, history=0, tokens=4096) == one.tick().with_chunk(
         4096, 0, samples=True
     )
 
@@ -84,7 +86,7 @@ def test_where_cores_that_compute_send_all_of_a_transfer_shows() -> None:
     ring = {"size": 2, "history": 16384, "tokens": 4096}
     alone_s = one.tick().with_chunk(2048, 16384 + 1024, samples=True)
     sent_s = 1e-3 + (16384 + 4096) / 2 * 2 * 8 * 128 * 2 / 1e9
-    assert ring_chunk_s(plain, MODEL, layout, one, **ring) - alone_s == pytest.approx(32 * (2e-3 + sent_s))
+    assert Replica(plain, MODEL, layout).ring_chunk_s(one, **ring) - alone_s == pytest.approx(32 * (2e-3 + sent_s))
 
 
 @pytest.mark.parametrize("sizes", [(), (3,), (2, 1), (1, 1), (0,), (1, 2, 6)])

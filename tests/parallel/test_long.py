@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from medha.attention.interface import LayerShape
-from medha.attention.reference import largest_error
 from medha.batch import Batch, Extent, Row, Shared
 from medha.config import ParallelConfig, RopeConfig
 from medha.models.layers import cos_sin, inverse_frequencies, rotate
 from medha.parallel.kvp import Merge
 from medha.parallel.mesh import make_merge_group
 from medha.parallel.spp import Digests
+from medha.verify.kernels import largest_error
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.shard import choose_backend

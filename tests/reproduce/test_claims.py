@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from examples.reproduce.claims import BASES, KINDS, Claim, load_claims
-from examples.reproduce.registry import FIGURES, SMALL, find_figures
-from examples.reproduce.report import Row, _counts, run_figure, save
+from examples.reproduce.report import FIGURES, SMALL, Row, _counts, find_figures, run_figure, save
 from examples.reproduce.result import VERDICTS, Options, ratio, verdict
 from medha.errors import ConfigError
 from tests.reproduce import PLAYED

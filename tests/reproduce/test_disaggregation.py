@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from examples.reproduce.baselines.disaggregation import largest_prefill, stage_memories
-from examples.reproduce.figures.disaggregation import LAYOUTS, spare_factor
-from examples.reproduce.registry import FIGURES
+from examples.reproduce.figures.disaggregation import LAYOUTS, largest_prefill, spare_factor, stage_memories
+from examples.reproduce.report import FIGURES
 from examples.reproduce.result import Options
 from examples.reproduce.timing import MODELS, M, a100
 from medha.config import ParallelConfig

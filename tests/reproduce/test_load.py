@@ -8,12 +8,10 @@ import pytest
 
 from examples.reproduce.figures.capacity import Capacity, capacity, stretches_s, sustains
 from examples.reproduce.figures.fragmentation import active, demands, swing
-from examples.reproduce.flops import kv_bytes, prefill_flops
-from examples.reproduce.load import MIX, SHORT, Load, System, ratio_says, serve
+from examples.reproduce.load import LONG_TOKENS, MIX, SHORT, Bounded, Load, Served, System, curve, ratio_says, serve
 from examples.reproduce.result import Options
-from examples.reproduce.served import LONG_TOKENS, Bounded, Served, curve
 from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_2048, WHOLE
-from examples.reproduce.timing import MODELS
+from examples.reproduce.timing import MODELS, kv_bytes, prefill_flops
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 

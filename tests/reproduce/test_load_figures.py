@@ -12,11 +12,9 @@ import pytest
 from examples.reproduce import load
 from examples.reproduce.claims import load_claims
 from examples.reproduce.figures import capacity, layouts
-from examples.reproduce.load import Load, System
-from examples.reproduce.registry import FIGURES
-from examples.reproduce.report import run_figure, save
+from examples.reproduce.load import LONG_TOKENS, Load, Served, System
+from examples.reproduce.report import FIGURES, run_figure, save
 from examples.reproduce.result import Options
-from examples.reproduce.served import LONG_TOKENS, Served
 from examples.reproduce.systems import LOONGSERVE, MEDHA
 from medha.sim.outcome import Gaps
 from tests.reproduce import PLAYED

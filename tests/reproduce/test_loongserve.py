@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_manager import Manager
 from examples.reproduce.baselines.loongserve_plan import MAX_PREFILL_S, Pending, Situation, fill, plan_batches, select
 from examples.reproduce.baselines.loongserve_pool import Group, Prefill
-from examples.reproduce.served import Served
+from examples.reproduce.load import Served
 from examples.reproduce.timing import MODELS, a100
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.errors import ConfigError
@@ -27,17 +27,11 @@ from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
 MODEL = MODELS["Llama-3 8B"]
-TIGHT = 0.13
-"""A share of the memory that leaves little beside the weights: an instance holds some ten thousand tokens."""
 
 
 @cache
 def costs(utilization: float = 0.9, num_instances: int = 8) -> EspCosts:
     return EspCosts(a100(), MODEL, num_instances=num_instances, tp=2, utilization=utilization)
-
-
-def system(**changes: Any) -> LoongServe:
-    return LoongServe(**changes)
 
 
 def load(num_requests: int, *, qps: float, long_share: float = 0.0, seed: int = 0, longest: int = 1 << 20) -> Trace:
@@ -99,13 +93,6 @@ def played(system: LoongServe, trace: Trace) -> tuple[Served, list[Occupied]]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Costs
-
-
-@pytest.mark.parametrize("degree", range(1, 9))
-def test_prefill_of_one_is_a_striped_ring(degree: int) -> None:
-    for tokens in (100, 5000, 40_000, 1_000_000):
-        ring = prefill_s(ContextParallel(a100(), MODEL, cp=degree, tp=2), tokens)
-        assert costs().prefill_s([tokens], degree) == pytest.approx(ring, rel=1e-9)
 
 
 def test_fit_within_a_node() -> None:
@@ -210,7 +197,7 @@ def test_fill_takes_what_ends_in_time() -> None:
 def test_one_alone(prompt: int) -> None:
     """The prefill of the degree that the manager thinks best, then steps on as few instances as hold it."""
     output = 50
-    served, log = played(system(), trace_of((2.0, prompt, output)))
+    served, log = played(LoongServe(), trace_of((2.0, prompt, output)))
     degree = min(range(1, 9), key=lambda d: costs().estimate_s(d, prompt, prompt**2))
     ring = prefill_s(ContextParallel(a100(), MODEL, cp=degree, tp=2), prompt)
     assert served.ttft_s[0] == pytest.approx(ring, rel=1e-9)
@@ -229,12 +216,6 @@ def test_one_alone(prompt: int) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What every play keeps
-
-PLAYS = {
-    "mixed": (system(), load(250, qps=0.5, long_share=0.1)),
-    "tight": (system(utilization=TIGHT), load(300, qps=6.0, long_share=0.1, longest=60_000)),
-    "burst": (system(num_instances=4), load(600, qps=1e4)),
-}
 
 
 def holds(system: LoongServe, served: Served, log: Sequence[Occupied]) -> None:
@@ -264,16 +245,6 @@ def holds(system: LoongServe, served: Served, log: Sequence[Occupied]) -> None:
         assert end_s - start_s == pytest.approx(seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", PLAYS)
-def test_what_every_play_keeps(name: str) -> None:
-    served, log = played(*PLAYS[name])
-    assert served.is_finished.all() and len({entry.instance for entry in log}) == PLAYS[name][0].num_instances
-    holds(PLAYS[name][0], served, log)
-    if name == "tight":
-        fullest = max(entry.cached_tokens + entry.activation_tokens for entry in log)
-        assert fullest > 0.9 * costs(TIGHT).pool_tokens
-
-
 @pytest.mark.parametrize("seed", range(24))
 def test_any_small_system(seed: int) -> None:
     """All of the above for systems and loads drawn at random, with hardly any memory."""
@@ -298,9 +269,9 @@ def test_any_small_system(seed: int) -> None:
 
 
 def test_a_stopped_play_is_the_beginning() -> None:
-    whole = PLAYS["mixed"][0].play(PLAYS["mixed"][1])
+    whole = LoongServe().play(load(250, qps=0.5, long_share=0.1))
     stop_s = float(np.median(whole.finish_s))
-    part = PLAYS["mixed"][0].play(whole.trace, stop_s=stop_s)
+    part = LoongServe().play(whole.trace, stop_s=stop_s)
     assert part.end_s == stop_s
     for times, known in ((part.first_token_s, whole.first_token_s), (part.finish_s, whole.finish_s)):
         assert np.array_equal(times, np.where(known <= stop_s, known, np.nan), equal_nan=True)
@@ -313,21 +284,21 @@ def test_a_stopped_play_is_the_beginning() -> None:
 
 def test_short_requests_wait_for_a_long_prefill() -> None:
     """The convoy of v5 section 2: who comes while a long prefill holds all instances waits for its end."""
-    served = system().play(trace_of((0.0, 1_000_000, 10), (1.0, 1000, 10)))
+    served = LoongServe().play(trace_of((0.0, 1_000_000, 10), (1.0, 1000, 10)))
     assert served.first_token_s[1] > served.first_token_s[0] > 60.0
 
 
 def test_an_idle_instance_prefills_what_ends_before_the_long_prefill() -> None:
     """The first keeps its instance out of the long prefill, and leaves it; 200K tokens would take it too long."""
     trace = trace_of((0.0, 100, 200), (0.5, 500_000, 2), (4.0, 200_000, 2), (5.0, 1000, 2))
-    served, log = played(system(), trace)
+    served, log = played(LoongServe(), trace)
     first, long, middle, short = served.first_token_s
     assert first < served.finish_s[0] < 4.0 < 5.0 < short < long < middle
     assert len({entry.instance for entry in log if entry.kind == "prefill" and entry.rows == (1,)}) == 7
 
 
 def test_groups_decode_ten_steps_between_prefills() -> None:
-    served, log = played(system(), trace_of((0.0, 1000, 100), (1e-3, 1000, 2)))
+    served, log = played(LoongServe(), trace_of((0.0, 1000, 100), (1e-3, 1000, 2)))
     start_s = min(entry.start_s for entry in log if entry.kind == "prefill" and 1 in entry.rows)
     step_s = costs().step_s(1, 1010, 1010, num_instances=1, rows=1)
     assert start_s == pytest.approx(served.first_token_s[0] + 10 * step_s, abs=0.5 * step_s)
@@ -336,12 +307,12 @@ def test_groups_decode_ten_steps_between_prefills() -> None:
 def test_the_reserved_pool_isolates() -> None:
     trace = load(200, qps=0.5, long_share=0.1)
     is_short = trace.prompt_tokens < 8192
-    served, log = played(system(reserved=2), trace)
+    served, log = played(LoongServe(reserved=2), trace)
     assert {row for entry in log if entry.instance < 2 for row in entry.rows} == set(np.flatnonzero(is_short).tolist())
     columns = (trace.arrival_s, trace.prompt_tokens, trace.output_tokens)
-    alone = system(num_instances=2).play(Trace(*(column[is_short] for column in columns)))
+    alone = LoongServe(num_instances=2).play(Trace(*(column[is_short] for column in columns)))
     assert np.array_equal(served.finish_s[is_short], alone.finish_s)
-    shared = system().play(trace)
+    shared = LoongServe().play(trace)
     assert np.quantile(served.ttft_s[is_short], 0.9) < np.quantile(shared.ttft_s[is_short], 0.9)
     assert served.ttft_s[~is_short].mean() > shared.ttft_s[~is_short].mean()
 
@@ -360,7 +331,7 @@ def test_it_serves_its_own_papers_load_better_than_chunked_prefill() -> None:
     chunked = SchedulerConfig(scheduler="sarathi", chunk_size=2048, max_batch_tokens=2048)
     replica = Replica(a100(), llama_2, ParallelConfig(tp=8), chunked, max_model_len=500_000)
     theirs = Served.of(Simulation(*replica.build(), trace).run())
-    ours = system(model=llama_2, num_instances=4).play(trace)
+    ours = LoongServe(model=llama_2, num_instances=4).play(trace)
     ours_s, theirs_s = (
         ((one.finish_s - trace.arrival_s) / (trace.prompt_tokens + trace.output_tokens)).mean()
         for one in (ours, theirs)
@@ -370,4 +341,4 @@ def test_it_serves_its_own_papers_load_better_than_chunked_prefill() -> None:
 
 def test_a_model_that_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="does not fit"):
-        system(utilization=0.05).play(trace_of((0.0, 1, 1)))
+        LoongServe(utilization=0.05).play(trace_of((0.0, 1, 1)))

@@ -8,8 +8,7 @@ import pytest
 
 from examples.reproduce.__main__ import app
 from examples.reproduce.claims import load_claims
-from examples.reproduce.registry import FIGURES
-from examples.reproduce.report import report, run_figure, write_all
+from examples.reproduce.report import FIGURES, report, run_figure, write_all
 from examples.reproduce.result import FigureResult, FigureSpec, Options
 from medha.cli.command import run_app
 

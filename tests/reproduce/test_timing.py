@@ -6,23 +6,21 @@ import pytest
 from examples.reproduce.figures.adaptive import adaptive
 from examples.reproduce.figures.example import POLICIES, play
 from examples.reproduce.figures.requirements import gpus_needed, most_tokens_by_compute
-from examples.reproduce.flops import (
-    attention_flops,
-    chunk_intensity,
-    kv_bytes,
-    linear_parameters,
-    prefill_flops,
-    weight_bytes,
-)
 from examples.reproduce.timing import (
     MODELS,
+    attention_flops,
+    chunk_intensity,
     chunk_seconds,
     decode_s,
     fits,
     h100,
+    kv_bytes,
+    linear_parameters,
     pipeline_ends,
+    prefill_flops,
     simulate,
     stage_predictors,
+    weight_bytes,
 )
 from medha.config import ParallelConfig
 from medha.cost.predictor import Work

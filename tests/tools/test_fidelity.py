@@ -19,10 +19,9 @@ from medha.errors import ConfigError
 from tests.bench.shapes import TINY
 from tests.tools import write
 from tools.command import run_tool
-from tools.fidelity import fidelity, fidelity_command
+from tools.fidelity import fidelity, fidelity_command, read_run
 from tools.kernels import fit_kernels, read_kernels
 from tools.live_fidelity import LIVE_LLAMA, LiveOptions, figures_of, live_fidelity, make_mix, simulate, spread
-from tools.vllm_run import read_run
 
 LAYERS = 32
 HOST_S = 1e-3

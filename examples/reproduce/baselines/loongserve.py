@@ -29,7 +29,7 @@ import numpy as np
 
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_manager import Manager
-from examples.reproduce.served import Served
+from examples.reproduce.load import Served
 from examples.reproduce.timing import MODELS, a100
 from medha.config import ModelConfig
 from medha.sim.outcome import Gaps

@@ -17,16 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from examples.reproduce.baselines.context_parallel import ContextParallel, link_of, prefill_s
 from medha.config import ModelConfig, ParallelConfig
+from medha.cost.chunk_times import relative_fit
 from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Decodes, Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens
-
-Floats = NDArray[np.float64]
 
 _DECODE_ROWS = 1024
 _LENGTHS = tuple(2**k for k in range(8, 21))
@@ -132,15 +130,9 @@ class EspCosts:
         return int(self.pool_tokens - activations * self.activation_tokens) - used
 
     def _fitted(self, degree: int) -> list[float]:
-        """Least squares of the relative error; a coefficient that would be negative is 0 and the others fitted anew."""
+        """Least squares of the relative error, no coefficient below 0."""
         batches = [[n] * b for n in _LENGTHS for b in _BATCHES if n * b <= _LONGEST_BATCH]
         seconds = np.array([self.prefill_s(batch, degree) for batch in batches])
-        terms = np.array([[1.0, sum(batch), sum(n * n for n in batch)] for batch in batches]) / seconds[:, None]
-        kept = [0, 1, 2]
-        while True:
-            found = np.zeros(3)
-            scale = np.abs(terms[:, kept]).max(axis=0)
-            found[kept] = np.linalg.lstsq(terms[:, kept] / scale, np.ones(len(seconds)))[0] / scale
-            if (found >= 0).all():
-                return [float(value) for value in found]
-            kept = [term for term in kept if found[term] > 0]
+        terms = np.array([(1.0, sum(batch), sum(n * n for n in batch)) for batch in batches])
+        found: list[float] = relative_fit(list(terms.T), seconds).tolist()
+        return found

@@ -1,1 +1,1 @@
-"""What answers the claims: one function a figure, see :mod:`examples.reproduce.registry`."""
+"""What answers the claims: one function a figure, see :mod:`examples.reproduce.report`."""

@@ -18,10 +18,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, ratio_says, run_of, runs_of, window_s
+from examples.reproduce.load import (
+    MIX,
+    RATES_QPS,
+    SHORT,
+    Bounded,
+    Floats,
+    Served,
+    System,
+    ratio_says,
+    run_of,
+    runs_of,
+    window_s,
+)
 from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.served import Bounded, Floats, Served
 from examples.reproduce.systems import LOONGSERVE, MEDHA, SARATHI_512, SARATHI_2048, WHOLE
 
 BASELINES: tuple[System, ...] = (LOONGSERVE, SARATHI_512, SARATHI_2048, WHOLE)

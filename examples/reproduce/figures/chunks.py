@@ -10,10 +10,18 @@ from itertools import pairwise
 import numpy as np
 
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
-from examples.reproduce.flops import chunk_intensity
 from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import MODELS, M, a100, chunk_seconds, h100, pipeline_ends, stage_predictors
+from examples.reproduce.timing import (
+    MODELS,
+    M,
+    a100,
+    chunk_intensity,
+    chunk_seconds,
+    h100,
+    pipeline_ends,
+    stage_predictors,
+)
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor, Work

@@ -10,10 +10,9 @@ import math
 
 import numpy as np
 
-from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, ratio_says, run_of
+from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, curve, quantile_s, ratio_says, run_of
 from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel, shares_below
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.served import curve, quantile_s
 from examples.reproduce.systems import LOONGSERVE, MEDHA, MEDHA_TOKEN, SARATHI_512, SARATHI_2048, fixed_batch_s
 
 SYSTEMS: tuple[System, ...] = (MEDHA, LOONGSERVE, SARATHI_512, SARATHI_2048)

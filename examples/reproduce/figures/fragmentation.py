@@ -12,13 +12,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from examples.reproduce.flops import kv_bytes, linear_parameters, prefill_flops
-from examples.reproduce.load import MIX, run_of, window_s
+from examples.reproduce.load import MIX, Floats, Served, run_of, window_s
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.served import Floats, Served
 from examples.reproduce.systems import LOONGSERVE, MEDHA
-from examples.reproduce.timing import MODELS
+from examples.reproduce.timing import MODELS, kv_bytes, linear_parameters, prefill_flops
 
 _MODEL = MODELS["Llama-3 8B"]
 _QPS, _BIN_S = 0.75, 10.0

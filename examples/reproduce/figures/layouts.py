@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from examples.reproduce.load import MIX_2M, RATES_QPS, Load, serve
+from examples.reproduce.load import MIX_2M, RATES_QPS, Bounded, Load, Served, quantile_s, serve
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.served import Bounded, Served, quantile_s
 from examples.reproduce.systems import MEDHA, Engine
 from medha.config import ParallelConfig
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from examples.reproduce.load import MIX, RATES_QPS, System, runs_of
+from examples.reproduce.load import MIX, RATES_QPS, Bounded, Served, System, quantile_s, runs_of
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.served import Bounded, Served, quantile_s
 from examples.reproduce.systems import LOONGSERVE, LOONGSERVE_RESERVED, MEDHA
 
 SYSTEMS: tuple[System, ...] = (MEDHA, LOONGSERVE, LOONGSERVE_RESERVED)

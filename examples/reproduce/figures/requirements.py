@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from examples.reproduce.flops import attention_flops, kv_bytes, linear_parameters, prefill_flops, weight_bytes
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import MODELS, h100
+from examples.reproduce.timing import (
+    MODELS,
+    attention_flops,
+    h100,
+    kv_bytes,
+    linear_parameters,
+    prefill_flops,
+    weight_bytes,
+)
 from medha.config import ModelConfig
 
 MILLION = 1e6

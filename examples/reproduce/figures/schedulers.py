@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from examples.reproduce.load import MIX, RATES_QPS, run_of, window_s
+from examples.reproduce.load import MIX, RATES_QPS, Bounded, Served, curve, run_of, window_s
 from examples.reproduce.plotting import Panel, shares_below
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.served import Bounded, Served, curve
 from examples.reproduce.systems import EDF, FCFS, LARS, LRS, MEDHA, fixed_batch_s
 
 SYSTEMS = (FCFS, EDF, LRS, LARS, MEDHA)

@@ -7,10 +7,20 @@ from itertools import pairwise
 import numpy as np
 
 from examples.reproduce.figures.stages import STAGES, layout
-from examples.reproduce.flops import kv_bytes, prefill_flops, weight_bytes
 from examples.reproduce.plotting import Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import MODELS, M, decode_s, fits, h100, simulate, stage_predictors
+from examples.reproduce.timing import (
+    MODELS,
+    M,
+    decode_s,
+    fits,
+    h100,
+    kv_bytes,
+    prefill_flops,
+    simulate,
+    stage_predictors,
+    weight_bytes,
+)
 from medha.config import ModelConfig, ParallelConfig
 
 _GROUPS = (1, 2, 4)

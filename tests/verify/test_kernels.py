@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from medha.attention.reference import dense_attention, largest_error, lse_limit, out_limit
+from medha.verify.kernels import dense_attention, largest_error, lse_limit, out_limit
 from tests.attention.reference import masked_attention
 
 
