@@ -12,7 +12,7 @@ import medha.worker.runner
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
-from medha.cpu.library import lacks
+from medha.cpu.library import lacks_products, library
 from medha.engine.build import build_role
 from medha.engine.engine import Engine
 from medha.engine.explain import Explainer
@@ -47,7 +47,8 @@ def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder
         check_tensors(checkpoint, config)
         model = build_decoder(config, dtype=dtype, device=CPU)
         load_parameters(dict(model.named_parameters()), checkpoint)
-    model.pack_(fused=None if lacks(dtype) else OWN_KERNELS)
+    own = OWN_KERNELS._replace(packed_linear=None) if lacks_products(dtype) else OWN_KERNELS
+    model.pack_(fused=own if library()[0] else None)
     return model
 
 

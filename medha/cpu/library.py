@@ -25,17 +25,20 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 _BUILD_S = 120.0
 
 
-def has_16_bit_products() -> bool:
-    """Whether this CPU multiplies matrices of 16 bits itself, which torch's libraries use and our kernels do not."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+def lacks_tiles(dtype: torch.dtype) -> str | None:
+    """In words that this CPU has tiles (AMX) for a dtype, which torch's libraries use and our kernels do not; else
+    None."""
+    has_tiles = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} as fast as torch's on a CPU with AMX" if dtype in has_tiles and has_tiles[dtype]() else None
 
 
-def lacks(dtype: torch.dtype) -> str | None:
-    """What our kernels lack to serve a dtype, in words: what builds them, or that they are the fastest; None where
-    nothing."""
-    if dtype.itemsize == 2 and has_16_bit_products():
-        return f"{str(dtype).removeprefix('torch.')} as fast as torch's on a CPU with products of 16 bits"
-    return library()[1]
+def lacks_products(dtype: torch.dtype) -> str | None:
+    """In words that this CPU multiplies matrices of a dtype itself, which torch's libraries use and our kernels do not;
+    else None."""
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+        return "bfloat16 as fast as torch's on a CPU that multiplies it itself"
+    return lacks_tiles(dtype)
 
 
 @cache

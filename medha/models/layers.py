@@ -55,7 +55,7 @@ class FusedKernels(NamedTuple):
 
 
 OWN_KERNELS = FusedKernels(cpu.rmsnorm, cpu.fused_add_rmsnorm, None, cpu.apply_rope, cpu.packed_linear)
-"""Of the CPU, where :func:`medha.cpu.library.lacks` nothing."""
+"""Of the CPU, where :func:`medha.cpu.library.library` is; without the products that torch has faster."""
 
 
 class RMSNorm(nn.Module):

@@ -21,7 +21,7 @@ import torch
 from medha.attention.flashinfer_backend import FlashInferBackend, wrong_with
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.config import ATTENTION_BACKENDS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from medha.cpu.library import lacks
+from medha.cpu.library import lacks_products, library
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.layers import OWN_KERNELS, FusedKernels, TensorShard, local_part
@@ -176,9 +176,12 @@ def _fused_kernels(
     """FlashInfer's, where it serves attention on CUDA: both have the same dtypes; our own on the CPU. None where a rank
     has none; every rank calls it."""
     if device.type == "cpu":
-        if lacking := agreed(ranks, "kernels of the CPU", lacks(dtype)):
-            logger.info("products, norms and RoPE by torch: the CPU's own lack %s", lacking)
-        return None if lacking else OWN_KERNELS
+        if missing := agreed(ranks, "kernels of the CPU", library()[1]):
+            logger.info("products, norms and RoPE by torch: the CPU's own need %s", missing)
+            return None
+        if lacking := agreed(ranks, "products of the CPU", lacks_products(dtype)):
+            logger.info("products by torch: the CPU's own lack %s", lacking)
+        return OWN_KERNELS._replace(packed_linear=None) if lacking else OWN_KERNELS
     if not isinstance(backend, FlashInferBackend):
         return None
     api = backend.api
