@@ -159,7 +159,7 @@ class DrivingRunner:
         reports: dict[int, Future[StepResult]] = {}
         for group in concerned:
             if self.ranks.sampler_rank(group) != 0:
-                reports[group] = self._awaited[group].submit(self._reports.post(parts[group], group).result)
+                reports[group] = self._awaited[group].submit(self._reports.post(parts[group], group))
         if 0 in reports:
             self._tokens.take_from(reports[0], parts[0])
         futures: list[Future[Any]] = [*reports.values()]

@@ -27,7 +27,7 @@ from medha.params import SamplingParams
 from medha.timeline import RankRecords, decode_records, encode_records
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled, SlotSampling
-from medha.worker.step import PendingStep, StepResult, sampling_rows
+from medha.worker.step import StepResult, sampling_rows
 from medha.worker.step_input import StepInput
 
 _ROW_SIZE = 2  # token, finite
@@ -129,13 +129,13 @@ class ReportLine:
         self._runner = runner
         self._sends = Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
 
-    def post(self, batch: Batch, group: int) -> PendingStep:
-        """Post the receive of one group's report of its part of a batch, on rank 0."""
+    def post(self, batch: Batch, group: int) -> Callable[[], StepResult]:
+        """Post the receive of one group's report of its part of a batch, on rank 0; returns what waits for it."""
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
         report = post_receive(buffer, self._ranks.sampler_rank(group), self._ranks.report_group, _REPORTS_TAG)
-        return PendingStep(lambda: decode_report(report(), rows, slots))
+        return lambda: decode_report(report(), rows, slots)
 
     def send(self, result: StepResult) -> None:
         """Send what was sampled to rank 0, on another rank."""
