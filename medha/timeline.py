@@ -51,7 +51,7 @@ class BatchRecord(NamedTuple):
     control_ready: bool  # the batch had arrived and was prepared when the batch before had run
     control_wait_s: float = 0.0
     hidden_wait_s: float = 0.0
-    report_wait_s: float = 0.0  # waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline
+    report_wait_s: float = 0.0  # waited for sampled tokens that it embeds
     send_wait_s: float = 0.0  # waited for a free buffer to send the hidden states of the batch before
     merge_wait_s: float = 0.0
     shift_wait_s: float = 0.0

@@ -11,10 +11,11 @@ before its token is known. A rank reports also a batch after which it draws no t
 depth are between the first stage and the last. A group without rows in a batch changes its block tables, moves what it
 swaps, and does nothing else. No outputs travel: followers return nothing.
 
-With *lanes* batches that share no group complete independently. A batch goes to the groups with rows in it alone; the
-others are told with their next one whose blocks and sampling state it frees. Rank 0's own part runs in a thread, as
-another rank's does in its main one, and a thread for each group waits for that group's reports, in order: a receive
-from any source would not notice that a sender has died. What is prefilled so decodes elsewhere: no token travels.
+Rank 0's own part runs in a thread, as another rank's does in its main one, so that rank 0 schedules while it computes;
+a thread for each group waits for that group's reports, in order: a receive from any source would not notice that a
+sender has died. With *lanes* batches that share no group complete independently. A batch goes to the groups with rows
+in it alone; the others are told with their next one whose blocks and sampling state it frees. What is prefilled so
+decodes elsewhere: no token travels.
 
 The file is longer than most because the two ends of each message are read beside each other.
 """
@@ -27,13 +28,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from medha.batch import Batch
 from medha.engine.wire import (
@@ -52,7 +53,7 @@ from medha.parallel.mesh import Ranks, leave
 from medha.params import SamplingParams
 from medha.timeline import RankRecords, Timeline
 from medha.worker.runner import Runner
-from medha.worker.step import InOrder, Lane, PendingStep, StepResult, sampling_rows
+from medha.worker.step import Lane, PendingStep, StepResult, sampling_rows
 from medha.worker.step_input import StepInput
 from medha.worker.transfer import TransferLine
 
@@ -91,20 +92,18 @@ class DrivingRunner:
         self._sender = sender
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner, decodes=not lanes)
-        self._steps = InOrder(self._run_own, at_once=False)
         self.news = threading.Event() if lanes else None
         self.timeline: Timeline | None = None
-        self._lanes: list[Lane] = []  # the first runs this rank's part of batches, the others wait for each group
-        if lanes:
-            idle = partial(runner.recorder.waiting, "control")
-            self._lanes = [Lane("medha-own", idle), *(Lane("medha-reports") for _ in range(ranks.config.num_groups))]
-            for lane in self._lanes:
-                weakref.finalize(self, lane.close)
-        # The others answer a call once they have run the batches before it, and for that need this rank.
-        sender.before_calls = lambda: self._steps.run_while(lambda step: True)
+        self._own = Lane("medha-own", partial(runner.recorder.waiting, "control"))  # runs this rank's part of batches
+        if runner.device.type == "cuda":
+            self._own.submit(partial(torch.cuda.set_device, runner.device))
+        self._awaited = [Lane("medha-reports") for _ in range(ranks.config.num_groups)]  # each waits for a group
+        self._ends = [weakref.finalize(self, lane.close) for lane in (self._own, *self._awaited)]
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
         self._num_in_pipeline = 0
         self._is_interrupted = False
+        self._awaits = lanes  # whether the main thread waits for the others; with lanes it does where nothing is to do
+        ranks.monitor.computing, ranks.monitor.waits_for = self._own.thread, self._waits_for
         self._groups = groups = range(ranks.config.num_groups)
         self._late = [_Late() for _ in groups]
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
@@ -157,15 +156,24 @@ class DrivingRunner:
                 message = Message("batch", fields, whole, np.frombuffer(data, np.int32))
                 self._sender.send(message, only=its_ranks)
         concerned = [group for group in sorted(parts) if parts[group].rows]
-        posted = {g: self._reports.post(parts[g], g) for g in concerned if self.ranks.sampler_rank(g) != 0}
-        if 0 in posted:
-            self._tokens.take_from(posted[0], parts[0])
-        step = self._runner.prepare(parts[0], own_ids) if 0 in parts else None
-        if self.news is not None:
-            return self._in_lanes(batch, step, posted)
-        assert step is not None, "every group is told of every batch"
-        reports = [report.result for report in posted.values()]
-        return PendingStep(partial(self._completed, batch, self._steps.add(step), reports))
+        reports: dict[int, Future[StepResult]] = {}
+        for group in concerned:
+            if self.ranks.sampler_rank(group) != 0:
+                reports[group] = self._awaited[group].submit(self._reports.post(parts[group], group))
+        if 0 in reports:
+            self._tokens.take_from(reports[0], parts[0])
+        futures: list[Future[Any]] = [*reports.values()]
+        if 0 in parts:
+            step = self._runner.prepare(parts[0], own_ids)
+            futures.insert(0, self._own.submit(partial(self._run_own, step)))
+        pending = PendingStep(partial(self._completed, batch, futures))
+        if self.news is None:
+            return pending
+        wake = self.news.set
+        for future in futures:
+            future.add_done_callback(lambda _: wake())
+        monitor = self.ranks.monitor
+        return pending._replace(is_done=lambda: monitor.has_failure or all(future.done() for future in futures))
 
     def _told(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Any], list[int]]]:
         """The batch as groups get it, with what was freed since their last one; what else they are told, which slots
@@ -181,20 +189,6 @@ class DrivingRunner:
             whole = batch if frees == batch.frees else replace(batch, frees=frees)
             yield whole, {"close": closed} if closed else {}, its_groups
 
-    def _in_lanes(self, batch: Batch, step: StepInput | None, posted: dict[int, PendingStep]) -> PendingStep:
-        """Run this rank's part in its thread, and wait for each report in that of its group."""
-        assert self.news is not None, "there are lanes"
-        own, *lanes = self._lanes
-        mine = [] if step is None else [own.submit(partial(self._tokens.run, step, "control"))]
-        reports = [lanes[group].submit(report.result) for group, report in posted.items()]
-        futures: list[Future[Any]] = [*mine, *reports]
-        for future in futures:
-            future.add_done_callback(partial(_tell, self.news))
-        monitor = self.ranks.monitor
-        is_done = lambda: monitor.has_failure or all(future.done() for future in futures)  # noqa: E731
-        own_result = mine[0].result if mine else lambda: None
-        return PendingStep(partial(self._completed, batch, own_result, [one.result for one in reports]), is_done)
-
     def hand_over(self, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
         """Begin to hand a request over to a decode instance, with the last token drawn of it; what is returned is done
         when the instance has all.
@@ -204,8 +198,9 @@ class DrivingRunner:
             held, batch: as of :meth:`medha.worker.transfer.TransferLine.begin`.
         """
         assert self._transfers is not None and self.news is not None, "there are decode instances"
+        wake = self.news.set
         receipt = self._transfers.receipt(batch)
-        receipt.add_done_callback(partial(_tell, self.news))
+        receipt.add_done_callback(lambda _: wake())
         ranks = self.ranks.of_groups([*(group for group, _ in held), batch.shared[0].group])
         with failures_named(self.ranks.monitor, batch):
             message = Message("handover", {"token": token, "held": held}, batch)
@@ -214,10 +209,16 @@ class DrivingRunner:
             self._transfers.begin(held, batch)
         return receipt
 
-    def _run_own(self, step: StepInput) -> Callable[[], StepResult | None]:
-        result = self._tokens.run(step, "report")
-        self._runner.recorder.control_ready = self._steps.num_waiting > 0
-        return lambda: result
+    def _waits_for(self) -> str | None:
+        """What of other ranks this one waits for; where its part of batches has run and the next is being decided, for
+        nothing."""
+        what = self._runner.recorder.waits_for
+        return what if self._awaits or what != "control" else None
+
+    def _run_own(self, step: StepInput) -> StepResult | None:
+        result = self._tokens.run(step)
+        self._runner.recorder.control_ready = self._own.num_waiting > 0
+        return result
 
     def _opened(self, part: Batch, group: int) -> tuple[list[dict[str, Any]], npt.NDArray[np.int32]]:
         """What a group's sampling rank is to know of the requests that it samples for the first time, or again after
@@ -233,24 +234,15 @@ class DrivingRunner:
                     ids.append(its_ids)
         return opened, np.concatenate(ids)
 
-    def _completed(
-        self, batch: Batch, own: Callable[[], StepResult | None], reports: list[Callable[[], StepResult]]
-    ) -> StepResult:
+    def _completed(self, batch: Batch, futures: Sequence[Future[StepResult | None]]) -> StepResult:
         """Wait for a batch, with lanes one that is done, else the oldest in the pipeline: for what rank 0 itself
         sampled, and the reports of the groups that it concerns; raises as :meth:`submit`."""
         with failures_named(self.ranks.monitor, batch):
             if self.news is not None and self.ranks.monitor.has_failure:  # what it waits for may never come
                 raise RankFailedError(self.ranks.monitor.first_error() or "a rank has failed")
-            mine = own()
-            # The next stage is not to run dry while the last one draws. With more in flight than stages it does not:
-            # what waits is run when the batch behind it is there too, which is made as soon as this one is complete.
-            if 1 < self.ranks.config.spp >= self._num_in_pipeline:
-                self._steps.run_while(self._tokens.has)
-            # with lanes the recorder is that of the thread which runs this rank's part
-            with self._runner.recorder.waiting("report") if self.news is None else nullcontext():
-                results = [report() for report in reports]
-        if mine is not None:
-            results.insert(0, mine)
+            self._awaits = True
+            results = [result for future in futures if (result := future.result()) is not None]
+            self._awaits = self.news is not None
         rows = tuple(row for result in results for row in result.rows)
         sampled = [token for result in results for token in result.sampled]
         whole = StepResult(rows, sampled, max(result.busy_s for result in results))
@@ -264,12 +256,11 @@ class DrivingRunner:
 
         After a failure the other ranks cannot be asked, and only rank 0's own records are returned.
         """
-        own = self._reports.own_records
-        records = [self._lanes[0].submit(own).result() if self._lanes else own()]
         if self._is_interrupted or self.ranks.monitor.has_failure:
             logger.warning("the run has failed: what the other ranks ran is not known")
-            return records
+            return [self._reports.own_records()]
         with failures_named(self.ranks.monitor):
+            records = [self._own.submit(self._reports.own_records).result()]
             self._sender.send(Message("records"))
             return records + [self._reports.receive_records(rank) for rank in range(1, self.ranks.config.world_size)]
 
@@ -296,6 +287,9 @@ class DrivingRunner:
         with failures_named(self.ranks.monitor, activity="shutdown"):
             if self.timeline is not None:
                 self.timeline.close()
+            self._own.submit(lambda: None).result()  # what runs still
+            for end in self._ends:
+                end()
             self._sender.send(Message("stop"))
             self._sender.drain()
             if self._transfers is not None:
@@ -342,7 +336,7 @@ class Follower:
                 if isinstance(step, Exception):
                     raise step
                 if step is not None:
-                    if (result := self._tokens.run(step, "control")) is not None:
+                    if (result := self._tokens.run(step)) is not None:
                         self._reports.send(result)
                 elif message.kind == "records":
                     self._reports.send_records()
@@ -421,7 +415,3 @@ class Follower:
         error = EngineDeadError(f"{what}; accepted: the same calls on every rank")
         give_up(self.ranks.monitor, error)
         return error
-
-
-def _tell(news: threading.Event, _: object) -> None:
-    news.set()

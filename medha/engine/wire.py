@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from concurrent.futures import Future
+from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from medha.params import SamplingParams
 from medha.timeline import RankRecords, decode_records, encode_records
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled, SlotSampling
-from medha.worker.step import PendingStep, StepResult, sampling_rows
+from medha.worker.step import StepResult, sampling_rows
 from medha.worker.step_input import StepInput
 
 _ROW_SIZE = 2  # token, finite
@@ -128,13 +129,13 @@ class ReportLine:
         self._runner = runner
         self._sends = Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
 
-    def post(self, batch: Batch, group: int) -> PendingStep:
-        """Post the receive of one group's report of its part of a batch, on rank 0."""
+    def post(self, batch: Batch, group: int) -> Callable[[], StepResult]:
+        """Post the receive of one group's report of its part of a batch, on rank 0; returns what waits for it."""
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
         report = post_receive(buffer, self._ranks.sampler_rank(group), self._ranks.report_group, _REPORTS_TAG)
-        return PendingStep(cache(lambda: decode_report(report(), rows, slots)))
+        return lambda: decode_report(report(), rows, slots)
 
     def send(self, result: StepResult) -> None:
         """Send what was sampled to rank 0, on another rank."""
@@ -195,16 +196,16 @@ class TokenLine:
         """Take a token that another instance drew: a request comes from there with the hand-over of this id."""
         self._receives.append((batch_id, [slot], lambda: torch.tensor([token])))
 
-    def take_from(self, report: PendingStep, batch: Batch) -> None:
+    def take_from(self, report: Future[StepResult], batch: Batch) -> None:
         """Take a batch's tokens from the report of rank 0's group, on rank 0."""
         slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
         if slots and self._decodes:
             self._receives.append((batch.batch_id, slots, partial(_tokens_of, report)))
 
-    def run(self, step: StepInput, waits_for: Literal["report", "control"]) -> StepResult | None:
+    def run(self, step: StepInput) -> StepResult | None:
         """Run this rank's part of a batch behind the tokens that it embeds, and send those drawn at once: another
         rank may need them before it takes part in this one's next batch."""
-        with self._runner.recorder.waiting(waits_for):
+        with self._runner.recorder.waiting("report"):
             self._wait_for(step)
         pending = self._runner.run(step)
         if pending is None:
@@ -212,10 +213,6 @@ class TokenLine:
         result = pending.result()
         self._send(step.batch, result)
         return result
-
-    def has(self, step: StepInput) -> bool:
-        """Whether no token that a step embeds is still on its way."""
-        return self._num_needed(step) == 0
 
     def _wait_for(self, step: StepInput) -> None:
         """Note the tokens that a step's decodes embed, once they are here."""
@@ -232,7 +229,7 @@ class TokenLine:
     def _num_needed(self, step: StepInput) -> int:
         """How many of the oldest receives are to be waited for before a step."""
         wanted = set(step.decode_slots.tolist())
-        # A copy: the thread that receives messages posts more meanwhile.
+        # A copy: another thread posts more meanwhile.
         before = (
             at
             for at, (batch_id, slots, _) in enumerate(list(self._receives), start=1)
@@ -262,7 +259,7 @@ class TokenLine:
             self._receives.popleft()[-1]()
 
 
-def _tokens_of(report: PendingStep) -> torch.Tensor:
+def _tokens_of(report: Future[StepResult]) -> torch.Tensor:
     return torch.tensor([sampled.token_id for sampled in report.result().sampled])
 
 

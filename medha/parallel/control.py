@@ -136,7 +136,6 @@ class ControlSender:
     """Rank 0's end, of a gloo group that is used for nothing else."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        self.before_calls: Callable[[], None] = lambda: None
         self._sends = {rank: Sends(group, 0, _RING) for rank in ranks}
         self._batch: Batch | None = None  # of the last message, and encoded
         self._plan = encode_batch(None)
@@ -146,8 +145,6 @@ class ControlSender:
 
         Messages to different ranks may differ, their order may not.
         """
-        if message.batch is None:
-            self.before_calls()
         if message.batch is not self._batch:  # it goes to several with different tokens
             self._batch, self._plan = message.batch, encode_batch(message.batch)
         frames = _frames(encode(message, self._plan))

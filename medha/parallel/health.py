@@ -73,7 +73,8 @@ class Monitor:
         self.place = name(launch.rank)  # in messages
         self.before_end: Callable[[str], None] = lambda error: None  # in another thread, just before end; has _SAVE_S
         self.predicted_s: Callable[[], float] = lambda: 0.0  # that the longest batch in flight is predicted to take
-        self.waits_for: Callable[[], str | None] = lambda: None  # what of other ranks; None while the main one computes
+        self.waits_for: Callable[[], str | None] = lambda: None  # what of other ranks; None while this one computes
+        self.computing = threading.main_thread()  # what computes
         self.describe: Callable[[], str] = str  # what this rank works on, for the log, when a rank is behind
         self._store_rank = None if launch.agent_has_store else 0
         self.store_holder = "torchrun's agent" if launch.agent_has_store else name(0)
@@ -204,7 +205,7 @@ class Monitor:
 
     def _round(self, store: Store, elapsed_s: float) -> None:
         """One exchange with the store."""
-        waits = self.waits_for() is not None or _is_in_transfer()
+        waits = self.waits_for() is not None or _is_in_transfer(self.computing)
         store.set(f"status/{self._rank}", json.dumps((time.monotonic() - self._since, waits, self._activity)))
         if self._is_elsewhere and self._lifeline is None and store.check([LIFELINES]):
             self._num_answers += 1
@@ -393,7 +394,7 @@ def _end_at_once(message: str, speak: bool) -> None:
     exit_at_once(EXIT_CODE)
 
 
-def _is_in_transfer() -> bool:
-    """Whether the main thread is within torch.distributed, where it waits for other ranks."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def _is_in_transfer(thread: threading.Thread) -> bool:
+    """Whether a thread is within torch.distributed, where it waits for other ranks."""
+    frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and "/torch/distributed/" in frame.f_code.co_filename

@@ -46,7 +46,7 @@ from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import Greedy, SlotSampling, draw
-from medha.worker.step import InOrder, PendingStep, StepResult, phase
+from medha.worker.step import PendingStep, StepResult, phase
 from medha.worker.step_input import DeviceStep, Slots, StepInput
 from medha.worker.swap import HostCache, Wait
 
@@ -82,7 +82,6 @@ class Runner:
         self._sampling: dict[int, SlotSampling] = {}
         self._drawn: dict[int, list[int]] = {}  # by slot, where prompts are kept; whoever reads the results adds to it
         self.graphs: DecodeGraphs | None = None
-        self._submitted = InOrder(self._run_alone, at_once=self.device.type == "cuda")
         self._began: torch.cuda.Event | None = None  # when the device could begin with the present batch
 
     def capture(
@@ -128,7 +127,6 @@ class Runner:
         self._prompts.clear()
         self._sampling.clear()
         self._drawn.clear()
-        self._submitted.clear()
         self.slots.clear()
 
     def sampling(self, slot: int) -> SlotSampling:
@@ -143,13 +141,16 @@ class Runner:
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
-        """Prepare a batch on the one rank that there is; it runs after those before it."""
-        return PendingStep(self._submitted.add(self.prepare(batch, self.chunk_ids(batch))))
+        """Prepare a batch on the one rank that there is; it runs now where the device runs behind the host, else when
+        its result is asked for, after those before it."""
+        step = self.prepare(batch, self.chunk_ids(batch))
+        begin = partial(self._run_alone, step)
+        return begin() if self.device.type == "cuda" else PendingStep(lambda: begin().result())
 
-    def _run_alone(self, step: StepInput) -> Callable[[], StepResult]:
+    def _run_alone(self, step: StepInput) -> PendingStep:
         pending = self.run(step)
         assert pending is not None, "a rank with the whole model samples"
-        return pending.result
+        return pending
 
     def prepare(self, batch: Batch, chunk_ids: npt.NDArray[np.int32] | None) -> StepInput:
         """Make a batch ready to run: on the host alone, in the order of the batches.

@@ -1,14 +1,13 @@
-"""What a step gives back, the interface of whatever runs steps, and who makes calls in order."""
+"""What a step gives back, the interface of whatever runs steps, and a thread that makes calls in order."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ import torch.autograd.profiler as profiler
 from medha.batch import Batch, Row
 from medha.params import SamplingParams
 from medha.worker.sampling import Sampled
-from medha.worker.step_input import StepInput
 
 T = TypeVar("T")
 _NO_PHASE = nullcontext()
@@ -65,60 +63,20 @@ class BatchRunner(Protocol):
         """Forget everything, after a step that did not finish."""
 
 
-class InOrder(Generic[T]):
-    """Runs prepared steps in order.
-
-    Where the device runs behind the host they run at once. On the CPU, which would block the host, one runs when the
-    next is added or its result is asked for: so the next batch is made, sent and prepared before this one computes.
-    ``run`` runs a step and returns what waits for its result; ``at_once`` where that does not block.
-    """
-
-    def __init__(self, run: Callable[[StepInput], Callable[[], T]], *, at_once: bool) -> None:
-        self._run = run
-        self._most_waiting = 0 if at_once else 1
-        self._waiting: deque[StepInput] = deque()
-        self._results: dict[int, Callable[[], T]] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """Steps that have not run."""
-        return len(self._waiting)
-
-    def add(self, step: StepInput) -> Callable[[], T]:
-        """Take the next step; returns what runs it, if it has not yet, and waits for its result; called once."""
-        self._waiting.append(step)
-        while len(self._waiting) > self._most_waiting:
-            self._run_next()
-
-        def result() -> T:
-            while (batch_id := step.batch.batch_id) not in self._results:
-                self._run_next()
-            return self._results.pop(batch_id)()
-
-        return result
-
-    def run_while(self, may_run: Callable[[StepInput], bool]) -> None:
-        """Run what was added, up to the first that may not yet."""
-        while self._waiting and may_run(self._waiting[0]):
-            self._run_next()
-
-    def clear(self) -> None:
-        """Forget what has not run."""
-        self._waiting.clear()
-        self._results.clear()
-
-    def _run_next(self) -> None:
-        step = self._waiting.popleft()
-        self._results[step.batch.batch_id] = self._run(step)
-
-
 class Lane:
-    """Makes calls one after the other in a thread of its own, until :meth:`close`; ``idle`` is around its waits."""
+    """Makes calls one after the other in a thread of its own, until :meth:`close`; ``idle`` is around its waits. After
+    one that failed the others fail as it did."""
 
     def __init__(self, name: str, idle: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._idle = idle
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that have not begun."""
+        return self._calls.qsize()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Make a call after those before it."""
@@ -131,6 +89,7 @@ class Lane:
         self._calls.put(None)
 
     def _run(self) -> None:
+        failure: BaseException | None = None
         while True:
             with self._idle():
                 item = self._calls.get()
@@ -138,8 +97,11 @@ class Lane:
                 return
             call, future = item
             try:
+                if failure is not None:
+                    raise failure
                 future.set_result(call())
             except BaseException as error:
+                failure = error
                 future.set_exception(error)
             del item, call, future  # an idle thread holds nothing that a call was about
 

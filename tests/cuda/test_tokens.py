@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from medha import LLM
+from medha.worker.step import Lane
 from tests.cuda import kernels
 from tests.cuda.device import Device
 from tests.cuda.serving import POOL, PROMPTS, SWAP, Served, complete, params, serve
-from tests.cuda.tensors import MODE
+from tests.cuda.tensors import MODE, Everywhere
 from tests.engines import Preemptions
 from tests.parallel.workers import WorkerPool
 
@@ -134,6 +135,13 @@ def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[st
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         device = kernels.install(patch)
         device.progress()
+        run = Lane._run
+
+        def run_emulated(self: Lane) -> None:
+            with Everywhere():  # a mode is a thread's
+                run(self)
+
+        patch.setattr(Lane, "_run", run_emulated)
         with MODE:
             tokens = serve(Path(folder), device="cuda", **layout)
         waits = [place for place in device.syncs if " at medha/parallel" in place]

@@ -12,6 +12,7 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import torch
 
 from medha.engine import wire
 from medha.parallel import control, kvp, mesh, spp
+from medha.worker import step
 
 
 class DeadlockError(AssertionError):
@@ -229,8 +231,10 @@ class Transport:
         with pytest.MonkeyPatch.context() as patch:
             for module in (wire, control, kvp, mesh, spp):
                 patch.setattr(module, "dist", dist)
-            patch.setattr(control, "threading", SimpleNamespace(Thread=self._thread))
-            patch.setattr(control, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))
+            for module in (control, step):
+                patch.setattr(module, "threading", SimpleNamespace(Thread=self._thread))
+                patch.setattr(module, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))
+            patch.setattr(step, "Future", lambda: _Future(self))
             yield
 
     def _of_a_batch(self, op: Any, tensor: torch.Tensor, peer: int, group: Group) -> Work:
@@ -242,8 +246,25 @@ class Transport:
 
     def _barrier(self, world_size: int) -> None:
         assert self._current is not None
-        rank = int(self._current.name.split()[1])
+        rank = rank_of(self._current.name)
         self.all_reduce(torch.zeros(()), Group(self, "barrier", rank, tuple(range(world_size))))
+
+
+def rank_of(thread: str) -> int:
+    """The rank that a thread of this name belongs to."""
+    return int(thread.split()[1].rstrip(","))
+
+
+class _Future(Future[Any]):
+    """One whose result is waited for here."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__()
+        self._transport = transport
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._transport.block(self.done, "waits for another thread")
+        return super().result(0)
 
 
 class _Queue:
@@ -255,7 +276,7 @@ class _Queue:
         self._items.append(item)
 
     def get(self) -> Any:
-        self._transport.block(lambda: bool(self._items), "waits for a message of rank 0")
+        self._transport.block(lambda: bool(self._items), "waits for something to do")
         return self._items.popleft()
 
     def qsize(self) -> int:

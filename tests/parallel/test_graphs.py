@@ -4,12 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import medha.engine.distributed
 import medha.parallel.mesh
 from medha.config import ParallelConfig
 from medha.engine.build import RankHandle
 from medha.engine.distributed import DrivingRunner, Follower
+from medha.timeline import Recorder
 
 
 @pytest.mark.parametrize("part", ["caller", "follower"])
@@ -31,7 +33,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
     places = {"first_stage_ranks": lambda group: [0, 1], "of_groups": lambda groups: [0, 1]}
     ranks: Any = SimpleNamespace(config=ParallelConfig(tp=2), **places, **groups, monitor=monitor)
-    runner: Any = SimpleNamespace(graphs=Graph())
+    runner: Any = SimpleNamespace(graphs=Graph(), recorder=Recorder(), device=torch.device("cpu"))
     quiet: Any = SimpleNamespace(send=lambda message: None, drain=lambda: None)
     dist = SimpleNamespace(
         barrier=lambda *, group: order.append(f"barrier of {group}"),
