@@ -194,8 +194,8 @@ class PrefixCache:
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def lookup(self, chain: Chain, most_tokens: int) -> Hit:
-        """What is there of the first ``most_tokens`` of a chain: in the pools, and whole blocks behind that on the first
-        host that has some, where a table may go on."""
+        """What is there of the first ``most_tokens`` of a chain: in the pools, and whole blocks behind that on the
+        first host that has some where a table may go on."""
         last, tail, num_units = self.end_of(chain, most_tokens)
         size, parts = self.units_per_block, list[tuple[Path, int]]()
         end = num_blocks = num_units // size
