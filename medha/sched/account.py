@@ -73,8 +73,8 @@ class Account:
         size, num_units = prefix.units_per_block, min(len(chain), num_tokens // prefix.unit)
         while self.num_units < num_units:
             last = self.last
-            if last is not None and not last.is_known:
-                break
+            if last is not None and (not last.is_known or last.end < self.num_units // size):
+                break  # of another's path, which it does not hold, the end has gone meanwhile
             shard = bisect_right(self.starts, self.num_units * prefix.unit) - 1
             group, start = self.first + shard, self.starts[shard] // prefix.block_size + self.given[shard]
             end = min([num_units, *[end // prefix.unit for end in self.starts[shard + 1 :][:1]]])

@@ -194,25 +194,20 @@ class PrefixCache:
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def lookup(self, chain: Chain, most_tokens: int) -> Hit:
-        """What is there of the first ``most_tokens`` of a chain."""
+        """What is there of the first ``most_tokens`` of a chain: in the pools, and whole blocks behind that on the
+        first host that has some where a table may go on."""
         last, tail, num_units = self.end_of(chain, most_tokens)
-        end = num_blocks = num_units // self.units_per_block
-        parts: list[tuple[Path, int]] = []
+        size, parts = self.units_per_block, list[tuple[Path, int]]()
+        end = num_blocks = num_units // size
         while last is not None:
             parts.append((last, end))
             end, last = last.start, last.parent
-        tokens = (num_units - num_blocks * self.units_per_block) * self.unit
-        hit = Hit(tuple(reversed(parts)), tail, tokens)
-        group, ids = self._on_host(chain, hit, most_tokens)
-        return Hit(hit.parts, host_group=group, host_ids=ids) if ids else hit
-
-    def _on_host(self, chain: Chain, hit: Hit, most_tokens: int) -> tuple[int, Sequence[bytes]]:
-        """The first group on whose host are whole blocks behind a hit, and their ids, where a table may go on there."""
-        size, end = self.units_per_block, min(len(chain), most_tokens // self.unit)
-        for host in self.hosts[hit.parts[-1][0].group :][:2] if hit.parts else self.hosts:
-            if ids := host.run(chain[n] for n in range((hit.num_blocks + 1) * size, end + 1, size)):
-                return host.pool.group, ids
-        return 0, ()
+        parts.reverse()
+        ends = range((num_blocks + 1) * size, min(len(chain), most_tokens // self.unit) + 1, size)
+        for host in self.hosts[parts[-1][0].group :][:2] if parts else self.hosts:
+            if ids := host.run(chain[end] for end in ends):
+                return Hit(tuple(parts), host_group=host.pool.group, host_ids=ids)
+        return Hit(tuple(parts), tail, (num_units - num_blocks * size) * self.unit)
 
     def end_of(self, chain: Chain, most_tokens: int) -> tuple[Path | None, Path | None, int]:
         """The paths of the last whole block and of that behind it of which some units are the same; all units."""
@@ -270,8 +265,7 @@ class PrefixCache:
                     if path.parent is not None:
                         _mark(path.parent.children, path.start, path)
                 known[one] = path
-                path.ids += [chain[m] for m in range(path.start * size + len(path.ids) + 1, n)]
-                path.ids.append(one)
+                path.ids += [chain[m] for m in range(path.start * size + len(path.ids) + 1, n + 1)]
                 self.stale.update(self._waits_for.get(one, {}))
             elif other is not path and not n % size:
                 break
@@ -415,10 +409,6 @@ class PrefixCache:
     def _free(self, path: Path, end: int) -> None:
         """Give the blocks of a path from some block on back."""
         self.num_idle[path.group] -= path.end - end
-        while path.end > end:
-            first, count = path.runs.pop()
-            some = min(count, path.end - end)
-            if some < count:
-                path.runs.append((first, count - some))
-            self._pools[path.group].free(first + count - some, some)
-            path.end -= some
+        for run in path.blocks(end, path.end):
+            self._pools[path.group].free(*run)
+        path.runs, path.end = [*path.blocks(path.start, end)], end
