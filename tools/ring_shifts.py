@@ -9,13 +9,12 @@ needs it. From the ranks' records: the seconds of the chunk, and of these the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import cast
 
 import numpy as np
-import torch
 
 from medha.batch import Batch, Deal, Extent, Row, Shared
 from medha.bench.cli import Report
@@ -34,18 +33,6 @@ from tools.live import random_llama
 BLOCK = 256
 
 
-class _Late:
-    """A move that begins when its end is waited for."""
-
-    def __init__(self, begin: Callable[[], Moving | None]) -> None:
-        self._begin = begin
-
-    def result(self) -> list[torch.Tensor]:
-        moving = self._begin()
-        assert moving is not None, "there is something to move"
-        return moving.result()
-
-
 def overlaps(batch_id: int) -> bool:
     """Whether history moves beside the compute in a batch; each run has two."""
     return batch_id // 2 % 2 == 0
@@ -58,7 +45,7 @@ def patch() -> None:
     def move(self: Runner, step: StepInput, layer: int) -> Moving | None:
         if overlaps(step.batch.batch_id) or not (step.sends or step.receives) or layer == len(self.cache.k):
             return begin(self, step, layer)
-        return cast(Moving, _Late(lambda: begin(self, step, layer)))
+        return lambda: cast(Moving, begin(self, step, layer))()  # once its end is waited for
 
     Runner._move = move  # type: ignore[method-assign]
 

@@ -23,6 +23,9 @@ from medha.attention.merge import merge_partials
 from medha.parallel.kvp import Partial, Shared, check_digest
 from medha.parallel.spp import Digests
 
+Moving = Callable[[], list[torch.Tensor]]
+"""Of history on its way: waits for it, and gives what was received, in order, then what was sent."""
+
 
 class Ring:
     """Rings over runs of KV-parallel groups; arguments as of :class:`medha.parallel.kvp.Merge`."""
@@ -98,18 +101,11 @@ class Ring:
         """Begin to send history to some groups and to receive it from others, in the order of the shifts."""
         ops = [dist.P2POp(dist.irecv, tensor, self._ranks[group], self._group) for group, tensor in receives]
         ops += [dist.P2POp(dist.isend, tensor, self._ranks[group], self._group) for group, tensor in sends]
-        return Moving(dist.batch_isend_irecv(ops), [tensor for _, tensor in (*receives, *sends)])
+        works, tensors = dist.batch_isend_irecv(ops), [tensor for _, tensor in (*receives, *sends)]
 
+        def arrived() -> list[torch.Tensor]:
+            for work in works:
+                work.wait()
+            return tensors  # those that were sent too, which have to live so long
 
-class Moving:
-    """History on its way; the tensors live as long as it does."""
-
-    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor]) -> None:
-        self._works = works
-        self._tensors = tensors
-
-    def result(self) -> list[torch.Tensor]:
-        """What was received, in order, then what was sent."""
-        for work in self._works:
-            work.wait()
-        return self._tensors
+        return arrived

@@ -96,6 +96,7 @@ class BatchBuilder:
         self.copies: list[Copy] = []
         self.deals: list[Deal] = []
         self.prefers_ring: Callable[[int, int, int, int], bool] = lambda position, q_len, first, count: True
+        self._choices: dict[tuple[int, int, int], bool] = {}  # of prefers_ring, by slot, tokens and first group
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
@@ -420,13 +421,15 @@ class BatchBuilder:
         return len(self.memory.dealt_reservation(state.request.num_kv_tokens, state.request.num_prompt_tokens) or [0])
 
     def _is_dealt(self, state: State, q_len: int, first: int, count: int) -> bool:
-        """Whether a chunk of a dealt request is dealt; otherwise it is gathered."""
+        """Whether a chunk of a dealt request is dealt, else gathered; predicted once until a row is added."""
         if q_len < PIECES * count:
             return False  # the end of a prompt
-        request = state.request
-        room = self.memory.gather_room(state.slot, request.num_kv_tokens, request.num_prompt_tokens)
-        most = min(room - PIECES * count, *self.tokens_left[first : first + count])
-        return q_len > most or self.prefers_ring(state.num_scheduled_tokens, q_len, first, count)
+        if (key := (state.slot, q_len, first)) not in self._choices:
+            request = state.request
+            room = self.memory.gather_room(state.slot, request.num_kv_tokens, request.num_prompt_tokens)
+            most = min(room - PIECES * count, *self.tokens_left[first : first + count])
+            self._choices[key] = q_len > most or self.prefers_ring(state.num_scheduled_tokens, q_len, first, count)
+        return self._choices[key]
 
     def _firsts(self, state: State) -> Sequence[int]:
         """The groups at which a request may begin; where it was swapped out, the one from which it was."""
@@ -516,6 +519,7 @@ class BatchBuilder:
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch and allocate the blocks it fills."""
         self.rows.append(row)
+        self._choices.clear()
         state.last_batch = self._batch_id
         if row.is_dealt:
             self.deals += self.memory.deals_of(row)

@@ -28,7 +28,7 @@ from itertools import accumulate, takewhile
 
 from medha.batch import PIECES, Batch
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.chunk_times import ChunkTimes, check_sizes
+from medha.cost.chunk_times import ChunkTimes
 from medha.cost.improvement import LoadWindow, RateTable
 from medha.cost.predictor import Predictor
 from medha.sched.batch_builder import BatchBuilder, Packer
@@ -67,7 +67,6 @@ class Dealing:
             ConfigError: SP sizes that the layout does not have, or a file of rates for something else.
         """
         sizes = tuple(config.sp_sizes or (1 << power for power in range(parallel.kvp.bit_length())))
-        check_sizes(sizes, parallel.kvp)
         planner = Planner(times(sizes), parallel.kvp, max_chunks=config.max_chunks)
         if not isinstance(config.improvement_rate, str):
             return cls(planner, float(config.improvement_rate))

@@ -353,6 +353,6 @@ class Runner:
     def _land(self, step: StepInput, layer: int, moving: Moving) -> None:
         """Put a layer's history that has come into its pool."""
         with self.recorder.waiting("shift"):
-            arrived = moving.result()
+            arrived = moving()
         for move, memory in zip(step.receives, arrived, strict=False):
             self.cache.unpack(layer, move.runs, memory)

@@ -52,7 +52,7 @@ def wrong_piece(patch: pytest.MonkeyPatch) -> None:
 
 def lost_shift(patch: pytest.MonkeyPatch) -> None:
     """History that should have moved is not received."""
-    patch.setattr(Runner, "_land", lambda self, step, layer, moving: moving.result())
+    patch.setattr(Runner, "_land", lambda self, step, layer, moving: moving())
 
 
 def wrong_buffer(patch: pytest.MonkeyPatch) -> None:

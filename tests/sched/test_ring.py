@@ -10,6 +10,7 @@ from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
 from medha.errors import ConfigError
+from medha.sched.packer import MedhaPacker
 from medha.sched.scheduler import Scheduler, complete_config
 from tests.sched.virtual import BLOCK, Drive, Job, make_predictor, make_scheduler, worlds
 
@@ -53,6 +54,21 @@ def test_small_chunks_are_gathered_and_large_ones_dealt() -> None:
         gather_s = tick.with_chunk(q_len, position // 2, run=(0, 1))
         assert is_dealt == (ring_s < gather_s), (position, q_len)
     assert seen
+
+
+def test_a_chunk_is_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though whether it is dealt is asked for its memory and for its row."""
+    config = SchedulerConfig(ring=True, max_kv_per_group=4096, chunk_size=64, max_batch_tokens=2048)
+    world = {"config": config, "num_groups": 2, "num_blocks": 1000, "load": [Job(0.0, 8000, 20)], "seed": 0}
+    asked, prefers = list[tuple[int, ...]](), MedhaPacker._prefers_ring
+
+    def prefers_ring(self: MedhaPacker, *chunk: int) -> bool:
+        asked.append(chunk)
+        return prefers(self, *chunk)
+
+    monkeypatch.setattr(MedhaPacker, "_prefers_ring", prefers_ring)
+    Drive(make_scheduler(world), world["load"], lambda batch: 0.1).run()
+    assert len(asked) == len(set(asked)) > 100
 
 
 def with_step_s(step_s: float) -> Predictor:
