@@ -3,7 +3,7 @@
 A defect is a function of a :class:`pytest.MonkeyPatch`; its docstring says what is wrong.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,8 +101,8 @@ def slot_reused_in_flight(patch: Patch) -> None:
     """An ended request's slot is free though a row of it is in flight."""
     computed = Queue.computed
 
-    def close(self: Scheduler, slots: Iterable[int]) -> tuple[int, ...]:
-        closed = [slot for slot in slots if (state := self._queue.running.get(slot)) is not None and state.ended]
+    def close(self: Scheduler) -> tuple[int, ...]:
+        closed = sorted(self._queue.ending)
         for slot in closed:
             self._queue.drop(slot)
             self.memory.release(slot)

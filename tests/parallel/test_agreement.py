@@ -53,7 +53,7 @@ def test_a_rank_without_a_compiler_leaves_all_without_our_kernels(
     assert not any(is_fused for *_, is_fused, _ in found)
     why = "a C++ compiler (c++, g++, clang++ or $CXX) (rank 1)"
     assert f"attention_backend='auto': cpu needs {why}; torch serves" in found[0][-1]
-    assert f"products, norms and RoPE by torch: the CPU's own lack {why}" in found[0][-1]
+    assert f"products, norms and RoPE by torch: the CPU's own need {why}" in found[0][-1]
 
 
 def test_where_every_rank_has_them_all_use_them(workers: WorkerPool, model: Path) -> None:
