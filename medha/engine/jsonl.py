@@ -138,7 +138,8 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
     """The output line of a finished request; times in seconds, null where there is none.
 
     With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them.
-    ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it.
+    ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it;
+    ``decode_wait_s``, where there was any, what the request then waited for a decode instance.
     """
     completion, metrics, error = output.outputs[0], output.metrics, output.error
     explanation = metrics.explanation
@@ -161,6 +162,8 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
         "is_relegated": metrics.is_relegated,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
     }
+    if explanation is not None and explanation.decode_wait_s:
+        line["decode_wait_s"] = explanation.decode_wait_s
     line |= _logprobs(completion)
     if len(output.outputs) > 1:
         names = ("index", "text", "token_ids", "finish_reason", "stop_reason")

@@ -229,7 +229,8 @@ def explained(output: RequestOutput) -> Json:
     if found is None:
         return {"explanation": None}
     others = [[f"other {number}", seconds] for number, (_, seconds) in enumerate(found.others, start=1)]
-    return {"explanation": {"ttft_s": found.total_s, "parts_s": found.parts_s, "held_up_by": others}}
+    behind = {"decode_wait_s": found.decode_wait_s} if found.decode_wait_s else {}  # for a decode instance
+    return {"explanation": {"ttft_s": found.total_s, "parts_s": found.parts_s, "held_up_by": others, **behind}}
 
 
 def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: bool) -> Json | None:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from medha.engine.jsonl import output_line, read_requests, write_line
 from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
 from medha.params import SLO, SamplingParams
+from medha.serve.protocol import explained
 
 
 def write(path: Path, *lines: str | bytes | dict[str, Any]) -> Path:
@@ -163,6 +165,10 @@ def test_output_line() -> None:
     parts = {"own": 0.25, "decodes": 0.125, "others": 0.5, "memory": 0.0, "pipeline": 0.0625, "idle": 0.0625}
     assert line["ttft_parts_s"] == parts
     assert line["held_up_by"] == [["a", 0.375], ["b", 0.125]]
+    assert "decode_wait_s" not in line
+    output.metrics.explanation = replace(output.metrics.explanation, decode_wait_s=0.75)
+    assert output_line(output)["decode_wait_s"] == 0.75
+    assert explained(output)["explanation"]["decode_wait_s"] == 0.75
 
 
 def test_a_line_of_several_completions() -> None:

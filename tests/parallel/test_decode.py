@@ -71,6 +71,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "kvp": 2, "max_kv_per_group": 80, "decode_tp": 1},
     {"decode_replicas": 2, "decode_tp": 2},
     {"scheduler": "cdsp", "kvp": 2, "decode_tp": 2, "chunk_size": None, "improvement_rate": 0.0},
+    {"scheduler": "cdsp", "kvp": 4, "decode_tp": 4, "chunk_size": None, "improvement_rate": 0.0},
 ]
 
 
@@ -342,3 +343,4 @@ def test_a_transfer_that_takes_long_is_waited_for(model: Path, tmp_path: Path, j
     assert {name: row["finish_reason"] for name, row in written(tmp_path).items()} == dict.fromkeys(
         ("short", "first", "second"), "length"
     )
+    assert any(row.get("decode_wait_s", 0.0) > 1.0 for row in written(tmp_path).values())

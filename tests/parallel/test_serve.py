@@ -49,6 +49,8 @@ def test_a_decode_instance_answers_as_one_rank_and_ends(bytes_model: Model, tmp_
     expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
     sizes = ("--max-model-len", "4096", "--num-kv-blocks", "512")
     with serving(tmp_path / "log", bytes_model.folder, *sizes, "--decode-replicas", 1) as server:
-        assert json.loads(server.complete("hello", 20).read())["choices"][0]["text"] == expected
+        answer = json.loads(server.complete("hello", 20, explain=True).read())
+        assert answer["choices"][0]["text"] == expected
+        assert answer["explanation"]["decode_wait_s"] > 0
         server.process.terminate()
         assert server.process.wait(60) == 0, server.log.read_text()
