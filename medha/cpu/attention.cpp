@@ -88,17 +88,17 @@ struct Keys {
 template <int R>
 void attend_strip(const float* q, const Keys& keys, const int* seen, float* out, float* top, float* sum) {
     alignas(64) float scores[R][KEYS];
-    float now[R], base[R], scale[(R + W - 1) / W * W] = {};
+    float base[R], scale[(R + W - 1) / W * W] = {};
     const int width = (keys.num + W - 1) / W * W, H = keys.H;
     product<R>(q, 1, R, keys.kt, KEYS, H, scores[0], KEYS, nullptr, width);
     for (int r = 0; r < R; r++) {
         for (int key = seen[r]; key < width; key++) scores[r][key] = -INFINITY;
         Floats most = load(scores[r]);
         for (int at = W; at < width; at += W) most = larger(most, load(scores[r] + at));
-        now[r] = std::max(top[r], largest(most));
-        base[r] = now[r] == -INFINITY ? 0.0f : now[r];
+        const float now = std::max(top[r], largest(most));
+        base[r] = now == -INFINITY ? 0.0f : now;
         scale[r] = top[r] - base[r];
-        top[r] = now[r];
+        top[r] = now;
     }
     for (int r = 0; r < R; r += W) store(scale + r, exp2_(load(scale + r)));
     for (int r = 0; r < R; r++) {
@@ -140,8 +140,12 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
     };
     auto num_parts = [&](int64_t row) { return std::max<int64_t>((kv_len[row] + part_size(row) - 1) / part_size(row), 1); };
     int64_t few = 0, many = 0;  // tasks if each has all heads, and queries
-    for (int64_t row = 0; row < R; row++)
-        (num_queries(row) > FEW_QUERIES ? many : few) += num_queries(row) > FEW_QUERIES ? num_queries(row) * K : num_parts(row);
+    for (int64_t row = 0; row < R; row++) {
+        if (num_queries(row) > FEW_QUERIES)
+            many += num_queries(row) * K;
+        else
+            few += num_parts(row);
+    }
     // Each thread has some tasks. Heads together read memory from end to end, many queries pack keys and values less often.
     const int64_t together = few < 2 * num_threads ? 1 : QUERIES / FEW_QUERIES;
     const int64_t tile = std::clamp<int64_t>((many / (2 * num_threads) + STRIP - 1) / STRIP * STRIP, LEAST, QUERIES);
