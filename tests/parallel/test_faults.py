@@ -18,8 +18,8 @@ from tests.commands import LIMIT_S, parse, wait_until, write_lines
 from tests.parallel.faults import Fault, Job, command, start
 
 END_S = 60.0
-"""Within so many seconds of a fault every other rank has ended, where nothing stops it for long: it takes 3 to 6, and the
-timeout of transfers, which ends all at last, is 120."""
+"""Within so many seconds of a fault every other rank has ended: it takes 3 to 6 where nothing holds it up, and what
+would end all at last is the timeout of transfers, of 120."""
 
 REQUESTS = [
     {"id": "short", "prompt": "a", "max_tokens": 1},

@@ -22,8 +22,8 @@ from medha.config import EngineConfig
 from medha.serve import web
 from medha.serve.app import Limits
 from medha.serve.keys import Key
-from tests.engines import build_engine
 from tests.commands import LIMIT_S, wait_until
+from tests.engines import build_engine
 from tests.serve.conftest import Server, Start, asked
 from tests.serving import Model, assert_empty, fail_in_run, random_ids
 
