@@ -6,6 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
+from tests.commands import LIMIT_S
 from tests.house import MODULES, ROOT, imported
 
 PLAIN = {
@@ -126,7 +127,7 @@ def test_no_import_cycle() -> None:
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -119,7 +119,7 @@ def decode_gated(folder: str, layout: dict[str, int]) -> tuple[list[str], list[R
     run, schedule = Runner.run, Scheduler.schedule
 
     def await_(what: str, has_come: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + 20.0
+        end_s = time.monotonic() + 60.0
         while not has_come() and not missing:
             if time.monotonic() > end_s:
                 missing.append(what)
