@@ -69,7 +69,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker.shard",
         "workload",
     },
-    "serve": {*_GROUND, "engine", "cli", "parallel.launch", "generate", "child", "sched.decision"},
+    "serve": {
+        *_GROUND,
+        "engine",
+        "cli",
+        "parallel.launch",
+        "parallel.own_ranks",
+        "generate",
+        "child",
+        "sched.decision",
+    },
     "bench": {
         *(*_GROUND, "llm", "engine", "worker", "sched", "cost", "profile", "workload"),
         "sim.replica",
