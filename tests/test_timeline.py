@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from medha.batch import Batch, Row
-from medha.timeline import BatchRecord, RankRecords, Recorder, Timeline, decode_records, encode_records
+from medha.records import BatchRecord, RankRecords, Recorder, decode_records, encode_records
+from medha.timeline import Timeline
 
 FIRST = Batch(0, (Row(0, 0, 8, False, False),))
 SECOND = Batch(1, (Row(1, 30, 1, True, True), Row(0, 8, 4, False, True)))
@@ -191,7 +192,7 @@ def test_ranks_side_by_side_have_lanes_of_their_own(
 
 def test_counters_of_time_budget_and_slack(tmp_path: Path) -> None:
     timeline = Timeline()
-    timeline.count_step(1.5, 0.4, 0.5, budget_s=0.45)
+    timeline.record(FIRST, 1.0, 1.5, ["a"], step_s={"predicted": 0.4, "busy": 0.5, "budget": 0.45})
     chunks = Batch(0, (Row(9, 3, 1, True, True), *(Row(slot, 0, 8, False, False) for slot in range(3))))
     timeline.record(chunks, 1.0, 2.0, ["decode", "a", "no deadline", "late"], [2.5, math.inf, -0.5])
     timeline.record(FIRST, 1.0, 2.0, ["no deadline \ud800"], [math.inf])  # a lone surrogate must not stop the file

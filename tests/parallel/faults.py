@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from medha.parallel.launch import reserved_port
+from medha.parallel.own_ranks import reserved_port
 from tests.commands import LIMIT_S, wait_until
 from tests.parallel.workers import context, launch_environment
 

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from medha import LLM
 from medha.errors import ConfigError
-from medha.parallel.launch import read_launch, reserved_port
+from medha.parallel.launch import read_launch
+from medha.parallel.own_ranks import reserved_port
 from tests.commands import wait_until
 from tests.parallel.faults import Job, start
 from tests.parallel.workers import WorkerPool, launch_environment

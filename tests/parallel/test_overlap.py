@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from medha.timeline import RankRecords, Timeline
+from medha.records import RankRecords
+from medha.timeline import Timeline
 from tests.parallel.workers import WorkerPool
 
 NUM_CHUNKS = 20

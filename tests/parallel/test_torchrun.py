@@ -11,7 +11,8 @@ import pytest
 
 from medha.config import EngineConfig
 from medha.generate.layout import choose_layout
-from medha.parallel.launch import Launch, reserved_port
+from medha.parallel.launch import Launch
+from medha.parallel.own_ranks import reserved_port
 from tests.commands import LIMIT_S, parse, wait_until, write_lines
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
