@@ -218,8 +218,8 @@ class KVMemory:
             account.given = [*closed, hit.num_blocks - starts[-1], *[0] * (len(rest) - 1)]
             account.held = list(account.given)
             account.starts = [start * self.block_size for start in starts]
-            account.hit, account.last = hit, hit.parts[-1][0] if hit.parts else None
-            account.num_units = replace(hit, host_ids=()).num_tokens(self.block_size) // self.prefix.unit
+            account.hit = hit
+            account.num_units = (hit.num_blocks * self.block_size + hit.tail_tokens) // self.prefix.unit
             for part in hit.parts:
                 self.prefix.hold(*part, slot)
             if hit.tail is not None:  # it must not be written to before it is copied
@@ -286,9 +286,10 @@ class KVMemory:
         for part in hit.parts:
             self.prefix.let_go(*part, slot, is_used=False)
 
-    def notes(self, slot: int) -> bool:
-        """Whether what a bound request computes becomes known to others."""
-        return self._accounts[slot].chain is not None
+    def is_to_note(self, slot: int, num_tokens: int) -> bool:
+        """Whether of the first ``num_tokens`` of a bound request some are not known to others, and will be."""
+        account = self._accounts[slot]
+        return account.chain is not None and account.num_units * self.prefix.unit < num_tokens
 
     def held_by_others(self, slot: int) -> int:
         """Tokens of a bound request that stay where they are if it goes, as others hold them."""
@@ -422,11 +423,10 @@ class KVMemory:
         """Take everything back from a bound request; what is known of it by ids stays until its memory is wanted."""
         account = self._accounts.pop(slot)
         self._count(account, -1)
-        for shard, group in enumerate(range(account.first, account.first + len(account.held))):
-            start = (account.starts[shard:] or [0])[0] // self.block_size + account.given[shard]
-            own = [(path.start - start, path.end - start) for path in account.own if path.group == group]
-            self.pools[group].release(slot, kept=own)
-        for path, end in account.paths():
+        for group in range(account.first, account.first + len(account.held)):
+            kept = sum(path.end - path.start for path in account.own if path.group == group)
+            self.pools[group].release(slot, kept=kept)
+        for path, end in reversed(account.paths()):  # what lies behind goes before
             self.prefix.let_go(path, end, slot)
         if any(account.held):
             self.frees.append(slot)
@@ -470,6 +470,12 @@ class KVMemory:
         self._swapped_in += [(group, block) for block in host]
         return extents, facing(group, blocks_of((extent.first, extent.count) for extent in extents), host)
 
+    def read_back(self, hit: Hit) -> list[int]:
+        """The host blocks of a hit, which the next batch reads; they are free when that has been sent."""
+        blocks = self.prefix.read_back(hit)
+        self._swapped_in += [(hit.host_group, block) for block in blocks]
+        return blocks
+
     def forget_swapped(self, slot: int) -> None:
         """Take the host blocks back from a request, if it is swapped out."""
         group, host = self._swapped.pop(slot, (0, []))
@@ -477,8 +483,8 @@ class KVMemory:
             self.host_pools[group].free(block, 1)
 
     def batch_sent(self) -> None:
-        """A batch takes ``frees`` and swaps along, and reads the host blocks of what was swapped in, which are given
-        back only now: no batch reads host blocks that it gives to another request."""
+        """A batch takes ``frees`` and swaps along, and reads host blocks, which are given back only now: no batch reads
+        host blocks that it gives to another request."""
         for group, block in self._swapped_in:
             self.host_pools[group].free(block, 1)
         self._swapped_in.clear()
@@ -489,7 +495,7 @@ class KVMemory:
             self.prefix.let_go(*copied)
         self._copied.clear()
         self.frees.clear()
-        self.prefix.sent()
+        self.prefix.swaps_out.clear()
 
     def _shard_end(self, account: Account) -> int:
         if account.end is not None:

@@ -309,10 +309,7 @@ class Scheduler:
         """Find out what is there of the requests that wait for which that has changed, some at a time."""
         prefix = self.memory.prefix
         for slot in list(islice(prefix.stale, _MOST_STALE)):
-            prefix.stale.pop(slot, None)
-            state = self._queue.waiting.get(slot)
-            if state is not None and state.chain is not None and self.memory.swapped_on(slot) is None:
-                self._queue.found(state, prefix.watch(slot, state.chain, state.num_prefill_tokens - 1))
+            self._queue.look_again(self._queue.waiting[slot], prefix)
 
     def schedule(self, now_s: float) -> Decision:
         """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight."""

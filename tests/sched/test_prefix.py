@@ -313,16 +313,13 @@ def test_a_block_goes_to_the_host_if_the_chance_that_it_is_wanted_outweighs_the_
 def test_a_host_keeps_the_beginning_and_what_was_used_last() -> None:
     host = HostBlocks(BlockPool(3))
     assert host.put({b"a": 5, b"b": 6, b"c": 9, b"d": 10}) == [Swap(0, 5, 0, 2), Swap(0, 9, 2, 1)]
-    assert host.run([b"a", b"b", b"c", b"d"]) == [b"a", b"b", b"c"]
-    assert host.put({b"a": 1, b"e": 2}) == [Swap(0, 2, 2, 1)]  # the end of the chain made room, a lies there already
-    assert host.run([b"a", b"b", b"c"]) == [b"a", b"b"] and host.run([b"e"]) == [b"e"]
-    assert host.read([b"b"]) == [1]
-    host.put(dict.fromkeys((b"x", b"y", b"z"), 0))
-    assert host.run([b"b"]) == [b"b"] and host.is_read(b"b")  # what the next batch reads stays
-    assert host.num_free == 2
-    host.sent()
-    host.make_free(3)
-    assert host.pool.num_free == 3 and not host.run([b"b"])
+    assert host.run([b"a", b"b", b"c", b"d"]) == (b"a", b"b", b"c")
+    assert host.put({b"a": 1, b"e": 2}) == [Swap(0, 1, 0, 1), Swap(0, 2, 2, 1)]  # the end of the chain made room
+    assert host.run([b"a", b"b", b"c"]) == (b"a", b"b") and host.run([b"e"]) == (b"e",)
+    assert host.take([b"b"]) == [1] and host.run([b"a", b"b"]) == (b"a",)  # it is the reader's until it has been read
+    assert host.num_free == 2 and host.pool.num_free == 0
+    host.make_free(2)
+    assert host.pool.num_free == 2 and not host.run([b"a"])
 
 
 def test_what_is_forgotten_is_on_no_host() -> None:
@@ -367,7 +364,7 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
     elif mutation == "leads to the end":
         monkeypatch.setattr(KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64))
     elif mutation == "another host block":
-        monkeypatch.setattr(HostBlocks, "read", lambda self, ids: [block ^ 1 for block in read(self, ids)])
+        monkeypatch.setattr(KVMemory, "read_back", lambda self, hit: [block ^ 1 for block in read(self, hit)])
     elif mutation == "host block in use":
         monkeypatch.setattr(
             HostBlocks, "put", lambda self, blocks: [one._replace(host_first=0) for one in put(self, blocks)]
@@ -378,7 +375,7 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
         play(returns() if "host" in mutation or "out" in mutation else shares())
 
 
-check, note, read, put = Sharing._check_batch, KVMemory.note, HostBlocks.read, HostBlocks.put
+check, note, read, put = Sharing._check_batch, KVMemory.note, KVMemory.read_back, HostBlocks.put
 
 
 def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
@@ -422,11 +419,36 @@ def test_a_block_that_is_forgotten_while_it_fills_is_not_found_again() -> None:
     memory.start(0, 0, 257, chain)
     memory.take(Row(0, 0, 48, False, False))
     memory.note(0, 48)
-    memory.prefix.clear()
+    memory.forget_prefixes()
     memory.take(Row(0, 48, 208, False, False))
     memory.note(0, 256)
     memory.release(0)
     assert memory.prefix.lookup(chain, 256) == Hit() and memory.pools[0].num_free == 8
+
+
+def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it() -> None:
+    """Two read the same 64 tokens on one group at once, then different ones on the next; whoever goes on with one's
+    finds all of its blocks, and the other's are there as well."""
+    memory = KVMemory(num_blocks=8, block_size=16, num_groups=2, max_kv_per_group=64)
+    same, tokens = np.arange(64), (np.arange(100, 148), np.arange(200, 248))
+    chains = [Chain(IDS.of(np.concatenate([same, own]).astype(np.int32))) for own in tokens]
+    for slot in (0, 1):
+        memory.start(slot, 0, 113, chains[slot])
+        memory.take(Row(slot, 0, 64, False, False))
+    for slot in (0, 1):
+        memory.note(slot, 64)
+    for slot in (0, 1):
+        memory.take(Row(slot, 64, 48, False, True, 0, 2))
+        memory.note(slot, 112)
+    for slot in (0, 1):
+        memory.release(slot)
+    for chain in chains:
+        hit = memory.hit_of(chain, 112, 113)
+        blocks = [block for path, end in hit.parts for block in path.blocks(path.start, end)]
+        assert hit.num_tokens(16) == 112 and sum(count for _, count in blocks) == 7
+    assert memory.prefix.num_idle == [8, 6] and memory.num_used == 0
+    memory.prefix.make_free(0, 8)  # what lies behind on the other group goes as well
+    assert memory.prefix.num_idle == [0, 0] and memory.hit_of(chains[1], 112, 113) == Hit()
 
 
 def test_one_that_is_preempted_gives_back_what_nobody_else_shares() -> None:
@@ -467,7 +489,7 @@ def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool)
     there = [memory.prefix.lookup(chain, 48).num_tokens(16) for chain in chains]
     assert there == ([48, 16] if is_waited_for else [16, 48])
     memory.prefix.forget(9)
-    assert not memory.prefix.hosts[0]._counted_on
+    assert not memory.prefix.hosts[0].counted_on
     memory.prefix.watch(9, chains[0], 48)
     memory.prefix.hosts[0].make_free(4)
     assert memory.prefix.lookup(chains[0], 48) == Hit()
