@@ -58,11 +58,8 @@ class Account:
 
     def held_by_others(self, slot: int) -> int:
         """Blocks of its first tokens that stay where they are if it goes, as others hold them."""
-        num_blocks = 0
-        for path, end in self.paths():
-            held = path.end if path.owner not in (None, slot) else path.shared_without({slot})
-            num_blocks = max(num_blocks, min(held, end)) if held > path.start else num_blocks
-        return num_blocks
+        held = ((path.start, min(path.held_without({slot}), end)) for path, end in self.paths())
+        return max((end for start, end in held if end > start), default=0)
 
     def note(self, slot: int, num_tokens: int, prefix: PrefixCache, pools: Sequence[BlockPool]) -> None:
         """Its first ``num_tokens`` have been sent: others may share them from the next batch on."""

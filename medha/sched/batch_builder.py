@@ -191,11 +191,10 @@ class BatchBuilder:
         if wanted > len(state.chain):
             return None
         for other in {s.slot: s for s in (*self._leaders, *map(self._queue.running.get, self.chunked)) if s}.values():
-            if other.chain is None or not other.has_started or other.ended or len(other.chain) < wanted:
+            chain = other.chain
+            if chain is None or not other.has_started or other.ended or chain[wanted] != state.chain[wanted]:
                 continue
-            if other.chain[wanted] != state.chain[wanted]:
-                continue
-            common = unit * min(state.chain.num_common(other.chain), (state.num_prefill_tokens - 1) // unit)
+            common = unit * min(state.chain.num_common(chain), (state.num_prefill_tokens - 1) // unit)
             if common > done and self.memory.is_to_note(other.slot, common):
                 best, done = other, common
         worth_s = self._queue.left_s(state.num_scheduled_tokens, done) if best is not None else 0.0
@@ -323,27 +322,24 @@ class BatchBuilder:
         """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
         num_tokens, chain, memory = state.request.num_kv_tokens, state.chain, self.memory
         assert chain is not None
-        found = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
-        if num_tokens >= self._no_room.get((found, len(memory.frees)), math.inf):  # one like it was just refused
+        hit = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
+        if num_tokens >= self._no_room.get((hit, len(memory.frees)), math.inf):  # one like it was just refused
             self.refused.append(state.slot)
             return 0
-        for hit in (found, Hit(found.parts)) if found.tail is not None else (found,):  # a copy's source takes memory
-            if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
-                return None
-            self._queue.found(state, num_cached)
-            memory.start(state.slot, hit.shards[0][0], num_tokens, chain, hit)
-            place = memory.place(state.slot, num_cached)
-            most = self._tokens(state, *place, size, is_whole, memory.room(state.slot, num_cached))
-            if q_len := self._fitting(most, partial(self._can_share, state, hit, place)):
-                break
+        if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
+            return None
+        self._queue.found(state, num_cached)
+        memory.start(state.slot, hit.shards[0][0], num_tokens, chain, hit)
+        place = memory.place(state.slot, num_cached)
+        most = self._tokens(state, *place, size, is_whole, memory.room(state.slot, num_cached))
+        q_len = self._fitting(most, partial(self._can_share, state, hit, place))
+        if not q_len:
             memory.undo_start(state.slot, hit)
-            if not most:
-                return 0
-        else:
-            if memory.num_groups > 1:
+            if most and memory.num_groups > 1:
                 return None
-            self._no_room[found, len(memory.frees)] = num_tokens
-            self.refused.append(state.slot)
+            if most:
+                self._no_room[hit, len(memory.frees)] = num_tokens
+                self.refused.append(state.slot)
             return 0
         extents, shared = memory.hit_extents(state.slot)
         self.extents += extents

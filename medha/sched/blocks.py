@@ -198,7 +198,3 @@ class HostBlocks:
     def take(self, ids: Iterable[bytes]) -> list[int]:
         """The blocks of ids, which are the caller's to free."""
         return [self._blocks.pop(one) for one in ids]
-
-    def clear(self) -> None:
-        """Let all go."""
-        self.make_free(self.num_free)

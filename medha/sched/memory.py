@@ -161,7 +161,7 @@ class KVMemory:
 
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
-        for the rest on the groups behind."""
+        for the rest on the groups behind, and for the block of which a part is copied beside the others."""
         hit = self.prefix.lookup(chain, most_tokens)
         if hit.host_ids:  # what is read is a part of what the first row fills, so that has to be of the same group
             room = self.max_kv_per_group // self.block_size - (hit.num_blocks - hit.shards[-1][1]) - 1
@@ -169,10 +169,13 @@ class KVMemory:
         while shards := hit.shards:
             group, start = shards[-1]
             rest = self.reservation(num_tokens - start * self.block_size)
-            is_full = hit.tail is not None and (hit.num_blocks - start) * self.block_size >= self.max_kv_per_group
-            if group + len(rest) <= self.num_groups and not is_full:
+            has_room = (hit.num_blocks - start) * self.block_size < self.max_kv_per_group and rest[0] < self.num_blocks
+            if hit.tail is not None and not has_room:
+                hit = Hit(hit.parts)
+            elif group + len(rest) <= self.num_groups:
                 break
-            hit = Hit(hit.parts if is_full else tuple(part for part in hit.parts if part[0].group != group))
+            else:
+                hit = Hit(tuple(part for part in hit.parts if part[0].group != group))
         return hit
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -295,10 +298,6 @@ class KVMemory:
         """Tokens of a bound request that stay where they are if it goes, as others hold them."""
         return self._accounts[slot].held_by_others(slot) * self.block_size
 
-    def is_bound(self, slot: int) -> bool:
-        """Whether a request has a span."""
-        return slot in self._accounts
-
     def hit_extents(self, slot: int) -> tuple[list[Extent], list[Shared]]:
         """The blocks of a request's hit as extents of its own table, and what lies on each group of its span."""
         return self._accounts[slot].hit_extents(slot, self.block_size)
@@ -336,8 +335,8 @@ class KVMemory:
         return account.first, len(account.reserved)
 
     def kv_before(self, slot: int, position: int, group: int) -> int:
-        """Tokens before ``position`` that a group holds of a request."""
-        return self._accounts[slot].kv_before(position, group)
+        """Tokens before ``position`` that a group holds of a request; of one that is on none yet, all."""
+        return self._accounts[slot].kv_before(position, group) if slot in self._accounts else position
 
     def room(self, slot: int, position: int) -> int:
         """Tokens from ``position`` to the end of the shard that takes it: no row may cross that end."""
@@ -528,8 +527,7 @@ class KVMemory:
                 wanted[g] -= blocks
                 promised[g] -= blocks * account.is_set_aside
         for path in {path for account in accounts for path, _ in account.paths()}:
-            if path.owner is None or path.owner in gone:  # what only these share comes back with them
-                free[path.group] += path.shared - path.shared_without(set(gone))
+            free[path.group] += max(path.shared - path.held_without(set(gone)), 0)  # what only these share
         if any(blocks > free[g] for g, blocks in needs.items()):
             return False
         if self.overcommit:

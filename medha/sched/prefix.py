@@ -111,8 +111,10 @@ class Path:
         behind = (at for at, paths in self.children.items() if any(path.group == self.group for path in paths))
         return max(self.held, max(behind, default=self.start))
 
-    def shared_without(self, gone: Set[int]) -> int:
-        """Up to which block somebody else than its owner, and none of some slots, holds it."""
+    def held_without(self, gone: Set[int]) -> int:
+        """Up to which block somebody holds it who is none of some slots."""
+        if self.owner is not None and self.owner not in gone:
+            return self.end
         return max((end for end, slots in self.holders.items() if not slots.keys() <= gone), default=self.start)
 
     def blocks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -319,7 +321,7 @@ class PrefixCache:
         for path in dict.fromkeys(self._known.values()):
             self._drop(path, path.start)
         for host in self.hosts:
-            host.clear()
+            host.make_free(host.num_free)
 
     def _drop(self, path: Path, end: int) -> None:
         """What lies in a path from some block on, and all behind that, is known no more."""
