@@ -412,9 +412,7 @@ class MedhaPacker(Packer):
         run = (first, first + count - 1) if count > 1 else None
         for index in range(first, first + count):
             group = self._groups[index]
-            kv = state.num_scheduled_tokens  # of one that is nowhere yet: it was swapped out
-            if builder.memory.is_bound(state.slot):
-                kv = builder.memory.kv_before(state.slot, kv, index)
+            kv = builder.memory.kv_before(state.slot, state.num_scheduled_tokens, index)
             if index < first + count - 1:
                 kv += builder.chunk_tokens(state.slot)
             limit_s = group.most_s

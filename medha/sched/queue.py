@@ -20,7 +20,7 @@ from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes, SpreadTimes
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
-from medha.sched.prefix import Chain
+from medha.sched.prefix import Chain, PrefixCache
 from medha.sched.tenants import Tenants
 
 
@@ -215,6 +215,11 @@ class Queue:
         self._table["work_left_s"][row] = self.left_s(num_tokens, state.num_prefill_tokens)
         self._table["work_total_s"][row] = self._table["work_left_s"][row]
         self._columns = None
+
+    def look_again(self, state: State, prefix: PrefixCache) -> None:
+        """Find out how much is there of a request that waits, and watch that."""
+        if state.chain is not None:
+            self.found(state, prefix.watch(state.slot, state.chain, state.num_prefill_tokens - 1))
 
     def preempt(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
         """A started request loses what was computed, all but ``num_kept`` tokens, and waits again, first in line."""

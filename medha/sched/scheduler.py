@@ -159,8 +159,9 @@ class Scheduler:
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
         if self.dealing is not None and (request.max_new_tokens > 1 or request.prefix):
             raise ValueError(f"{request}; accepted with scheduler='cdsp': one new token, and no prefix ids")
-        chain, most, prefix = Chain(request.prefix), request.num_prompt_tokens - 1, self.memory.prefix
-        num_cached = prefix.lookup(chain, most).num_tokens(prefix.block_size)
+        prefix = self.memory.prefix
+        hit = prefix.lookup(Chain(request.prefix), request.num_prompt_tokens - 1)
+        num_cached = hit.num_tokens(prefix.block_size)
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s, num_cached)
         alone_tpot_s = self._late_tpot_s(request)
         if predicted_s is not None:
@@ -178,8 +179,7 @@ class Scheduler:
             request = replace(request, slo=replace(request.slo, tpot_s=None))
         factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
         deadline_s = self._queue.add(request, factor, num_cached).deadline_s
-        if request.prefix:
-            prefix.watch(request.slot, chain, most)
+        self._queue.look_again(self._queue.waiting[request.slot], prefix)
         self.packer.added(request)
         slack_s = self._slack_s(request.slot, request.arrival_s)
         return Admitted(deadline_s, slack_s, request.is_relegated, alone_tpot_s)
@@ -316,10 +316,7 @@ class Scheduler:
         """Find out what is there of the requests that wait for which that has changed, some at a time."""
         prefix = self.memory.prefix
         for slot in list(islice(prefix.stale, _MOST_STALE)):
-            prefix.stale.pop(slot, None)
-            state = self._queue.waiting.get(slot)
-            if state is not None and state.chain is not None and self.memory.swapped_on(slot) is None:
-                self._queue.found(state, prefix.watch(slot, state.chain, state.num_prefill_tokens - 1))
+            self._queue.look_again(self._queue.waiting[slot], prefix)
 
     def schedule(self, now_s: float) -> Decision:
         """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight."""

@@ -132,7 +132,7 @@ def make_scheduler(world: dict[str, Any]) -> Scheduler:
     return Scheduler(
         world["config"],
         num_blocks=world["num_blocks"],
-        block_size=BLOCK,
+        block_size=world.get("block_size", BLOCK),
         num_groups=world["num_groups"],
         predictor=predictor,
         max_prompt_tokens=3000,
@@ -236,11 +236,18 @@ class Drive:
 
     def _add(self, index: int) -> None:
         job, slot = self.jobs[index], next(slot for slot in range(len(self.jobs)) if slot not in self.live)
-        request = SchedulerRequest(slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority)
+        prefix = self._prefix(slot, index)
+        request = SchedulerRequest(
+            slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority, prefix=prefix
+        )
         admitted = self.scheduler.add(request)
         self.live[slot] = Live(index, request, job.num_prompt)
         for observer in self._observers:
             observer.added(request, None, admitted, f"job {index}")
+
+    def _prefix(self, slot: int, index: int) -> bytes:
+        """The ids of a job that gets a slot."""
+        return b""
 
     def _cancel(self, index: int) -> None:
         for slot, live in list(self.live.items()):
