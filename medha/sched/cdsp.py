@@ -27,6 +27,7 @@ Departures, and why:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class Planner:
         self.times = times
         self.num_groups = num_groups
         self.max_chunks = math.inf if max_chunks is None else max_chunks
-        self.starts = [np.array(self._starts(size), np.intp) for size in times.sizes]  # of the runs of each size
+        self.starts = [self._starts(size) for size in times.sizes]  # of the runs of each size
         rows = np.array(times.coefficients)
         b, c, d = rows[:, 1], rows[:, 2], np.minimum(rows[:, 3], rows[:, 2] / 2)
         least = [np.minimum.accumulate(column) for column in (b, c, d)]
@@ -124,7 +125,6 @@ class _Search:
     def __init__(self, planner: Planner, queue_s: NDArray[np.float64], keep: float) -> None:
         self.planner, self.keep = planner, keep
         self.sizes, self.coefficients, self.least = planner.times.sizes, planner.times.coefficients, planner.least
-        self.node = planner.times.groups_per_node
         self.peaks: list[list[float]] = []  # by size and first group of a run: seconds until all of it is free
         self._at_first: list[tuple[int, float]] = []  # where a first chunk goes
         self._runs: dict[tuple[int, int, int], tuple[int, float] | None] = {}
@@ -134,7 +134,7 @@ class _Search:
                 peak = np.maximum(peak[:-width], peak[width:])
                 width *= 2
             self.peaks.append(peak.tolist())
-            first = int(starts[peak[starts].argmin()])
+            first = min(starts, key=self.peaks[-1].__getitem__)
             self._at_first.append((first, self.peaks[-1][first]))
 
     def best(
@@ -229,16 +229,10 @@ class _Search:
         return self._runs[key]
 
     def _extend(self, first: int, k: int, next_k: int) -> tuple[int, float] | None:
-        size, peaks, node = self.sizes[next_k], self.peaks[next_k], self.node
-        low, high, step = first + self.sizes[k] - size, min(first, len(peaks) - 1), 1
-        if size <= node:
-            low, high = max(low, first - first % node), min(high, first - first % node + node - size)
-        else:
-            low, step = -(-max(low, 0) // node) * node, node
-        if low > high:
-            return None
-        best_s = min(peaks[low : high + 1 : step])
-        return low + step * peaks[low : high + 1 : step].index(best_s), best_s
+        starts, peaks = self.planner.starts[next_k], self.peaks[next_k]
+        low, high = bisect_left(starts, first + self.sizes[k] - self.sizes[next_k]), bisect_right(starts, first)
+        best = min(starts[low:high], key=peaks.__getitem__, default=None)
+        return None if best is None else (best, peaks[best])
 
     def _bound(self, left: int, done: int, low: int, high: int) -> float:
         """Seconds below which no plan of the rest is."""
