@@ -263,7 +263,7 @@ class BatchBuilder:
             return 0
         row = self._chunk_row(state, q_len, first, count)
         index = self.chunked.get(state.slot)
-        if index is not None and self._width(state) > 1:
+        if index is not None and self.width(state) > 1:
             return 0  # it is dealt, or gathered, as a whole
         if index is not None and self.rows[index].span != row.span:
             return 0  # it would be the first chunk of another shard
@@ -289,7 +289,7 @@ class BatchBuilder:
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
-        room, width_now = self.memory.max_kv_per_group - state.num_scheduled_tokens, self._width(state)
+        room, width_now = self.memory.max_kv_per_group - state.num_scheduled_tokens, self.width(state)
         if width_now > 1:
             room = state.num_left
         sizes = {first: self._tokens(state, first, width_now, size, is_whole, room) for first in self._firsts(state)}
@@ -381,17 +381,13 @@ class BatchBuilder:
     def _can_start(self, state: State, first: int, q_len: int, gone: Collection[int] = ()) -> bool:
         """Whether a request finds memory for its first chunk on the span that begins at ``first``."""
         kv_len = max(state.num_scheduled_tokens + q_len, self._least_kv(state))
-        request, row = state.request, self._chunk_row(state, q_len, first, self._width(state))
+        request, row = state.request, self._chunk_row(state, q_len, first, self.width(state))
         num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
         return self.memory.can_start(
             first, num_tokens, kv_len, set_aside=row.samples, gone=gone, num_prompt=num_prompt, row=row
         )
 
-    def is_spread(self, state: State) -> bool:
-        """Whether a request's chunks may be dealt."""
-        return self._width(state) > 1
-
-    def _width(self, state: State) -> int:
+    def width(self, state: State) -> int:
         """Groups of a request's first chunk: of its span where it is dealt, else one."""
         if not self.memory.deals:
             return 1
@@ -444,21 +440,20 @@ class BatchBuilder:
 
     def _tokens(self, state: State, first: int, count: int, size: SizeFn, is_whole: bool, room: int) -> int:
         """Tokens of a request's next chunk within the budgets of its groups, its own, its room and what it is given."""
-        most = min(state.num_left, room)
+        most, width = min(state.num_left, room), self.width(state)
         if not is_whole:
-            width = self._width(state)
             most = min(most, width * min(self.tokens_left[first : first + count]))
             if self.config.chunk_size is not None:
                 most = min(most, self.config.chunk_size - self.chunk_tokens(state.slot))
         tokens = max(min(most, size(first, count, most)), 0) if most > 0 else 0
-        if tokens and self.memory.deals and (width := self._width(state)) > 1:
+        if tokens and width > 1:
             least = min(PIECES * width, state.num_left)  # two tokens a group, unless it ends the prompt
             return max(tokens, least) if least <= most else 0
         return tokens
 
     def _chunk_row(self, state: State, q_len: int, first: int, count: int) -> Row:
         position = state.num_scheduled_tokens
-        is_dealt = count > 1 and self._width(state) > 1 and self._is_dealt(state, q_len, first, count)
+        is_dealt = count > 1 and self.width(state) > 1 and self._is_dealt(state, q_len, first, count)
         return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count, is_dealt)
 
     def _append_due(self) -> None:

@@ -310,7 +310,7 @@ class MedhaPacker(Packer):
         def least(first: int, count: int, most: int) -> int:
             if any(builder.has_chunk[first : first + count]) or not may_enter(first, count):
                 return 0
-            if count > 1 and builder.is_spread(state):
+            if count > 1 and builder.width(state) > 1:
                 efficient = min(most, self._least_dealt(count)(position))
             else:
                 efficient = min(most, self._least_chunk(position // count))
@@ -423,7 +423,7 @@ class MedhaPacker(Packer):
             tokens = group.tick.largest_chunk(
                 kv, limit_s, tokens, self.config.chunk_granularity, run=run, samples=samples
             )
-        if builder.memory.deals and count > 1 and builder.is_spread(state):
+        if count > 1 and builder.width(state) > 1:
             groups = self._groups[first : first + count]
             tokens = max(tokens, self._ring_fitting(state.num_scheduled_tokens, groups, limits, most))
         return tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from medha.batch import Row
 from medha.config import SchedulerConfig
-from medha.cost.prefill_time import PrefillTimes, SpreadTimes
+from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
 from medha.sched.prefix import Chain, PrefixCache
@@ -107,7 +107,8 @@ class Queue:
     Args:
         config: of a request without a TTFT objective the deadline is ``max(deadline_floor_s, deadline_factor *
             predicted seconds alone)``; with async scheduling tokens count as known once what samples them is sent.
-        times: predicted seconds of prefills; None counts tokens of short context instead, and derives no deadline.
+        times: predicted seconds of prefills, by the tokens of the prompt; None counts tokens of short context instead,
+            and derives no deadline.
 
     Attributes:
         waiting: not started, in order of arrival; preempted ones come first.
@@ -115,7 +116,7 @@ class Queue:
         ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
     """
 
-    def __init__(self, config: SchedulerConfig, times: PrefillTimes | SpreadTimes | None) -> None:
+    def __init__(self, config: SchedulerConfig, times: Callable[[int], PrefillTimes] | None) -> None:
         self._config = config
         self._times = times
         self.foresees = bool(config.async_scheduling)
@@ -305,16 +306,17 @@ class Queue:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
-        return prefill_work(0, num_tokens) if self._times is None else self._times.total_s(num_tokens)
+        return prefill_work(0, num_tokens) if self._times is None else self._times(num_tokens).total_s(num_tokens)
 
     def left_s(self, num_done: int, num_tokens: int) -> float:
         """Seconds that the rest of a prefill takes alone; as :meth:`prefill_s`."""
-        times = self._times
-        return prefill_work(num_done, num_tokens) if times is None else times.remaining_s(num_done, num_tokens)
+        if self._times is None:
+            return prefill_work(num_done, num_tokens)
+        return self._times(num_tokens).remaining_s(num_done, num_tokens)
 
     def span_s(self, start: int, end: int) -> float:
         """Seconds in which a prefill comes from one position to another; as :meth:`prefill_s`."""
-        return prefill_work(start, end) if self._times is None else self._times.span_s(start, end)
+        return prefill_work(start, end) if self._times is None else self._times(end).span_s(start, end)
 
     def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
         if request.slo is not None and request.slo.ttft_s is not None and not request.is_relegated:

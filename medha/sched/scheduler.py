@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -88,16 +88,17 @@ class Scheduler:
         else:
             assert predictor is not None, "the medha scheduler needs a predictor"
             self.packer = MedhaPacker(config, predictor, self.depth)
-        times: PrefillTimes | SpreadTimes | None = None
+        times: Callable[[int], PrefillTimes] | None = None
         if predictor is not None:
             budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
             most, step = config.max_batch_tokens, config.chunk_granularity
             rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
-            times = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
+            alone = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
+            times = lambda num_prompt: alone  # noqa: E731
             if config.ring:
                 most_kv = self.memory.max_kv_per_group
-                times = SpreadTimes(predictor, rule, config, max_tokens=max_prompt_tokens, most_kv=most_kv)
-                self.memory.deal_pays = times.pays
+                times = spread = SpreadTimes(predictor, rule, config, max_tokens=max_prompt_tokens, most_kv=most_kv)
+                self.memory.deal_pays = spread.pays
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)

@@ -29,7 +29,6 @@ from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch
 from medha.parallel.mesh import Ranks, wait_for_all
-from medha.parallel.ring import Ring
 from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.worker.graphs import CudaGraphs, graph_sizes
@@ -127,13 +126,12 @@ def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[st
     """What a runner takes to be one of several; every rank calls it, as communicators are used for the first time."""
     digests = Digests(ranks.report_group)
     pipe = make_pipe(ranks, digests, dim=shard.model.hidden_size, dtype=shard.dtype, device=device)
-    merge = ring = None
+    merge = None
     if ranks.merge_group is not None:
         merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
-        ring = Ring(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
         merge.warm(device)
     pipe.warm()
-    return {"pipe": pipe, "merge": merge, "ring": ring, "samples": ranks.is_sampler, "group": ranks.group}
+    return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
 
 
 def make_pipe(
