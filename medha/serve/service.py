@@ -151,13 +151,11 @@ class Service:
         return time.monotonic() - self._moved_s if self.engine.num_unfinished else 0.0
 
     def eta_s(self, requests: Sequence[Request]) -> float | None:
-        """Predicted seconds to the first token of any of some requests; None where none is predicted.
+        """Predicted seconds to the first token of any of some requests; None where all have theirs.
 
         Of a prompt that is being read, what is left takes as much longer than alone as the last that was read, as much
         or all, did. One that waits is behind those with less left to read, as the default policy has it.
         """
-        if self.engine.scheduler.predictor is None:
-            return None
         return min((self._eta_s(one) for one in _unread(requests)), default=None)
 
     def _eta_s(self, one: Completion) -> float:
