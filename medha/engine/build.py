@@ -50,11 +50,11 @@ from medha.sched.lanes import Dealing
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
+from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.runner import Runner
 from medha.worker.shard import (
     ModelShard,
     build_runner,
-    capture_graphs,
     checkpoint_facts,
     choose_backend,
     load_model,
@@ -187,7 +187,8 @@ def _build(
         job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
-        capture_graphs(runner, config, captured, is_alone=shard.tp == 1)
+        sizes = graph_sizes(config.scheduler.max_num_seqs)
+        runner.capture(CudaGraphs(device), sizes, captured, is_alone=shard.tp == 1)
     has_instances = config.parallel.decode_replicas > 0
     lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
     if lanes and not has_instances:
