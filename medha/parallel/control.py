@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -106,7 +105,6 @@ def post_receive(buffer: torch.Tensor, rank: int, group: dist.ProcessGroup, tag:
     work = dist.irecv(buffer, src=rank, group=group, tag=tag)
     assert work is not None, "the receiver is in the group"
 
-    @cache
     def received() -> torch.Tensor:
         work.wait()
         return buffer

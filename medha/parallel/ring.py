@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from medha.attention.merge import merge_partials
-from medha.parallel.kvp import Partial, Shared, check_digest
+from medha.parallel.kvp import Partial, Shared
 from medha.parallel.spp import Digests
 
 Moving = Callable[[], list[torch.Tensor]]
@@ -89,7 +89,7 @@ class Ring:
             partials.append(attend(owner, block))
             with waiting():
                 if theirs is not None:
-                    check_digest(shared, (index - 1) % count + first, theirs())
+                    shared.check((index - 1) % count + first, theirs())
                     theirs = None
                 for work in works:
                     work.wait()
