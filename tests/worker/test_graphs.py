@@ -63,7 +63,7 @@ def with_graphs(
     backend = make_flashinfer(block_size=block_size)
     engine = make_engine(case.decoder, backend=backend, has_scratch=True, block_size=block_size, **options)
     maker = Repeating(refused=refused)
-    engine.runner.capture(maker, sizes, lambda done, total: None)  # type: ignore[attr-defined]
+    engine.runner.capture(maker, sizes)  # type: ignore[attr-defined]
     return engine, maker
 
 
