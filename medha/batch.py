@@ -109,13 +109,8 @@ class Extent(NamedTuple):
     group: int = 0  # whose pool they are of
 
     def __str__(self) -> str:
-        return f"slot {self.slot} + blocks {self.blocks}"
-
-    @property
-    def blocks(self) -> str:
-        """The run as text."""
         where = f" of group {self.group}" if self.group else ""
-        return f"[{self.first}:{self.first + self.count}]{where}"
+        return f"slot {self.slot} + blocks [{self.first}:{self.first + self.count}]{where}"
 
 
 class Swap(NamedTuple):

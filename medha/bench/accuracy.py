@@ -128,7 +128,7 @@ def accuracy(options: AccuracyOptions) -> Report:
 
 def _measure(local: Local, options: AccuracyOptions) -> Report:
     predictor = local.engine.scheduler.predictor
-    if local.config.parallel.world_size > 1 or predictor is None or local.config.scheduler.scheduler != "medha":
+    if local.config.parallel.world_size > 1 or local.config.scheduler.scheduler != "medha":
         raise ConfigError("accuracy is of the medha scheduler's predictions on one rank; accepted: no other")
     ran, repeated = _run(local, options)
     return local.report("accuracy", asdict(options)) | {

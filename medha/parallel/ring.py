@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from medha.attention.merge import merge_partials
-from medha.parallel.kvp import Merge, Partial, Shared, check_digest
+from medha.parallel.kvp import Merge, Partial, Shared
 
 Moving = Callable[[], list[torch.Tensor]]
 """Of history on its way: waits for it, and gives what was received, in order, then what was sent."""
@@ -81,7 +81,7 @@ class Ring:
             partials.append(attend(owner, block))
             with waiting():
                 if theirs is not None:
-                    check_digest(shared, (index - 1) % count + first, theirs())
+                    shared.check((index - 1) % count + first, theirs())
                     theirs = None
                 for work in works:
                     work.wait()

@@ -298,6 +298,10 @@ class KVMemory:
         """Tokens of a bound request that stay where they are if it goes, as others hold them."""
         return self._accounts[slot].held_by_others(slot) * self.block_size
 
+    def is_bound(self, slot: int) -> bool:
+        """Whether a request has a span."""
+        return slot in self._accounts
+
     def hit_extents(self, slot: int) -> tuple[list[Extent], list[Shared]]:
         """The blocks of a request's hit as extents of its own table, and what lies on each group of its span."""
         return self._accounts[slot].hit_extents(slot, self.block_size)

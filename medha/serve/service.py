@@ -145,14 +145,12 @@ class Service:
         self._inbox.put(call)
         self.engine.wake()
 
-    def eta_s(self, requests: Sequence[Request]) -> float | None:
-        """Predicted seconds to the first token of any of some requests, 0 where all are read; None without a predictor.
+    def eta_s(self, requests: Sequence[Request]) -> float:
+        """Predicted seconds to the first token of any of some requests, 0 where all are read.
 
         Of a prompt that is being read, what is left takes as much longer than alone as the last that was read, as much
         or all, did. One that waits is behind those with less left to read, as the default policy has it.
         """
-        if self.engine.scheduler.predictor is None:
-            return None
         return min((self._eta_s(one) for one in _unread(requests)), default=0.0)
 
     def _eta_s(self, one: Completion) -> float:

@@ -21,7 +21,7 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -84,13 +84,11 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self._began: torch.cuda.Event | None = None  # when the device could begin with the present batch
 
-    def capture(
-        self, maker: CudaGraphs, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
-    ) -> None:
+    def capture(self, maker: CudaGraphs, sizes: Sequence[int], *, is_alone: bool = True) -> None:
         """Capture graphs of decodes; see :meth:`medha.worker.graphs.DecodeGraphs.capture`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
         self.graphs = DecodeGraphs(self.model, self.cache, self.backend, self._inv_freq, most_decodes=max(sizes))
-        self.graphs.capture(maker, sizes, on_captured, is_alone=is_alone)
+        self.graphs.capture(maker, sizes, is_alone=is_alone)
 
     def open(
         self,

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,6 @@ from medha.parallel.launch import Launch
 from medha.parallel.mesh import Ranks, wait_for_all
 from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
-from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
@@ -331,11 +329,3 @@ def choose_backend(
 def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
     """Whether decodes are captured."""
     return config.cuda_graphs and device.type == "cuda" and isinstance(backend, FlashInferBackend)
-
-
-def capture_graphs(
-    runner: Runner, config: EngineConfig, captured: Callable[[int, int], None], *, is_alone: bool
-) -> None:
-    """Capture graphs of decodes; ``is_alone``: without tensor parallelism."""
-    sizes = graph_sizes(config.scheduler.max_num_seqs)
-    runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=is_alone)

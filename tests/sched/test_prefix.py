@@ -480,7 +480,7 @@ def test_nobody_waits_for_a_leader_that_does_not_get_on() -> None:
 
 def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SchedulerConfig(scheduler="sarathi", max_num_seqs=64, max_batch_tokens=256, max_kv_per_group=640)
-    scheduler = Scheduler(config, num_blocks=20, block_size=32)
+    scheduler = Scheduler(config, num_blocks=20, block_size=32, predictor=make_predictor())
     ids = IDS.of(np.arange(320, dtype=np.int32))
     for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
         scheduler.add(SchedulerRequest(slot, 320, 280, 0.0, prefix=ids))

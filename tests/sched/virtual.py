@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Deal, Row, Swap
 from medha.config import SCHEDULERS, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
@@ -17,6 +18,7 @@ from medha.params import SLO
 from medha.sched.decision import Decision, Observer, Preempted, SchedulerRequest
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
+from tests.sched.costs import KEY
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -37,6 +39,13 @@ def make_predictor(*, max_tokens: int = 2048, kvp: int = 1) -> Predictor:
     """That of a CPU of four threads."""
     spec = load_spec("cpu").times(4)
     return Predictor(stage_coefficients(spec, MODEL, ParallelConfig(kvp=kvp), 0, dtype_bytes=4), max_tokens=max_tokens)
+
+
+def by_tokens(max_tokens: int = 16384) -> Predictor:
+    """One of which every token takes a millisecond, whatever it sees."""
+    chunks = ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,))
+    decodes = DecodeAttention((1.0,), (0.0,), (0.0,))
+    return Predictor(Coefficients(KEY, Curve((1.0, 2.0), (1e-3, 2e-3)), chunks, decodes), max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)
