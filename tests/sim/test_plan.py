@@ -12,7 +12,7 @@ from medha.errors import ConfigError
 from medha.sim.plan import Goal, Layout, Planner
 from medha.sim.replica import find_model
 from medha.workload.synth import synthesize
-from tests.commands import Command
+from tests.commands import Command, trace_lines
 
 SPEC = load_spec("a100-80g")
 MODEL = find_model("llama-3-8b")
@@ -136,9 +136,8 @@ def test_what_is_left_out_is_derived(command: Command) -> None:
 
 
 def test_a_trace_file_as_workload(tmp_path: Path, command: Command) -> None:
-    lines = ["arrived_at,num_prefill_tokens,num_decode_tokens"] + [f"{i * 0.5},{500 + i % 7},10" for i in range(100)]
-    path = tmp_path / "trace.csv"
-    path.write_text("\n".join(lines) + "\n")
+    path = tmp_path / "trace.jsonl"
+    path.write_text(trace_lines(*((i * 0.5, 500 + i % 7, 10) for i in range(100))))
     given = ["plan", "--gpus", "1", "--context", "1000", "--ttft-s", "1", "--tpot-s", "0.05", "--duration", "10"]
     done = command(*given, "--workload", path, "--qps", "2")
     assert done.code == 0 and "capacity qps" in done.out
