@@ -10,8 +10,6 @@ from tests.bench.shapes import ON_TINY
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["accuracy", "--num-rounds", "0"], "num_rounds=0; accepted"),
-        (["accuracy", "--t-target-s", "0"], "t_target_s=0.0; accepted"),
         (["compare", "--dtype", "float64"], "dtype='float64'; accepted"),
         (["compare", "--peer", "sglang"], "peer='sglang'; accepted: transformers, vllm"),
         (["compare", "--input-len", "none", "--batch-size", "0", "--num-prompts", "0"], "all left out; accepted"),
