@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,8 +10,7 @@ from medha.cost.hardware import load_spec
 from medha.errors import ConfigError
 from medha.sim.plan import Goal, Layout, Planner
 from medha.sim.replica import find_model
-from medha.workload.synth import synthesize
-from tests.commands import Command, trace_lines
+from tests.commands import Command
 
 SPEC = load_spec("a100-80g")
 MODEL = find_model("llama-3-8b")
@@ -75,22 +73,6 @@ def test_far_too_late_is_given_up() -> None:
     assert found["reasons"][0]["text"] == "TTFT not met, objective 1 s; given up after 5.3 s"
 
 
-def test_capacity_grows_with_the_replicas() -> None:
-    def requests(qps: float) -> object:
-        return synthesize("fixed:1000,20", qps=qps, duration_s=20.0)
-
-    def candidate(num_gpus: int) -> dict[str, Any]:
-        goal = Goal(num_gpus, 1000, 1.0, 0.05, duration_s=20.0, qps=40.0)
-        return planner(goal, workload=requests, longest=1020).candidate(Layout(num_gpus, 1, 1, 1))
-
-    found = [candidate(num_gpus) for num_gpus in (1, 2)]
-    one, two = (each["capacity_qps"] for each in found)
-    assert 3 < one < 20  # a prefill of 1,000 tokens takes some 70 ms
-    assert two == pytest.approx(2 * one, rel=0.25)
-    (reason,) = found[0]["reasons"]
-    assert reason["kind"] == "capacity below 40 requests/s" and reason["excess"] == pytest.approx(40 / one)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,8 +80,6 @@ def test_capacity_grows_with_the_replicas() -> None:
         (["--context", "9000", "--max-model-len", "8500"], "context=9000; accepted: at most max_model_len=8500"),
         (["--context", "0"], "context=0; accepted: at least 1 token"),
         (["--ttft-s", "0"], "ttft_s=0.0; accepted: a finite number above 0"),
-        (["--qps", "3"], "qps=3 without a workload"),
-        (["--duration", "-1"], "duration_s=-1.0; accepted: a finite number above 0"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, command: Command) -> None:
@@ -133,11 +113,3 @@ def test_what_is_left_out_is_derived(command: Command) -> None:
     assert found.goal.ttft_s == pytest.approx(5 * fastest, rel=1e-2)
     with pytest.raises(ConfigError, match=r"^no layout can run a prompt of 1,000 tokens; the first: .* for weights"):
         planner(Goal(1, 1000, 1.0, 1.0), model=find_model("llama-3-70b")).with_derived_ttft()
-
-
-def test_a_trace_file_as_workload(tmp_path: Path, command: Command) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(trace_lines(*((i * 0.5, 500 + i % 7, 10) for i in range(100))))
-    given = ["plan", "--gpus", "1", "--context", "1000", "--ttft-s", "1", "--tpot-s", "0.05", "--duration", "10"]
-    done = command(*given, "--workload", path, "--qps", "2")
-    assert done.code == 0 and "capacity qps" in done.out
