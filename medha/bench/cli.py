@@ -39,7 +39,6 @@ VERBS: _Verbs = {
 }
 MICRO: _Verbs = {
     "attention": ("micro", "Attention of one layer, chunks over KV lengths."),
-    "decode": ("micro", "A step of decodes, batch sizes over contexts."),
     "sampling": ("micro", "From logits to tokens, over batch sizes and ways of drawing."),
     "scheduler": ("micro", "One scheduling decision, as the queue grows."),
 }

@@ -31,7 +31,7 @@ from tests.bench.shapes import ON_TINY
         (["latency", "--model", "absent-folder/model"], "absent-folder/model"),
         (["micro", "attention", "--dtype", "float64"], "dtype='float64'; accepted"),
         (["micro", "attention", "--device", "cuda:99"], "device='cuda:99'; accepted"),
-        (["micro", "decode", "--batch-size", "x"], "batch_size='x'; accepted"),
+        (["micro", "sampling", "--batch-size", "x"], "batch_size='x'; accepted"),
         (["micro", "scheduler", "--policy", "larz"], "policy='larz'; accepted: "),
         (["micro", "scheduler", "--num-waiting", "0"], "num_waiting='0'; accepted: positive integers"),
         (["micro", "sampling", "--num-iters", "0"], "num_iters=0; accepted: an integer from 1"),
