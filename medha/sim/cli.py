@@ -116,17 +116,15 @@ def _print_wall(runs: list[Run]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # medha plan
 
-_TTFT = "Objective of its time to the first token, seconds."
-
 
 @takes(
     pick("gpu_memory_utilization", "max_batch_tokens"), but(pick("max_model_len"), max_model_len=(None, "as --context"))
 )
 def plan(
     context: Annotated[int, option(help="Prompt tokens of the request that is planned for.")],
+    ttft_s: Annotated[float, option("--ttft-s", help="Objective of its time to the first token, seconds.")],
     tpot_s: Annotated[float, option("--tpot-s", help="Objective of its time between tokens, seconds.")],
     gpus: Annotated[int, option("--gpus", help="Accelerators in all.")],
-    ttft_s: Annotated[float | None, option("--ttft-s", help=_TTFT, shows="5 times that of the fastest layout")] = None,
     model: Model = "llama-3-8b",
     hardware: Hardware = "h100-80g",
     top: Annotated[int, option(min=1, help="Layouts to print.", shows=True)] = 5,
@@ -139,7 +137,7 @@ def plan(
     """
     from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
     from medha.cost.hardware import load_spec
-    from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, report_of, shown
+    from medha.sim.plan import Goal, Planner, report_of, shown
     from medha.sim.replica import find_model
 
     check_writable(output_json)
@@ -152,12 +150,10 @@ def plan(
     planner = Planner(
         load_spec(hardware),
         shape,
-        Goal(gpus, context, NO_OBJECTIVE_S if ttft_s is None else ttft_s, tpot_s),
+        Goal(gpus, context, ttft_s, tpot_s),
         scheduler=SchedulerConfig(max_batch_tokens=given["max_batch_tokens"]),
         utilization=given["gpu_memory_utilization"],
     )
-    if ttft_s is None:
-        planner = planner.with_derived_ttft()
     with progress("simulating layouts", len(planner.layouts())) as done:
         candidates = planner.plan(done)
     options = {"model": model, "hardware": hardware}

@@ -24,7 +24,6 @@ from medha.sim.replica import Replica, spec_fields
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
-NO_OBJECTIVE_S = 1e9  # in place of an objective
 NUM_OUTPUT_TOKENS = 33  # that a request decodes for its TPOT
 _CHUNKS_BESIDE = 64  # full chunks of the prompt that is read beside a decode
 _GIVE_UP = 2.0  # a request alone is not simulated beyond so many times its objectives
@@ -50,7 +49,6 @@ class Goal:
     context: int  # prompt tokens of the request that is simulated alone
     ttft_s: float  # objectives of each request
     tpot_s: float
-    ttft_is_derived: bool = False  # nobody asked for this TTFT
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_gpus <= _MOST_GPUS:
@@ -86,17 +84,6 @@ class Planner:
     def __post_init__(self) -> None:
         check_number("utilization", self.utilization, most=1.0)
 
-    def with_derived_ttft(self) -> Planner:
-        """The same, whose TTFT objective is derived as a scheduler derives a deadline, of the fastest layout's time."""
-        goal = replace(self.goal, ttft_s=NO_OBJECTIVE_S, tpot_s=NO_OBJECTIVE_S)
-        found = [replace(self, goal=goal)._tried(layout, (_fit, _alone)) for layout in self.layouts()]
-        seconds = [one["ttft_s"] for one in found if one["ttft_s"] is not None]
-        if not seconds:
-            reason = found[0]["reasons"][0]["text"]
-            raise ConfigError(f"no layout can run a prompt of {goal.context:,} tokens; the first: {reason}")
-        ttft_s = max(self.scheduler.deadline_floor_s, self.scheduler.deadline_factor * min(seconds))
-        return replace(self, goal=replace(self.goal, ttft_s=float(f"{ttft_s:.3g}"), ttft_is_derived=True))
-
     def layouts(self) -> list[Layout]:
         """Every product that uses all accelerators, with ``tp`` inside a node; most replicas first."""
         number = self.goal.num_gpus
@@ -118,11 +105,7 @@ class Planner:
         return sorted(found, key=rank)
 
     def candidate(self, layout: Layout) -> Found:
-        """What becomes of a layout."""
-        return self._tried(layout, (_fit, _alone, _beside))
-
-    def _tried(self, layout: Layout, steps: Sequence[Callable[[Planner, Layout, Replica, Found], None]]) -> Found:
-        """A layout after one step and the next; what cannot be met any more is not simulated."""
+        """What becomes of a layout, step by step; what cannot be met any more is not simulated."""
         replica = Replica(
             self.spec,
             self.model,
@@ -132,7 +115,7 @@ class Planner:
             utilization=self.utilization,
         )
         found: Found = {**dict.fromkeys(_FIGURES), "reasons": []}
-        for step in steps:
+        for step in (_fit, _alone, _beside):
             if not found["reasons"]:
                 step(self, layout, replica, found)
         return {"name": str(layout), "meets": not found["reasons"], "layout": layout._asdict(), **found}
@@ -241,7 +224,6 @@ def report_of(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Fo
 def shown(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Found], *, top: int) -> dict[str, Any]:
     """What is printed of it: the best or the nearest layouts, and why groups of others are out."""
     goal, spec = planner.goal, planner.spec
-    derived = " (5 times that of the fastest layout)" if goal.ttft_is_derived else ""
     good = [one for one in layouts if one["meets"]]
     near = [one for one in layouts if one["ttft_s"] is not None]
     notes = [] if good else ["no layout meets everything"]
@@ -256,7 +238,7 @@ def shown(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Found]
     table = f"{len(good)} meet everything, the best first" if good else "the nearest"
     return {
         "title": f"{options['model']} on {goal.num_gpus} x {spec.name} ({spec.provenance}), {len(layouts)} layouts: "
-        f"a prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s{derived}, TPOT {goal.tpot_s * 1e3:g} ms",
+        f"a prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s, TPOT {goal.tpot_s * 1e3:g} ms",
         table: [{"layout": one["name"], **{name: one[name] for name in _FIGURES}} for one in (good or near)[:top]],
         "notes": notes,
     }
