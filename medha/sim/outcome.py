@@ -19,7 +19,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,7 @@ from medha.cost.predictor import slowest_of
 from medha.cost.prefill_time import budgeted_chunk, chunk_rules
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
-from medha.timeline import BatchRecord, RankRecords, counter_event, name_event, slice_event, stage_events, write_events
+from medha.timeline import BatchRecord, RankRecords, counter_event, name_event, stage_events, write_events
 from medha.workload.metrics import Floats, Times, by_length, counted, percentile, serving_fields
 from medha.workload.trace import Trace
 
@@ -231,14 +231,13 @@ def _mean_and_most(at_s: Floats, values: NDArray[Any], first_s: float, end_s: fl
 def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> None:
     """Write the trace of a run in microseconds of virtual time; gzip when the name ends in ``.gz``.
 
-    Process 0 is the stages, a lane each, with arrows along which a batch goes on. Process 1 is the requests, a lane
-    each: waiting, prefill, decode; and what share of the KV blocks is in use.
+    Process 0 is the stages, a lane each, with arrows along which a batch goes on; process 1 what share of the KV blocks
+    is in use.
     """
     if len(segments) > MAX_SEGMENTS:
         logger.warning("%s has the first %s batches on a stage of %s", path, f"{MAX_SEGMENTS:,}", f"{len(segments):,}")
-    events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
+    events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "memory")]
     events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
-    events += _request_events(outcome)
     used = zip(outcome.usage_at_s, outcome.usage, strict=True)
     points = (counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in used)
     events += islice(points, MAX_SEGMENTS)
@@ -255,18 +254,3 @@ def _records(segments: Sequence[Segment]) -> list[RankRecords]:
         RankRecords(i, stage, 0, tuple(batches[group, stage]), group)
         for i, (group, stage) in enumerate(sorted(batches))
     ]
-
-
-def _request_events(outcome: Outcome) -> Iterator[dict[str, Any]]:
-    times, end_s = outcome.times, outcome.duration_s
-    end_s += float(times.arrival_s[0]) if len(times) else 0.0
-    columns = (times.arrival_s, times.first_scheduled_s, times.first_token_s, times.finish_s)
-    moments = np.stack(columns, axis=1).tolist()
-    for lane, (row, refused) in enumerate(zip(moments, times.is_refused.tolist(), strict=True)):
-        yield name_event("thread_name", 1, lane, str(outcome.trace.request_ids[lane]))
-        if refused:
-            continue
-        args = {"prompt tokens": int(times.prompt_tokens[lane]), "output tokens": int(times.num_tokens[lane])}
-        for name, start_s, to_s in zip(("waiting", "prefill", "decode"), row, row[1:], strict=False):
-            if start_s == start_s:  # it came so far
-                yield slice_event(name, 1, lane, start_s, to_s if to_s == to_s else end_s, args)
