@@ -1,8 +1,7 @@
-"""``medha bench serve``: requests arrive at a live engine, and a stream of probes measures how they stall others.
+"""``medha bench serve``: requests arrive at a live engine.
 
 The engine runs in this process: no server, no network. The fields of the report are those of ``vllm bench serve
---save-detailed``, but for texts. Probes are small requests with Poisson arrivals of their own until the load is done;
-they count in no other figure. Objectives (``--goodput``, or a trace's own) are told to the scheduler, but for the
+--save-detailed``, but for texts. Objectives (``--goodput``, or a trace's own) are told to the scheduler, but for the
 end-to-end latency.
 
 ``--preset convoy`` serves the same arrivals under six schedulers, over the same weights and KV pool: short requests
