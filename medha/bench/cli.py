@@ -36,11 +36,9 @@ VERBS: _Verbs = {
     "serve": ("serve", "Requests arrive at a live engine: TTFT, TPOT, ITL, E2EL, goodput."),
     "compare": ("compare", "The same weights and prompts through medha and through another engine."),
     "scaling": ("scaling", "Several ranks against one."),
-    "accuracy": ("accuracy", "Predicted against real step times of the engine."),
 }
 MICRO: _Verbs = {
     "attention": ("micro", "Attention of one layer, chunks over KV lengths."),
-    "decode": ("micro", "A step of decodes, batch sizes over contexts."),
     "sampling": ("micro", "From logits to tokens, over batch sizes and ways of drawing."),
     "scheduler": ("micro", "One scheduling decision, as the queue grows."),
 }

@@ -1,15 +1,10 @@
-"""``medha bench micro attention``, ``decode``, ``sampling`` and ``scheduler``: one part alone.
+"""``medha bench micro attention``, ``sampling`` and ``scheduler``: one part alone.
 
 ``attention`` is one layer's: the engine's backend over one layer's paged pool, planned once, the chunk's own keys at
 its end. Chunking is free where a small chunk costs no more for each product than a large one (arXiv:2409.17264 v4
 section 3.2), so ``overhead`` compares seconds for each useful operation with those of the largest chunk over the same
 KV cache. A chunk of ``c`` tokens that ends a context of ``S`` has ``c * (S - c) + c * (c + 1) / 2`` useful scores a
 head, of ``4 * H`` operations.
-
-A step of a ``decode`` is bound by memory: it reads all weights once and the keys and values of every request. These
-bytes over its time, as a share of the rate at which memory can be read, are its MBU (caches make small models look
-faster than that). Timed is a step of the runner by hand (:mod:`medha.profile.steps`) over a KV cache of random numbers,
-in which no two requests share a block. With several ranks there is no MBU.
 
 ``scheduler`` is what the engine pays for a batch beside computing it: ``schedule`` and ``complete`` of
 :class:`~medha.sched.scheduler.Scheduler`, with the predictor of an 8B model on one A100. No model runs: a batch takes
@@ -33,10 +28,9 @@ import numpy as np
 import torch
 
 from medha.attention.interface import AttentionRows, LayerShape
-from medha.bench.cli import ALONE, ANY_COUNT, COUNT, SUBJECT, Report, asked, counted, lengths, verb, warmups
-from medha.bench.harness import Local, Subject, count_parameters, on_ranks
-from medha.bench.timing import in_turn, matrix_product, memory_read, timed, timing_of, waited
-from medha.cli.options import PARALLEL
+from medha.bench.cli import ALONE, ANY_COUNT, COUNT, Report, asked, counted, lengths, verb, warmups
+from medha.bench.harness import Subject
+from medha.bench.timing import in_turn, matrix_product, timed, timing_of, waited
 from medha.cli.report import stamp
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from medha.config.fields import choice, integer
@@ -44,7 +38,7 @@ from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.params import SLO, SamplingParams
-from medha.profile.steps import decodes, fill_pools
+from medha.profile.steps import fill_pools
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from medha.sim.replica import find_model
@@ -129,56 +123,6 @@ def _attention(
         return waited(run, device)
 
     return backend.name, attend
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOptions:
-    """What is measured: every batch size at every context."""
-
-    subject: Subject = field(default_factory=Subject)
-    batch_sizes: tuple[int, ...] = lengths("batch_size", "1,4,16", "Requests that decode together, comma separated.")
-    contexts: tuple[int, ...] = lengths("input_len", "1024,8192", "Tokens of each in the KV cache.")
-    warmup: int = warmups(2, "Steps")
-    runs: int = counted(10, "Steps")
-
-    @property
-    def cells(self) -> list[tuple[int, int]]:
-        """Context and batch size of each."""
-        return list(pairs(sorted(set(self.contexts)), sorted(set(self.batch_sizes))))
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the largest cell; a step adds one token to each request."""
-        return max(batch * -(-(context + 1) // _BLOCK_SIZE) for context, batch in self.cells)
-
-
-def decode(options: DecodeOptions) -> Report | None:
-    """A step of decodes, batch sizes over contexts: its time, and the share of the memory's rate (MBU)."""
-    longest, sizes = max(options.contexts) + 1, {"block_size": _BLOCK_SIZE, "num_kv_blocks": options.num_blocks}
-    return on_ranks(options.subject, lambda local: _decode(local, options), longest=longest, fills=True, **sizes)
-
-
-def _decode(local: Local, options: DecodeOptions) -> Report:
-    memory, hand, size = memory_read(local.device), local.hand, local.dtype.itemsize
-    runs: dict[Any, Callable[[], float]] = {_YARDSTICK: memory.seconds}
-    for context, batch in options.cells:
-        step = decodes(batch, context)
-        runs[context, batch] = lambda step=step: hand.run(step)[1]  # type: ignore[misc]
-    seconds = in_turn(runs, warmup=options.warmup, runs=options.runs)
-    rate = memory.rate(seconds.pop(_YARDSTICK))
-    weight_bytes, is_whole = step_parameters(local.model) * size, local.config.parallel.world_size == 1
-    cells = []
-    for (context, batch), found in seconds.items():
-        timing, kv_bytes = timing_of(found), batch * (context + 1) * local.model.kv_bytes_per_token(size)
-        mbu = (weight_bytes + kv_bytes) / timing["median_s"] / rate["per_s"] if is_whole else None
-        cell = {"batch_size": batch, "context": context, "timing": timing, "weight_bytes": weight_bytes}
-        cells.append(cell | {"kv_bytes": kv_bytes, "mbu": mbu})
-    return local.report("micro decode", asdict(options)) | {"memory_read": rate, "results": cells}
-
-
-def step_parameters(model: ModelConfig) -> int:
-    """Parameters that a decode step reads: all but an embedding that is not the head too."""
-    return count_parameters(model, lambda name: name != "model.embed_tokens.weight" or model.tie_word_embeddings)
 
 
 WAYS: dict[str, SamplingParams] = {
@@ -338,13 +282,6 @@ _ATTENTION_NOTES = (
     "one layer, in turn; share: of the matrix product's rate; operations: those under the causal mask; overhead: "
     "seconds for each of them against the largest chunk over the same KV cache, less 1",
 )
-_DECODE = {"memory_read": (), "results": ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu")}
-_DECODE_NOTES = (
-    "timed: a step of the runner, from the batch to its tokens; without scheduler and engine; MBU: bytes that a step "
-    "has to read (weights and KV) over its time, of the memory's rate",
-    "in turn; KV cache of random numbers",
-)
 verb("attention", AttentionOptions, attention, _ATTENTION, _ATTENTION_NOTES, ALONE)
-verb("decode", DecodeOptions, decode, _DECODE, _DECODE_NOTES, SUBJECT, PARALLEL)
 verb("sampling", SamplingOptions, sampling, {"vocab_size": (), "results": ()}, ("in turn",), ALONE)
 verb("scheduler", SchedulerOptions, scheduler, {"results": ()}, ("CPU time of the thread that decides, not wall time",))

@@ -1,8 +1,7 @@
-"""``medha bench serve``: requests arrive at a live engine, and a stream of probes measures how they stall others.
+"""``medha bench serve``: requests arrive at a live engine.
 
 The engine runs in this process: no server, no network. The fields of the report are those of ``vllm bench serve
---save-detailed``, but for texts. Probes are small requests with Poisson arrivals of their own until the load is done;
-they count in no other figure. Objectives (``--goodput``, or a trace's own) are told to the scheduler, but for the
+--save-detailed``, but for texts. Objectives (``--goodput``, or a trace's own) are told to the scheduler, but for the
 end-to-end latency.
 
 ``--preset convoy`` serves the same arrivals under six schedulers, over the same weights and KV pool: short requests
@@ -51,6 +50,7 @@ _OUTPUT_LEN = 8
 _SHORT_TTFT_S = 1.0
 _BATCH_S = 0.25
 _WARM_SHORT = 8
+_NEAR = 0.15  # an error of predicted step times up to which a prediction was right
 
 _OBJECTIVES = "Objectives in ms, as ttft:100 tpot:50 e2el:900; the first two are the scheduler's."
 _MORE: Group = {
@@ -151,12 +151,15 @@ def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
 
 
 def prediction_error(steps: Sequence[NotedStep]) -> Report:
-    """How far predicted step times are off: count, mean absolute and mean signed error as shares."""
+    """How far predicted step times are off: count, mean absolute and mean signed error as shares of the time taken, and
+    the share of steps that took what was predicted within 15 %."""
     known = [(step.prediction.seconds, step.busy_s) for step in steps if step.prediction is not None]
     errors = [seconds / busy_s - 1.0 for seconds, busy_s in known if seconds > 0 and busy_s > 0]
     number = max(len(errors), 1)
     mean_abs, mean_signed = sum(map(abs, errors)) / number, sum(errors) / number
-    return {"count": len(errors), "mean_abs_error": mean_abs, "mean_signed_error": mean_signed}
+    within = sum(abs(error) <= _NEAR for error in errors) / number
+    found = {"count": len(errors), "mean_abs_error": mean_abs, "mean_signed_error": mean_signed}
+    return found | {"within_share": within}
 
 
 def systems_of(longest: int) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,6 @@ _END_S = 30.0
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _CPU_PRODUCT, _CUDA_PRODUCT = (2048, 1024, 4096), (8192, 8192, 8192)  # (m, k, n)
-_CPU_BUFFER_BYTES, _CUDA_BUFFER_BYTES = 256 << 20, 2 << 30  # of what is read; more than any cache holds
 
 
 T = TypeVar("T")
@@ -41,7 +40,7 @@ def timing_of(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Yardstick(NamedTuple):
-    """Work of a known size: ``amount`` floating-point operations, or bytes read, of one run."""
+    """Work of a known size: ``amount`` floating-point operations of one run."""
 
     amount: float
     run: Callable[[], object]
@@ -51,7 +50,7 @@ class Yardstick(NamedTuple):
         return timed(self.run)
 
     def rate(self, seconds: Sequence[float]) -> dict[str, Any]:
-        """From the seconds of its runs: ``per_s`` is FLOP/s or bytes/s at the median."""
+        """From the seconds of its runs: ``per_s`` is FLOP/s at the median."""
         timing = timing_of(seconds)
         return {"per_s": self.amount / timing["median_s"], "timing": timing}
 
@@ -63,13 +62,6 @@ def matrix_product(dtype: torch.dtype, device: torch.device) -> Yardstick:
     left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in ((m, k), (k, n)))
     work = partial(torch.mm, left, right, out=torch.empty(m, n, dtype=dtype, device=device))
     return Yardstick(2.0 * m * k * n, waited(work, device))
-
-
-def memory_read(device: torch.device) -> Yardstick:
-    """The sum of a buffer, all of which is read once."""
-    size = _CUDA_BUFFER_BYTES if device.type == "cuda" else _CPU_BUFFER_BYTES
-    buffer = torch.ones(size // 4, device=device)
-    return Yardstick(float(buffer.nbytes), waited(buffer.sum, device))
 
 
 def waited(work: Callable[[], object], device: torch.device) -> Callable[[], None]:

@@ -36,11 +36,6 @@ def decodes(batch: int, kv_before: int) -> Step:
     return tuple(Row(FIRST_SLOT + i, kv_before, 1, True, True) for i in range(batch))
 
 
-def step_of(batch: Batch) -> Step:
-    """The shape of a batch that a scheduler made, on one group."""
-    return tuple(row._replace(slot=FIRST_SLOT + i) for i, row in enumerate(batch.rows))
-
-
 def fill_pools(cache: KVCache, num_tokens: int, *, seed: int) -> None:
     """Put random numbers into the first tokens of some pools, in place; pages never written would cost less."""
     generator = torch.Generator(cache.k[0].device).manual_seed(seed)

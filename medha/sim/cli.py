@@ -16,17 +16,15 @@ from medha.cli.command import FAILED_REQUESTS, start_logging
 from medha.cli.options import DEALT, MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, pick, takes
 from medha.config import CDSP, SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError, exit_code
-from medha.workload.cli import LENGTHS, PLAYED, Rate, Seed, option
+from medha.workload.cli import PLAYED, option
 
 if TYPE_CHECKING:
-    from medha.sim import plan as planning
     from medha.sim.study import Run
 
 NONE_MEETS = 1  # exit code of ``medha plan`` where no layout meets everything
 BARE = {"tp": 8, "policy": ["priority,fcfs"], "qps": "0.3", "num_requests": 60}
 """What ``medha simulate`` without arguments runs: a convoy, and the default that dissolves it."""
 BARE_TEXT = "medha simulate --tp 8 --policy priority,fcfs --request-rate 0.3 --num-prompts 60"
-_SAMPLE = 100_000  # requests drawn to find the longest of a workload
 # What an engine needs, and a simulation does not or takes in its own way.
 _OTHERS = (
     *("scheduler", "policy", "admission", "async_scheduling", "tenant_weights", "profile"),
@@ -118,25 +116,18 @@ def _print_wall(runs: list[Run]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # medha plan
 
-_TTFT = "Objective of its time to the first token, seconds."
-_CAPACITY = f"Find the capacity for requests of these lengths, or of a trace file: {LENGTHS}."
-
 
 @takes(
     pick("gpu_memory_utilization", "max_batch_tokens"), but(pick("max_model_len"), max_model_len=(None, "as --context"))
 )
 def plan(
     context: Annotated[int, option(help="Prompt tokens of the request that is planned for.")],
+    ttft_s: Annotated[float, option("--ttft-s", help="Objective of its time to the first token, seconds.")],
     tpot_s: Annotated[float, option("--tpot-s", help="Objective of its time between tokens, seconds.")],
     gpus: Annotated[int, option("--gpus", help="Accelerators in all.")],
-    ttft_s: Annotated[float | None, option("--ttft-s", help=_TTFT, shows="5 times that of the fastest layout")] = None,
     model: Model = "llama-3-8b",
     hardware: Hardware = "h100-80g",
-    workload: Annotated[str | None, option("--workload", "--lengths", help=_CAPACITY)] = None,
-    qps: Rate = None,
-    duration: Annotated[float, option(help="Seconds of the workload's arrivals to simulate.", shows=True)] = 60.0,
     top: Annotated[int, option(min=1, help="Layouts to print.", shows=True)] = 5,
-    seed: Seed = 0,
     output_json: OutputJson = None,
     **given: Any,
 ) -> int:
@@ -146,47 +137,27 @@ def plan(
     """
     from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
     from medha.cost.hardware import load_spec
-    from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, report_of, shown
+    from medha.sim.plan import Goal, Planner, report_of, shown
     from medha.sim.replica import find_model
 
     check_writable(output_json)
-    if qps is not None and workload is None:
-        raise ConfigError(f"qps={qps:g} without a workload; accepted: --workload too")
     shape, max_model_len = find_model(model), given["max_model_len"]
     if max_model_len is not None and context > max_model_len:
         raise ConfigError(f"context={context}; accepted: at most max_model_len={max_model_len}")
     if max_model_len is None and context > (claimed := shape.max_position_embeddings):
         what = f"{model} claims {claimed:,} positions; its RoPE is taken as scaled to {context:,}"
         print(f"medha: {what}", file=sys.stderr)
-    rate, longest = (None, 1) if workload is None else _rate_of(workload, duration, seed)
     planner = Planner(
         load_spec(hardware),
         shape,
-        Goal(gpus, context, NO_OBJECTIVE_S if ttft_s is None else ttft_s, tpot_s, duration, qps),
+        Goal(gpus, context, ttft_s, tpot_s),
         scheduler=SchedulerConfig(max_batch_tokens=given["max_batch_tokens"]),
         utilization=given["gpu_memory_utilization"],
-        workload=rate,
-        longest=longest,
     )
-    if ttft_s is None:
-        planner = planner.with_derived_ttft()
     with progress("simulating layouts", len(planner.layouts())) as done:
         candidates = planner.plan(done)
-    options = {"model": model, "hardware": hardware, "workload": workload, "seed": seed}
+    options = {"model": model, "hardware": hardware}
     write_report(output_json, report_of(planner, options, candidates))
     if output_json != STDOUT:
         print_report(shown(planner, options, candidates, top=top))
     return 0 if candidates[0]["meets"] else NONE_MEETS
-
-
-def _rate_of(name: str, duration_s: float, seed: int) -> tuple[planning.Rate, int]:
-    """The requests at a rate, of a trace file or drawn; and the tokens of the longest."""
-    from medha.workload.io import read_trace
-    from medha.workload.synth import synthesize
-
-    if Path(name).is_file():
-        trace = read_trace(Path(name)).trace.from_zero()
-        return lambda qps: trace.first(None, duration_s, qps), trace.longest
-
-    longest = synthesize(name, "at-once", num_requests=_SAMPLE, seed=seed).longest
-    return lambda qps: synthesize(name, qps=qps, duration_s=duration_s, seed=seed), longest

@@ -19,7 +19,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,7 @@ from medha.cost.prefill_time import budgeted_chunk, chunk_rules
 from medha.records import BatchRecord, RankRecords
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
-from medha.timeline import counter_event, name_event, slice_event, stage_events, write_events
+from medha.timeline import counter_event, name_event, stage_events, write_events
 from medha.workload.metrics import Floats, Times, by_length, counted, percentile, serving_fields
 from medha.workload.trace import Trace
 
@@ -41,8 +41,6 @@ logger = logging.getLogger("medha")
 
 PERCENTILES = (50, 90, 99)
 MAX_SEGMENTS = 200_000  # batches on a stage that a trace holds; those that come later are left out, with a warning
-DRAIN = 0.1  # see saturation_of
-_NUM_SAMPLES = 201
 _GAP_BINS_PER_DECADE = 100
 _FIRST_GAP_BIN = -6 * _GAP_BINS_PER_DECADE
 _GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_FIRST_GAP_BIN, 6 * _GAP_BINS_PER_DECADE)]
@@ -182,7 +180,6 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "prefix_hit_rate": outcome.num_cached_tokens / max(int(outcome.trace.prompt_tokens[started].sum()), 1),
         "work_lost_s": outcome.work_lost_s,
         "num_swaps": outcome.num_swaps,
-        "saturation": saturation_of(times, end_s),
         "num_batches": outcome.num_batches,
         "start_times": (times.arrival_s - first_s).tolist(),
         "input_lens": times.prompt_tokens.tolist(),
@@ -223,36 +220,6 @@ def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
     return np.array(alone_s, dtype=np.float64)[rows]
 
 
-def saturation_of(times: Times, end_s: float) -> dict[str, Any]:
-    """Whether more arrived than could be served.
-
-    The queue is who has arrived and has no first token. A run is over-saturated where both hold:
-
-    - the queue grows through the second half of the time of arrivals: its straight line (least squares) rises by more
-      than the square root of the number that arrive then, which is the chance of a Poisson stream;
-    - those in the queue at the last arrival need more than 10 % of the time of arrivals until the last of them has its
-      first token, or never get there.
-
-    Returns ``is_over`` (both hold), ``growth`` (requests by which the line rises; None where all arrive at once),
-    ``num_late`` (arrivals of the second half), ``drain_s`` (from the last arrival; None is never) and ``arrivals_s``.
-    """
-    if not len(times) or times.arrival_s[0] == times.arrival_s[-1]:
-        return {"is_over": False, "growth": None, "num_late": 0, "drain_s": None, "arrivals_s": 0.0}
-    first_s, last_s = float(times.arrival_s[0]), float(times.arrival_s[-1])
-    arrivals_s = last_s - first_s
-    at_s = np.linspace(first_s + arrivals_s / 2, last_s, _NUM_SAMPLES)
-    changed_s, numbers = counted(times.arrival_s, times.first_token_s, ~times.is_refused)
-    queue = np.append(0.0, numbers)[np.searchsorted(changed_s, at_s, side="right")]
-    growth = float(np.polynomial.polynomial.polyfit(at_s - at_s[0], queue, 1)[1]) * arrivals_s / 2
-    num_late = int((times.arrival_s >= at_s[0]).sum())
-    first_tokens_s = times.first_token_s[~times.is_refused]
-    drain_s = float(np.max(first_tokens_s, initial=last_s)) - last_s  # NaN where one never came
-    drain = None if math.isnan(drain_s) else drain_s
-    lasts_s = end_s - last_s if drain is None else drain
-    is_over = growth > math.sqrt(num_late) and (drain is None or lasts_s > DRAIN * arrivals_s)
-    return {"is_over": is_over, "growth": growth, "num_late": num_late, "drain_s": drain, "arrivals_s": arrivals_s}
-
-
 def _mean_and_most(at_s: Floats, values: NDArray[Any], first_s: float, end_s: float) -> dict[str, float]:
     """Of values over the span, each from its time on: the time-weighted mean, and the most."""
     most = values.max(initial=0).item()
@@ -265,14 +232,13 @@ def _mean_and_most(at_s: Floats, values: NDArray[Any], first_s: float, end_s: fl
 def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> None:
     """Write the trace of a run in microseconds of virtual time; gzip when the name ends in ``.gz``.
 
-    Process 0 is the stages, a lane each, with arrows along which a batch goes on. Process 1 is the requests, a lane
-    each: waiting, prefill, decode; and what share of the KV blocks is in use.
+    Process 0 is the stages, a lane each, with arrows along which a batch goes on; process 1 what share of the KV blocks
+    is in use.
     """
     if len(segments) > MAX_SEGMENTS:
         logger.warning("%s has the first %s batches on a stage of %s", path, f"{MAX_SEGMENTS:,}", f"{len(segments):,}")
-    events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
+    events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "memory")]
     events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
-    events += _request_events(outcome)
     used = zip(outcome.usage_at_s, outcome.usage, strict=True)
     points = (counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in used)
     events += islice(points, MAX_SEGMENTS)
@@ -289,18 +255,3 @@ def _records(segments: Sequence[Segment]) -> list[RankRecords]:
         RankRecords(i, stage, 0, tuple(batches[group, stage]), group)
         for i, (group, stage) in enumerate(sorted(batches))
     ]
-
-
-def _request_events(outcome: Outcome) -> Iterator[dict[str, Any]]:
-    times, end_s = outcome.times, outcome.duration_s
-    end_s += float(times.arrival_s[0]) if len(times) else 0.0
-    columns = (times.arrival_s, times.first_scheduled_s, times.first_token_s, times.finish_s)
-    moments = np.stack(columns, axis=1).tolist()
-    for lane, (row, refused) in enumerate(zip(moments, times.is_refused.tolist(), strict=True)):
-        yield name_event("thread_name", 1, lane, str(outcome.trace.request_ids[lane]))
-        if refused:
-            continue
-        args = {"prompt tokens": int(times.prompt_tokens[lane]), "output tokens": int(times.num_tokens[lane])}
-        for name, start_s, to_s in zip(("waiting", "prefill", "decode"), row, row[1:], strict=False):
-            if start_s == start_s:  # it came so far
-                yield slice_event(name, 1, lane, start_s, to_s if to_s == to_s else end_s, args)

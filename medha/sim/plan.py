@@ -3,8 +3,7 @@
 N accelerators are ``replicas x tp x spp x kvp``, with ``tp`` inside a node. A layout is dropped with a reason where it
 does not split the model, where weights and activations or the context do not fit, or where a simulation of one request
 of the context's length says that an objective is missed: its TTFT alone, and the time between its tokens, alone and
-while another prompt is read. Where a workload is given, capacity is the highest rate at which 90 % of its requests meet
-both objectives, found by bisection over short simulations of one replica, to which every so many-th request goes.
+while another prompt is read. Which rate of requests the best one sustains ``medha simulate`` tells.
 """
 
 from __future__ import annotations
@@ -25,27 +24,21 @@ from medha.sim.replica import Replica, spec_fields
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
-Rate = Callable[[float], Trace]  # (requests a second) -> the requests of a workload at that rate
-
-ATTAINMENT = 0.9  # share of requests that meet their objectives at the capacity
-NO_OBJECTIVE_S = 1e9  # in place of an objective
 NUM_OUTPUT_TOKENS = 33  # that a request decodes for its TPOT
 _CHUNKS_BESIDE = 64  # full chunks of the prompt that is read beside a decode
 _GIVE_UP = 2.0  # a request alone is not simulated beyond so many times its objectives
 _MOST_GPUS = 4096
 _NAMED = 4  # layouts of a group that are named
-_STEP = 1.05  # capacity is known to this factor
-_FEWEST, _MOST = 10, 20_000  # requests of a replica below which a share says nothing, and in a simulation at most
 
 Found = dict[str, Any]
 """What the simulations said of a layout, as the report has it; a figure that was not simulated is None.
 
 ``num_kv_tokens`` are those of a replica, ``headroom`` the share of them beside one request of the context's length;
-``ttft_s`` and ``tpot_s`` are of that request alone, ``tpot_beside_s`` while another prompt is read; ``capacity_qps`` is
-of all replicas. ``reasons`` say why it is out: the ``kind`` that a group of layouts has in common, a ``text`` with
-numbers, and the ``excess``: how far off it is, as a factor; None where it cannot run.
+``ttft_s`` and ``tpot_s`` are of that request alone, ``tpot_beside_s`` while another prompt is read. ``reasons`` say why
+it is out: the ``kind`` that a group of layouts has in common, a ``text`` with numbers, and the ``excess``: how far off
+it is, as a factor; None where it cannot run.
 """
-_FIGURES = ("num_kv_tokens", "headroom", "ttft_s", "tpot_s", "tpot_beside_s", "capacity_qps")
+_FIGURES = ("num_kv_tokens", "headroom", "ttft_s", "tpot_s", "tpot_beside_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +49,14 @@ class Goal:
     context: int  # prompt tokens of the request that is simulated alone
     ttft_s: float  # objectives of each request
     tpot_s: float
-    duration_s: float = 60.0  # of arrivals of a simulation of the workload
-    qps: float | None = None  # requests a second that the workload must reach; None asks for no rate
-    ttft_is_derived: bool = False  # nobody asked for this TTFT
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_gpus <= _MOST_GPUS:
             raise ConfigError(f"gpus={self.num_gpus}; accepted: 1 to {_MOST_GPUS}")
         if self.context < 1:
             raise ConfigError(f"context={self.context}; accepted: at least 1 token")
-        for name in ("ttft_s", "tpot_s", "duration_s", "qps"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name))
+        for name in ("ttft_s", "tpot_s"):
+            check_number(name, getattr(self, name))
 
 
 class Layout(NamedTuple):
@@ -91,22 +80,9 @@ class Planner:
     goal: Goal
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of each replica
     utilization: float = 0.9  # share of an accelerator's memory that may be used
-    workload: Rate | None = None  # requests at a rate, or None where capacity is not asked for
-    longest: int = 1  # tokens of the workload's longest request
 
     def __post_init__(self) -> None:
         check_number("utilization", self.utilization, most=1.0)
-
-    def with_derived_ttft(self) -> Planner:
-        """The same, whose TTFT objective is derived as a scheduler derives a deadline, of the fastest layout's time."""
-        goal = replace(self.goal, ttft_s=NO_OBJECTIVE_S, tpot_s=NO_OBJECTIVE_S)
-        found = [replace(self, goal=goal)._tried(layout, (_fit, _alone)) for layout in self.layouts()]
-        seconds = [one["ttft_s"] for one in found if one["ttft_s"] is not None]
-        if not seconds:
-            reason = found[0]["reasons"][0]["text"]
-            raise ConfigError(f"no layout can run a prompt of {goal.context:,} tokens; the first: {reason}")
-        ttft_s = max(self.scheduler.deadline_floor_s, self.scheduler.deadline_factor * min(seconds))
-        return replace(self, goal=replace(self.goal, ttft_s=float(f"{ttft_s:.3g}"), ttft_is_derived=True))
 
     def layouts(self) -> list[Layout]:
         """Every product that uses all accelerators, with ``tp`` inside a node; most replicas first."""
@@ -129,21 +105,17 @@ class Planner:
         return sorted(found, key=rank)
 
     def candidate(self, layout: Layout) -> Found:
-        """What becomes of a layout."""
-        return self._tried(layout, (_fit, _alone, _beside, *([] if self.workload is None else [_capacity])))
-
-    def _tried(self, layout: Layout, steps: Sequence[Callable[[Planner, Layout, Replica, Found], None]]) -> Found:
-        """A layout after one step and the next; what cannot be met any more is not simulated."""
+        """What becomes of a layout, step by step; what cannot be met any more is not simulated."""
         replica = Replica(
             self.spec,
             self.model,
             ParallelConfig(tp=layout.tp, spp=layout.spp, kvp=layout.kvp),
             scheduler=self.scheduler,
-            max_model_len=max(self.goal.context + NUM_OUTPUT_TOKENS, self.longest),
+            max_model_len=self.goal.context + NUM_OUTPUT_TOKENS,
             utilization=self.utilization,
         )
         found: Found = {**dict.fromkeys(_FIGURES), "reasons": []}
-        for step in steps:
+        for step in (_fit, _alone, _beside):
             if not found["reasons"]:
                 step(self, layout, replica, found)
         return {"name": str(layout), "meets": not found["reasons"], "layout": layout._asdict(), **found}
@@ -155,12 +127,11 @@ class Planner:
         return Simulation(*replica.build(), trace, stop_s=stop_s).run()
 
 
-def rank(one: Found) -> tuple[bool, float, int, float, float]:
+def rank(one: Found) -> tuple[bool, float, int, float]:
     """What layouts are sorted by: those that meet everything first, the others by how far off they are."""
     excess = math.prod(math.inf if reason["excess"] is None else reason["excess"] for reason in one["reasons"])
     _, *degrees = one["layout"].values()
-    gpus = math.prod(degrees) if one["capacity_qps"] is None else 0
-    return bool(one["reasons"]), excess, gpus, -(one["capacity_qps"] or 0.0), one["ttft_s"] or math.inf
+    return bool(one["reasons"]), excess, math.prod(degrees), one["ttft_s"] or math.inf
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,41 +183,6 @@ def _beside(planner: Planner, layout: Layout, replica: Replica, found: Found) ->
     _check(found, "TPOT beside a chunk", found["tpot_beside_s"], planner.goal.tpot_s)
 
 
-def _capacity(planner: Planner, layout: Layout, replica: Replica, found: Found) -> None:
-    """The highest rate in all whose share for one replica meets the objectives."""
-    goal, replicas, workload = planner.goal, layout.replicas, planner.workload
-    assert workload is not None, "a step of a planner that has one"
-    fewest, most = (number * replicas / goal.duration_s for number in (_FEWEST, _MOST))
-
-    def meets(qps: float) -> bool:
-        return _meets(planner, replica, workload(qps)[::replicas])
-
-    low = high = min(max(goal.qps or replicas, fewest), most)
-    while low > 0 and not meets(low):
-        low, high = max(low / 2, fewest) if low > fewest else 0.0, low
-    while low == high < most and meets(min(high * 2, most)):
-        low = high = min(high * 2, most)
-    high = min(low * 2, most) if low == high else high
-    while low > 0 and high > low * _STEP:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if meets(middle) else (low, middle)
-    found["capacity_qps"] = low
-    if goal.qps is not None and low < goal.qps:
-        text = f"capacity {low:.3g} requests/s, wanted {goal.qps:g}"
-        _out(found, f"capacity below {goal.qps:g} requests/s", text, goal.qps / low if low else None)
-
-
-def _meets(planner: Planner, replica: Replica, trace: Trace) -> bool:
-    """Whether enough of the requests of one replica meet both objectives."""
-    goal = planner.goal
-    # whoever is not done by then cannot have met both
-    stop_s = goal.duration_s + goal.ttft_s + goal.tpot_s * float(trace.output_tokens.max())
-    found = planner.simulate(replica, trace, stop_s).requests
-    decode_s = (found.finish_s - found.first_token_s) / np.maximum(trace.output_tokens - 1, 1)
-    met = (found.first_token_s - trace.arrival_s <= goal.ttft_s) & (decode_s <= goal.tpot_s)
-    return bool(met.mean() >= ATTAINMENT)
-
-
 def _check(found: Found, name: str, value_s: float, objective_s: float) -> None:
     if value_s > objective_s:
         text = f"{name} {_seconds(value_s)}, objective {_seconds(objective_s)}"
@@ -288,7 +224,6 @@ def report_of(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Fo
 def shown(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Found], *, top: int) -> dict[str, Any]:
     """What is printed of it: the best or the nearest layouts, and why groups of others are out."""
     goal, spec = planner.goal, planner.spec
-    derived = " (5 times that of the fastest layout)" if goal.ttft_is_derived else ""
     good = [one for one in layouts if one["meets"]]
     near = [one for one in layouts if one["ttft_s"] is not None]
     notes = [] if good else ["no layout meets everything"]
@@ -300,16 +235,10 @@ def shown(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Found]
         names = ", ".join(one["name"] for one in group[:_NAMED])
         more = f" and {len(group) - _NAMED} more" if len(group) > _NAMED else ""
         notes.append(f"{kind}: {names}{more}; the first of them: {group[0]['reasons'][0]['text']}")
-    if planner.workload is not None:
-        notes.append(
-            f"capacity: the highest rate at which {ATTAINMENT:.0%} of the requests of {options['workload']} meet both "
-            f"objectives, in simulations of one replica over {goal.duration_s:g} s of arrivals"
-        )
-    columns = _FIGURES if planner.workload is not None else _FIGURES[:-1]
     table = f"{len(good)} meet everything, the best first" if good else "the nearest"
     return {
         "title": f"{options['model']} on {goal.num_gpus} x {spec.name} ({spec.provenance}), {len(layouts)} layouts: "
-        f"a prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s{derived}, TPOT {goal.tpot_s * 1e3:g} ms",
-        table: [{"layout": one["name"], **{name: one[name] for name in columns}} for one in (good or near)[:top]],
+        f"a prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s, TPOT {goal.tpot_s * 1e3:g} ms",
+        table: [{"layout": one["name"], **{name: one[name] for name in _FIGURES}} for one in (good or near)[:top]],
         "notes": notes,
     }

@@ -1,7 +1,7 @@
 """``python -m medha.verify``, also ``medha verify`` and under torchrun: is all well on this machine, in this layout?
 
-One table: attention and merge against a dense softmax, the layout's collectives, the engine against a plain forward,
-and a fact found in a long document. What each row means is in :mod:`medha.verify`; exit codes are in
+One table: attention and merge against a dense softmax, the engine in the layout against a plain forward, and a fact
+found in a long document. What each row means is in :mod:`medha.verify`; exit codes are in
 :mod:`medha.cli.command`: 0 when nothing failed, 3 when a check did.
 """
 
@@ -41,7 +41,7 @@ def verify(
     log_level: LogLevel = "warning",
     **given: Any,
 ) -> int:
-    """Check attention, merge, collectives, the engine and memory in a layout, and print one table.
+    """Check attention, merge, the engine and memory in a layout, and print one table.
 
     Without --tp, --spp and --kvp the layout is chosen for the number of ranks.
     """

@@ -22,9 +22,8 @@ from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.health import failures_named
 from medha.parallel.launch import Launch, is_first_rank
-from medha.parallel.mesh import check_same_everywhere, init_ranks, leave, meet
+from medha.parallel.mesh import check_same_everywhere, meet
 from medha.parallel.own_ranks import job_folder
-from medha.verify.collectives import collective_rows
 from medha.verify.kernels import attention_rows, merge_rows
 from medha.verify.rows import (
     FAIL,
@@ -146,15 +145,13 @@ def _check_basics(setting: Setting, launch: Launch | None, add: Add) -> None:
             for each in (torch.float32, dtype)
         }
         backend = backends[dtype]
-        ranks = None if job is None else init_ranks(job, device)
         add(timed(machine_rows(crew.gather("machine", machine_facts(device)))))
         found = chain.from_iterable(attention_rows(one, device, [each]) for each, one in backends.items())
         add(crew.worst("attention", attempted("attention", found)))
         num_parts = sorted({max(2, setting.parallel.kvp), 3})
         add(crew.worst("merge", attempted("merge", merge_rows(backend, device, dtype, num_parts=num_parts))))
-        add(timed(collective_rows(ranks, crew, backend, device, dtype)))
-        if ranks is not None:
-            leave(ranks)
+        if job is not None:
+            job.monitor.leave()
 
 
 def _of_every_rank(setting: Setting, launch: Launch | None, value: Any) -> list[Any]:

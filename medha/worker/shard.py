@@ -132,15 +132,13 @@ def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[st
     return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
 
 
-def make_pipe(
-    ranks: Ranks, digests: Digests, *, dim: int, dtype: torch.dtype, device: torch.device, step: int = 1
-) -> StagePipe:
-    """A rank's pipe to the stage ``step`` on, from the one as far before."""
+def make_pipe(ranks: Ranks, digests: Digests, *, dim: int, dtype: torch.dtype, device: torch.device) -> StagePipe:
+    """A rank's pipe to the next stage, from the one before."""
     return StagePipe(
         ranks.pipe_group,
         digests,
-        previous=ranks.neighbour(-step),
-        following=ranks.neighbour(step),
+        previous=ranks.neighbour(-1),
+        following=ranks.neighbour(1),
         dim=dim,
         dtype=dtype,
         device=device,

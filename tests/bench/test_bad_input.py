@@ -10,8 +10,6 @@ from tests.bench.shapes import ON_TINY
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["accuracy", "--num-rounds", "0"], "num_rounds=0; accepted"),
-        (["accuracy", "--t-target-s", "0"], "t_target_s=0.0; accepted"),
         (["compare", "--dtype", "float64"], "dtype='float64'; accepted"),
         (["compare", "--peer", "sglang"], "peer='sglang'; accepted: transformers, vllm"),
         (["compare", "--input-len", "none", "--batch-size", "0", "--num-prompts", "0"], "all left out; accepted"),
@@ -33,7 +31,7 @@ from tests.bench.shapes import ON_TINY
         (["latency", "--model", "absent-folder/model"], "absent-folder/model"),
         (["micro", "attention", "--dtype", "float64"], "dtype='float64'; accepted"),
         (["micro", "attention", "--device", "cuda:99"], "device='cuda:99'; accepted"),
-        (["micro", "decode", "--batch-size", "x"], "batch_size='x'; accepted"),
+        (["micro", "sampling", "--batch-size", "x"], "batch_size='x'; accepted"),
         (["micro", "scheduler", "--policy", "larz"], "policy='larz'; accepted: "),
         (["micro", "scheduler", "--num-waiting", "0"], "num_waiting='0'; accepted: positive integers"),
         (["micro", "sampling", "--num-iters", "0"], "num_iters=0; accepted: an integer from 1"),

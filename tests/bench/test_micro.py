@@ -1,4 +1,4 @@
-"""``medha bench micro attention``, ``decode``, ``sampling`` and ``scheduler`` at a toy size."""
+"""``medha bench micro attention``, ``sampling`` and ``scheduler`` at a toy size."""
 
 import json
 from itertools import pairwise
@@ -11,18 +11,14 @@ from medha.bench.cli import app
 from medha.bench.harness import Subject
 from medha.bench.micro import (
     WAYS,
-    DecodeOptions,
     Queue,
     SchedulerOptions,
     attention_flops,
-    step_parameters,
 )
 from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY, TINY
 
 SMALL = [*ON_TINY, "--num-iters", "2", "--num-iters-warmup", "1"]
-LAYER = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32
-"""Parameters of a layer: queries and output, keys and values, the MLP, two norms."""
 
 
 def report_of(verb: str, path: Path, *arguments: str) -> dict[str, Any]:
@@ -55,40 +51,10 @@ def test_useful_operations_are_those_under_the_mask() -> None:
     assert attention_flops(model, 4, 10) == 4 * model.num_heads * model.head_dim * scores
 
 
-@pytest.mark.usefixtures("_small_rates")
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, size: int) -> None:
-    grid = ["--batch-size", "3,1", "--input-len", "10,300", "--dtype", dtype]
-    report = report_of("decode", tmp_path / "decode.json", *grid)
-    assert report["dtype"] == dtype
-    rate = report["memory_read"]["per_s"]
-    assert report["memory_read"]["timing"]["runs"] == 2
-    cells = report["results"]
-    assert [(c["context"], c["batch_size"]) for c in cells] == [(10, 1), (10, 3), (300, 1), (300, 3)]
-    for cell in cells:
-        assert cell["weight_bytes"] == (2 * LAYER + 32 + 64 * 32) * size
-        assert cell["kv_bytes"] == cell["batch_size"] * (cell["context"] + 1) * 2 * 2 * 16 * size
-        seconds = cell["timing"]["median_s"]
-        assert cell["mbu"] == pytest.approx((cell["weight_bytes"] + cell["kv_bytes"]) / seconds / rate)
-    text = capsys.readouterr().out
-    assert "mbu" in text and "a step of the runner" in text
-
-
 def test_sampling(tmp_path: Path) -> None:
     results = report_of("sampling", tmp_path / "sampling.json", "--batch-size", "1,3")["results"]
     assert [(one["batch_size"], one["way"]) for one in results] == [(batch, way) for batch in (1, 3) for way in WAYS]
     assert all(one["timing"]["median_s"] > 0 for one in results)
-
-
-def test_a_tied_embedding_is_read_as_the_head() -> None:
-    tied = Subject(hf_overrides=TINY | {"tie_word_embeddings": True}).model_config(longest=64)
-    assert step_parameters(tied) == 2 * LAYER + 32 + 64 * 32
-
-
-def test_no_two_requests_share_a_block() -> None:
-    options = DecodeOptions(batch_sizes=(4, 2), contexts=(256, 255))
-    assert options.cells == [(255, 2), (255, 4), (256, 2), (256, 4)]
-    assert options.num_blocks == 8  # the new token of 256 takes a second block
 
 
 def test_scheduler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

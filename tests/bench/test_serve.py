@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.load import ArrivingWorkload, Workload
-from medha.bench.serve import ServeOptions, convoy_figures, mix_of, stream_of, systems_of
+from medha.bench.load import ArrivingWorkload, NotedStep, Workload
+from medha.bench.serve import ServeOptions, convoy_figures, mix_of, prediction_error, stream_of, systems_of
 from medha.cli.command import run_app
 from medha.config import SchedulerConfig
 from medha.params import SLO
+from medha.sched.decision import Prediction
 from medha.workload.io import write_trace
 from medha.workload.metrics import METRICS, Outcome, Served
 from medha.workload.trace import Trace
 from tests.bench.shapes import ON_TINY
+from tests.commands import trace_lines
 
 VLLM_KEYS = {
     "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",
@@ -98,8 +100,8 @@ def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
 
 
 def test_workloads(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n2.0,20,2\n4.0,30,3\n6.0,40,4\n")
+    path = tmp_path / "trace.jsonl"
+    path.write_text(trace_lines((2.0, 20, 2), (4.0, 30, 3), (6.0, 40, 4)))
     assert Workload(dataset_path=path).trace.arrival_s.tolist() == [0.0, 2.0, 4.0]
     assert Workload(dataset_path=path, request_rate=2.0).trace.arrival_s.tolist() == [0.0, 0.5, 1.0]
     assert Workload(dataset_path=path, request_rate=math.inf, num_prompts=2).trace.arrival_s.tolist() == [0.0, 0.0]
@@ -158,3 +160,12 @@ def test_figures_of_the_convoy() -> None:
     assert found["short"]["median_ttft_ms"] == 1250.0 and found["short"]["slo_attainment"] == pytest.approx(1 / 3)
     assert (found["long"]["mean_ttft_ms"], found["long"]["p99_tpot_ms"]) == (4000.0, 500.0)
     assert found["long"]["slo_attainment"] is None
+
+
+def test_errors_of_predicted_step_times() -> None:
+    prediction = Prediction("decode", 1.0, 1.0, 1.0)
+    steps = [NotedStep(1, prediction, busy_s, 0.0) for busy_s in (1.0, 1.0, 0.8)] + [NotedStep(1, None, 9.0, 0.0)]
+    found = prediction_error(steps)
+    assert (found["count"], found["within_share"]) == (3, 2 / 3)
+    assert found["mean_abs_error"] == found["mean_signed_error"] == pytest.approx(0.25 / 3)
+    assert prediction_error([])["count"] == 0

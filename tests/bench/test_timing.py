@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from medha.bench.timing import Yardstick, in_turn, matrix_product, memory_read
+from medha.bench.timing import Yardstick, in_turn, matrix_product
 
 CPU = torch.device("cpu")
 
@@ -14,13 +14,6 @@ def test_matrix_product(dtype: torch.dtype) -> None:
     product = matrix_product(dtype, CPU)
     assert product.amount == 2 * 192**3
     assert product.seconds() > 0
-
-
-@pytest.mark.usefixtures("_small_rates")
-def test_memory_read() -> None:
-    memory = memory_read(CPU)
-    assert memory.amount == 8 << 20
-    assert memory.rate([memory.seconds() for _ in range(3)])["per_s"] > 0
 
 
 def test_a_rate_is_that_of_the_median() -> None:

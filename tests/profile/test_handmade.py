@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medha.batch import Batch, Row
-from medha.profile.steps import FIRST_SLOT, Step, StepRunner, chunk, decodes, step_of
+from medha.profile.steps import FIRST_SLOT, Step, StepRunner, chunk, decodes
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import Slots
 
@@ -60,7 +60,7 @@ def test_rows_hold_what_they_have_cached(step: Step) -> None:
         assert busy_s == 0.25
         timed = runner.batches[-1]
         assert timed.batch_id == batch_id
-        assert step_of(timed) == step
+        assert timed.rows == step
         assert len(runner.batches) == number + 2  # the first one draws a token for each slot
         for part in step:
             assert runner.slots[0].held[part.slot] == part.kv_len
