@@ -41,6 +41,8 @@ logger = logging.getLogger("medha")
 
 PERCENTILES = (50, 90, 99)
 MAX_SEGMENTS = 200_000  # batches on a stage that a trace holds; those that come later are left out, with a warning
+DRAIN = 0.1  # see saturation_of
+_NUM_SAMPLES = 201
 _GAP_BINS_PER_DECADE = 100
 _FIRST_GAP_BIN = -6 * _GAP_BINS_PER_DECADE
 _GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_FIRST_GAP_BIN, 6 * _GAP_BINS_PER_DECADE)]
@@ -180,6 +182,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "prefix_hit_rate": outcome.num_cached_tokens / max(int(outcome.trace.prompt_tokens[started].sum()), 1),
         "work_lost_s": outcome.work_lost_s,
         "num_swaps": outcome.num_swaps,
+        "saturation": saturation_of(times, end_s),
         "num_batches": outcome.num_batches,
         "start_times": (times.arrival_s - first_s).tolist(),
         "input_lens": times.prompt_tokens.tolist(),
@@ -218,6 +221,36 @@ def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
             start, chunk = start + chunk, rule(start + chunk)
         alone_s.append(through(free_s, length - start, start, samples=True)[-1] + control_s)
     return np.array(alone_s, dtype=np.float64)[rows]
+
+
+def saturation_of(times: Times, end_s: float) -> dict[str, Any]:
+    """Whether more arrived than could be served.
+
+    The queue is who has arrived and has no first token. A run is over-saturated where both hold:
+
+    - the queue grows through the second half of the time of arrivals: its straight line (least squares) rises by more
+      than the square root of the number that arrive then, which is the chance of a Poisson stream;
+    - those in the queue at the last arrival need more than 10 % of the time of arrivals until the last of them has its
+      first token, or never get there.
+
+    Returns ``is_over`` (both hold), ``growth`` (requests by which the line rises; None where all arrive at once),
+    ``num_late`` (arrivals of the second half), ``drain_s`` (from the last arrival; None is never) and ``arrivals_s``.
+    """
+    if not len(times) or times.arrival_s[0] == times.arrival_s[-1]:
+        return {"is_over": False, "growth": None, "num_late": 0, "drain_s": None, "arrivals_s": 0.0}
+    first_s, last_s = float(times.arrival_s[0]), float(times.arrival_s[-1])
+    arrivals_s = last_s - first_s
+    at_s = np.linspace(first_s + arrivals_s / 2, last_s, _NUM_SAMPLES)
+    changed_s, numbers = counted(times.arrival_s, times.first_token_s, ~times.is_refused)
+    queue = np.append(0.0, numbers)[np.searchsorted(changed_s, at_s, side="right")]
+    growth = float(np.polynomial.polynomial.polyfit(at_s - at_s[0], queue, 1)[1]) * arrivals_s / 2
+    num_late = int((times.arrival_s >= at_s[0]).sum())
+    first_tokens_s = times.first_token_s[~times.is_refused]
+    drain_s = float(np.max(first_tokens_s, initial=last_s)) - last_s  # NaN where one never came
+    drain = None if math.isnan(drain_s) else drain_s
+    lasts_s = end_s - last_s if drain is None else drain
+    is_over = growth > math.sqrt(num_late) and (drain is None or lasts_s > DRAIN * arrivals_s)
+    return {"is_over": is_over, "growth": growth, "num_late": num_late, "drain_s": drain, "arrivals_s": arrivals_s}
 
 
 def _mean_and_most(at_s: Floats, values: NDArray[Any], first_s: float, end_s: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
 from medha.sched.policy import DEFAULT_POLICY
-from medha.sim.outcome import Outcome, System, alone_seconds, report
+from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica, find_model, spec_fields
 from medha.sim.simulator import Simulation
@@ -209,6 +209,8 @@ NOTES = (
     "In time: finished, TTFT by the deadline (given, or derived by the scheduler) and TPOT by its objective; a "
     "share of the requests that arrived. Goodput: those a second.",
     "Bubble: share of the time in which a stage had no work and another had some; a mean over stages, as busy.",
+    "Over-saturated: the queue (arrived, no first token) grows through the second half of the arrivals by more than "
+    f"chance, and takes more than {DRAIN:.0%} of the time of arrivals to drain after the last.",
 )
 _LATENCY = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p50_slowdown", "p99_slowdown")
 _LOAD = {"goodput": "request_goodput", "output tokens/s": "output_throughput", "waiting": "waiting", "active": "active"}
@@ -219,7 +221,8 @@ def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     latency, load, lengths = [], [], []
     for one in reports:
         who = {"system": one["label"]}
-        latency.append({**who, **{name: one[name] for name in _LATENCY}, "in time share": one["slo_attainment"]})
+        rest = {"in time share": one["slo_attainment"], "over-saturated": one["saturation"]["is_over"]}
+        latency.append({**who, **{name: one[name] for name in _LATENCY}, **rest})
         busy, bubble = (fmean(stage[name] for stage in one["stages"]) for name in ("occupancy", "bubble"))
         kv_use = {f"{name} share": share for name, share in one["kv_cache_usage"].items()}
         rest = {"KV use": kv_use, "busy share": busy, "bubble share": bubble}
@@ -235,7 +238,7 @@ def remarks(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is unusual about runs, a line each."""
     lines = []
     for one in reports:
-        said = []
+        said, over = [], one["saturation"]
         if not one["complete"]:
             said.append(f"stopped at {one['duration']:,.6g} s with {one['unfinished']:,} unfinished")
         if one["failed"]:
@@ -243,6 +246,10 @@ def remarks(reports: Sequence[Mapping[str, Any]]) -> list[str]:
         if one["num_preemptions"]:
             moved = f" or swapped ({one['num_swaps']:,} times)" if one["num_swaps"] else ""
             said.append(f"{one['num_preemptions']:,} preempted, {one['work_lost_s']:,.3g} s computed again{moved}")
+        if over["is_over"]:
+            drain_s = over["drain_s"]
+            drain = "does not drain" if drain_s is None else f"drains in {drain_s:,.3g} s after the last arrival"
+            said.append(f"over-saturated: the queue grows by {over['growth']:,.3g} and {drain}")
         if said:
             lines.append(f"{one['label']}: {'; '.join(said)}.")
     return lines

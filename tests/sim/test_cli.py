@@ -42,7 +42,7 @@ def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path)
     done = simulate(*SMALL, "--output-json", tmp_path / "out.json")
     assert done.code == 0
     assert done.out.startswith("llama-3-8b on 1 x h100-80g (measured): tp 1, spp 1, kvp 1, ")
-    assert "Slowdown: TTFT over" in " ".join(done.out.split())
+    assert "Slowdown: TTFT over" in " ".join(done.out.split()) and "Over-saturated: the queue" in done.out
     assert "requests/s" in done.err and "batches/s" in done.err
     found = reports(tmp_path / "out.json")
     assert (found["format"], found["version"], found["complete"]) == ("medha-simulation", 1, True)
@@ -201,4 +201,4 @@ def test_help_names_what_is_accepted(simulate: Simulate) -> None:
 
 
 def test_it_loads_no_torch(tmp_path: Path) -> None:
-    assert "Slowdown" in without_torch("simulate", *SMALL, "--timeline", tmp_path / "t.json").stdout
+    assert "Over-saturated" in without_torch("simulate", *SMALL, "--timeline", tmp_path / "t.json").stdout

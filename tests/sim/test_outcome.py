@@ -123,6 +123,7 @@ def test_nothing_arrived() -> None:
     one = report(SYSTEM, found, alone_seconds(REPLICA, empty.prompt_tokens))
     json.dumps(one, allow_nan=False)
     assert (one["num_prompts"], one["slo_attainment"], one["p50_slowdown"]) == (0, None, None)
+    assert not one["saturation"]["is_over"]
     assert remarks([one]) == []
 
 
@@ -142,6 +143,19 @@ def test_alone_is_what_a_request_alone_takes(tp: int, spp: int, num_prompt: int)
         found = Simulation(*replica.build(), trace).run()
         (alone_s,) = alone_seconds(replica, trace.prompt_tokens)
         assert least * alone_s <= found.requests.first_token_s[0] <= 1.01 * alone_s
+
+
+@pytest.mark.parametrize(("load", "is_over"), [(0.5, False), (2.0, True)])
+def test_over_saturation(load: float, is_over: bool) -> None:
+    replica = replace(REPLICA, scheduler=SchedulerConfig("sarathi", max_num_seqs=1))
+    (alone_s,) = alone_seconds(replica, np.array([512]))
+    trace = synthesize("fixed:512,1", qps=load / alone_s, num_requests=400)
+    saturation = report(SYSTEM, Simulation(*replica.build(), trace).run(), np.full(400, alone_s))["saturation"]
+    assert saturation["is_over"] == is_over
+    assert saturation["growth"] is not None and saturation["drain_s"] is not None
+    if is_over:  # half of what arrives is served, and the other half as long after the last arrival
+        assert saturation["growth"] == pytest.approx(saturation["num_late"] / 2, rel=0.2)
+        assert saturation["drain_s"] == pytest.approx(saturation["arrivals_s"], rel=0.2)
 
 
 def test_what_is_printed() -> None:
