@@ -1,17 +1,21 @@
-"""``medha trace …``: stats and synth. Exit codes: :mod:`medha.cli.command`; 2: a wrong trace."""
+"""``medha trace …``: convert, stats and synth. Exit codes: :mod:`medha.cli.command`; 2: a wrong trace."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from medha.cli.command import make_app, start_logging
-from medha.cli.options import Group, OutputJson, takes
+from medha.cli.options import Group, OutputJson, but, takes
 
-app = make_app(help="Request traces: summarise, generate.")
+if TYPE_CHECKING:
+    from medha.workload.io import Reading
+    from medha.workload.trace import Trace
+
+app = make_app(help="Request traces: convert, summarise, generate.")
 
 PROCESSES = "poisson, gamma, uniform, at-once"
 LENGTHS = (
@@ -52,14 +56,33 @@ PLAYED: Group = {
 
 
 @app.command()
+@takes(DRAWN)
+def convert(
+    source: _In,
+    target: _Out,
+    from_zero: Annotated[bool, typer.Option("--from-zero", help="Shift the first arrival to 0.")] = False,
+    **given: Any,
+) -> int:
+    """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
+    from medha.workload.io import write_trace
+    from medha.workload.synth import retimed
+
+    reading = _read(source)
+    if from_zero:
+        reading = reading._replace(trace=reading.trace.from_zero())
+    trace = retimed(reading, given.pop("arrivals"), duration_s=given.pop("duration"), **given)
+    write_trace(target, trace)
+    _say_written(target, trace)
+    return 0
+
+
+@app.command()
 def stats(source: _In, output_json: OutputJson = None) -> int:
     """Print rate, burstiness and lengths of a trace."""
     from medha.cli.report import deliver
-    from medha.workload.io import read_trace
     from medha.workload.trace import trace_stats
 
-    start_logging("warning")
-    reading = read_trace(source)
+    reading = _read(source)
     report = {
         "format": reading.format,
         "has_arrivals": reading.has_arrivals,
@@ -70,18 +93,32 @@ def stats(source: _In, output_json: OutputJson = None) -> int:
 
 
 @app.command()
-@takes(DRAWN)
+@takes(but(DRAWN, "arrivals"))
 def synth(
     target: _Out,
     lengths: Annotated[str, typer.Option(help=f"{LENGTHS}.")] = "medha-mix",
+    arrivals: Annotated[str, typer.Option(help=f"{PROCESSES}, or trace:FILE.")] = "poisson",
     **given: Any,
 ) -> int:
     """Generate a trace."""
     from medha.workload.io import write_trace
     from medha.workload.synth import synthesize
 
-    trace = synthesize(lengths, given.pop("arrivals"), duration_s=given.pop("duration"), **given)
+    kind, _, name = arrivals.partition(":")
+    process = _read(Path(name)).trace if kind == "trace" and name else arrivals
+    trace = synthesize(lengths, process, duration_s=given.pop("duration"), **given)
     write_trace(target, trace)
+    _say_written(target, trace)
+    return 0
+
+
+def _read(file: Path) -> Reading:
+    from medha.workload.io import read_trace
+
+    start_logging("warning")
+    return read_trace(file)
+
+
+def _say_written(target: Path, trace: Trace) -> None:
     rate = "all at once" if trace.qps is None else f"{trace.qps:.4g} requests/s"
     print(f"{target}: {len(trace)} requests over {trace.duration_s:,.3f} s, {rate}")
-    return 0

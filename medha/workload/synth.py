@@ -103,7 +103,7 @@ def retimed(
 
 def synthesize(
     lengths: str,
-    arrivals: str = "poisson",
+    arrivals: str | Trace = "poisson",
     *,
     qps: float | None = None,
     burstiness: float = 1.0,
@@ -111,11 +111,18 @@ def synthesize(
     duration_s: float | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Generate a trace of lengths of :func:`parse_lengths`; the rest is as of :func:`arrival_times`."""
+    """Generate a trace of lengths of :func:`parse_lengths`; the rest is as of :func:`arrival_times`.
+
+    ``arrivals`` may be a trace whose arrivals are taken: then ``qps`` scales them, and ``num_requests`` or
+    ``duration_s``, if any, keeps the first of them.
+    """
     distribution = parse_lengths(lengths)
     for_arrivals, for_lengths = generators(seed)
-    limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration_s}
-    times = arrival_times(arrivals, for_arrivals, qps=qps, burstiness=burstiness, **limits)
+    if isinstance(arrivals, str):
+        limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration_s}
+        times = arrival_times(arrivals, for_arrivals, qps=qps, burstiness=burstiness, **limits)
+    else:
+        times = arrivals.first(num_requests, duration_s, qps).arrival_s
     if not len(times):
         raise ConfigError(f"duration_s={duration_s}: no request arrives; accepted: longer, or a higher qps")
     return Trace(times, *distribution.sample(for_lengths, len(times)))

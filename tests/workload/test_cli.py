@@ -33,6 +33,40 @@ def mooncake(tmp_path: Path) -> Path:
     return path
 
 
+def arrivals(path: Path) -> list[float]:
+    return read_trace(path).trace.arrival_s.tolist()
+
+
+def test_convert(trace: Trace, mooncake: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl.gz"
+    done = trace("convert", mooncake, out)
+    assert (done.code, done.out) == (0, f"{out}: 5 requests over 2.000 s, 2 requests/s\n")
+    assert (read_trace(out).format, read_trace(out).trace.prompt_tokens.tolist()) == ("medha", [1, 11, 21, 31, 41])
+    assert trace("convert", mooncake, out, "--qps", "4").code == 0
+    assert arrivals(out) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert trace("convert", mooncake, out, "--duration", "1.2", "--num-prompts", "2").code == 0
+    assert arrivals(out) == [0.0, 0.5]
+    late = tmp_path / "late.jsonl"
+    late.write_text("".join((LENGTHS % (1, 1)).replace("}", f', "arrival_s": {at}}}') for at in (7, 9.5)))
+    assert trace("convert", late, out, "--from-zero").code == 0
+    assert arrivals(out) == [0.0, 2.5]
+
+
+def test_convert_lengths_alone_needs_a_rate(trace: Trace, tmp_path: Path) -> None:
+    lengths, out = tmp_path / "lengths.jsonl", tmp_path / "out.jsonl"
+    lengths.write_text(LENGTHS % (5, 6) * 1000)
+    done = trace("convert", lengths, out)
+    assert done.code == 2
+    assert done.err.endswith("without a rate; accepted: --request-rate, or --arrivals at-once\n")
+    assert trace("convert", lengths, out, "--request-rate", "10", "--seed", "1").code == 0
+    assert read_trace(out).trace.qps == pytest.approx(10, rel=0.1)
+    first = out.read_bytes()
+    assert trace("convert", lengths, out, "--qps", "10", "--seed", "1").code == 0
+    assert out.read_bytes() == first
+    assert trace("convert", lengths, out, "--arrivals", "at-once").code == 0
+    assert read_trace(out).trace.duration_s == 0
+
+
 def test_stats(trace: Trace, mooncake: Path) -> None:
     done = trace("stats", mooncake, "--output-json", "-")
     figures = json.loads(done.out)
@@ -61,11 +95,14 @@ def test_synth(trace: Trace, tmp_path: Path) -> None:
         assert done.code == 0
     assert a.read_bytes() == b.read_bytes()
     assert read_trace(a).trace.arrival_s[-1] < 100
+    assert trace("synth", b, "--lengths", "fixed:7,9", "--arrivals", f"trace:{a}", "--qps", "4").code == 0
+    assert read_trace(b).trace.qps == pytest.approx(4.0)
     assert trace("synth", b, "--lengths", "sessions:2K,9,9,4", "--qps", "4", "--num-requests", "99").code == 0
     assert json.loads(trace("stats", b, "--output-json", "-").out)["prefix_reuse"] > 0.6
     done = trace("synth", b, "--qps", "2")
     assert done.code == 2
     assert done.err == "error: ConfigError: num_requests=None and duration_s=None; accepted: one of the two\n"
+    assert trace("synth", b, "--arrivals", "trace:nowhere").code == 2
 
 
 def test_wrong_files_are_told(trace: Trace, tmp_path: Path) -> None:
@@ -80,7 +117,7 @@ def test_wrong_files_are_told(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_help_names_what_is_accepted(trace: Trace) -> None:
-    for verb in ("stats", "synth"):
+    for verb in ("convert", "stats", "synth"):
         assert trace(verb, "--help").code == 0
     assert ", ".join(ARRIVALS) == cli.PROCESSES
     help_text = " ".join(trace("synth", "--help").out.replace("│", " ").split())
@@ -88,5 +125,5 @@ def test_help_names_what_is_accepted(trace: Trace) -> None:
 
 
 def test_no_verb_loads_torch(mooncake: Path, tmp_path: Path) -> None:
-    for arguments in (["synth", tmp_path / "a.jsonl", "--qps", "1", "--num-requests", "5"], ["stats", mooncake]):
+    for arguments in (["convert", mooncake, tmp_path / "a.jsonl"], ["stats", mooncake]):
         assert without_torch("trace", *arguments).stderr == ""

@@ -8,7 +8,7 @@ import pytest
 
 from medha.errors import ConfigError
 from medha.workload.synth import ARRIVALS, arrival_times, generators, named_lengths, parse_lengths, synthesize
-from medha.workload.trace import trace_stats
+from medha.workload.trace import Trace, trace_stats
 
 MANY = 200_000
 NEAR = 0.03
@@ -139,6 +139,15 @@ def test_sessions_resend_their_history() -> None:
     reuse = trace_stats(trace)["prefix_reuse"]
     assert reuse == pytest.approx(512 * (len(hashed) - len(set(hashed))) / trace.prompt_tokens.sum())
     assert reuse > 0.5
+
+
+def test_arrivals_of_a_trace() -> None:
+    times = np.array([0.0, 1.0, 3.0, 4.0])
+    trace = Trace(times, np.ones(4, int), np.ones(4, int))
+    assert synthesize("fixed:1,1", trace).arrival_s.tolist() == times.tolist()
+    assert synthesize("fixed:1,1", trace, qps=1.5).arrival_s.tolist() == [0.0, 0.5, 1.5, 2.0]
+    assert len(synthesize("fixed:1,1", trace, duration_s=3.0)) == 2
+    assert len(synthesize("fixed:1,1", trace, num_requests=3)) == 3
 
 
 @pytest.mark.parametrize(
