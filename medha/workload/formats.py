@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +24,8 @@ from medha.workload.trace import MAX_TOKENS, Row
 
 MAX_SECONDS = 1e10
 """A later arrival is taken for a mistake of unit: seconds since 1970 are below it, milliseconds above."""
+
+_COUNT = re.compile(r"([0-9]{1,18})(?:\.0*)?")
 
 Fields = Mapping[str, Any]
 
@@ -41,23 +45,25 @@ def _get(fields: Fields, name: str) -> Any:
     return value
 
 
-def _count(fields: Fields, name: str) -> int:
-    """A number of tokens."""
+def _count(fields: Fields, name: str, low: int = 1) -> int:
+    """A number of tokens; a decimal point is allowed where nothing but zeros follow."""
     value = _get(fields, name)
-    if not _is_number(value) or value % 1 or not 1 <= value <= MAX_TOKENS:
-        raise _bad(name, value, f"an integer from 1 to {MAX_TOKENS}")
-    return int(value)
+    match = _COUNT.fullmatch(str(value).strip())
+    number = int(match[1]) if match else -1
+    if not low <= number <= MAX_TOKENS:
+        raise _bad(name, value, f"an integer from {low} to {MAX_TOKENS}")
+    return number
 
 
 def _seconds(fields: Fields, name: str, unit: str = "s") -> float:
     value, per_s = _get(fields, name), {"s": 1, "ms": 1000}[unit]
-    if not _is_number(value) or not 0 <= value <= MAX_SECONDS * per_s:
+    try:
+        seconds = math.nan if "_" in str(value) else float(str(value)) / per_s
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_SECONDS:
         raise _bad(name, value, f"a time in {unit}, not negative, at most {MAX_SECONDS * per_s:.0e}")
-    return float(value / per_s) + 0.0  # -0 becomes 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return seconds + 0.0  # -0 becomes 0
 
 
 def _hashes(fields: Fields) -> array[int] | None:
