@@ -65,9 +65,3 @@ def without_torch(*arguments: object, module: str = "medha") -> subprocess.Compl
     done = run_python("-c", code, *arguments, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     return done
-
-
-def trace_lines(*rows: tuple[float | None, int, int]) -> str:
-    """A trace file of requests: seconds of arrival, or None, and tokens of prompt and output."""
-    names = ("arrival_s", "num_prompt_tokens", "num_output_tokens")
-    return "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)

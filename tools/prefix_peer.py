@@ -53,7 +53,7 @@ def prefix_peer(
     runs: int = 3,
 ) -> None:
     """Serve the first requests of a trace by both engines in turn."""
-    rows = read_trace(trace).trace.first(num_requests)
+    rows = read_trace(trace, "mooncake").trace.first(num_requests)
     subject = random_llama(hf_overrides)
     model = subject.model_config(longest=1)
     prompts = prompts_of(rows, divide_by, model.vocab_size)

@@ -149,17 +149,18 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
 
 def _of_a_trace(path: Path) -> ConfigError | None:
     """What to tell of a file that holds lengths and no prompts; None of any other."""
+    from medha.workload.formats import recognised  # here because it loads numpy, which help need not wait for
+
     if path == STDIN or not path.is_file():
         return None
     with path.open("rb") as file:
         head = next((line for line in file if line.strip()), b"").decode(errors="replace")
-    names = (("input_length", "num_prompt_tokens"), (*PROMPT_FORMS, "body"))
-    has_lengths, has_prompts = (any(f'"{name}"' in head for name in some) for some in names)
-    if has_prompts or not has_lengths:
+    kind = recognised(head)
+    if kind is None or any(f'"{name}"' in head for name in (*PROMPT_FORMS, "body")):
         return None
     return ConfigError(
-        f"{path} is a trace: it has lengths and no prompts; to serve random prompts of these lengths: medha bench "
-        f"serve --dataset-path {path}, to simulate: medha simulate --dataset-path {path}"
+        f"{path} is a trace (format {kind.name}): it has lengths and no prompts; to serve random prompts of "
+        f"these lengths: medha bench serve --dataset-path {path}, to simulate: medha simulate --dataset-path {path}"
     )
 
 

@@ -1,4 +1,4 @@
-"""``medha trace …``: convert, stats and synth. Exit codes: :mod:`medha.cli.command`; 2: a wrong trace."""
+"""``medha trace …``: convert, stats, synth and validate. Exit codes: :mod:`medha.cli.command`; 2: a wrong trace."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from medha.cli.command import make_app, start_logging
+from medha.cli.command import complain, make_app, start_logging
 from medha.cli.options import Group, OutputJson, but, takes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from medha.workload.io import Reading
-    from medha.workload.trace import Trace
+    from medha.workload.trace import Trace, TraceFormatError
 
-app = make_app(help="Request traces: convert, summarise, generate.")
+app = make_app(help="Request traces: convert, summarise, generate, check.")
 
+FORMATS = "mooncake, azure, burstgpt, vidur, sharegpt or medha"
 PROCESSES = "poisson, gamma, uniform, at-once"
 LENGTHS = (
     "sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, fixed:P,D, "
@@ -53,6 +56,9 @@ PLAYED: Group = {
     **dict.fromkeys(("slo_ttft_s", "slo_tpot_s"), (Objective, None)),
 }
 """What a simulation plays."""
+_From = Annotated[str | None, typer.Option("--from", help=f"{FORMATS}; by default seen from the content.")]
+_SHOWN = 20  # faults that are printed
+_Skip = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
 
 
 @app.command()
@@ -61,13 +67,15 @@ def convert(
     source: _In,
     target: _Out,
     from_zero: Annotated[bool, typer.Option("--from-zero", help="Shift the first arrival to 0.")] = False,
+    from_format: _From = None,
+    skip_invalid: _Skip = False,
     **given: Any,
 ) -> int:
     """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
     from medha.workload.io import write_trace
     from medha.workload.synth import retimed
 
-    reading = _read(source)
+    reading = _read(source, from_format, skip_invalid)
     if from_zero:
         reading = reading._replace(trace=reading.trace.from_zero())
     trace = retimed(reading, given.pop("arrivals"), duration_s=given.pop("duration"), **given)
@@ -77,14 +85,16 @@ def convert(
 
 
 @app.command()
-def stats(source: _In, output_json: OutputJson = None) -> int:
+def stats(source: _In, output_json: OutputJson = None, from_format: _From = None, skip_invalid: _Skip = False) -> int:
     """Print rate, burstiness and lengths of a trace."""
     from medha.cli.report import deliver
     from medha.workload.trace import trace_stats
 
-    reading = _read(source)
+    reading = _read(source, from_format, skip_invalid)
     report = {
         "format": reading.format,
+        "num_dropped": reading.num_dropped,
+        "num_skipped": reading.num_faults,
         "has_arrivals": reading.has_arrivals,
         **trace_stats(reading.trace),
     }
@@ -112,11 +122,41 @@ def synth(
     return 0
 
 
-def _read(file: Path) -> Reading:
+@app.command()
+def validate(
+    file: _In,
+    from_format: _From = None,
+) -> int:
+    """Print the first faults of a trace with their lines and count all; exit 0 where there is none, else 2."""
+    from medha.workload.trace import TraceFormatError
+
+    faults: list[TraceFormatError] = []
+    reading = None
+    try:
+        reading = _read(file, from_format, on_fault=faults.append)
+    except TraceFormatError as error:  # the file as a whole; a file that is not there goes on to the caller
+        faults.append(error)
+    for fault in faults[:_SHOWN]:
+        print(" ".join(str(fault).split()))
+    if faults or reading is None:
+        return complain(f"{file}: {len(faults)} faults", 2)
+    trace = reading.trace
+    dropped = f", {reading.num_dropped} dropped" if reading.num_dropped else ""
+    span = f"over {trace.duration_s:,.3f} s" if reading.has_arrivals else "without arrival times"
+    print(f"{file}: {len(trace)} requests of format {reading.format} {span}{dropped}")
+    return 0
+
+
+def _read(
+    file: Path,
+    from_format: str | None = None,
+    skip_invalid: bool = False,
+    on_fault: Callable[[TraceFormatError], None] | None = None,
+) -> Reading:
     from medha.workload.io import read_trace
 
     start_logging("warning")
-    return read_trace(file)
+    return read_trace(file, from_format, on_fault=(lambda error: None) if skip_invalid else on_fault)
 
 
 def _say_written(target: Path, trace: Trace) -> None:

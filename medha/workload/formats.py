@@ -1,8 +1,20 @@
-"""What a request looks like in each trace format, and the unit traps of each. Both are read, ours alone is written.
+"""What a request looks like in each trace format, and the unit traps of each. All are read, ours alone is written.
 
 ``mooncake``
     JSON lines ``{"timestamp", "input_length", "output_length", "hash_ids"}`` (kvcache-ai/Mooncake, FAST'25 release), in
     **milliseconds**. ``hash_ids`` name blocks of 512 prompt tokens (others use other sizes), and may be missing.
+``azure``
+    CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure/AzurePublicDataset, 2023 and 2024). ISO date and time, read
+    to the microsecond; without a time zone UTC is taken. Times count from the earliest request.
+``burstgpt``
+    CSV ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`` and more (HPMLL/BurstGPT). Seconds from
+    midnight of the first day. A row with 0 response tokens failed, and is dropped and counted.
+``vidur``
+    CSV ``arrived_at,num_prefill_tokens,num_decode_tokens`` (microsoft/vidur, sarathi-serve). Seconds; files of lengths
+    alone lack ``arrived_at``.
+``sharegpt``
+    JSON ``[{"conversations": [{"value"}, ...]}]``, text: prompt and output are the first two turns, as in vLLM. Shorter
+    conversations and empty turns are dropped and counted. Tokens are estimated from characters. No arrival times.
 ``medha``
     JSON lines, as far as lengths go those of ``medha generate --requests``: ``id``, ``arrival_s`` (missing is 0),
     ``num_prompt_tokens`` or ``prompt_token_ids``, ``num_output_tokens`` or ``max_tokens``, ``slo`` {``ttft_s``,
@@ -16,7 +28,8 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 from medha.errors import ValidationError
 from medha.params import PRIORITIES, SLO, check_priority
@@ -25,6 +38,9 @@ from medha.workload.trace import MAX_TOKENS, Row
 MAX_SECONDS = 1e10
 """A later arrival is taken for a mistake of unit: seconds since 1970 are below it, milliseconds above."""
 
+CHARS_PER_TOKEN = 4.0  # an estimate for English text and vocabularies of 32K to 128K tokens
+
+_START = datetime(1970, 1, 1, tzinfo=UTC)
 _COUNT = re.compile(r"([0-9]{1,18})(?:\.0*)?")
 
 Fields = Mapping[str, Any]
@@ -32,6 +48,15 @@ Fields = Mapping[str, Any]
 
 class RowError(ValueError):
     """What is wrong with one request; the reader adds file and line."""
+
+
+class Format(NamedTuple):
+    """One format."""
+
+    name: str  # as ``--from`` spells it
+    needs: tuple[str, ...]  # columns of the header, or keys of the first object, by which a file is recognised
+    parse: Callable[[Fields], Row | None]  # makes fields a request, None for one to drop, or raises RowError
+    is_csv: bool = False  # columns below a header; else JSON
 
 
 def _bad(name: str, value: Any, accepted: str) -> RowError:
@@ -78,6 +103,42 @@ def _hashes(fields: Fields) -> array[int] | None:
 def _mooncake(fields: Fields) -> Row:
     tokens = _count(fields, "input_length"), _count(fields, "output_length")
     return Row(_seconds(fields, "timestamp", "ms"), *tokens, prefix_hashes=_hashes(fields))
+
+
+def _azure(fields: Fields) -> Row:
+    text = _get(fields, "TIMESTAMP").strip()
+    try:
+        moment = datetime.fromisoformat(text if "-" in text else "")
+    except ValueError:
+        raise _bad("TIMESTAMP", text, "an ISO date and time as 2023-11-16 18:15:46.6805900") from None
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return Row((moment - _START).total_seconds(), _count(fields, "ContextTokens"), _count(fields, "GeneratedTokens"))
+
+
+def _burstgpt(fields: Fields) -> Row | None:
+    arrival_s = _seconds(fields, "Timestamp")
+    output_tokens = _count(fields, "Response tokens", low=0)
+    prompt_tokens = _count(fields, "Request tokens", low=1 if output_tokens else 0)
+    return Row(arrival_s, prompt_tokens, output_tokens) if output_tokens else None
+
+
+def _vidur(fields: Fields) -> Row:
+    arrival_s = _seconds(fields, "arrived_at") if "arrived_at" in fields else None
+    return Row(arrival_s, _count(fields, "num_prefill_tokens"), _count(fields, "num_decode_tokens"))
+
+
+def _sharegpt(fields: Fields) -> Row | None:
+    name = "conversation" if "conversation" in fields else "conversations"
+    turns = _get(fields, name)
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns[:2]):
+        raise _bad(name, turns, "a list of objects with 'value'")
+    texts = [turn.get("value") for turn in turns[:2]]
+    if not all(isinstance(text, str) for text in texts):
+        raise _bad("value", texts, "a string in each of the first two turns")
+    if len(texts) < 2 or not all(texts):
+        return None
+    prompt_tokens, output_tokens = (math.ceil(len(text) / CHARS_PER_TOKEN) for text in texts)
+    return Row(None, prompt_tokens, output_tokens)
 
 
 def _medha(fields: Fields) -> Row:
@@ -134,5 +195,25 @@ def medha_line(row: Row) -> str:
     return json.dumps(fields)
 
 
-FORMATS: dict[str, Callable[[Fields], Row]] = {"mooncake": _mooncake, "medha": _medha}
-"""By name, what makes the fields of a line a request, or raises RowError."""
+_ALL = (
+    Format("mooncake", ("timestamp", "input_length"), _mooncake),
+    Format("azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, is_csv=True),
+    Format("burstgpt", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt, is_csv=True),
+    Format("vidur", ("num_prefill_tokens", "num_decode_tokens"), _vidur, is_csv=True),
+    Format("sharegpt", ("conversations",), _sharegpt),
+    Format("medha", ("num_prompt_tokens",), _medha),
+)
+FORMATS = {one.name: one for one in _ALL}  # the formats by name
+
+
+def recognised(head: str) -> Format | None:
+    """The format of a file that begins so, if it is one."""
+    first = head.split("\n", 1)[0]
+    if head[:1] == "[" or (head[:1] == "{" and '"conversation' in first):
+        return FORMATS["sharegpt"]
+    if head[:1] == "{":
+        if '"prompt_token_ids"' in first:
+            return FORMATS["medha"]
+        return next((f for f in FORMATS.values() if all(f'"{key}"' in first for key in f.needs)), None)
+    names = {name.strip().strip('"') for name in first.split(",")}
+    return next((f for f in FORMATS.values() if f.is_csv and names.issuperset(f.needs)), None)

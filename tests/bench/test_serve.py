@@ -19,7 +19,6 @@ from medha.workload.io import write_trace
 from medha.workload.metrics import METRICS, Outcome, Served
 from medha.workload.trace import Trace
 from tests.bench.shapes import ON_TINY
-from tests.commands import trace_lines
 
 VLLM_KEYS = {
     "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",
@@ -100,8 +99,8 @@ def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
 
 
 def test_workloads(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(trace_lines((2.0, 20, 2), (4.0, 30, 3), (6.0, 40, 4)))
+    path = tmp_path / "trace.csv"
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n2.0,20,2\n4.0,30,3\n6.0,40,4\n")
     assert Workload(dataset_path=path).trace.arrival_s.tolist() == [0.0, 2.0, 4.0]
     assert Workload(dataset_path=path, request_rate=2.0).trace.arrival_s.tolist() == [0.0, 0.5, 1.0]
     assert Workload(dataset_path=path, request_rate=math.inf, num_prompts=2).trace.arrival_s.tolist() == [0.0, 0.0]

@@ -10,7 +10,6 @@ from medha.bench.load import Workload
 from medha.bench.throughput import throughput_fields
 from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY
-from tests.commands import trace_lines
 
 QUICK = ["--num-iters", "2", "--num-iters-warmup", "0"]
 
@@ -42,8 +41,8 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("source", ["trace", "distribution"])
 def test_lengths_of_a_trace_or_a_distribution(tmp_path: Path, source: str) -> None:
-    path, trace = tmp_path / "throughput.json", tmp_path / "trace.jsonl"
-    trace.write_text(trace_lines((0.0, 20, 2), (1000.0, 30, 3), (2000.0, 40, 4)))
+    path, trace = tmp_path / "throughput.json", tmp_path / "trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,20,2\n1000.0,30,3\n2000.0,40,4\n")
     given = ["--dataset-path", str(trace)] if source == "trace" else ["--lengths", "uniform:20-40,2-4"]
     assert run(*given, "--num-prompts", "2", "--output-json", str(path)) == 0
     report = json.loads(path.read_text())

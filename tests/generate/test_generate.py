@@ -388,7 +388,7 @@ def test_no_model_to_serve(bare: Command, folder: Path, tmp_path: Path, argument
 def test_a_trace_is_no_request_file(run: Command, tmp_path: Path) -> None:
     trace = '{"timestamp": 0, "input_length": 5, "output_length": 5}'
     done = run("--requests", write_lines(tmp_path / "r.jsonl", trace))
-    assert done.code == 2 and re.search(r"is a trace.* serve --dataset-path .*r\.jsonl", done.err)
+    assert done.code == 2 and re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*r\.jsonl", done.err)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from medha.sim.simulator import Simulation
 from medha.sim.study import NUM_REQUESTS
 from medha.workload.io import write_trace
 from medha.workload.synth import ARRIVALS, named_lengths, synthesize
-from tests.commands import Command, Done, trace_lines, without_torch
+from tests.commands import Command, Done, without_torch
 
 SMALL = ("--workload", "uniform:100-900,1-20", "--num-requests", 20, "--qps", 5)
-TRACE = trace_lines((0.0, 100, 3), (0.5, 200, 4), (1.0, 5000, 5))
+TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,100,3\n0.5,200,4\n1.0,5000,5\n"
 
 Simulate = Callable[..., Done]
 
@@ -96,7 +96,7 @@ def test_several_systems_and_rates_are_compared(simulate: Simulate, tmp_path: Pa
 
 
 def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_path: Path) -> None:
-    plain, own = tmp_path / "plain.jsonl", tmp_path / "own.jsonl"
+    plain, own = tmp_path / "plain.csv", tmp_path / "own.jsonl"
     plain.write_text(TRACE)
     slo_s = np.array([5.0, math.nan, math.nan, 5.0])
     write_trace(own, replace(synthesize("fixed:100,9", "uniform", qps=1, num_requests=4), ttft_slo_s=slo_s))
@@ -115,8 +115,8 @@ def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_
 
 
 def test_lengths_alone_need_a_rate(simulate: Simulate, tmp_path: Path) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text(trace_lines((None, 5, 6), (None, 7, 8)))
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
     done = simulate("--trace", path)
     assert (done.code, "without a rate; accepted: --request-rate, or --arrivals at-once" in done.err) == (2, True)
     assert simulate("--trace", path, "--qps", 3).code == 0
@@ -124,7 +124,7 @@ def test_lengths_alone_need_a_rate(simulate: Simulate, tmp_path: Path) -> None:
 
 
 def test_requests_that_never_fit_are_failures(simulate: Simulate, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
+    path = tmp_path / "trace.csv"
     path.write_text(TRACE)
     done = simulate("--trace", path, "--num-kv-blocks", 2)
     assert (done.code, "1 refused, as they never fit the KV memory." in done.out) == (3, True)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from medha.workload import cli
+from medha.workload.formats import FORMATS
 from medha.workload.io import read_trace
 from medha.workload.synth import ARRIVALS, named_lengths
 from tests.commands import Command, Done, without_torch
 
-LENGTHS = '{"num_prompt_tokens": %d, "num_output_tokens": %d}\n'
+VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 MOONCAKE = "".join(
     json.dumps({"timestamp": i * 500, "input_length": 10 * i + 1, "output_length": 3, "hash_ids": [0, i]}) + "\n"
     for i in range(5)
@@ -46,15 +47,14 @@ def test_convert(trace: Trace, mooncake: Path, tmp_path: Path) -> None:
     assert arrivals(out) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert trace("convert", mooncake, out, "--duration", "1.2", "--num-prompts", "2").code == 0
     assert arrivals(out) == [0.0, 0.5]
-    late = tmp_path / "late.jsonl"
-    late.write_text("".join((LENGTHS % (1, 1)).replace("}", f', "arrival_s": {at}}}') for at in (7, 9.5)))
-    assert trace("convert", late, out, "--from-zero").code == 0
+    (tmp_path / "late.csv").write_text(VIDUR + "7,1,1\n9.5,1,1\n")
+    assert trace("convert", tmp_path / "late.csv", out, "--from-zero").code == 0
     assert arrivals(out) == [0.0, 2.5]
 
 
 def test_convert_lengths_alone_needs_a_rate(trace: Trace, tmp_path: Path) -> None:
-    lengths, out = tmp_path / "lengths.jsonl", tmp_path / "out.jsonl"
-    lengths.write_text(LENGTHS % (5, 6) * 1000)
+    lengths, out = tmp_path / "lengths.csv", tmp_path / "out.jsonl"
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "5,6\n" * 1000)
     done = trace("convert", lengths, out)
     assert done.code == 2
     assert done.err.endswith("without a rate; accepted: --request-rate, or --arrivals at-once\n")
@@ -81,11 +81,21 @@ def test_stats(trace: Trace, mooncake: Path) -> None:
 
 
 def test_stats_of_lengths_alone(trace: Trace, tmp_path: Path) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text(LENGTHS % (5, 6) + LENGTHS % (7, 8))
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
     assert "has arrivals: no" in trace("stats", path).out
     figures = json.loads(trace("stats", path, "--output-json", "-").out)
     assert (figures["has_arrivals"], figures["qps"], figures["gap_cv"]) == (False, None, None)
+    assert trace("validate", path).out == f"{path}: 2 requests of format vidur without arrival times\n"
+
+
+def test_stats_of_text_with_another_estimate(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"conversations": [{"value": "a" * 12}, {"value": "b" * 24}]}, {"conversations": []}]))
+    done = trace("stats", path, "--output-json", "-")
+    assert done.err == f"medha: {path}: tokens are an estimate, characters / 4\n"
+    figures = json.loads(done.out)
+    assert (figures["prompt_tokens"]["max"], figures["output_tokens"]["max"], figures["num_dropped"]) == (3, 6, 1)
 
 
 def test_synth(trace: Trace, tmp_path: Path) -> None:
@@ -105,25 +115,33 @@ def test_synth(trace: Trace, tmp_path: Path) -> None:
     assert trace("synth", b, "--arrivals", "trace:nowhere").code == 2
 
 
-def test_wrong_files_are_told(trace: Trace, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.jsonl"
-    wrong.write_text(LENGTHS % (1, 2) + LENGTHS % (0, 2))
-    done = trace("stats", wrong)
-    assert (done.code, done.err.startswith(f"error: TraceFormatError: {wrong}, line 2: num_prompt_tokens=0")) == (
-        2,
-        True,
-    )
-    assert trace("stats", tmp_path / "nowhere").err.count("\n") == 1
+def test_validate(trace: Trace, mooncake: Path, tmp_path: Path) -> None:
+    done = trace("validate", mooncake)
+    assert (done.code, done.out) == (0, f"{mooncake}: 5 requests of format mooncake over 2.000 s\n")
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text(VIDUR + "0,1,2\nnan,1,2\n1,0,2\n1,2\n" + "2,0,0\n" * 30)
+    done = trace("validate", wrong)
+    assert (done.code, done.err) == (2, f"error: {wrong}: 33 faults\n")
+    lines = done.out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{wrong}, line {i}" for i in range(3, 23)]
+    assert trace("validate", wrong, "--from", "azure").code == 2
+    assert trace("validate", tmp_path / "nowhere").err.count("\n") == 1
+    done = trace("convert", wrong, tmp_path / "out.jsonl", "--skip-invalid")
+    assert (done.code, arrivals(tmp_path / "out.jsonl")) == (0, [0.0])
+    assert json.loads(trace("stats", wrong, "--output-json", "-", "--skip-invalid").out)["num_skipped"] == 33
+    done = trace("convert", wrong, tmp_path / "out.csv")
+    assert (done.code, done.err.startswith(f"error: TraceFormatError: {wrong}, line 3: arrived_at='nan'")) == (2, True)
 
 
 def test_help_names_what_is_accepted(trace: Trace) -> None:
-    for verb in ("convert", "stats", "synth"):
+    for verb in ("convert", "stats", "synth", "validate"):
         assert trace(verb, "--help").code == 0
+    assert all(name in cli.FORMATS for name in FORMATS)
     assert ", ".join(ARRIVALS) == cli.PROCESSES
     help_text = " ".join(trace("synth", "--help").out.replace("│", " ").split())
     assert all(name in help_text for name in named_lengths())
 
 
 def test_no_verb_loads_torch(mooncake: Path, tmp_path: Path) -> None:
-    for arguments in (["convert", mooncake, tmp_path / "a.jsonl"], ["stats", mooncake]):
+    for arguments in (["convert", mooncake, tmp_path / "a.csv"], ["stats", mooncake], ["validate", mooncake]):
         assert without_torch("trace", *arguments).stderr == ""

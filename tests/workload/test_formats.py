@@ -1,4 +1,4 @@
-"""Trace files: round trips, the traps of each format, and damaged files, which are always a named error."""
+"""Trace files: round trips of every format, the traps of each, and damaged files, which are always a named error."""
 
 import gzip
 import json
@@ -8,6 +8,7 @@ import tempfile
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,12 @@ from hypothesis import strategies as st
 from medha.errors import ConfigError, MedhaError
 from medha.workload import io as files
 from medha.workload.formats import FORMATS
-from medha.workload.io import read_trace, write_trace
+from medha.workload.io import detect, read_trace, write_trace
 from medha.workload.trace import MAX_TOKENS, Row, Trace, TraceFormatError
 
-MOON = '{"timestamp": %s, "input_length": %s, "output_length": %s}\n'
-OWN = '{"id": "a", "num_prompt_tokens": 1, "num_output_tokens": 1}\n'
+VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 
 tokens = st.integers(1, MAX_TOKENS)
 seconds = st.floats(0, 1e6) | st.integers(0, 10**9).map(lambda ms: ms / 1000)
@@ -77,11 +79,12 @@ def test_round_trip(trace: Trace, packed: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / ("trace.gz" if packed else "trace")
         write_trace(path, trace)
+        assert detect(path).name == "medha"
         reading = read_trace(path)
         written = path.read_bytes()
         write_trace(path, reading.trace)
         assert path.read_bytes() == written
-    assert (reading.format, reading.has_arrivals) == ("medha", True)
+    assert (reading.format, reading.has_arrivals, reading.num_dropped) == ("medha", True, 0)
     assert list(reading.trace.rows()) == list(trace.rows())
 
 
@@ -89,16 +92,49 @@ def test_round_trip(trace: Trace, packed: bool) -> None:
 # What each format means
 
 
-def test_arrivals_out_of_order_are_sorted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_azure_times(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.csv",
+        AZURE
+        + "2023-11-16 18:15:46.6805900,374,44\n"
+        + "2023-11-16 18:15:46.6805912,396,109\n"
+        + "2023-11-16T18:15:47,879,55\n",
+    )
+    assert read_trace(path).trace.arrival_s.tolist() == [0.0, 1e-6, 0.31941]
+    zones = write(
+        tmp_path / "b.csv",
+        AZURE + "2024-05-10 00:00:00.009930+00:00,1,1\n2024-05-10 02:00:01.009930+02:00,2,2\n2024-05-10 00:00:02Z,3,3",
+    )
+    assert read_trace(zones).trace.arrival_s.tolist() == [0.0, 1.0, 1.99007]
+
+
+def test_azure_times_count_from_the_earliest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="medha")  # a command line run before may have raised it
-    reading = read_trace(write(tmp_path / "a", MOON % (1500, 1, 1) + MOON % (500, 2, 2)))
-    assert (reading.trace.arrival_s.tolist(), reading.trace.prompt_tokens.tolist()) == ([0.5, 1.5], [2, 1])
+    path = write(tmp_path / "a.csv", AZURE + "2023-11-16 18:15:47,1,1\n2023-11-16 18:15:46,2,2\n")
+    reading = read_trace(path)
+    assert (reading.trace.arrival_s.tolist(), reading.trace.prompt_tokens.tolist()) == ([0.0, 1.0], [2, 1])
     assert "arrivals are not in order, first at request 2; the trace is sorted" in caplog.text
 
 
-def test_lengths_without_arrivals(tmp_path: Path) -> None:
-    reading = read_trace(write(tmp_path / "a", OWN + OWN.replace('"a"', '"b"')))
-    assert (reading.has_arrivals, reading.trace.arrival_s.tolist()) == (False, [0.0, 0.0])
+def test_burstgpt_of_both_releases(tmp_path: Path) -> None:
+    first = write(
+        tmp_path / "1.csv",
+        BURSTGPT
+        + "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,API log\n118.5,GPT-4,417,276.0,693,x\n",
+    )
+    reading = read_trace(first)
+    assert (reading.format, reading.num_dropped) == ("burstgpt", 1)
+    assert reading.trace.arrival_s.tolist() == [5.0, 118.5]
+    assert reading.trace.output_tokens.tolist() == [18, 276]
+    later = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    second = write(tmp_path / "2.csv", later + "5,ab,3.5,ChatGPT,472,18,490,Conversation log\n")
+    assert next(read_trace(second).trace.rows())[:3] == (5.0, 472, 18)
+
+
+def test_vidur_without_arrivals(tmp_path: Path) -> None:
+    reading = read_trace(write(tmp_path / "a.csv", "num_decode_tokens,num_prefill_tokens,pd_ratio\n2,3,1.5\n4,5,1\n"))
+    assert (reading.format, reading.has_arrivals) == ("vidur", False)
+    assert (reading.trace.prompt_tokens.tolist(), reading.trace.arrival_s.tolist()) == ([3, 5], [0.0, 0.0])
 
 
 def test_own_lines_as_request_files_have_them(tmp_path: Path) -> None:
@@ -118,59 +154,121 @@ def test_own_lines_as_request_files_have_them(tmp_path: Path) -> None:
     assert second == Row(1.0, 2, 3, "7", None, 2.0, None, 3, "a")
 
 
+TURNS = [("what is it", "a b c"), ("é" * 9, "😀"), ("lone", ""), ("x", "y" * 4001)]
+
+
+def sharegpt(pairs: list[tuple[str, str]], **dump: Any) -> str:
+    conversations = [
+        {"id": "n", "conversations": [{"from": "human", "value": a}, {"from": "gpt", "value": b}, {"value": "z"}]}
+        for a, b in pairs
+    ]
+    return json.dumps([*conversations, {"id": "one turn", "conversations": [{"value": "x"}]}], **dump)
+
+
+def test_sharegpt_estimates_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="medha")  # a command line run before may have raised it
+    path = write(tmp_path / "a.json", sharegpt(TURNS, indent=1))
+    reading = read_trace(path)
+    assert (reading.format, reading.has_arrivals, reading.num_dropped) == ("sharegpt", False, 2)
+    assert reading.trace.prompt_tokens.tolist() == [3, 3, 1]
+    assert reading.trace.output_tokens.tolist() == [2, 1, 1001]
+    assert "tokens are an estimate, characters / 4" in caplog.text
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is wrong with a file
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("start", ["", "\ufeff", "\n"])
-def test_bom_crlf_and_blank_lines(tmp_path: Path, start: str, end: str) -> None:
-    text = MOON % (0, 3, 4) + "\n" + MOON % (9, 5, 6)
-    reading = read_trace(write(tmp_path / "a", start + text.replace("\n", end)))
+@pytest.mark.parametrize("name", ["vidur", "mooncake", "sharegpt"])
+def test_bom_crlf_and_blank_lines(tmp_path: Path, name: str, start: str, end: str) -> None:
+    texts = {
+        "vidur": VIDUR + '0.5,"3",4\n\n1,5,6\n',
+        "mooncake": '{"timestamp": 0, "input_length": 3, "output_length": 4}\n\n'
+        '{"timestamp": 9, "input_length": 5, "output_length": 6}\n',
+        "sharegpt": sharegpt([("a" * 12, "a" * 16), ("a" * 20, "a" * 24)], indent=2),
+    }
+    reading = read_trace(write(tmp_path / "a", start + texts[name].replace("\n", end)))
+    assert reading.format == name
     assert reading.trace.prompt_tokens.tolist() == [3, 5]
     assert reading.trace.output_tokens.tolist() == [4, 6]
 
 
-WRONG: list[tuple[str | bytes, str]] = [
-    ("", "has no requests; accepted: at least 1"),
-    ('{"a": 1}', "line 1: num_prompt_tokens is missing; accepted"),
-    (MOON % (1700000000000000, 1, 1), r"line 1: timestamp=1700000000000000; accepted: .* at most 1e\+13"),
-    (MOON % ('"1_0"', 1, 1), "line 1: timestamp='1_0'; accepted"),
-    (MOON % (0, 0, 1), f"line 1: input_length=0; accepted: an integer from 1 to {MAX_TOKENS}"),
-    (MOON % (0, 1, 3.5), "line 1: output_length=3.5; accepted"),
-    (MOON % (0, 1, '"' + "9" * 9999 + '"'), "line 1: output_length='999"),
-    ((MOON % (0, 1, 1)).encode() + b"\xff\n", "line 2: .* is not JSON .*invalid start byte"),
-    (gzip.compress((MOON % (0, 1, 1)).encode() * 9999)[:-9], "the gzip data are damaged or end early"),
-    (MOON % (0, 1, 1) + "{\n", r"line 2: '\{' is not JSON \(.*\); accepted: a JSON object"),
-    (MOON % (0, 1, 1) + "[1]\n", r"line 2: \[1\]; accepted: a JSON object"),
-    (MOON % (0, 1, 1) + '{"timestamp": 3}\n', "line 2: input_length is missing; accepted"),
-    (MOON % ("NaN", 1, 1), "line 1: timestamp=nan; accepted: a time in ms, not negative"),
-    (MOON % (0, "[]", 1), r"line 1: input_length=\[\]; accepted"),
-    ((MOON % (0, 1, 1)).replace("}", ', "hash_ids": [1.5]}'), r"line 1: hash_ids=\[1.5\]; accepted"),
-    ('{"a": ' + "[" * 99_999, r"line 1: .* is not JSON"),
-    (OWN + OWN, "line 2: id='a' is that of line 1; accepted: different ids"),
-    (OWN.replace('"a"', '""'), "line 1: id=''; accepted: a string"),
-    (OWN.replace('"a"', r'"\ud800"'), r"line 1: id='\\ud800'; accepted: a string of Unicode characters"),
-    (OWN.replace("}", ', "slo": {"ttft": 1}}'), "line 1: slo=.*; accepted: an object with ttft_s and tpot_s"),
-    (OWN.replace("}", ', "slo": {"ttft_s": 0}}'), "line 1: slo.ttft_s=0; accepted: a finite number above 0"),
-    (OWN.replace("}", ', "priority": [1]}'), r"line 1: priority=\[1\]; accepted: one of realtime"),
-    (OWN.replace("}", ', "arrival_s": "soon"}'), "line 1: arrival_s='soon'; accepted: a time in s"),
-    ('{"prompt": "Hi", "max_tokens": 3}', "line 1: num_prompt_tokens is missing"),
+MOON = '{"timestamp": %s, "input_length": %s, "output_length": %s}\n'
+OWN = '{"id": "a", "num_prompt_tokens": 1, "num_output_tokens": 1}\n'
+
+WRONG: list[tuple[str, str | bytes, str]] = [
+    ("vidur", "", "is empty; accepted: a trace with requests"),
+    ("vidur", VIDUR, r"has no requests \(0 dropped, 0 wrong\); accepted: at least 1"),
+    ("vidur", "a,b\n1,2\n", "line 1: 'a,b' is of no known format; accepted, with their columns or keys: mooncake: "),
+    ("vidur", VIDUR + "1,2\n", "line 2: '1,2' has 2 fields; accepted: 3, as the header"),
+    ("vidur", VIDUR.replace("\n", ",arrived_at\n") + "1,2,3,4\n", "line 1: header .* has a column twice"),
+    ("vidur", VIDUR + '1,"2,3\n', "line 2: .* is not CSV .*; accepted: UTF-8, fields split by commas, quotes closed"),
+    ("vidur", VIDUR + "1,2,3\nnan,2,3\n", "line 3: arrived_at='nan'; accepted: a time in s, not negative"),
+    ("vidur", VIDUR + "1700000000000,2,3\n", r"line 2: arrived_at='1700000000000'; accepted: .* at most 1e\+10"),
+    ("vidur", VIDUR + "1_0,2,3\n", "line 2: arrived_at='1_0'; accepted"),
+    ("vidur", VIDUR + ",2,3\n", "line 2: arrived_at is missing; accepted"),
+    ("vidur", VIDUR + "1,0,3\n", f"line 2: num_prefill_tokens='0'; accepted: an integer from 1 to {MAX_TOKENS}"),
+    ("vidur", VIDUR + "1,2,3.5\n", "line 2: num_decode_tokens='3.5'; accepted"),
+    ("vidur", VIDUR + "1,2," + "9" * 9999 + "\n", "line 2: num_decode_tokens='999"),
+    ("vidur", VIDUR.encode() + b"1,2,\xff\n", "line 2: .* is not CSV .*invalid start byte"),
+    ("vidur", gzip.compress(VIDUR.encode() + b"1,2,3\n" * 9999)[:-9], "the gzip data are damaged or end early"),
+    ("azure", AZURE + "18:15:46,374,44\n", "line 2: TIMESTAMP='18:15:46'; accepted: an ISO date and time as"),
+    ("azure", AZURE + "1700159746,374,44\n", "line 2: TIMESTAMP='1700159746'; accepted"),
+    ("burstgpt", BURSTGPT + "5,GPT-4,0,18,18,x\n", "line 2: Request tokens='0'; accepted: an integer from 1"),
+    ("burstgpt", BURSTGPT + "5,GPT-4,9,0,9,x\n", r"has no requests \(1 dropped, 0 wrong\)"),
+    ("mooncake", MOON % (0, 1, 1) + "{\n", r"line 2: '\{' is not JSON \(.*\); accepted: a JSON object"),
+    ("mooncake", MOON % (0, 1, 1) + "[1]\n", r"line 2: \[1\]; accepted: a JSON object"),
+    ("mooncake", MOON % (0, 1, 1) + '{"timestamp": 3}\n', "line 2: input_length is missing; accepted"),
+    ("mooncake", MOON % ("NaN", 1, 1), "line 1: timestamp=nan; accepted: a time in ms, not negative"),
+    ("mooncake", MOON % (0, "[]", 1), r"line 1: input_length=\[\]; accepted"),
+    ("mooncake", (MOON % (0, 1, 1)).replace("}", ', "hash_ids": [1.5]}'), r"line 1: hash_ids=\[1.5\]; accepted"),
+    ("mooncake", '{"a": ' + "[" * 99_999, r"line 1: .* is not JSON"),
+    ("medha", OWN + OWN, "line 2: id='a' is that of line 1; accepted: different ids"),
+    ("medha", OWN.replace('"a"', '""'), "line 1: id=''; accepted: a string"),
+    ("medha", OWN.replace('"a"', r'"\ud800"'), r"line 1: id='\\ud800'; accepted: a string of Unicode characters"),
+    ("medha", OWN.replace("}", ', "slo": {"ttft": 1}}'), "line 1: slo=.*; accepted: an object with ttft_s and tpot_s"),
+    ("medha", OWN.replace("}", ', "slo": {"ttft_s": 0}}'), "line 1: slo.ttft_s=0; accepted: a finite number above 0"),
+    ("medha", OWN.replace("}", ', "priority": [1]}'), r"line 1: priority=\[1\]; accepted: one of realtime"),
+    ("medha", OWN.replace("}", ', "arrival_s": "soon"}'), "line 1: arrival_s='soon'; accepted: a time in s"),
+    ("medha", '{"prompt": "Hi", "max_tokens": 3}', "line 1: num_prompt_tokens is missing"),
+    ("sharegpt", '[{"conversations": [{"value": 3}, {"value": ""}]}]', "entry 1: value=.*; accepted: a string in each"),
+    ("sharegpt", '[\n{"conversations": 5}]', "entry 1: conversations=5; accepted: a list of objects with 'value'"),
+    ("sharegpt", "[\n5]", "entry 1: 5; accepted: a JSON object"),
+    ("sharegpt", sharegpt(TURNS)[:-1], r"is not JSON \(.*\); accepted: a JSON object"),
+    ("sharegpt", '[{"conversations": ' + "[" * 99_999, "is not JSON"),
+    ("sharegpt", b'[{"conversations": "\xff"}]', "is not JSON .*invalid start byte"),
+    ("sharegpt", "[]", r"has no requests \(0 dropped, 0 wrong\)"),
 ]
 
 
-@pytest.mark.parametrize(("content", "message"), WRONG, ids=range(len(WRONG)))
-def test_wrong_files(tmp_path: Path, content: str | bytes, message: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "content", "message"), WRONG, ids=[f"{i}-{case[0]}" for i, case in enumerate(WRONG)]
+)
+def test_wrong_files(tmp_path: Path, format: str, content: str | bytes, message: str) -> None:
     path = write(tmp_path / "in.txt", content)
+    named = None if "known format" in message or "is empty" in message else format
     with pytest.raises(TraceFormatError, match=message) as caught:
-        read_trace(path)
+        read_trace(path, named)
     assert str(caught.value).startswith(str(path))
     assert len(str(caught.value)) < len(str(path)) + 400
+    with pytest.raises(ConfigError):
+        read_trace(path)
+
+
+def test_wrong_lines_can_be_left_out(tmp_path: Path) -> None:
+    text = OWN + "junk\n" + OWN + OWN.replace('"a"', '"b"') + OWN.replace("1", "0") + OWN
+    path = write(tmp_path / "a.jsonl", text)
+    faults: list[TraceFormatError] = []
+    reading = read_trace(path, on_fault=faults.append)
+    assert [str(error).split(": ")[0][-1] for error in faults] == ["2", "3", "5", "6"]
+    assert (reading.num_faults, reading.trace.request_ids.tolist()) == (4, ["a", "b"])
 
 
 def test_a_line_of_any_length_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
-    path = write(tmp_path / "a.jsonl", OWN + " " * 200)
+    path = write(tmp_path / "a.csv", VIDUR + "1,2," + "3" * 200)
     with pytest.raises(TraceFormatError, match="line 2: more than 100 bytes; accepted: shorter lines"):
         read_trace(path)
 
@@ -180,6 +278,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         read_trace(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="Is a directory"):
         read_trace(tmp_path)
+    with pytest.raises(ConfigError, match="format='csv'; accepted: mooncake, azure, burstgpt, vidur, sharegpt, medha"):
+        read_trace(tmp_path, "csv")
     trace = Trace(np.zeros(1), np.ones(1, int), np.ones(1, int))
     for path in (tmp_path / "no" / "a.csv", write(tmp_path / "file", "x") / "a.csv"):
         with pytest.raises(ConfigError, match="cannot be written"):
@@ -203,7 +303,14 @@ def test_a_failed_write_leaves_the_former_file(tmp_path: Path, monkeypatch: pyte
 # ---------------------------------------------------------------------------------------------------------------------
 # Garbage
 
-SAMPLES = {"mooncake": MOON % (0, 3, 4) * 3, "medha": OWN + OWN.replace("a", "b")}
+SAMPLES = {
+    "mooncake": MOON % (0, 3, 4) * 3,
+    "azure": AZURE + "2023-11-16 18:15:46.6805900,374,44\n" * 3,
+    "burstgpt": BURSTGPT + "5,ChatGPT,472,18,490,Conversation log\n" * 3,
+    "vidur": VIDUR + "0.5,3,4\n" * 3,
+    "sharegpt": sharegpt(TURNS, indent=1),
+    "medha": OWN + OWN.replace("a", "b"),
+}
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -220,8 +327,9 @@ def test_garbage_is_a_named_error(format: str, data: st.DataObject) -> None:
     try:
         with tempfile.TemporaryDirectory() as name:
             path = write(Path(name) / "a", sample)
-            message = error_of(lambda: read_trace(path))
-            assert message is None or (str(path) in message and ("accepted" in message or "gzip" in message))
+            for known in (None, format):
+                message = error_of(lambda known=known: read_trace(path, known))
+                assert message is None or (str(path) in message and ("accepted" in message or "gzip" in message))
     finally:
         logging.disable(logging.NOTSET)
 
@@ -244,6 +352,7 @@ KEYS = {
         "hash_ids",
         "max_tokens",
     ],
+    "sharegpt": ["conversations", "conversation"],
 }
 
 
@@ -255,5 +364,5 @@ def test_any_values_are_a_request_or_a_named_error(format: str, data: st.DataObj
     fields = data.draw(st.dictionaries(st.sampled_from(KEYS[format]), values, min_size=1))
     with tempfile.TemporaryDirectory() as name:
         path = write(Path(name) / "a", json.dumps(fields))
-        message = error_of(lambda: read_trace(path))
+        message = error_of(lambda: read_trace(path, format))
         assert message is None or "accepted" in message
