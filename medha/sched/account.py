@@ -21,7 +21,6 @@ class Account:
     first: int  # group of the span
     reserved: list[int]  # by group of the span
     held: list[int]  # likewise
-    given: list[int]  # of those, how many it shares since it began
     starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
     end: int | None = None  # position at which the last of them was told to end, before it is full
     is_set_aside: bool = False  # nobody else may take the rest of its reservation
@@ -36,7 +35,7 @@ class Account:
     @classmethod
     def of(cls, first: int, reserved: list[int], *, num_outputs: int | None = None) -> Account:
         """One that holds nothing yet; with the tokens behind its prompt one that is dealt."""
-        account = cls(first, reserved, [0] * len(reserved), [0] * len(reserved))
+        account = cls(first, reserved, [0] * len(reserved))
         if num_outputs is not None:
             account.tokens, account.num_outputs = [0] * len(reserved), num_outputs
         return account
@@ -50,10 +49,10 @@ class Account:
         return [*self.hit.parts, *((path, path.end) for path in self.own)]
 
     def holds(self) -> Blocks:
-        """What comes back when it ends."""
-        own = [held - given for held, given in zip(self.held, self.given, strict=True)]
-        for path in self.own:
-            own[path.group - self.first] -= path.shared - path.start
+        """What comes back when it ends: of what it holds that which nobody shares."""
+        own = list(self.held)
+        for path, end in (*self.hit.parts, *((path, path.shared) for path in self.own)):
+            own[path.group - self.first] -= end - path.start
         return list(enumerate(own, self.first))
 
     def held_by_others(self, slot: int) -> int:
@@ -69,8 +68,8 @@ class Account:
         while self.num_units < num_units:
             shard = bisect_right(self.starts, self.num_units * prefix.unit) - 1
             if (group := self.first + shard) not in [path.group for path in self.own[-1:]]:
-                start, before = self.starts[shard] // prefix.block_size + self.given[shard], self.paths()
-                self.own.append(Path(group, start, parent=before[-1][0] if before else None, owner=slot))
+                before, start = self.paths()[-1] if self.paths() else (None, 0)
+                self.own.append(Path(group, start, before, owner=slot))
             path = self.own[-1]
             ends = [end // prefix.unit for end in self.starts[shard + 1 :]]
             done, self.num_units = path.start * size + len(path.ids), min([num_units, *ends])

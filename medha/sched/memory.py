@@ -218,8 +218,7 @@ class KVMemory:
             closed = [end - start for start, end in pairwise(starts)]
             rest = self.reservation(num_tokens - starts[-1] * self.block_size)
             account.reserved = [*closed, *rest]
-            account.given = [*closed, hit.num_blocks - starts[-1], *[0] * (len(rest) - 1)]
-            account.held = list(account.given)
+            account.held = [*closed, hit.num_blocks - starts[-1], *[0] * (len(rest) - 1)]
             account.starts = [start * self.block_size for start in starts]
             account.hit = hit
             account.num_units = (hit.num_blocks * self.block_size + hit.tail_tokens) // self.prefix.unit
@@ -361,16 +360,16 @@ class KVMemory:
         later = count + len(more) - index - 1
         if index < 0 or end == account.starts[-1] or not end < num_tokens <= end + later * self.max_kv_per_group:
             return False
-        before, moved = (account.reserved, account.held, account.given), self.reservation(num_tokens - end)
+        before, moved = (account.reserved, account.held), self.reservation(num_tokens - end)
         filled = -(-(end - account.starts[-1]) // self.block_size)
         self._count(account, -1)
         account.reserved = [*account.reserved[:index], filled, *moved, *[0] * (later - len(moved))]
-        account.held, account.given = account.held + more, account.given + more
+        account.held = account.held + more
         is_safe = self._is_safe(account, {}, set_aside=False, is_new=True)
         if is_safe:
             account.end = end
         else:
-            account.reserved, account.held, account.given = before
+            account.reserved, account.held = before
         self._count(account, +1)
         return is_safe
 
@@ -447,11 +446,11 @@ class KVMemory:
 
     def swap_out(self, slot: int) -> None:
         """Give a request that is :meth:`swappable` as many host blocks as it holds; its own are released next."""
-        group, count, given = (account := self._accounts[slot]).first, account.held[0], account.given[0]
+        group, count = (account := self._accounts[slot]).first, account.held[0]
         self.prefix.hosts[group].make_free(count)
         self._swapped[slot] = group, (host := self.host_pools[group].take(count))
         shared = (run for path, end in account.hit.parts for run in path.blocks(path.start, end))
-        blocks = blocks_of([*shared, *self.pools[group].runs(slot, 0, count - given)])
+        blocks = blocks_of([*shared, *self.pools[group].runs(slot, 0, count - account.hit.num_blocks)])
         self.prefix.swaps_out += facing(group, blocks, host)
 
     def swapped_on(self, slot: int) -> int | None:
@@ -462,14 +461,8 @@ class KVMemory:
         """Bind a request that is swapped out to its group again; returns blocks for what it has, in position order, and
         the swaps that fill them from host blocks that stay its own until :meth:`batch_sent`."""
         group, host = self._swapped.pop(slot)
-        blocks = len(host)
         self.start(slot, group, num_tokens, chain)
-        account = self._accounts[slot]
-        account.starts.append(0)
-        row = Row(slot, 0, blocks * self.block_size, False, False, group)
-        extents = self._allocate(account, row, blocks, account.reserved[0])
-        account.held[0] = blocks
-        self._open[group] -= blocks
+        extents = self.take(Row(slot, 0, len(host) * self.block_size, False, False, group))
         self._swapped_in += [(group, block) for block in host]
         return extents, facing(group, blocks_of((extent.first, extent.count) for extent in extents), host)
 
