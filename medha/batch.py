@@ -174,30 +174,23 @@ class Deal(NamedTuple):
         return f"slot {self.slot} holds {self.held} on group {self.group}, then {self.share}"
 
 
-class Shift(NamedTuple):
-    """The last tokens that one group holds of a request become the last ones that another holds."""
-
-    source: int  # group
-    target: int
-    num_tokens: int
-
-
 def even_shares(num_tokens: int, count: int) -> list[int]:
     """Tokens spread over so many groups; the first ones have what is left over."""
     whole, rest = divmod(num_tokens, count)
     return [whole + (index < rest) for index in range(count)]
 
 
-def shifts(deals: Sequence[Deal]) -> list[Shift]:
-    """How history moves before a dealt row runs: from the groups that hold more than their share to those that hold
-    less, both in ascending order; ``deals`` are of one row."""
+def shifts(deals: Sequence[Deal]) -> list[tuple[int, int, int]]:
+    """How history moves before a dealt row runs, of which ``deals`` are: from the groups that hold more than their
+    share to those that hold less, both in ascending order. Of each move the source, the target and the number of
+    tokens, the last ones that the source holds, which become the last ones that the target holds."""
     over = [(deal.group, deal.held - deal.share) for deal in deals if deal.held > deal.share]
-    found: list[Shift] = []
+    found: list[tuple[int, int, int]] = []
     for deal in deals:
         missing = deal.share - deal.held
         while missing > 0:
             source, spare = over.pop(0)
-            found.append(Shift(source, deal.group, min(spare, missing)))
+            found.append((source, deal.group, min(spare, missing)))
             if spare > missing:
                 over.insert(0, (source, spare - missing))
             missing -= spare
@@ -245,11 +238,6 @@ class Batch:
         if self.group is None:
             return self.num_decodes + sum(row.q_len for row in self.chunks)
         return self.num_decodes + sum(row.tokens_on(self.group) for row in self.chunks)
-
-    @property
-    def has_dealt(self) -> bool:
-        """Whether a row is dealt."""
-        return any(row.is_dealt for row in self.chunks)
 
     @property
     def num_decodes(self) -> int:
@@ -306,7 +294,7 @@ class Batch:
         out.extend(chain.from_iterable(self.extents))
         out.extend(self.frees)
         kinds: tuple[tuple[Any, ...], ...] = (self.swaps_out, self.swaps_in, self.shared, self.copies)
-        if has_dealt := self.has_dealt:
+        if has_dealt := any(row.is_dealt for row in self.chunks):
             kinds = *kinds, self.deals
         if has_dealt or any(kinds):
             out.extend(map(len, kinds))
