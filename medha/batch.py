@@ -168,30 +168,23 @@ class Deal(NamedTuple):
         return f"slot {self.slot} holds {self.held} on group {self.group}, then {self.share}"
 
 
-class Shift(NamedTuple):
-    """The last tokens that one group holds of a request become the last ones that another holds."""
-
-    source: int  # group
-    target: int
-    num_tokens: int
-
-
 def even_shares(num_tokens: int, count: int) -> list[int]:
     """Tokens spread over so many groups; the first ones have what is left over."""
     whole, rest = divmod(num_tokens, count)
     return [whole + (index < rest) for index in range(count)]
 
 
-def shifts(deals: Sequence[Deal]) -> list[Shift]:
-    """How history moves before a dealt row runs: from the groups that hold more than their share to those that hold
-    less, both in ascending order; ``deals`` are of one row."""
+def shifts(deals: Sequence[Deal]) -> list[tuple[int, int, int]]:
+    """How history moves before a dealt row runs, of which ``deals`` are: from the groups that hold more than their
+    share to those that hold less, both in ascending order. Of each move the source, the target and the number of
+    tokens, the last ones that the source holds, which become the last ones that the target holds."""
     over = [(deal.group, deal.held - deal.share) for deal in deals if deal.held > deal.share]
-    found: list[Shift] = []
+    found: list[tuple[int, int, int]] = []
     for deal in deals:
         missing = deal.share - deal.held
         while missing > 0:
             source, spare = over.pop(0)
-            found.append(Shift(source, deal.group, min(spare, missing)))
+            found.append((source, deal.group, min(spare, missing)))
             if spare > missing:
                 over.insert(0, (source, spare - missing))
             missing -= spare

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Copy, Deal, Extent, Row, Shared, Shift, Swap, shifts
+from medha.batch import Batch, Copy, Deal, Extent, Row, Shared, Swap, shifts
 
 BATCH = Batch(
     batch_id=7,
@@ -183,14 +183,14 @@ def test_a_zigzag_covers_a_row(position: int, count: int, group: int, more: int)
 @pytest.mark.parametrize(
     ("held", "share", "expected"),
     [
-        ((20, 0), (10, 10), [Shift(3, 4, 10)]),
-        ((0, 21), (11, 10), [Shift(4, 3, 11)]),
-        ((10, 10, 0, 0), (5, 5, 5, 5), [Shift(3, 5, 5), Shift(4, 6, 5)]),
-        ((0, 16, 4, 0), (5, 5, 5, 5), [Shift(4, 3, 5), Shift(4, 5, 1), Shift(4, 6, 5)]),
+        ((20, 0), (10, 10), [(3, 4, 10)]),
+        ((0, 21), (11, 10), [(4, 3, 11)]),
+        ((10, 10, 0, 0), (5, 5, 5, 5), [(3, 5, 5), (4, 6, 5)]),
+        ((0, 16, 4, 0), (5, 5, 5, 5), [(4, 3, 5), (4, 5, 1), (4, 6, 5)]),
         ((7, 7), (7, 7), []),
     ],
 )
-def test_how_history_moves(held: tuple[int, ...], share: tuple[int, ...], expected: list[Shift]) -> None:
+def test_how_history_moves(held: tuple[int, ...], share: tuple[int, ...], expected: list[tuple[int, int, int]]) -> None:
     deals = [Deal(9, group, *both) for group, both in enumerate(zip(held, share, strict=True), start=3)]
     assert shifts(deals) == expected
 

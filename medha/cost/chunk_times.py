@@ -21,7 +21,6 @@ from itertools import product
 import numpy as np
 
 from medha.batch import Row
-from medha.config.fields import are_sp_sizes
 from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor, dealt_work
 from medha.errors import ConfigError
@@ -34,32 +33,16 @@ Chunk = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class ChunkTimes:
-    """Eq. 1 of each SP size.
-
-    Raises:
-        ConfigError: the sizes are not ascending powers of two, or not as many as the coefficients.
-    """
+    """Eq. 1 of each SP size."""
 
     sizes: tuple[int, ...]
     coefficients: tuple[tuple[float, float, float, float, float], ...]  # a to e of each size; seconds and tokens
     groups_per_node: int = 8  # that the fast links join: a run of groups lies in one node where it fits
 
-    def __post_init__(self) -> None:
-        check_sizes(self.sizes)
-        if len(self.coefficients) != len(self.sizes):
-            raise ConfigError(f"{len(self.coefficients)} rows of coefficients; accepted: {len(self.sizes)}, one a size")
-
     def seconds(self, size: int, history: int, tokens: int) -> float:
         """P(s, C, L); ValueError for a size without coefficients."""
         a, b, c, d, e = self.coefficients[self.sizes.index(size)]
         return a + e * history + tokens * (b + c * history + d * tokens)
-
-
-def check_sizes(sizes: Sequence[int], most: int | None = None) -> None:
-    """Refuse SP sizes that are not ascending powers of two, or above the number of groups."""
-    if not are_sp_sizes(sizes) or (most is not None and sizes[-1] > most):
-        bound = "" if most is None else f" up to kvp={most}"
-        raise ConfigError(f"sp_sizes={','.join(map(str, sizes))!r}; accepted: ascending powers of two{bound}")
 
 
 def fit_chunk_times(chunks: Mapping[int, Sequence[Chunk]], *, groups_per_node: int = 8) -> ChunkTimes:

@@ -8,6 +8,7 @@ made. :class:`LoadWindow` reads the load of the last minute, every 30 s, and tak
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +67,12 @@ class LoadWindow:
         self._table = None if isinstance(rates, float) else rates
         self.rate = rates if isinstance(rates, float) else rates.rates[0]
         self._arrivals_s: deque[float] = deque()
-        self._next_s: float | None = None
+        self._next_s = -math.inf
 
     def arrived(self, arrival_s: float) -> None:
         """A request has arrived."""
         if self._table is None:
             return
-        if self._next_s is None:
-            self._next_s = arrival_s + _UPDATE_S
         if arrival_s >= self._next_s:
             while self._arrivals_s and self._arrivals_s[0] <= arrival_s - _WINDOW_S:
                 self._arrivals_s.popleft()

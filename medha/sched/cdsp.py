@@ -33,7 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.batch import PIECES
-from medha.cost.chunk_times import ChunkTimes, check_sizes
+from medha.config.fields import are_sp_sizes
+from medha.cost.chunk_times import ChunkTimes
+from medha.errors import ConfigError
 
 
 class Chunk(NamedTuple):
@@ -65,11 +67,13 @@ class Planner:
         max_chunks: of a plan; 1 is request-level SP, None sets no bound.
 
     Raises:
-        ConfigError: a size above the number of groups.
+        ConfigError: the sizes are not ascending powers of two, or one is above the number of groups.
     """
 
     def __init__(self, times: ChunkTimes, num_groups: int, *, max_chunks: int | None = None) -> None:
-        check_sizes(times.sizes, num_groups)
+        if not are_sp_sizes(times.sizes) or times.sizes[-1] > num_groups:
+            sizes = ",".join(map(str, times.sizes))
+            raise ConfigError(f"sp_sizes={sizes!r}; accepted: ascending powers of two up to kvp={num_groups}")
         self.times = times
         self.num_groups = num_groups
         self.max_chunks = math.inf if max_chunks is None else max_chunks

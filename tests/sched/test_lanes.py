@@ -127,17 +127,6 @@ def check_ran(driver: Driver, prompts: list[int]) -> None:
     assert not tasks_of(driver) and not memory._accounts
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_requests_take_what_their_plans_say(rate: float) -> None:
-    arrivals_s, prompts = load(np.random.default_rng(0), 120, 1.0)
-    driver = Driver(rate)
-    ours = played(driver, arrivals_s, prompts)
-    said = played_ttft_s(driver.packer.planner, arrivals_s, prompts, LoadWindow(rate))
-    assert ours == pytest.approx(said.tolist(), rel=1e-9)
-    check_ran(driver, prompts)
-    assert len(driver.ran) > len(prompts)  # some prompts were cut
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"plan_order": "edf"}, {"plan_order": "srpt"}, {"max_chunks": 1}], ids=lambda options: str(options)
 )
