@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -159,13 +159,14 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
     return job
 
 
-def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
+def wait_for_all(job: Job, point: str, value: Any = None, *, limit_s: float) -> list[Any]:
     """Wait until every rank has come to a named point, for at most ``limit_s`` seconds; no process group is needed.
+    Returns what each brings there, which JSON has, rank 0's first.
 
     The first rank that has come names in the log those that take long. RankFailedError where one has failed.
     """
     launch, begin_s, is_named = job.launch, time.monotonic(), False
-    job.store.set(f"{point}/{launch.rank}", "")
+    job.store.set(f"{point}/{launch.rank}", json.dumps(value))
     missing = list(range(launch.world_size))
     while missing := [rank for rank in missing if not job.store.check([f"{point}/{rank}"])]:
         if job.monitor.has_failure:
@@ -181,6 +182,7 @@ def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
                 logger.error("%s", text)
             raise ConfigError(text)
         time.sleep(0.01)
+    return [json.loads(job.store.get(f"{point}/{rank}")) for rank in range(launch.world_size)]
 
 
 def init_ranks(job: Job, device: torch.device) -> Ranks:
@@ -257,9 +259,7 @@ def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
     """Refuse ranks whose ``parts``, by name, have another ``repr`` than those of rank 0; every rank calls it."""
     parts = {"version of medha": version("medha"), **parts}
     prints = {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
-    job.store.set(f"prints/{job.launch.rank}", json.dumps(prints))
-    wait_for_all(job, "compared", limit_s=_READ_LIMIT_S)
-    theirs = [json.loads(job.store.get(f"prints/{rank}")) for rank in range(job.launch.world_size)]
+    theirs = wait_for_all(job, "compared", prints, limit_s=_READ_LIMIT_S)
     if odd := [rank for rank, them in enumerate(theirs) if them != theirs[0]]:
         names = [name for name in prints if any(theirs[rank].get(name) != theirs[0].get(name) for rank in odd)]
         raise ConfigError(f"ranks {odd} differ from rank 0 in: {', '.join(names)}; accepted: the same on every rank")

@@ -125,13 +125,9 @@ class Crew:
         Raises:
             RankFailedError: a rank has failed.
         """
-        text = json.dumps(value)
         if self.job is None:
-            return [json.loads(text)]
-        launch, store = self.job.launch, self.job.store
-        store.set(f"{name}/value/{launch.rank}", text)
-        wait_for_all(self.job, name, limit_s=_LIMIT_S)
-        return [json.loads(store.get(f"{name}/value/{rank}")) for rank in range(launch.world_size)]
+            return [json.loads(json.dumps(value))]
+        return wait_for_all(self.job, name, value, limit_s=_LIMIT_S)
 
     def worst(self, name: str, rows: Sequence[Row]) -> list[Row]:
         """The rows of all ranks, of each the one from the rank where it is worst; every rank calls it."""

@@ -157,10 +157,7 @@ def agreed(ranks: Ranks | None, what: str, wrong: str | None) -> str | None:
     """
     if ranks is None:
         return wrong
-    job = ranks.job
-    job.store.set(f"{what}: wrong/{ranks.rank}", wrong or "")
-    wait_for_all(job, what, limit_s=_BUILD_LIMIT_S)
-    told = [job.store.get(f"{what}: wrong/{rank}").decode() for rank in range(ranks.config.world_size)]
+    told = wait_for_all(ranks.job, what, wrong, limit_s=_BUILD_LIMIT_S)
     return next((f"{text} (rank {rank})" for rank, text in enumerate(told) if text), None)
 
 
