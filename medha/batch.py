@@ -26,10 +26,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-_HEADER = 4
+_HEADER = 9
 _ROW = 6
-_EXTENT = 4
-_KINDS = 4  # of what not every batch has: swaps out and in, shared, copies; each of four integers, as an extent
+_PART = 4  # of whatever else a batch has many of, slots apart
 _DECODE, _SAMPLES, _DEALT = 1, 2, 4  # a row's flags
 PIECES = 2  # of a dealt row on each group, so that all see as many keys: the r-th from the front and from the end
 
@@ -247,11 +246,6 @@ class Batch:
         return self.num_decodes + sum(row.tokens_on(self.group) for row in self.chunks)
 
     @property
-    def has_dealt(self) -> bool:
-        """Whether a row is dealt."""
-        return any(row.is_dealt for row in self.chunks)
-
-    @property
     def num_decodes(self) -> int:
         """Rows that decode, a token each; they come first."""
         return len(self.rows) - len(self.chunks)
@@ -291,26 +285,20 @@ class Batch:
         return "\n".join(lines)
 
     def to_ints(self) -> array[int]:
-        """The batch as flat int32: header (id, rows, extents, frees), then each in turn.
-
-        Behind them, only where there are some: the numbers of ``swaps_out``, ``swaps_in``, ``shared`` and ``copies``,
-        where a row is dealt that of ``deals``, then each in turn.
+        """The batch as flat int32: its id, the numbers of rows, frees, extents, ``swaps_out``, ``swaps_in``,
+        ``shared``, ``copies`` and ``deals``, then each of these in turn.
 
         Raises:
             OverflowError: a number does not fit 32 bits.
         """
-        out = array("i", (self.batch_id, len(self.rows), len(self.extents), len(self.frees)))
+        parts: tuple[tuple[Any, ...], ...] = self.extents, self.swaps_out, self.swaps_in
+        parts = *parts, self.shared, self.copies, self.deals
+        out = array("i", (self.batch_id, len(self.rows), len(self.frees), *map(len, parts)))
         for row in self.rows:
             flags = _DECODE * row.is_decode + _SAMPLES * row.samples + _DEALT * row.is_dealt
             out.extend((row.slot, row.position, row.q_len, flags, row.group, row.num_groups))
-        out.extend(chain.from_iterable(self.extents))
         out.extend(self.frees)
-        kinds: tuple[tuple[Any, ...], ...] = (self.swaps_out, self.swaps_in, self.shared, self.copies)
-        if has_dealt := self.has_dealt:
-            kinds = *kinds, self.deals
-        if has_dealt or any(kinds):
-            out.extend(map(len, kinds))
-            out.extend(chain.from_iterable(chain.from_iterable(kinds)))
+        out.extend(chain.from_iterable(chain.from_iterable(parts)))
         return out
 
     @classmethod
@@ -322,28 +310,20 @@ class Batch:
         """
         if len(ints) < _HEADER:
             raise ValueError(f"a batch has at least {_HEADER} integers, got {len(ints)}")
-        batch_id, num_rows, num_extents, num_frees = ints[:_HEADER]
-        extents_at = _HEADER + _ROW * num_rows
-        frees_at = extents_at + _EXTENT * num_extents
-        end = length = frees_at + num_frees
-        more = [0] * _KINDS
-        if any(flags & (_DEALT | _DECODE) == _DEALT for flags in ints[_HEADER + 3 : max(extents_at, 0) : _ROW]):
-            more = [-1] * (_KINDS + 1)
-        num_kinds = len(more)
-        if len(ints) >= end + num_kinds and min(num_rows, num_extents, num_frees) >= 0:
-            more = list(ints[end : end + num_kinds])
-            length += num_kinds + _EXTENT * sum(more) if any(more) or num_kinds > _KINDS else 0
-        if min(num_rows, num_extents, num_frees, *more) < 0 or len(ints) != length:
+        batch_id, num_rows, num_frees, *counts = ints[:_HEADER]
+        frees_at = _HEADER + _ROW * num_rows
+        parts_at = frees_at + num_frees
+        if min(num_rows, num_frees, *counts) < 0 or len(ints) != parts_at + _PART * sum(counts):
             raise ValueError(f"a batch with header {tuple(ints[:_HEADER])} cannot have {len(ints)} integers")
         rows = tuple(
             Row(slot, at, q_len, bool(flags & _DECODE), bool(flags & _SAMPLES), group, count, bool(flags & _DEALT))
-            for slot, at, q_len, flags, group, count in _parts(ints[_HEADER:extents_at], _ROW)
+            for slot, at, q_len, flags, group, count in _parts(ints[_HEADER:frees_at], _ROW)
         )
-        extents = tuple(Extent(*part) for part in _parts(ints[extents_at:frees_at], _EXTENT))
-        parts = _parts(ints[end + num_kinds :], _EXTENT)
-        kinds = zip((Swap, Swap, Shared, Copy, Deal)[:num_kinds], more, strict=True)
-        others: list[Any] = [tuple(kind(*part) for part in islice(parts, count)) for kind, count in kinds]
-        return cls(batch_id, rows, extents, tuple(ints[frees_at:end]), *others)
+        parts, kinds = _parts(ints[parts_at:], _PART), (Extent, Swap, Swap, Shared, Copy, Deal)
+        found: list[Any] = [
+            tuple(kind(*part) for part in islice(parts, count)) for kind, count in zip(kinds, counts, strict=True)
+        ]
+        return cls(batch_id, rows, found[0], tuple(ints[frees_at:parts_at]), *found[1:])
 
     def digest(self) -> int:
         """CRC-32 of its integers."""

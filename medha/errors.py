@@ -88,7 +88,6 @@ class PolicyError(_FieldError):
     """A user's scheduling policy raised, or returned something else than one number a request."""
 
     policy: str | None = None  # its name
-    slot: int | None = None  # of the request concerned, where it is a single one
 
 
 class RequestError(MedhaError, RuntimeError):

@@ -35,8 +35,8 @@ from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationErr
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
 from medha.params import CHAT_OPTIONS, SLO, SamplingParams
+from medha.records import StepLog
 from medha.text import Tokenizer
-from medha.timeline import Timeline
 
 
 class LLM:
@@ -60,7 +60,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path, *, timeline: Timeline | None = None, journal: str | Path | None = None, **options: Any
+        self, model: str | Path, *, timeline: StepLog | None = None, journal: str | Path | None = None, **options: Any
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         self._files = ExitStack()
@@ -70,7 +70,7 @@ class LLM:
         self._ids = map(str, itertools.count())
         self._calls = threading.RLock()  # over several ranks one call at a time
 
-    def _build(self, timeline: Timeline | None, journal: Path | None) -> RankHandle:
+    def _build(self, timeline: StepLog | None, journal: Path | None) -> RankHandle:
         """This rank's part; a journal that cannot be written is found before the model is loaded."""
         if journal is not None:
             check_recordable(self.config.scheduler)

@@ -1,9 +1,10 @@
-"""Runs a command of medha in this process, and Python in one of its own."""
+"""Runs a command of medha in this process, and Python in one of its own; waits for what comes of it."""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import medha
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(medha.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+LIMIT_S = 300.0
+"""How long anything may take on a machine that is loaded, slow, or stops for seconds."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,15 @@ def write_lines(path: Path, *rows: dict[str, Any] | str) -> Path:
 
 def run_python(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command, env = [sys.executable, *map(str, arguments)], ENVIRONMENT | environment
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def wait_until(holds: Callable[[], object], limit_s: float = LIMIT_S, *, told: Callable[[], object] = str) -> None:
+    """Wait until something holds; AssertionError with what is ``told`` where it does not in time."""
+    end_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end_s, told()
+        time.sleep(0.005)
 
 
 def without_torch(*arguments: object, module: str = "medha") -> subprocess.CompletedProcess[str]:

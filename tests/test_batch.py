@@ -126,25 +126,24 @@ def test_parts_make_the_whole(runs: list[tuple[int, int]], holders: list[int]) -
 
 
 def test_layout_of_the_integers() -> None:
-    # Ranks of different builds must agree on it: header, rows (flags: 1 decode, 2 samples), extents, frees.
+    # Ranks of different builds must agree on it: header, rows (flags: 1 decode, 2 samples, 4 dealt), frees, the rest.
     assert BATCH.to_ints() == array(
         "i",
         [
-            *(7, 3, 2, 2),
+            *(7, 3, 2, 2, 0, 0, 0, 0, 0),
             *(2, 40, 1, 3, 0, 1),
             *(0, 0, 16, 0, 0, 1),
             *(1, 16, 4, 2, 0, 1),
+            *(3, 4),
             *(0, 5, 2, 0),
             *(1, 9, 1, 0),
-            *(3, 4),
         ],
     )
-    assert SHARED.to_ints()[4:16] == array("i", [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1)])
-    # Where there are some, behind all that: numbers of swaps out and in, shared and copies, then each.
-    more = [2, 1, 1, 1, *(0, 8, 0, 2), *(1, 5, 7, 1), *(0, 3, 2, 3), *(7, 1, 64, 32), *(1, 3, 4, 16)]
-    plain = dataclasses.replace(SWAPPED, swaps_out=(), swaps_in=())
+    assert SHARED.to_ints()[9:21] == array("i", [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1)])
+    more = [*(0, 8, 0, 2), *(1, 5, 7, 1), *(0, 3, 2, 3), *(7, 1, 64, 32), *(1, 3, 4, 16)]
     found = dataclasses.replace(SWAPPED, shared=(Shared(7, 1, 64, 32),), copies=(Copy(1, 3, 4, 16),))
-    assert found.to_ints() == plain.to_ints() + array("i", more)
+    assert found.to_ints()[4:9] == array("i", [2, 1, 1, 1, 0])
+    assert found.to_ints()[-20:] == array("i", more)
     assert str(found).endswith("slot 7 shares [64:96] on group 1\n  16 tokens of block 3 to block 4 of group 1")
 
 
@@ -156,13 +155,10 @@ def test_a_dealt_row() -> None:
         "  slot 4 holds 20 on group 1, then 10",
         "  slot 4 holds 0 on group 2, then 10",
     ]
-    # Its flag and what the groups hold are the only integers that other batches do not have.
-    plain = dataclasses.replace(DEALT, rows=(DEALT.rows[0], DEALT.rows[1]._replace(is_dealt=False), DEALT.rows[2]))
-    assert len(plain.to_ints()) == 4 + 6 * 3 + 4
-    assert DEALT.to_ints()[13] == 6
-    assert DEALT.to_ints()[26:] == array("i", [0, 0, 0, 0, 2, *(4, 1, 20, 10), *(4, 2, 0, 10)])
+    assert DEALT.to_ints()[18] == 6
+    assert DEALT.to_ints()[-8:] == array("i", [*(4, 1, 20, 10), *(4, 2, 0, 10)])
     assert Batch.from_ints(DEALT.to_ints()) == DEALT
-    for length in range(4, len(ints := list(DEALT.to_ints()))):
+    for length in range(9, len(ints := list(DEALT.to_ints()))):
         with pytest.raises(ValueError, match=f"cannot have {length} integers"):
             Batch.from_ints(ints[:length])
     parts = [DEALT.part_of(group) for group in range(3)]
@@ -204,9 +200,8 @@ def test_how_history_moves(held: tuple[int, ...], share: tuple[int, ...], expect
 def test_round_trip(batch: Batch) -> None:
     ints = batch.to_ints()
     assert ints.itemsize == 4
-    num_more = sum(map(len, (batch.swaps_out, batch.swaps_in, batch.shared, batch.copies)))
-    more = 4 + 4 * num_more if num_more else 0
-    assert len(ints) == 4 + 6 * len(batch.rows) + 4 * len(batch.extents) + len(batch.frees) + more
+    parts = batch.extents, batch.swaps_out, batch.swaps_in, batch.shared, batch.copies, batch.deals
+    assert len(ints) == 9 + 6 * len(batch.rows) + len(batch.frees) + 4 * sum(map(len, parts))
     for form in (ints, list(ints), tuple(ints)):
         back = Batch.from_ints(form)
         assert back == batch
@@ -216,17 +211,19 @@ def test_round_trip(batch: Batch) -> None:
 
 def test_every_wrong_length_is_refused() -> None:
     ints = list(BATCH.to_ints())
-    for length in range(4):
-        with pytest.raises(ValueError, match=f"at least 4 integers, got {length}"):
+    for length in range(9):
+        with pytest.raises(ValueError, match=f"at least 9 integers, got {length}"):
             Batch.from_ints(ints[:length])
-    for length in range(4, len(ints)):
-        with pytest.raises(ValueError, match=rf"header \(7, 3, 2, 2\) cannot have {length} integers"):
+    for length in range(9, len(ints)):
+        with pytest.raises(ValueError, match=rf"header \(7, 3, 2, 2, 0, 0, 0, 0, 0\) cannot have {length} integers"):
             Batch.from_ints(ints[:length])
     with pytest.raises(ValueError, match=f"cannot have {len(ints) + 1} integers"):
         Batch.from_ints([*ints, 0])
-    for tail in ([0, 0], [1, 0, 0, 0], [1, -1, 0, 0], [-1, 2, 0, 0, *range(4)], [2**31 - 1, 0, 0, 0], [0, 1, 0, 0, 5]):
-        with pytest.raises(ValueError, match=f"cannot have {len(ints) + len(tail)} integers"):
-            Batch.from_ints([*ints, *tail])
+    for at, count in ((2, -2), (4, 1), (4, -1), (5, 2**31 - 1)):
+        with pytest.raises(ValueError, match=f"cannot have {len(ints)} integers"):
+            Batch.from_ints([*ints[:at], count, *ints[at + 1 :]])
+    with pytest.raises(ValueError, match="cannot have"):  # the sum is right
+        Batch.from_ints([*ints[:4], 1, -1, *ints[6:]])
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**63, 10**30])

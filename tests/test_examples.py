@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_python
+from tests.commands import LIMIT_S, run_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 def run(*command: str | Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
     done = subprocess.run(
-        [str(part) for part in command], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [str(part) for part in command], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

@@ -21,6 +21,7 @@ import torch
 from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.engine.replay import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
+from tests.commands import wait_until
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question
 
 SMALL: dict[str, Any] = {
@@ -316,9 +317,7 @@ def test_a_stream_goes_on_while_generate_tokenises(
 
     def patient(text: str, **options: Any) -> Any:
         threads.append(threading.get_ident())
-        end_s = time.monotonic() + 60
-        while len(live.completions[0].token_ids) < 9:
-            assert time.monotonic() < end_s, "the stream stands still"
+        wait_until(lambda: len(live.completions[0].token_ids) >= 9, told=lambda: "the stream stands still")
         return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode_array", patient)
@@ -422,22 +421,23 @@ def test_threads_that_add_and_abort_beside_one_that_steps(llm: LLM, expected: li
     assert_empty(engine)
 
 
-def test_every_thread_hears_of_the_engines_death(
-    bytes_model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_thread_hears_of_the_engines_death(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them have requests in it then: none ends before."""
+    long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     with LLM(str(bytes_model.folder), **SMALL) as llm:
         run = llm.engine.runner.run
 
         def failing(step: Any) -> Any:
+            time.sleep(0.01)
             if llm.engine.num_unfinished == 5:
                 raise RuntimeError("lost")
             return run(step)
 
         monkeypatch.setattr(llm.engine.runner, "run", failing)
         errors = in_threads(
-            lambda: llm.generate(TEXTS[:2], GREEDY),
-            lambda: llm.generate(TEXTS[2:], GREEDY),
-            lambda: list(llm.stream(TEXTS[0], GREEDY)),
+            lambda: llm.generate(TEXTS[:2], long),
+            lambda: llm.generate(TEXTS[2:], long),
+            lambda: list(llm.stream(TEXTS[0], long)),
         )
     for error, texts in zip(errors, (TEXTS[:2], TEXTS[2:], []), strict=True):
         assert isinstance(error, EngineDeadError), error
@@ -466,7 +466,11 @@ def test_close_frees_everything(needle: Model) -> None:
     def count() -> tuple[int, int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
 
-    counts = []
+    most: list[tuple[int, int, int]] = []
+
+    def is_as_before() -> bool:
+        return all(now <= before for now, before in zip(count(), most[0], strict=True))
+
     for i in range(10):
         llm = LLM(str(needle.folder), **SMALL)
         model, pool = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.cache)
@@ -478,8 +482,8 @@ def test_close_frees_everything(needle: Model) -> None:
         gc.collect()
         assert model() is None
         assert pool() is None
-        counts.append(count())
-    assert counts[1:] == [counts[0]] * 9
+        most.append(count())
+        wait_until(is_as_before)  # a thread that has been joined may be there yet for the kernel
 
 
 # -- failures --------------------------------------------------------------------------------------------------

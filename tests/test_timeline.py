@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 import platform
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import pytest
 
 from medha.batch import Batch, Row
-from medha.timeline import BatchRecord, RankRecords, Recorder, Timeline, decode_records, encode_records
+from medha.records import BatchRecord, RankRecords, Recorder, decode_records, encode_records
+from medha.timeline import Timeline
 
 FIRST = Batch(0, (Row(0, 0, 8, False, False),))
 SECOND = Batch(1, (Row(1, 30, 1, True, True), Row(0, 8, 4, False, True)))
@@ -133,12 +133,13 @@ def test_records_survive_their_json() -> None:
     assert decode_records(encode_records(RankRecords(0, 0, 0, ()))).batches == ()
 
 
-def test_another_nodes_clock_is_shifted() -> None:
+def test_another_nodes_clock_is_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medha.timeline._epoch_s", lambda: 1e9)
     sent = json.loads(encode_records(RankRecords(1, 1, 0, (ran(0, 1.0, 2.0),))))
     sent["node"] = platform.node() + "-other"
-    sent["epoch_s"] = time.time() - time.perf_counter() + 100.0  # its monotonic clock began 100 s after ours
+    sent["epoch_s"] += 100.0  # its monotonic clock began 100 s after ours
     (record,) = decode_records(json.dumps(sent).encode()).batches
-    assert record.start_s == pytest.approx(101.0, abs=0.01)
+    assert record.start_s == pytest.approx(101.0)
     assert record.busy_s == pytest.approx(1.0)
 
 
@@ -191,7 +192,7 @@ def test_ranks_side_by_side_have_lanes_of_their_own(
 
 def test_counters_of_time_budget_and_slack(tmp_path: Path) -> None:
     timeline = Timeline()
-    timeline.count_step(1.5, 0.4, 0.5, budget_s=0.45)
+    timeline.record(FIRST, 1.0, 1.5, ["a"], step_s={"predicted": 0.4, "busy": 0.5, "budget": 0.45})
     chunks = Batch(0, (Row(9, 3, 1, True, True), *(Row(slot, 0, 8, False, False) for slot in range(3))))
     timeline.record(chunks, 1.0, 2.0, ["decode", "a", "no deadline", "late"], [2.5, math.inf, -0.5])
     timeline.record(FIRST, 1.0, 2.0, ["no deadline \ud800"], [math.inf])  # a lone surrogate must not stop the file

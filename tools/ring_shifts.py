@@ -24,7 +24,7 @@ from medha.parallel.launch import is_first_rank
 from medha.parallel.ring import Moving
 from medha.params import SamplingParams
 from medha.profile.steps import FIRST_SLOT
-from medha.timeline import RankRecords
+from medha.records import RankRecords
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from tools.command import main

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
-from medha.cpu.library import lacks_tiles, library
+from medha.cpu.library import library
 
 _WIDEST = 16  # floats of the widest vector that there is
 
@@ -44,9 +44,7 @@ class CpuBackend(AttentionBackend):
     @classmethod
     def lacks(cls, shape: LayerShape) -> str | None:
         """See :class:`~medha.attention.interface.AttentionBackend`."""
-        if shape.head_dim % _WIDEST:
-            return f"heads of {shape.head_dim}, no multiple of {_WIDEST}"
-        return lacks_tiles(shape.dtype)
+        return f"heads of {shape.head_dim}, no multiple of {_WIDEST}" if shape.head_dim % _WIDEST else None
 
     def plan(self, rows: AttentionRows) -> _Plan:
         """Copies of the rows' arrays as the kernel takes them."""

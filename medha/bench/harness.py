@@ -33,7 +33,8 @@ from medha.errors import ConfigError
 from medha.models.folder import resolve_model
 from medha.models.hf_config import load_model_config, merge_overrides
 from medha.models.weights import expected_tensors
-from medha.parallel.launch import own_ranks, read_launch
+from medha.parallel.launch import read_launch
+from medha.parallel.own_ranks import own_ranks
 from medha.profile.steps import StepRunner, fill_pools
 from medha.sched.scheduler import Scheduler
 from medha.worker.shard import TORCH_DTYPES

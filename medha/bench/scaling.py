@@ -37,7 +37,7 @@ from medha.config.fields import choice, text_read, words
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 from medha.profile.steps import FIRST_SLOT, StepRunner
-from medha.timeline import RankRecords, decode_records, encode_records
+from medha.records import RankRecords, decode_records, encode_records
 
 ONE_RANK = "1 rank"
 MODES = ("prefill", "decode", "chunk")

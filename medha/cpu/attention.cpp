@@ -6,30 +6,15 @@
 // keep their sums in registers. Sums are float32 whatever the pool holds. What a query gets does not depend on the number of
 // threads, on the other rows or on where its keys lie.
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int KEYS = 64, QUERIES = 384, LEAST = 96;  // of a tile: keys, most queries and, for the sake of threads, fewer
+constexpr int QUERIES = 384, LEAST = 96;  // of a tile: most queries and, for the sake of threads, fewer
 constexpr int FEW_QUERIES = 32, PART = 2048, MOST_PARTS = 64;  // so few queries read parts of a row's keys independently
 constexpr int64_t WINDOW = 1 << 15;  // keys whose sums are kept in one float32: over millions they would lose digits
 constexpr float LN_2 = 0.6931471805599453f;
-
-// W vectors, interleaved log2(W) times: each time the bits of (vector, place in it) turn by one.
-template <int... I>
-inline void transpose(Floats (&x)[W], std::integer_sequence<int, I...>) {
-#pragma GCC unroll 4
-    for (int times = 1; times < W; times *= 2) {
-        Floats y[W];
-#pragma GCC unroll 8
-        for (int i = 0; i < W / 2; i++) {
-            y[2 * i] = __builtin_shufflevector(x[i], x[i + W / 2], (I / 2 + I % 2 * W)...);
-            y[2 * i + 1] = __builtin_shufflevector(x[i], x[i + W / 2], (I / 2 + I % 2 * W + W / 2)...);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < W; i++) x[i] = y[i];
-    }
-}
 
 // The keys that begin at keys + from[key], as kt[h * KEYS + key], while memory fetches those at keys + next[key].
 template <class T>
@@ -78,12 +63,6 @@ inline void product(const float* a, int row, int column, const float* b, int b_r
     for (; at < width; at += W) product<R, 1>(a, row, column, b + at, b_row, depth, c + at, c_row, scale);
 }
 
-// A tile's keys, transposed, and values.
-struct Keys {
-    float *kt, *v;
-    int num, H;
-};
-
 // R queries, scaled and transposed, over a tile of keys of which each sees the first seen[r].
 template <int R>
 void attend_strip(const float* q, const Keys& keys, const int* seen, float* out, float* top, float* sum) {
@@ -119,12 +98,34 @@ void attend_strip(int num, const float* q, const Keys& keys, const int* seen, fl
     if constexpr (R > 1) attend_strip<R - 1>(num, q, keys, seen, out, top, sum);
 }
 
+// How a thread computes: by vectors, all in float32. Queries lie scaled and transposed by strips.
+struct ByVectors {
+    static constexpr int MOST = STRIP;  // queries of a strip
+
+    template <class T>
+    void put_query(const T* q, int at, int i, int num, int H, float scale, float* queries) {
+        for (int h = 0; h < H; h++) queries[at * H + h * num + i] = widened(q[h]) * scale;
+    }
+    template <class T>
+    void pack(const T* k, const T* v, const int64_t* from, const int64_t* next, Keys& keys) {
+        transpose(k, from, next, keys.num, keys.H, keys.kt);
+        for (int key = 0; key < keys.num; key++)
+            for (int h = 0; h < keys.H; h += W) {
+                __builtin_prefetch(v + next[key] + h, 0, 2);
+                store(keys.v + key * keys.H + h, wide(v + from[key] + h));
+            }
+    }
+    void attend(int num, const float* queries, float, const Keys& keys, const int* seen, float* out, float* top, float* sum) {
+        attend_strip<STRIP>(num, queries, keys, seen, out, top, sum);
+    }
+};
+
 // Queries [first, end) of a row and of some KV heads, a token's group beside each other, over its keys [from, to).
 struct Task {
     int64_t row, head, heads, first, end, from, to, part, num_parts, partial;
 };
 
-template <class T>
+template <class Kernel, class T>
 void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t head_stride, T* out, float* lse, int64_t N,
             int64_t K, int64_t H, int64_t R, const int64_t* q_indptr, const int64_t* kv_len, const uint8_t* causal,
             const int32_t* pages, const int64_t* page_indptr, int64_t page_size, int num_threads) {
@@ -148,7 +149,8 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
     }
     // Each thread has some tasks. Heads together read memory from end to end, many queries pack keys and values less often.
     const int64_t together = few < 2 * num_threads ? 1 : QUERIES / FEW_QUERIES;
-    const int64_t tile = std::clamp<int64_t>((many / (2 * num_threads) + STRIP - 1) / STRIP * STRIP, LEAST, QUERIES);
+    constexpr int MOST = Kernel::MOST;
+    const int64_t tile = std::clamp<int64_t>((many / (2 * num_threads) + MOST - 1) / MOST * MOST, LEAST, QUERIES);
     std::vector<Task> tasks;
     int64_t num_partials = 0;
     for (int64_t row = 0; row < R; row++) {
@@ -192,19 +194,19 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
         Keys keys{buffer.data(), buffer.data() + KEYS * H, 0, int(H)};
         int seen[QUERIES];
         int64_t from[KEYS], next[KEYS];  // where the tile's keys begin, and those of the tile behind it
+        Kernel kernel;
 #pragma omp for schedule(dynamic)
         for (size_t n = 0; n < tasks.size(); n++) {
             const Task& task = tasks[n];
             const int a_head = int(task.end - task.first), num = a_head * int(task.heads);
             const float scale = 1 / (LN_2 * std::sqrt(float(H)));
             auto for_strips = [&](int head, auto each) {
-                for (int i = 0; i < a_head; i += STRIP) each(head * a_head + i, i, std::min(STRIP, a_head - i));
+                for (int i = 0; i < a_head; i += MOST) each(head * a_head + i, i, std::min(MOST, a_head - i));
             };
             for (int head = 0; head < task.heads; head++)
                 for_strips(head, [&](int at, int, int some) {
                     for (int i = 0; i < some; i++)
-                        for (int64_t h = 0; h < H; h++)
-                            queries[at * H + h * some + i] = widened(q[place(task, at + i) * H + h]) * scale;
+                        kernel.put_query(q + place(task, at + i) * H, at, i, some, int(H), scale, queries);
                 });
             auto clear = [&](float* its_sums, float* its_top, float* its_sum) {
                 std::fill(its_sums, its_sums + num * H, 0.0f);
@@ -234,15 +236,10 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
                     seen[i] = int(std::clamp<int64_t>(sees(task.row, task.first + i) - at, 0, keys.num));
                 for (int head = 0; head < task.heads; head++) {
                     const int64_t its = (task.head + head) * head_stride;
-                    transpose(k + its, from, next, keys.num, int(H), keys.kt);
-                    for (int key = 0; key < keys.num; key++)
-                        for (int h = 0; h < H; h += W) {
-                            __builtin_prefetch(v + its + next[key] + h, 0, 2);
-                            store(keys.v + key * H + h, wide(v + its + from[key] + h));
-                        }
+                    kernel.pack(k + its, v + its, from, next, keys);
                     for_strips(head, [&](int to, int i, int some) {
                         if (seen[i + some - 1])
-                            attend_strip<STRIP>(some, queries + to * H, keys, seen + i, sums + to * H, top + to, sum + to);
+                            kernel.attend(some, queries + to * H, scale, keys, seen + i, sums + to * H, top + to, sum + to);
                     });
                 }
             }
@@ -284,6 +281,15 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
     }
 }
 
+template <class T>
+auto* attend_for(int64_t H) {
+#if MEDHA_TILES
+    if constexpr (std::is_same_v<T, BFloat16>)
+        if (H % (2 * W) == 0) return &attend<ByTiles, T>;
+#endif
+    return &attend<ByVectors, T>;
+}
+
 }  // namespace
 
 #define MEDHA_ATTEND(NAME, T)                                                                                            \
@@ -291,8 +297,8 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
                          float* lse, int64_t N, int64_t K, int64_t H, int64_t R, const int64_t* q_indptr,                \
                          const int64_t* kv_len, const uint8_t* causal, const int32_t* pages, const int64_t* page_indptr, \
                          int64_t page_size, int num_threads) {                                                           \
-        attend(q, k, v, token_stride, head_stride, out, lse, N, K, H, R, q_indptr, kv_len, causal, pages, page_indptr,   \
-               page_size, num_threads);                                                                                  \
+        attend_for<T>(H)(q, k, v, token_stride, head_stride, out, lse, N, K, H, R, q_indptr, kv_len, causal, pages,      \
+                         page_indptr, page_size, num_threads);                                                           \
     }
 MEDHA_ATTEND(attend_float32, float)
 MEDHA_ATTEND(attend_float16, Float16)

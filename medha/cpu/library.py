@@ -20,25 +20,19 @@ from pathlib import Path
 import torch
 
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
-_HEADER = Path(__file__).with_name("vectors.h")
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 _BUILD_S = 120.0
 
 
-def lacks_tiles(dtype: torch.dtype) -> str | None:
-    """In words that this CPU has tiles (AMX) for a dtype, which torch's libraries use and our kernels do not; else
-    None."""
-    has_tiles = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
-    name = str(dtype).removeprefix("torch.")
-    return f"{name} as fast as torch's on a CPU with AMX" if dtype in has_tiles and has_tiles[dtype]() else None
-
-
 def lacks_products(dtype: torch.dtype) -> str | None:
-    """In words that this CPU multiplies matrices of a dtype itself, which torch's libraries use and our kernels do not;
-    else None."""
+    """In words that this CPU multiplies matrices of a dtype itself, which torch's libraries use and our kernel of
+    products does not; else None."""
     if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
         return "bfloat16 as fast as torch's on a CPU that multiplies it itself"
-    return lacks_tiles(dtype)
+    if dtype == torch.float16 and torch.cpu._is_amx_fp16_supported():
+        return "float16 as fast as torch's on a CPU with AMX for it"
+    return None
 
 
 @cache
@@ -59,6 +53,7 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
                 command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(made)]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
                 made.replace(path)
+        torch.cpu._init_amx()  # asks the kernel for the tile registers, where there are any
         return ctypes.CDLL(str(path)), None
     except subprocess.CalledProcessError as error:
         said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
@@ -73,6 +68,6 @@ def _name_of_build(compiler: str) -> str:
     ).stdout
     facts = Path("/proc/cpuinfo")
     cpu = next((line for line in facts.open() if line.startswith("flags")), "") if facts.exists() else ""
-    sources = (path.read_text() for path in (*_SOURCES, _HEADER))
+    sources = (path.read_text() for path in (*_SOURCES, *_HEADERS))
     parts = (*sources, *_FLAGS, version, platform.machine(), platform.processor(), cpu)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]

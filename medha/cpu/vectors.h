@@ -43,6 +43,22 @@ inline float sum_of(Floats x) {
     return x[0];
 }
 
+// W vectors, interleaved log2(W) times: each time the bits of (vector, place in it) turn by one.
+template <int... I>
+inline void transpose(Floats (&x)[W], std::integer_sequence<int, I...>) {
+#pragma GCC unroll 4
+    for (int times = 1; times < W; times *= 2) {
+        Floats y[W];
+#pragma GCC unroll 8
+        for (int i = 0; i < W / 2; i++) {
+            y[2 * i] = __builtin_shufflevector(x[i], x[i + W / 2], (I / 2 + I % 2 * W)...);
+            y[2 * i + 1] = __builtin_shufflevector(x[i], x[i + W / 2], (I / 2 + I % 2 * W + W / 2)...);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) x[i] = y[i];
+    }
+}
+
 struct BFloat16 {
     uint16_t bits;
 };

@@ -45,11 +45,11 @@ from medha.parallel.mesh import (
     over_ranks,
     wait_for_all,
 )
+from medha.records import StepLog
 from medha.sched.lanes import Dealing
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
-from medha.timeline import Timeline
 from medha.worker.runner import Runner
 from medha.worker.shard import (
     ModelShard,
@@ -110,7 +110,7 @@ class RankHandle:
 def build_role(
     config: EngineConfig,
     *,
-    timeline: Timeline | None = None,
+    timeline: StepLog | None = None,
     captured: Callable[[int, int], None] = lambda done, total: None,
 ) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
@@ -140,7 +140,7 @@ def build_role(
 
 
 def _build(
-    config: EngineConfig, job: Job | None, timeline: Timeline | None, captured: Callable[[int, int], None]
+    config: EngineConfig, job: Job | None, timeline: StepLog | None, captured: Callable[[int, int], None]
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node

@@ -51,7 +51,7 @@ from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
 from medha.params import SamplingParams
-from medha.timeline import RankRecords, Timeline
+from medha.records import RankRecords, StepLog
 from medha.worker.runner import Runner
 from medha.worker.step import Lane, PendingStep, StepResult, sampling_rows
 from medha.worker.step_input import StepInput
@@ -93,7 +93,7 @@ class DrivingRunner:
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner, decodes=not lanes)
         self.news = threading.Event() if lanes else None
-        self.timeline: Timeline | None = None
+        self.timeline: StepLog | None = None
         self._own = Lane("medha-own", partial(runner.recorder.waiting, "control"))  # runs this rank's part of batches
         if runner.device.type == "cuda":
             self._own.submit(partial(torch.cuda.set_device, runner.device))

@@ -29,10 +29,10 @@ from medha.engine.turns import Turns, in_turn
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
 from medha.params import SLO, SamplingParams, check_seconds
+from medha.records import StepLog
 from medha.sched.decision import Decision, Observer, Prediction
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
-from medha.timeline import Timeline
 from medha.worker.step import BatchRunner, phase
 
 _EXTEND_EVERY = 256  # tokens of an output after which others may share them too
@@ -69,7 +69,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        timeline: Timeline | None = None,
+        timeline: StepLog | None = None,
         hand_overs: HandOvers | None = None,
         news: threading.Event | None = None,
     ) -> None:
@@ -382,9 +382,10 @@ class Engine:
             chunked.num_computed_tokens, chunked.computed_s = row.kv_len, now
         if self.timeline is not None:
             names = [self._by_slot[row.slot].name for row in batch.rows]
-            self.timeline.record(batch, start_s, now, names, sent.decision.slack_s)
+            step_s = {}
             if prediction is not None:
-                self.timeline.count_step(now, prediction.seconds, busy_s, budget_s=prediction.budget_s)
+                step_s = {"predicted": prediction.seconds, "busy": busy_s, "budget": prediction.budget_s}
+            self.timeline.record(batch, start_s, now, names, sent.decision.slack_s, step_s)
         if self.on_step is not None:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []

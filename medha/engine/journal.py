@@ -21,7 +21,7 @@ from medha.errors import ConfigError, EngineDeadError
 from medha.sched.decision import Admitted, Decision, Observer, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
-FORMAT, VERSION = "medha-journal", 2
+FORMAT, VERSION = "medha-journal", 3
 
 
 class Journal(Observer):

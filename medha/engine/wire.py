@@ -24,7 +24,7 @@ from medha.batch import Batch, Row
 from medha.parallel.control import Sends, post_receive
 from medha.parallel.mesh import Ranks
 from medha.params import SamplingParams
-from medha.timeline import RankRecords, decode_records, encode_records
+from medha.records import RankRecords, decode_records, encode_records
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled, SlotSampling
 from medha.worker.step import StepResult, sampling_rows

@@ -28,7 +28,8 @@ from medha.engine.arrivals import Arrival, drive
 from medha.engine.jsonl import OutputLines
 from medha.errors import ConfigError
 from medha.generate.work import requested
-from medha.parallel.launch import Launch, is_first_rank, is_launched, own_ranks, read_launch
+from medha.parallel.launch import Launch, is_first_rank, is_launched, read_launch
+from medha.parallel.own_ranks import own_ranks
 from medha.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -182,12 +182,9 @@ def packed_linear(*linears: nn.Linear, fused: FusedKernels | None = None) -> Lin
 
 
 def packed_swiglu(gate_proj: nn.Linear, up_proj: nn.Linear, fused: FusedKernels | None = None) -> LinearFn:
-    """``silu(gate(x)) * up(x)`` of this rank's part, on the CPU within the products, elsewhere of one product."""
+    """``silu(gate(x)) * up(x)`` of this rank's part: within our own products on the CPU, else of one product."""
     if fused is not None and fused.packed_linear is not None:
         return fused.packed_linear(local_part(up_proj.weight), gate=local_part(gate_proj.weight))
-    if _onednn_packs(local_part(gate_proj.weight)):
-        silu_gate, up = packed_weight(local_part(gate_proj.weight), activation="swish"), packed_linear(up_proj)
-        return lambda x: silu_gate(x).mul_(up(x))
     gate_up = packed_linear(gate_proj, up_proj)
     if fused is not None and (silu_and_mul := fused.silu_and_mul) is not None:
         return lambda x: silu_and_mul(gate_up(x))
@@ -219,11 +216,7 @@ _KEPT_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def packed_weight(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str = "none",
-    fused: FusedKernels | None = None,
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, fused: FusedKernels | None = None
 ) -> LinearFn:
     """``F.linear`` with a weight [out, in] that is prepared once for the machine.
 
@@ -231,12 +224,10 @@ def packed_weight(
     2,048 rows). Otherwise oneDNN takes it if it has the dtype: 1.1 times as fast as ``F.linear`` at 2,048 rows and 2 to
     4 times at 16. It reads a weight from memory fastest at 4 to 6 rows (1.1 to 1.4 times as fast as at 1 row, 1.2 to
     1.6 times as fast as at 2), so fewer are padded.
-    ``activation`` is oneDNN's name of a function of the outputs, for a weight that oneDNN packs.
     """
     if fused is not None and fused.packed_linear is not None:
         return fused.packed_linear(weight, bias)
     if not _onednn_packs(weight):
-        assert activation == "none", "an activation needs oneDNN"
         return partial(F.linear, weight=weight, bias=bias)
     for name in _KEPT_KERNELS:
         os.environ.setdefault(name, "128")
@@ -247,7 +238,7 @@ def packed_weight(
         missing = _LEAST_ROWS - x.size(0)
         if missing > 0:
             x = F.pad(x, (0, 0, 0, missing))
-        out: torch.Tensor = linear_pointwise(x, packed, bias, activation, [], "")
+        out: torch.Tensor = linear_pointwise(x, packed, bias, "none", [], "")
         return out[:-missing] if missing > 0 else out
 
     return linear

@@ -104,19 +104,18 @@ class Sends:
         assert work is not None, "the sender is in the group"
         self._sends.append((work, tensor))
 
-    def reserve(self) -> list[torch.Tensor]:
-        """Wait until a send can begin at once; returns the tensors of those that had to end for it."""
-        return [self._end() for _ in range(len(self._sends) - self._most + 1)]
+    def reserve(self) -> None:
+        """Wait until a send can begin at once."""
+        self._wait_for(len(self._sends) - self._most + 1)
 
     def drain(self) -> None:
         """Wait for every send."""
-        while self._sends:
-            self._end()
+        self._wait_for(len(self._sends))
 
-    def _end(self) -> torch.Tensor:
-        work, tensor = self._sends.popleft()
-        work.wait()
-        return tensor
+    def _wait_for(self, count: int) -> None:
+        for _ in range(count):
+            self._sends[0][0].wait()
+            self._sends.popleft()
 
 
 def post_receive(buffer: torch.Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Callable[[], torch.Tensor]:

@@ -1,6 +1,6 @@
-"""What the launcher (torchrun) says about this process, and ranks that a command starts itself in its place.
+"""What the launcher (torchrun) says about this process, and what the system says of the processes of a job.
 
-Here alone is read or set what torchrun sets, and read of ``/proc`` whether a rank of this machine is gone or stopped;
+Here alone is read what torchrun sets, and read of ``/proc`` whether a rank of this machine is gone or stopped;
 where there is no ``/proc`` every process seems to run. Loads no torch.
 """
 
@@ -10,19 +10,15 @@ import faulthandler
 import json
 import logging
 import os
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
-from medha.child.process import popen_module
 from medha.errors import ConfigError
 
 logger = logging.getLogger("medha")
@@ -31,11 +27,9 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # MASTER_ADDR alone is set on many clusters
 # Read before torch is imported: it takes seconds, in which the launcher may die and this process get another parent.
 _PARENT = os.getppid()
-_AGENT = "TORCHELASTIC_RUN_ID"
-_OWN = "medha"  # its value for ranks that a command starts
-_own_processes: dict[int, int] = {}
-_END_S = 30.0  # how long ranks may take to end with the first one
-_FAIL_S = 3.0  # the same where that failed
+AGENT = "TORCHELASTIC_RUN_ID"
+OWN = "medha"  # its value for ranks that a command starts
+own_processes: dict[int, int] = {}  # ids of those of such ranks, on the first one
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -87,24 +81,11 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         local_size,
         env["MASTER_ADDR"],
         port,
-        agent_pid=_PARENT if _AGENT in env else None,
-        processes=dict(_own_processes),
-        agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_pid=_PARENT if AGENT in env else None,
+        processes=dict(own_processes),
+        agent_has_store=env.get("TORCHELASTIC_USEAGENT_STORE") == "True",
         attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
-
-
-@contextmanager
-def job_folder(what: str) -> Iterator[Path]:
-    """A temporary folder of one name on all ranks of the job; each removes it with what it holds."""
-    launch = read_launch()
-    job = str(os.getpid()) if launch is None else f"{launch.address.replace(':', '-')}-{launch.attempt}"
-    folder = Path(tempfile.gettempdir()) / f"medha-{what}-{os.getuid()}-{job}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_first_rank() -> bool:
@@ -119,7 +100,7 @@ def is_launched() -> bool:
 
 def has_agent() -> bool:
     """Whether torchrun's agent has started this process; it passes on the signals that it gets."""
-    return os.environ.get(_AGENT, _OWN) != _OWN
+    return os.environ.get(AGENT, OWN) != OWN
 
 
 def tell_launcher(message: str) -> None:
@@ -128,51 +109,6 @@ def tell_launcher(message: str) -> None:
         extra = {"timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port of the loopback that within the context nobody else is given, and the store may listen on.
-
-    It is bound and does not listen: the kernel gives it to no other socket, but to one that sets ``SO_REUSEADDR``, as
-    the store's does. Nor can a rank that comes before the store listens connect to itself.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
-
-
-@contextmanager
-def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
-    """Be, for the rest of this process, rank 0 of a job on this machine whose other ranks run ``python -m`` a module.
-
-    Each rank gets its share of the threads, unless ``OMP_NUM_THREADS`` says how many. The ranks end with this one.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    ranks: list[subprocess.Popen[Any]] = []
-    limit_s = _FAIL_S
-    with reserved_port() as port:
-        try:
-            for rank in reversed(range(size)):
-                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-                environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                environ |= {name: str(number) for name, number in places.items()}
-                if rank == 0:
-                    os.environ.update(environ)
-                else:  # none outlives this process, which alone gets Ctrl-C and ends them
-                    environ = {**os.environ, **environ, _AGENT: _OWN}
-                    ranks.append(popen_module(module, environ, stdin=subprocess.DEVNULL, start_new_session=True))
-                    _own_processes[rank] = ranks[-1].pid
-            yield
-            limit_s = _END_S
-        finally:
-            deadline = time.monotonic() + limit_s
-            for process in ranks:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                process.kill()
-                process.wait()
 
 
 def gloo_interface(launch: Launch) -> str:

@@ -68,7 +68,7 @@ class _Posted(NamedTuple):
 class StagePipe:
     """The two ends of one stage's pipe, for hidden states [T, ``dim``].
 
-    Buffers are kept and used again: that of a send once it is done, that of a receive at the next one's end.
+    The buffer of a receive is kept and used again at the next one's end.
     """
 
     group: dist.ProcessGroup  # of the device's backend
@@ -91,7 +91,6 @@ class StagePipe:
         self._sends = Sends(self.group, 0, num_buffers)
         # with what to wait for before they are written
         self._free_receives: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-        self._free_sends: list[torch.Tensor] = []
         self._like = torch.empty(0, dtype=self.dtype, device=self.device)
         self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -133,17 +132,14 @@ class StagePipe:
         return whole.view(-1)[: batch.num_tokens * self.dim].view(batch.num_tokens, self.dim)
 
     def reserve(self) -> None:
-        """Wait until a send can begin at once: for the oldest one when all buffers are in flight."""
-        self._free_sends += self._sends.reserve()
+        """Wait until a send can begin at once: for the oldest one when so many are in flight."""
+        self._sends.reserve()
 
     def send(self, batch: Batch, x_TD: torch.Tensor) -> None:
         """Send this rank's slice of the hidden states of a batch on; returns at once after :meth:`reserve`."""
         assert self.following is not None, "the last stage sends no hidden states"
-        self.reserve()
         width = self._width(batch)
-        slice_1W = self._sized(batch, self._free_sends.pop() if self._free_sends else None)
-        if slice_1W is None:
-            slice_1W = self._like.new_empty(1, width)
+        slice_1W = self._like.new_empty(1, width)
         own = x_TD.flatten()[self.tp_rank * width : (self.tp_rank + 1) * width]  # less at the end, if it is not even
         slice_1W[0, : len(own)].copy_(own)
         self.digests.send(batch.batch_id, batch.digest(), self.following)

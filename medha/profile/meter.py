@@ -17,7 +17,7 @@ import torch
 
 from medha.attention.staging import record_event
 from medha.parallel.mesh import Ranks
-from medha.timeline import BatchRecord
+from medha.records import BatchRecord
 from medha.worker.runner import Runner
 from medha.worker.step import PendingStep
 from medha.worker.step_input import StepInput

@@ -44,6 +44,11 @@ class Chunk(NamedTuple):
     first: int
     size: int
 
+    @property
+    def groups(self) -> range:
+        """The run."""
+        return range(self.first, self.first + self.size)
+
 
 class Plan(NamedTuple):
     """How a prompt is read."""

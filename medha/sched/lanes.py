@@ -1,8 +1,9 @@
 """The packer of CDSP: plans of prompts become tasks on lanes, one lane a KVP group, and each batch is one task.
 
-A task is a chunk of a plan (:mod:`medha.sched.cdsp`) on its run of groups. Each group works through its lane in order;
-a task begins when all groups of its run have come to it. So batches that share no group run beside each other, and the
-scheduler has one in flight a group. Every prefill has its groups to itself, and decodes are elsewhere.
+A task is a chunk of a plan (:mod:`medha.sched.cdsp`) on its run of groups. Each group works through its tasks in the
+order in which they were planned; a task begins when all groups of its run have come to it. So batches that share no
+group run beside each other, and the scheduler has one in flight a group. Every prefill has its groups to itself, and
+decodes are elsewhere.
 
 As published a request is planned when it arrives, and its plan is kept (``plan_order`` ``arrival``). With a policy as
 ``plan_order`` the requests that have not started are planned anew at each decision, in the policy's order, each around
@@ -21,8 +22,7 @@ alone.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
@@ -89,11 +89,6 @@ class _Task:
     chunk: Chunk
     seconds: float  # predicted, uncorrected
     start_s: float  # predicted, or known
-    is_in_flight: bool = False
-
-    @property
-    def groups(self) -> range:
-        return range(self.chunk.first, self.chunk.first + self.chunk.size)
 
 
 class CdspPacker(Packer):
@@ -103,10 +98,9 @@ class CdspPacker(Packer):
         self.planner, self.load = dealing.planner, LoadWindow(dealing.rates)
         self.memory, self.predictor = memory, predictor
         self._ranking = None if config.plan_order == ARRIVAL else load_policy(config.plan_order)
-        groups = range(dealing.planner.num_groups)
-        self._lanes: list[deque[_Task]] = [deque() for _ in groups]
-        self._free_s = [0.0 for _ in groups]  # when each lane is done
-        self._plans: dict[int, deque[_Task]] = {}  # tasks not complete by slot, in the order in which plans were made
+        self._running: list[_Task] = []  # in flight
+        self._waiting: list[_Task] = []  # those of a group are in the order in which it works through them
+        self._free_s = [0.0] * dealing.planner.num_groups  # when each lane is done
         self._is_stale = False  # the lanes are to be timed anew
 
     def added(self, request: SchedulerRequest) -> None:
@@ -115,16 +109,13 @@ class CdspPacker(Packer):
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         now_s, factor = builder.now_s, self.predictor.factor("prefill")
         self.prediction = None
-        running = [lane[0] for lane in self._lanes if lane and lane[0].is_in_flight]
-        late = max(((now_s - task.start_s) / (task.seconds * factor) for task in running), default=0.0)
-        if late > _FAR and len(running) < len(self._lanes):
-            for tasks in list(self._plans.values()):
-                if not tasks[0].state.has_started:
-                    self._drop(tasks)
-        if self._is_stale or any(task.start_s + task.seconds * factor < now_s - _EXACT for task in running):
+        late = max(((now_s - task.start_s) / (task.seconds * factor) for task in self._running), default=0.0)
+        if late > _FAR and len(self._busy()) < len(self._free_s):
+            self._drop({task.state.slot for task in self._waiting if not task.state.has_started})
+        if self._is_stale or any(task.start_s + task.seconds * factor < now_s - _EXACT for task in self._running):
             self._time_anew(now_s, factor)
         if self._ranking is None:
-            unplanned = takewhile(lambda state: state.slot not in self._plans, reversed(queue.waiting.values()))
+            unplanned = takewhile(lambda state: not self.memory.is_bound(state.slot), reversed(queue.waiting.values()))
             for state in list(unplanned)[::-1]:
                 if not self._commit(state, self._chunks(state, self._queue_s(now_s, factor)), now_s, factor):
                     break
@@ -133,35 +124,29 @@ class CdspPacker(Packer):
             task = self._ready()
         if task is not None:
             self._is_stale |= abs(now_s - task.start_s) > _EXACT
-            task.is_in_flight, task.start_s = True, now_s
-            builder.add_dealt(task.state, task.chunk.num_tokens, task.groups)
+            task.start_s = now_s
+            self._waiting.remove(task)
+            self._running.append(task)
+            builder.add_dealt(task.state, task.chunk.num_tokens, task.chunk.groups)
             self.prediction = Prediction("prefill", task.seconds * factor, factor, task.seconds * factor)
 
     def completed(self, batch: Batch, busy_s: float) -> None:
         for row in batch.rows:
-            task = self._plans[row.slot].popleft()
-            for group in task.groups:
-                self._lanes[group].popleft()
+            task = next(task for task in self._running if task.state.slot == row.slot)
+            self._running.remove(task)
             self._is_stale |= abs(busy_s - task.seconds * self.predictor.factor("prefill")) > _EXACT
-            if not self._plans[row.slot]:
-                del self._plans[row.slot]
 
     def cancelled(self, slot: int) -> None:
-        if (tasks := self._plans.get(slot)) is not None:
-            self._drop(tasks)
+        self._drop({slot})
 
-    def _drop(self, tasks: deque[_Task]) -> None:
-        """Forget a plan, but what is in flight."""
-        state = tasks[0].state
-        while tasks and not tasks[-1].is_in_flight:
-            task = tasks.pop()
-            for group in task.groups:
-                self._lanes[group].remove(task)
-        self._is_stale = True
-        if not tasks:
-            del self._plans[state.slot]
-        if not state.has_started:
-            self.memory.release(state.slot)
+    def _drop(self, slots: Collection[int]) -> None:
+        """Forget the plans of some requests, but what is in flight."""
+        gone = {task.state.slot: task.state for task in self._waiting if task.state.slot in slots}
+        self._waiting = [task for task in self._waiting if task.state.slot not in gone]
+        self._is_stale |= bool(gone)
+        for slot, state in gone.items():
+            if not state.has_started:
+                self.memory.release(slot)
 
     def _queue_s(self, now_s: float, factor: float) -> list[float]:
         """Uncorrected seconds until each group is free."""
@@ -176,24 +161,21 @@ class CdspPacker(Packer):
         ends = accumulate(chunk.num_tokens for chunk in chunks)
         tokens = max(-(-end // chunk.size) for end, chunk in zip(ends, chunks, strict=True))
         share = -(-(tokens + self.memory.block_size + PIECES) // self.memory.block_size)  # even to a block, and a piece
-        if not self.memory.set_aside(state.slot, range(chunks[-1].first, chunks[-1].first + chunks[-1].size), share):
+        if not self.memory.set_aside(state.slot, chunks[-1].groups, share):
             return False
-        tasks = self._plans[state.slot] = deque()
         spans_s = self.planner.finish_s(self._queue_s(now_s, factor), chunks)
         for chunk, (start_s, end_s) in zip(chunks, spans_s, strict=True):
-            tasks.append(task := _Task(state, chunk, end_s - start_s, now_s + start_s * factor))
-            for group in task.groups:
-                self._lanes[group].append(task)
+            self._waiting.append(_Task(state, chunk, end_s - start_s, now_s + start_s * factor))
+            for group in chunk.groups:
                 self._free_s[group] = now_s + end_s * factor
         return True
 
     def _plan_anew(self, queue: Queue, builder: BatchBuilder, factor: float) -> bool:
         """Keep the plan of whoever can begin now, the first in the policy's order; whether there is one."""
         assert self._ranking is not None
-        queue_s = [  # a task that should be over and is not will not be for a little while
-            max(one_s, 2 * _EXACT) if lane else one_s
-            for one_s, lane in zip(self._queue_s(builder.now_s, factor), self._lanes, strict=True)
-        ]
+        queue_s = self._queue_s(builder.now_s, factor)
+        for group in self._busy():  # a task that should be over and is not will not be for a little while
+            queue_s[group] = max(queue_s[group], 2 * _EXACT)
         rows = order(
             self._ranking,
             queue.columns(factor),
@@ -208,29 +190,32 @@ class CdspPacker(Packer):
             if min(queue_s) > _EXACT:
                 break
             chunks = self._chunks(state, queue_s)
-            if max(queue_s[chunks[0].first : chunks[0].first + chunks[0].size]) <= _EXACT:
+            if max(queue_s[group] for group in chunks[0].groups) <= _EXACT:
                 return self._commit(state, chunks, builder.now_s, factor)
             self.planner.finish_s(queue_s, chunks)
         return False
 
     def _ready(self) -> _Task | None:
-        """A task to which all of its groups have come, and which is not in flight."""
-        for group, lane in enumerate(self._lanes):
-            if not lane or (task := lane[0]).chunk.first != group or task.is_in_flight:
-                continue
-            if all(self._lanes[other][0] is task for other in task.groups):
-                return task
-        return None
+        """The task to which all of its groups have come, and which is not in flight; of several that on the first."""
+        before, ready = self._busy(), list[_Task]()
+        for task in self._waiting:
+            if before.isdisjoint(task.chunk.groups):
+                ready.append(task)
+            before.update(task.chunk.groups)
+            if len(before) == len(self._free_s):
+                break
+        return min(ready, key=lambda task: task.chunk.first, default=None)
+
+    def _busy(self) -> set[int]:
+        """The groups on which a task is in flight."""
+        return {group for task in self._running for group in task.chunk.groups}
 
     def _time_anew(self, now_s: float, factor: float) -> None:
         """When each task begins, and each lane is done, from what is known now."""
-        self._is_stale = False
-        self._free_s = [now_s] * len(self._lanes)
-        tasks = [task for plan in self._plans.values() for task in plan]
-        for task in sorted(tasks, key=lambda task: not task.is_in_flight):
-            groups = slice(task.groups.start, task.groups.stop)
-            if not task.is_in_flight:
-                task.start_s = max(self._free_s[groups])
+        self._is_stale, self._free_s = False, [now_s] * len(self._free_s)
+        for task in (*self._running, *self._waiting):
+            first, size = task.chunk.first, task.chunk.size
+            if task not in self._running:
+                task.start_s = max(self._free_s[first : first + size])
             end_s = task.start_s + task.seconds * factor
-            end_s += 2 * max(now_s - end_s, 0.0)
-            self._free_s[groups] = [end_s] * len(task.groups)
+            self._free_s[first : first + size] = [end_s + 2 * max(now_s - end_s, 0.0)] * size

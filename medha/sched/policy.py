@@ -28,8 +28,6 @@ Ints: TypeAlias = NDArray[np.int64]
 
 # Shorter works and deadlines count as this long where something is divided by them.
 SHORTEST_S = 1e-9
-# An error names at most so many requests.
-MAX_NAMED = 5
 # So many rows are sorted at once; of more, about so many values are looked at to find where the smallest end.
 _FEW, _SAMPLE = 192, 512
 
@@ -181,10 +179,7 @@ def order(
     try:
         keys = _keys(ranking.key, columns, now_s)
     except Exception as error:
-        fault, row = f"{type(error).__name__}: {error}", _culprit(ranking.key, columns, now_s)
-        raise _policy_error(ranking.name, fault, slots[row : row + 1] if row >= 0 else slots) from error
-    if np.isnan(keys.min()):  # as where any is
-        raise _policy_error(ranking.name, "the key is NaN", slots[np.isnan(keys)])
+        raise PolicyError(f"policy {ranking.name}: {type(error).__name__}: {error}", policy=ranking.name) from error
     if last is not None and last.any():
         keys = np.where(last, np.inf, keys)
     before = [columns.priority] * ranking.by_class + [part.astype(np.int64) for part in (behind,) if part is not None]
@@ -224,30 +219,14 @@ def _near(by: Sequence[Floats | Ints], count: int, among: NDArray[np.bool_] | No
 
 
 def _keys(policy: Policy, columns: Columns, now_s: float) -> Floats:
-    """The policy's keys, checked in all but NaN; raises whatever the policy raises, and TypeError."""
+    """The policy's keys, checked; raises whatever the policy raises, TypeError and ValueError."""
     keys: Any = policy(columns, now_s)
     if not isinstance(keys, np.ndarray) or keys.dtype != np.float64 or keys.shape != (len(columns),):
         kind = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else type(keys).__name__
         raise TypeError(f"returned {kind}; accepted: float64 of shape ({len(columns)},)")
+    if np.isnan(keys.min()):  # as where any is
+        raise ValueError(f"{np.count_nonzero(np.isnan(keys))} of {len(keys)} keys are NaN")
     return keys
-
-
-def _culprit(policy: Policy, columns: Columns, now_s: float) -> int:
-    """The first row on which the policy alone fails; -1 where it fails on none alone."""
-    for row in range(len(columns)):
-        try:
-            _keys(policy, Columns(*(getattr(columns, name)[row : row + 1] for name in COLUMN_NAMES)), now_s)
-        except Exception:  # the one being traced; the caller raises the first
-            return row
-    return -1
-
-
-def _policy_error(name: str, fault: str, slots: Ints) -> PolicyError:
-    named = ", ".join(str(slot) for slot in slots[:MAX_NAMED])
-    more = f" and {len(slots) - MAX_NAMED} more" if len(slots) > MAX_NAMED else ""
-    slot = int(slots[0]) if len(slots) == 1 else None
-    where = f"request in slot{'s' * (slot is None)} {named}{more}"
-    return PolicyError(f"policy {name}: {fault} ({where})", policy=name, slot=slot)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -133,8 +133,15 @@ class Scheduler:
         return slot in self._queue
 
     def longest_s(self) -> float:
-        """Seconds that the longest batch in flight is predicted to take, 0 where none is; any thread may ask."""
-        return max((sent.seconds for _, sent in list(self._in_flight) if sent is not None), default=0.0)
+        """Seconds that the longest batch in flight is predicted to take, 0 where none is; any thread may ask.
+
+        Where the packer predicts nothing it counts as long as its rows take one after the other, in chunks.
+        """
+        left_s, longest_s = self._queue.left_s, 0.0
+        for batch, sent in list(self._in_flight):
+            seconds = sum(left_s(row.position, row.kv_len) for row in batch.rows) if sent is None else sent.seconds
+            longest_s = max(longest_s, seconds)
+        return longest_s
 
     def add(self, request: SchedulerRequest, now_s: float | None = None) -> Admitted:
         """Queue a request; the option ``admission`` judges its TTFT objective at ``now_s``, None does not.

@@ -23,7 +23,8 @@ from medha.cli.command import end_process, first_interrupt, make_app, run_app, s
 from medha.cli.options import DEALT, MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, takes
 from medha.errors import ConfigError, EngineDeadError, RankFailedError, exit_code
 from medha.generate.__main__ import asked_config
-from medha.parallel.launch import exit_at_once, is_first_rank, own_ranks
+from medha.parallel.launch import exit_at_once, is_first_rank
+from medha.parallel.own_ranks import own_ranks
 
 if TYPE_CHECKING:
     from medha.serve.app import Front

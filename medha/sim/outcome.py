@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 
 from medha.cost.predictor import slowest_of
 from medha.cost.prefill_time import budgeted_chunk, chunk_rules
+from medha.records import BatchRecord, RankRecords
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
-from medha.timeline import BatchRecord, RankRecords, counter_event, name_event, stage_events, write_events
+from medha.timeline import counter_event, name_event, stage_events, write_events
 from medha.workload.metrics import Floats, Times, by_length, counted, percentile, serving_fields
 from medha.workload.trace import Trace
 

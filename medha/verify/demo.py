@@ -25,7 +25,8 @@ from medha.engine.engine import Engine
 from medha.errors import ParallelConfigError
 from medha.models.needle import NUM_LAYERS, make_haystack, write_needle
 from medha.outputs import RequestOutput
-from medha.parallel.launch import job_folder, read_launch
+from medha.parallel.launch import read_launch
+from medha.parallel.own_ranks import job_folder
 from medha.params import SamplingParams
 from medha.timeline import Timeline
 

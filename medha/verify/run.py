@@ -21,8 +21,9 @@ from medha.cli.report import deliver, stamp
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.health import failures_named
-from medha.parallel.launch import Launch, is_first_rank, job_folder
+from medha.parallel.launch import Launch, is_first_rank
 from medha.parallel.mesh import check_same_everywhere, meet
+from medha.parallel.own_ranks import job_folder
 from medha.verify.kernels import attention_rows, merge_rows
 from medha.verify.rows import (
     FAIL,

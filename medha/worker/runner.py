@@ -41,7 +41,7 @@ from medha.parallel.kvp import Merge, Partial, shared_rows
 from medha.parallel.ring import Moving, Ring
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
-from medha.timeline import Recorder
+from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs
 from medha.worker.kv_cache import KVCache

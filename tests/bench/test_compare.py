@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from medha.bench.timing import Worker
 from medha.cli.command import run_app
 from medha.errors import ConfigError, RankFailedError
 from tests.bench.shapes import TINY
+from tests.commands import wait_until
 
 SMALL = ["--num-threads", "1", "--hf-overrides", json.dumps(TINY), "--num-iters", "2"]
 
@@ -181,10 +181,7 @@ def test_a_worker_is_stopped_while_it_is_not_asked() -> None:
     with Worker("counter", [sys.executable, "-c", COUNTING], {}) as worker:
         first = worker.ask()["count"]
         stat = Path(f"/proc/{worker._process.pid}/stat")
-        limit_s = time.monotonic() + 30
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < limit_s
-            time.sleep(0.01)
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
         assert worker.ask()["count"] >= first
 
 

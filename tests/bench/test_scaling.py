@@ -11,7 +11,7 @@ from medha.bench.scaling import ONE_RANK, ScalingOptions, parse_layout, scaling,
 from medha.cli.command import run_app
 from medha.config import ParallelConfig
 from medha.errors import ConfigError, RankFailedError
-from medha.timeline import BatchRecord, RankRecords
+from medha.records import BatchRecord, RankRecords
 from tests.bench.shapes import TINY
 
 

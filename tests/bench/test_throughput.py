@@ -50,7 +50,7 @@ def test_lengths_of_a_trace_or_a_distribution(tmp_path: Path, source: str) -> No
     assert report["num_requests"] == report["options"]["workload"]["num_prompts"] == 2
     assert 40 <= report["total_input_tokens"] <= 80
     if source == "trace":  # its arrivals do not count
-        assert (report["total_num_tokens"], report["elapsed_time"] < 100) == (55, True)
+        assert (report["total_num_tokens"], report["elapsed_time"] < 1000) == (55, True)
 
 
 def test_the_run_with_the_median_time() -> None:

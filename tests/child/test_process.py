@@ -2,20 +2,19 @@
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from medha.child.process import Child, ChildError
+from tests.commands import wait_until
 
 ECHO = """
-import os, sys, time
+import os, signal, sys, time
 from medha.child.process import ChildError, serve
 
 state = {}
@@ -33,7 +32,9 @@ def answer(message):
         os.abort()
     if message == b"exit":
         os._exit(7)
-    if message == b"sleep":
+    if message == b"interrupt":
+        os.kill(os.getppid(), signal.SIGINT)
+    if message in (b"interrupt", b"sleep"):
         time.sleep(60)
     return message
 
@@ -54,13 +55,6 @@ def is_there(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until_gone(pid: int) -> None:
-    end = time.monotonic() + 20
-    while is_there(pid):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("size", [0, 1, 10_000_000])
@@ -101,10 +95,8 @@ def test_a_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_leaves_no_answer_behind(echo: Callable[..., Child]) -> None:
     child = echo()
     pid = int(child.ask(b"pid"))
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
-        child.ask(b"sleep")
+        child.ask(b"interrupt")
     assert not is_there(pid)
     assert child.ask(b"again") == b"again"
 
@@ -139,7 +131,7 @@ input()
         pid = int(parent.stdout.readline())
         assert is_there(pid)
         parent.kill()
-    wait_until_gone(pid)
+    wait_until(lambda: not is_there(pid))
 
 
 def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]) -> None:

@@ -129,7 +129,7 @@ def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:
         if entry.get("call") != "schedule" or entry["batch"] is None:
             continue
         batch = Batch.from_ints(entry["batch"])
-        entry["batch"][6] ^= 1  # query tokens of its first row
+        entry["batch"][11] ^= 1  # query tokens of its first row
         mismatch = replay([*recorded[:number], json.dumps(entry), *recorded[number + 1 :]]).mismatch
         assert mismatch is not None
         assert mismatch.startswith(f"line {number + 1}, schedule (batch {batch.batch_id}):\nrecorded batch")
@@ -152,7 +152,7 @@ def test_other_decisions_are_compared_too(recorded: list[str], call: str, change
         ([], "journal line 1 cannot be read"),
         (["{"], "journal line 1 cannot be read: JSONDecodeError"),
         (["[]"], "journal line 1 cannot be read"),
-        (['{"format": "other", "version": 1}'], "accepted: medha-journal, version 2"),
+        (['{"format": "other", "version": 1}'], "accepted: medha-journal, version 3"),
         ([None, '{"call": "other", "now_s": 1}'], "journal line 2 cannot be read: ValueError: call 'other'"),
         ([None, '{"call": "schedule", "now_s": 1}'], "journal line 2 cannot be read"),
         ([None, '"x"'], "journal line 2 cannot be read"),

@@ -20,6 +20,7 @@ from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, Val
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.serve.protocol import explained
+from tests.commands import LIMIT_S
 
 
 def write(path: Path, *lines: str | bytes | dict[str, Any]) -> Path:
@@ -269,7 +270,7 @@ except RequestError as error:
 
 def test_a_file_at_its_limit_ends_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout == f"output file {path}: File too large; what was written before is kept\n", done.stderr
     assert path.read_text() == "a line of thirty characters..\n" * 3
 

@@ -28,21 +28,25 @@ def test_it_is_re_entrant_and_one_threads_alone() -> None:
 
 
 def test_who_waits_comes_before_who_asks_again() -> None:
-    turns, num_turns, stop = Turns(), [0], threading.Event()
+    """One asks again as soon as it has given its turn back, and gives it back when the other waits."""
+    order, has_turn, waits = list[str](), threading.Event(), threading.Event()
+    turns = Turns(lambda: waits.set() if threading.current_thread() is threading.main_thread() else None)
 
     def loop() -> None:
-        while not stop.is_set():
+        for _ in range(20):
             with turns:
-                num_turns[0] += 1
-                time.sleep(0.001)
+                order.append("again")
+                has_turn.set()
+                if not waits.wait(60.0):
+                    return  # it has come before the one who waits
+                waits.clear()
 
     thread = threading.Thread(target=loop)
     thread.start()
-    try:
-        for _ in range(20):
-            asked = num_turns[0]
-            with turns:
-                assert num_turns[0] - asked <= 2
-    finally:
-        stop.set()
-        thread.join()
+    for _ in range(20):
+        assert has_turn.wait(60.0)
+        has_turn.clear()
+        with turns:
+            order.append("waiting")
+    thread.join()
+    assert order == ["again", "waiting"] * 20

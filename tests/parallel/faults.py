@@ -2,8 +2,8 @@
 
 A rank is a process of its own with the environment that torchrun would set, its stdout and stderr in files. Before it
 runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shutdown``, ``shared``: a
-batch with rows that lie on several groups, or ``transfer``: a hand-over) the rank is killed, stopped, throws, or is
-slow.
+batch with rows that lie on several groups, or ``transfer``: a hand-over) the rank is killed, stopped, throws, is slow,
+or waits until the test lets it go on.
 """
 
 import itertools
@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from medha.parallel.launch import reserved_port
+from medha.parallel.own_ranks import reserved_port
+from tests.commands import LIMIT_S, wait_until
 from tests.parallel.workers import context, launch_environment
-
-LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Fault:
     """What happens to a rank and where.
 
     Attributes:
-        action: ``kill``, ``stop``, ``throw`` or ``sleep``.
+        action: ``kill``, ``stop``, ``throw``, ``sleep`` or ``hold``.
         after: how often the point is passed first.
     """
 
@@ -70,11 +69,12 @@ class Job:
     def fault_s(self) -> float:
         """Monotonic time at which the fault struck; waits for it."""
         path = self.folder / "fault"
-        deadline = time.monotonic() + LIMIT_S
-        while not (path.is_file() and path.read_text()):
-            assert time.monotonic() < deadline, f"no fault; {self.stderr(0)}"
-            time.sleep(0.02)
+        wait_until(lambda: path.is_file() and path.read_text(), told=lambda: f"no fault; {self.stderr(0)}")
         return float(path.read_text())
+
+    def let_go(self) -> None:
+        """End what a fault holds up."""
+        (self.folder / "go").touch()
 
     def seconds_to_end(self, rank: int) -> float:
         return self.ended_s[rank] - self.fault_s()
@@ -154,6 +154,8 @@ def _install(fault: Fault, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.action == "sleep":
             time.sleep(fault.sleep_s)
+        elif fault.action == "hold":
+            wait_until((folder / "go").exists)
         else:
             raise ValueError("boom")
 

@@ -24,6 +24,7 @@ import torch
 from medha.engine import wire
 from medha.parallel import control, kvp, mesh, spp
 from medha.worker import step
+from tests.commands import LIMIT_S
 
 
 class DeadlockError(AssertionError):
@@ -104,7 +105,7 @@ class Transport:
     def run(self) -> None:
         """Run every thread to its end; raises DeadlockError if they do not end, or what the first of them raised."""
         self._pass_on()
-        assert self._finished.wait(60), "a thread of the model waits for something that is not of the model"
+        assert self._finished.wait(LIMIT_S), "a thread of the model waits for something that is not of the model"
         for actor in self._actors:
             actor.thread.join()
         if self._error is not None:

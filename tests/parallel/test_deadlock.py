@@ -42,6 +42,7 @@ from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from tests.parallel.rendezvous import DeadlockError, Group, Transport, rank_of
+from tests.sched.virtual import by_tokens
 
 NUM_LAYERS = 4
 BLOCK_SIZE = 4
@@ -256,7 +257,9 @@ def toy_engine(runner: Any, workload: Workload, depth: int, *, num_groups: int =
     ticks = itertools.count()
     return Engine(
         runner,
-        Scheduler(scheduler, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_groups=num_groups),
+        Scheduler(
+            scheduler, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_groups=num_groups, predictor=by_tokens()
+        ),
         limits,
         clock=lambda: float(next(ticks)),
     )
@@ -497,14 +500,15 @@ def forget_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def reuse_buffers_early(patch: pytest.MonkeyPatch) -> None:
-    """a send's buffer is filled again before the send is done."""
+    """what is received goes into the buffer of the batch that is read."""
+    post = StagePipe.post
 
-    def reserve(self: StagePipe) -> None:
-        sends = self._sends
-        while len(sends._sends) >= sends._most:
-            self._free_sends.append(sends._sends.popleft()[1])
+    def posted(self: StagePipe, batch: Batch) -> None:
+        if self._received is not None:
+            self._free_receives.append((self._received, None))
+        post(self, batch)
 
-    patch.setattr(StagePipe, "reserve", reserve)
+    patch.setattr(StagePipe, "post", posted)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import medha.parallel.mesh
 from medha.config import ParallelConfig
 from medha.engine.build import RankHandle
 from medha.engine.distributed import DrivingRunner, Follower
-from medha.timeline import Recorder
+from medha.records import Recorder
 
 
 @pytest.mark.parametrize("part", ["caller", "follower"])

@@ -22,7 +22,7 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.shard import ModelShard
 from medha.worker.step_input import Slots
 from medha.worker.transfer import Transfers, pieces_of
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 64, 128, 5, 8, 2, 8, 4096, RopeConfig())
 H, BLOCK, NUM_BLOCKS = 8, 16, 24
@@ -136,7 +136,7 @@ def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_
     """On each rank: fill the pools of the groups, hand the requests over, and compare what the targets then hold; the
     most bytes in staging buffers, and how many messages were on their way at once."""
     transfer.PIECE_TOKENS = 40
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank = dist.get_rank()
     group, _, _ = config.coordinates(rank)
     shard = ModelShard.at(MODEL, config, rank, torch.float32)

@@ -18,16 +18,16 @@ from medha.parallel.mesh import make_merge_group
 from medha.parallel.spp import Digests
 from medha.params import SamplingParams
 from tests.parallel.test_layouts import NUM_TOKENS, reference
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
 # -- merges by themselves ------------------------------------------------------------------------------------
 
 
 def merge_different_rows(num_groups: int, batches: dict[int, Batch]) -> str:
     """On each rank: merge the rows of the batch that this rank has; returns what is wrong with it."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank = dist.get_rank()
-    group = make_merge_group(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=30))
+    group = make_merge_group(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=TIMEOUT_S))
     assert group is not None
     (shared,) = shared_rows(batches[rank])
     empty = torch.zeros(shared.tokens.stop, 2, 8)

@@ -21,34 +21,42 @@ from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
 from tests.checkpoints import make_checkpoint, random_prompt
+from tests.commands import wait_until
 from tests.parallel.faults import Job, start
 from tests.parallel.workers import WorkerPool
 
 SIZES = {"block_size": 16, "num_kv_blocks": 100}
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-TOKEN_S = 1e-3  # of a group, where forwards are sleeps
+TOKEN_S = 0.1  # of a group, as predicted and told where there is no model
 
 
-def sleep_instead(self: Runner, step: StepInput) -> Any:
-    """A forward that takes what its tokens take and draws token 7."""
+def draw_7(self: Runner, step: StepInput) -> Any:
+    """A forward that draws token 7."""
     if not step.batch.rows:
         return None
     busy_s = TOKEN_S * step.batch.num_tokens
-    time.sleep(busy_s)
     result = StepResult(step.drawn_rows, [Sampled(7, finite=True)] * len(step.drawn_rows), busy_s)
     return PendingStep(lambda: result) if self.samples else None
 
 
 def serve(
-    folder: str, options: dict[str, Any], prompts: list[list[int]], arrivals_s: list[float], abort: int, sleeps: bool
+    folder: str, options: dict[str, Any], prompts: list[list[int]], arrivals_s: list[float], abort: int, holds: bool
 ) -> Any:
     """On rank 0: tokens by request, requests in the order in which they end, how many batches completed before an older
-    one, what a replay of the journal says, and blocks still held."""
+    one, what a replay of the journal says, and blocks still held. With ``holds`` there is no model, and the forward of
+    a long prompt ends when two batches have completed."""
     from medha import LLM
 
+    completed: list[int] = []
+
+    def hold(self: Runner, step: StepInput) -> Any:
+        if step.batch.num_tokens > 1000:
+            wait_until(lambda: len(completed) >= 2)
+        return draw_7(self, step)
+
     with pytest.MonkeyPatch.context() as patch:
-        if sleeps:
-            patch.setattr(Runner, "run", sleep_instead)
+        if holds:
+            patch.setattr(Runner, "run", hold)
             times = ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))
             patch.setattr(build, "fitted_times", lambda *_, **__: times)
         with LLM(folder, **options) as llm:
@@ -57,7 +65,6 @@ def serve(
                 return None
             engine, journal = llm.engine, io.StringIO()
             engine.record(journal)
-            completed: list[int] = []
             engine.on_step = lambda batch, *_: completed.append(batch.batch_id)
             start_s, waiting, ended = engine.now(), list(enumerate(zip(prompts, arrivals_s, strict=True))), {}
             while waiting or engine.has_unfinished:
@@ -88,32 +95,30 @@ def serve(
 
 
 def serve_until_a_rank_is_gone(rank: int, folder: str) -> None:
-    """A chunk of 20 s on group 0, another one on group 1, whose rank is killed when it begins that."""
-    Runner.run = sleep_instead  # type: ignore[method-assign]
+    """A chunk that does not end on group 0, another one on group 1, whose rank is killed when it begins that."""
+    Runner.run = lambda self, step: time.sleep(600)  # type: ignore[method-assign, assign]
     if rank == 1:
         Runner.run = lambda self, step: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
     build.fitted_times = lambda *_, **__: ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))  # type: ignore[attr-defined]
     from medha import LLM
 
     with LLM(folder, kvp=3, scheduler="cdsp", sp_sizes=(1,), block_size=16, num_kv_blocks=1300) as llm:
-        begun_s = time.monotonic()
         prompts = [{"prompt_token_ids": random_prompt(length, seed=1)} for length in (20_000, 300)]
         try:
             llm.generate(prompts, ONE)
         except RankFailedError as error:
-            print(f"after {time.monotonic() - begun_s:.1f} s: {error}", flush=True)
+            print(error, flush=True)
             raise
 
 
 def test_a_rank_that_dies_in_another_lane_ends_the_job_by_name(tmp_path: Path, jobs: list[Job]) -> None:
-    """While rank 0's own group computes for 20 s, and the third has nothing."""
+    """While rank 0's own group computes, and the third has nothing."""
     make_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=32_768)
     jobs.append(job := start(tmp_path, 3, serve_until_a_rank_is_gone, str(tmp_path)))
-    codes = job.wait(25.0)
+    codes = job.wait()
     assert None not in codes and codes[1] == -signal.SIGKILL and codes[0] != 0
     said = (tmp_path / "stdout-0").read_text()
     assert "rank 1 (group 1, stage 0) has died" in said, job.stderr(0)
-    assert float(said.split()[1]) < 10
 
 
 PROMPTS = [random_prompt(length, seed=length) for length in (900, 70, 33, 400, 1, 610, 5, 300)]
@@ -137,7 +142,7 @@ def test_tokens(workers: WorkerPool, checkpoint: Callable[..., Path], kvp: int, 
 
 
 def test_a_short_prompt_beside_a_long_chunk(workers: WorkerPool, checkpoint: Callable[..., Path]) -> None:
-    """It arrives while a chunk of 1.5 s runs on rank 0's own group, and ends first, on the other."""
+    """It arrives while a long chunk runs on rank 0's own group, and ends first, on the other."""
     folder = str(checkpoint(num_hidden_layers=1))
     prompts = [random_prompt(length, seed=length) for length in (1500, 30, 40)]
     options = {"kvp": 2, "scheduler": "cdsp", "sp_sizes": (1,), **SIZES}

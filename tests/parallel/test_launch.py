@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from medha import LLM
 from medha.errors import ConfigError
-from medha.parallel.launch import read_launch, reserved_port
+from medha.parallel.launch import read_launch
+from medha.parallel.own_ranks import reserved_port
+from tests.commands import wait_until
 from tests.parallel.faults import Job, start
 from tests.parallel.workers import WorkerPool, launch_environment
 
@@ -50,8 +51,8 @@ def test_no_launcher_is_a_single_process() -> None:
 # -- the layout (D1) -------------------------------------------------------------------------------------------------
 
 
-def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
-    """What building the LLM raises on this rank, and how soon; loading a weight would be an error of its own."""
+def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str]:
+    """What building the LLM raises on this rank; loading a weight would be an error of its own."""
     from medha import LLM
     from medha.engine import build
 
@@ -59,20 +60,19 @@ def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
         raise AssertionError("weights are read")
 
     before, build.load_model = build.load_model, load
-    begin = time.monotonic()
     try:
         with patch("medha.parallel.health.Monitor.linger", return_value=True):  # for rank 0's end, which never comes
             LLM(folder, num_kv_blocks=8, **options)
     except Exception as error:
-        found = type(error).__name__, str(error), time.monotonic() - begin
+        found = type(error).__name__, str(error)
     else:
         raise AssertionError("accepted")
     finally:
         build.load_model = before
-    deadline = time.monotonic() + 5.0
-    while any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "a job that never began is still watched"
-        time.sleep(0.02)
+    wait_until(
+        lambda: not any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()),
+        told=lambda: "a job that never began is still watched",
+    )
     return found
 
 
@@ -95,10 +95,9 @@ def test_layout_that_cannot_work(
     workers: WorkerPool, model: Path, options: dict[str, Any], error: str, message: str
 ) -> None:
     answers = workers.run(refusal, 2, str(model), options)
-    assert len({(name, text) for name, text, _ in answers}) == 1
+    assert len(set(answers)) == 1
     assert answers[0][0] == error
     assert message in answers[0][1]
-    assert max(took for _, _, took in answers) < 20.0
 
 
 def test_no_torchrun_prints_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +110,7 @@ def test_no_torchrun_prints_the_command(model: Path, monkeypatch: pytest.MonkeyP
 # -- ranks that differ (D3) ------------------------------------------------------------------------------------------
 
 
-def different(folders: list[str], options: list[dict[str, Any]], versions: list[str]) -> tuple[str, str, float]:
+def different(folders: list[str], options: list[dict[str, Any]], versions: list[str]) -> tuple[str, str]:
     """As ``refusal``, with a model, options and version for each rank."""
     rank = int(os.environ["RANK"])
     with patch("medha.parallel.mesh.version", return_value=versions[rank]):
@@ -128,7 +127,7 @@ def test_ranks_that_differ(workers: WorkerPool, model: Path, tmp_path: Path, nam
     seeds = [{"seed": 0}, {"seed": int(named == "configuration")}]
     versions = ["1", "2" if named == "version of medha" else "1"]
     answers = workers.run(different, 2, [str(model), str(other)], seeds, versions)
-    assert len({(name, text) for name, text, _ in answers}) == 1
+    assert len(set(answers)) == 1
     assert answers[0][0] == "ConfigError"
     assert answers[0][1].startswith("ranks [1] differ from rank 0 in: ") and named in answers[0][1]
 
@@ -148,11 +147,10 @@ def test_a_reserved_port_is_the_stores_and_nobody_elses() -> None:
 def joining(rank: int, folder: str) -> None:
     from medha import LLM
 
-    begin = time.monotonic()
     try:
         LLM(folder, spp=2, num_kv_blocks=8, dist_timeout=3)
     except ConfigError as error:
-        print(f"{time.monotonic() - begin:.1f}|{error}", flush=True)
+        print(error, flush=True)
         os._exit(2)
 
 
@@ -165,7 +163,6 @@ def test_address_of_no_use(model: Path, tmp_path: Path, jobs: list[Job], case: s
         rank, port = (1 if case == "no such host" else 0), listener.getsockname()[1]
         env = {"MASTER_ADDR": address} | ({} if case == "alone" else {"MASTER_PORT": str(port)})
         jobs.append(job := start(tmp_path, 2, joining, str(model), environment=env, ranks=[rank]))
-        assert job.wait(40.0) == [2], job.stderr(rank)
-    took, _, message = (tmp_path / f"stdout-{rank}").read_text().partition("|")
+        assert job.wait(100.0) == [2], job.stderr(rank)  # before the timeout that there is without the option
+    message = (tmp_path / f"stdout-{rank}").read_text()
     assert f"at {address}:" in message or f"to {address}:" in message
-    assert float(took) < 10.0

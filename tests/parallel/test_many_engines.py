@@ -46,7 +46,7 @@ def at_once(rank: int, folder: str, closes: bool) -> None:
 
 
 def said_by(job: Job) -> list[Any]:
-    codes = job.wait(90.0)
+    codes = job.wait()
     assert set(codes) == {0}, "\n".join(job.stderr(rank) for rank in range(len(codes)))
     return [json.loads((job.folder / f"stdout-{rank}").read_text()) for rank in range(len(codes))]
 

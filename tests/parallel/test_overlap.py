@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from medha.timeline import RankRecords, Timeline
+from medha.records import RankRecords
+from medha.timeline import Timeline
 from tests.parallel.workers import WorkerPool
 
 NUM_CHUNKS = 20
@@ -119,7 +120,7 @@ def decode_gated(folder: str, layout: dict[str, int]) -> tuple[list[str], list[R
     run, schedule = Runner.run, Scheduler.schedule
 
     def await_(what: str, has_come: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + 20.0
+        end_s = time.monotonic() + 60.0
         while not has_come() and not missing:
             if time.monotonic() > end_s:
                 missing.append(what)

@@ -27,7 +27,7 @@ from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.parallel.dealing import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
 NUM_TOKENS = 5
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
@@ -247,9 +247,9 @@ def exact_hidden(folder: Path, prompt: list[int], dtype: torch.dtype) -> torch.T
 
 def deal_different_rows(row: Row, odd: int) -> str:
     """On each rank: go around with rows that one rank has otherwise; returns what is wrong with it."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=30))
+    group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=TIMEOUT_S))
     assert group is not None
     ring = Ring(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank)
     deals = tuple(Deal(row.slot, g, 4, 4 + (rank == odd)) for g in row.groups)

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,8 +11,9 @@ import pytest
 
 from medha.config import EngineConfig
 from medha.generate.layout import choose_layout
-from medha.parallel.launch import Launch, reserved_port
-from tests.commands import parse, write_lines
+from medha.parallel.launch import Launch
+from medha.parallel.own_ranks import reserved_port
+from tests.commands import LIMIT_S, parse, wait_until, write_lines
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
 from tests.serving import Model
@@ -33,7 +32,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -47,7 +46,7 @@ def demo(rank: int) -> None:
 
 def test_the_demo_chooses_a_layout(tmp_path: Path, jobs: list[Job]) -> None:
     jobs.append(job := forked(tmp_path, 2, demo))
-    assert job.wait(100.0) == [0, 0], job.stderr(0)
+    assert job.wait() == [0, 0], job.stderr(0)
     out = (tmp_path / "stdout-0").read_text()
     assert out.count("One document of 2,048 tokens") == 1
     assert (tmp_path / "stdout-1").read_text() == ""  # one rank speaks
@@ -111,17 +110,10 @@ def ranks_of(model: Path) -> list[int]:
     return [*running("medha.generate.follow", str(model))]
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_an_error_of_ranks_that_the_command_starts_itself(needle: Model) -> None:
     code, _, err = finish(own_ranks(needle.folder, *LAYERS, "--spp", "2", "--prompt", PROMPT, "--log-level", "error"))
     assert (code, err) == (2, "error: ParallelConfigError: spp=2 stages for 1 layers; accepted: 1 to 1\n")
-    wait_for(lambda: not ranks_of(needle.folder), 5.0)
+    wait_until(lambda: not ranks_of(needle.folder))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
@@ -131,15 +123,15 @@ def test_own_ranks_end_with_the_first(needle: Model, tmp_path: Path, number: sig
     requests = write_lines(tmp_path / "requests.jsonl", *rows)
     process = own_ranks(needle.folder, "--spp", "2", "--requests", requests, "--output", output)
     try:
-        wait_for(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
+        wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
         assert process.poll() is None, process.communicate()
         assert len(ranks_of(needle.folder)) == 1
         process.send_signal(number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == code
-    wait_for(lambda: not ranks_of(needle.folder), 20.0)
+    wait_until(lambda: not ranks_of(needle.folder))
     lines = parse(output.read_text())
     assert [(row["id"], row["finish_reason"]) for row in lines] == [("a", "stop"), ("b", "abort")][: len(lines)]
     assert len(lines) == (2 if code == 130 else 1)

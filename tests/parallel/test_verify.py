@@ -30,7 +30,7 @@ def run(
     report = folder / "report.json"
     arguments = [*QUICK, "--output-json", str(report), *options]
     jobs.append(job := start(folder, prod(map(int, options[1::2])), verify, arguments, mutated))
-    code, *others = job.wait(100.0)
+    code, *others = job.wait()
     assert code is not None and set(others) == {0}, job.stderr(0)
     return code, (folder / "stdout-0").read_text(), json.loads(report.read_text())["checks"]
 

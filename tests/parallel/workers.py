@@ -15,10 +15,10 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-from medha.parallel.launch import reserved_port
+from medha.parallel.own_ranks import reserved_port
 
-TIMEOUT_S = 120.0
-_AFTER_FAILURE_S = 10.0
+TIMEOUT_S = 240.0  # of a job, and of a transfer in it
+_AFTER_FAILURE_S = 30.0
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(

@@ -2,7 +2,11 @@
 
 import pytest
 
+from medha.config import SchedulerConfig
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from tests.sched.test_scheduler import Play
+from tests.sched.virtual import make_predictor
 
 # -- static -----------------------------------------------------------------------------------------------
 
@@ -56,3 +60,22 @@ def test_vllm_serves_who_started_first_first() -> None:
     # The prompt that started first takes nine of ten tokens; the decode that started after it has the tenth, and what
     # waits has none until it is through. (Sarathi counts the decode first: the same here.)
     assert play.steps() == ["0[0:9] 1[0:1].", "1@1 0[9:18]", "1@2 0[18:27]", "1@3 0[27:30]. 2[0:5]."]
+
+
+# -- how long a batch may take ----------------------------------------------------------------------------
+
+
+def test_a_batch_of_a_packer_that_predicts_nothing_may_take_what_its_rows_take() -> None:
+    """A rank that computes a whole prompt is not behind: whoever asks how long it may take hears of minutes."""
+    config = SchedulerConfig("orca", max_num_seqs=8, max_batch_tokens=2048)
+    sched = Scheduler(config, num_blocks=8192, block_size=16, predictor=make_predictor())
+    assert sched.longest_s() == 0.0
+    sched.add(SchedulerRequest(0, 100_000, 2, arrival_s=0.0))
+    batch = sched.schedule(0.0).batch
+    assert batch is not None and batch.num_tokens == 100_000
+    alone_s = sched.prefill_left_s(0, 100_000)
+    assert alone_s > 60.0 and sched.longest_s() == pytest.approx(alone_s)
+    sched.complete(batch, alone_s, [(0, 1, False)], alone_s)
+    assert sched.longest_s() == 0.0
+    decode = sched.schedule(alone_s).batch
+    assert decode is not None and 0.0 < sched.longest_s() < 1.0

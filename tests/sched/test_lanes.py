@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,11 @@ def played(driver: Driver, arrivals_s: list[float], prompts: list[int]) -> list[
     return [driver.closed[slot] - arrival_s for slot, arrival_s in enumerate(arrivals_s)]
 
 
+def tasks_of(driver: Driver) -> list[Any]:
+    """Those in flight, then the others."""
+    return [*driver.packer._running, *driver.packer._waiting]
+
+
 def check_ran(driver: Driver, prompts: list[int]) -> None:
     """No two batches at once on a group; each prompt whole and in order, on growing runs; nothing of memory is left."""
     until_s, done, runs = [0.0] * 8, [0] * len(prompts), dict[int, range]()
@@ -118,7 +124,7 @@ def check_ran(driver: Driver, prompts: list[int]) -> None:
     assert done == prompts
     memory = driver.scheduler.memory
     assert memory.num_used == 0 and memory._open == memory._set_aside == [0] * 8
-    assert not driver.packer._plans and not memory._accounts
+    assert not tasks_of(driver) and not memory._accounts
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -179,12 +185,12 @@ def test_queue_times_follow_what_happens() -> None:
         driver.fill()
         factor = driver.scheduler.predictor.factor("prefill")  # type: ignore[union-attr]
         free_s = [arrival_s] * 8
-        tasks = [task for plan in driver.packer._plans.values() for task in plan]
-        for task in sorted(tasks, key=lambda task: not task.is_in_flight):
-            began_s = task.start_s if task.is_in_flight else max(free_s[group] for group in task.groups)
+        for task in tasks_of(driver):
+            is_running = task in driver.packer._running
+            began_s = task.start_s if is_running else max(free_s[group] for group in task.chunk.groups)
             num_late += began_s + task.seconds * factor < arrival_s
             end_s = began_s + task.seconds * factor
-            for group in task.groups:
+            for group in task.chunk.groups:
                 free_s[group] = max(end_s, 2 * arrival_s - end_s)
         ours = driver.packer._queue_s(arrival_s, 1.0)
         assert ours == pytest.approx([one - arrival_s for one in free_s], abs=1e-4)
@@ -219,7 +225,8 @@ def test_who_would_queue_behind_a_chunk_that_does_not_end_is_planned_anew() -> N
         driver.add(slot, prompts[slot])
     late_s = TIMES.seconds(1, 0, 20_000)
     driver.until(0.9 * late_s)
-    assert driver.packer._plans[8][0].groups == range(1, 2) and driver.packer._plans[9][0].groups == range(1)
+    groups = {task.state.slot: task.chunk.groups for task in tasks_of(driver)}
+    assert groups[8] == range(1, 2) and groups[9] == range(1)
     driver.until(1.9 * late_s)
     driver.add(10, prompts[10])
     assert sorted(driver.closed) == [1, 2, 3, 4, 5, 6, 7, 8] and driver.ran[-1][0].rows[0].slot == 10
@@ -245,7 +252,7 @@ def test_cancelling_at_any_time() -> None:
             driver.add(slot, 30_000)
         driver.finish()
         memory = driver.scheduler.memory
-        assert not driver.packer._plans and not memory._accounts and memory._set_aside == [0] * 8
+        assert not tasks_of(driver) and not memory._accounts and memory._set_aside == [0] * 8
 
 
 def test_a_cancelled_request_gives_its_queue_time_back() -> None:

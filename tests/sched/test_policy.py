@@ -196,17 +196,15 @@ def writes(columns: Columns, now_s: float) -> Floats:
 
 
 @pytest.mark.parametrize(
-    ("policy", "fault", "slot"),
+    ("policy", "fault"),
     [
-        (nan_at(3), "the key is NaN (request in slot 103)", 103),
-        (nan_at(*range(2, 9)), "the key is NaN (request in slots 102, 103, 104, 105, 106 and 2 more)", None),
-        (fails_on_4, "KeyError: 'no such tenant' (request in slot 104)", 104),
-        (writes, "ValueError: assignment destination is read-only (request in slot 100)", 100),
+        (nan_at(*range(2, 9)), "ValueError: 7 of 10 keys are NaN"),
+        (fails_on_4, "KeyError: 'no such tenant'"),
+        (writes, "ValueError: assignment destination is read-only"),
     ],
 )
-def test_what_a_policy_does_wrong_is_named_with_the_request(policy: Policy, fault: str, slot: int | None) -> None:
-    error = run(policy)
-    assert (str(error), error.slot) == (f"policy mine: {fault}", slot)
+def test_what_a_policy_does_wrong_is_named(policy: Policy, fault: str) -> None:
+    assert str(run(policy)) == f"policy mine: {fault}"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from medha.serve.app import Front, Limits
 from medha.serve.keys import Key
 from medha.serve.service import Service
 from medha.serve.web import bound, listening
+from tests.commands import LIMIT_S
 from tests.serving import random_ids
 
 Answered = tuple[int, Any, dict[str, str]]
@@ -41,7 +41,7 @@ class Server:
         return self.service.engine
 
     def connect(self) -> HTTPConnection:
-        return HTTPConnection("127.0.0.1", self.port, timeout=60)
+        return HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
 
     def post(self, path: str, body: Any, **headers: str) -> Answered:
         """Status, JSON and headers of an answer; ``body`` is sent as it is where it is bytes."""
@@ -109,15 +109,8 @@ def served(engine: Engine, *keys: Key, limits: Limits | None = None, max_connect
                 yield Server(service, front, listener.getsockname()[1])
             finally:
                 stopping.set()
-                thread.join(60)
+                thread.join(LIMIT_S)
                 service.cut()
-
-
-def wait_until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 @pytest.fixture

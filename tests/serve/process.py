@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-LIMIT_S = 90.0
+from tests.commands import ENVIRONMENT, LIMIT_S, wait_until
 
 
 class Process:
@@ -28,12 +25,11 @@ class Process:
         with nullcontext(log) if not isinstance(log, Path) else log.open("w") as file:
             self.process = subprocess.Popen(command, stderr=file, stdout=file, env=ENVIRONMENT)
         self.port = port
-        end_s = time.monotonic() + LIMIT_S
-        while not self._is_up() and self.process.poll() is None:
-            if time.monotonic() > end_s:
-                self.__exit__()
-                raise AssertionError("it does not serve" if port else self.log.read_text())
-            time.sleep(0.02)
+        try:
+            wait_until(lambda: self._is_up() or self.process.poll() is not None, told=self.log.read_text)
+        except AssertionError:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -22,8 +22,9 @@ from medha.config import EngineConfig
 from medha.serve import web
 from medha.serve.app import Limits
 from medha.serve.keys import Key
+from tests.commands import LIMIT_S, wait_until
 from tests.engines import build_engine
-from tests.serve.conftest import Server, Start, asked, wait_until
+from tests.serve.conftest import Server, Start, asked
 from tests.serving import Model, assert_empty, fail_in_run, random_ids
 
 PATH = "/v1/completions"
@@ -94,7 +95,7 @@ def test_who_takes_nothing_for_long_is_let_go(
 
 def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine(), limits=Limits(body_timeout_s=0.2))
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
         )
@@ -109,7 +110,7 @@ def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeyp
     server = start(bytes_model.engine())
     ask = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     for sent in (b"", ask, ask + b"\r\n" + ask):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
             client.sendall(sent)
             answer, begun_s = b"", time.monotonic()
             client.settimeout(0.1)
@@ -122,7 +123,7 @@ def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeyp
                     client.sendall(b"x" if sent else b"")
                     assert time.monotonic() < begun_s + 20
             assert answer.count(b"200 OK") == sent.count(b"\r\n\r\n")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
         for _ in range(4):
             client.sendall(ask + b"\r\n")
             answer = b""
@@ -359,7 +360,7 @@ def test_what_is_no_route_keeps_its_name_too(start: Start, bytes_model: Model) -
 )
 def test_what_is_no_request_gets_400(start: Start, bytes_model: Model, sent: bytes) -> None:
     server = start(bytes_model.engine())
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
         client.sendall(sent)
         answer = b""
         while not answer.endswith(b"}}"):
@@ -416,7 +417,7 @@ def test_a_body_in_pieces_without_a_length(start: Start, bytes_model: Model) -> 
 
 def test_a_flood_of_headers_is_refused(start: Start, bytes_model: Model) -> None:
     server = start(bytes_model.engine())
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client, suppress(OSError):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client, suppress(OSError):
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-a: " + b"y" * 500_000)
         assert client.recv(4096).startswith(b"HTTP/1.1 431")
     assert server.get("/health")[0] == 200

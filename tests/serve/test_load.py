@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from medha.engine import explain
-from tests.serve.conftest import Server, Start, asked, wait_until
+from tests.commands import wait_until
+from tests.serve.conftest import Server, Start, asked
 from tools.serve_overhead import make_engine
 
 PATH = "/v1/completions"

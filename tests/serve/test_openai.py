@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from medha.params import SamplingParams
-from tests.serve.conftest import Server, served, wait_until
+from tests.commands import wait_until
+from tests.serve.conftest import Server, served
 from tests.serving import ANSWER, Model, assert_empty, finish, question, random_ids, serve_one
 
 

@@ -1,6 +1,5 @@
 """Chat templates, against transformers, and what a malformed message or a hostile template does."""
 
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -54,7 +53,6 @@ CHAT: list[dict[str, Any]] = [
     {"role": "assistant", "content": "<think>hm</think>\n\nYes."},
     {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
 ]
-HOSTILE_SECONDS = 5.0  # each takes milliseconds; the bound is for busy machines
 
 
 def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,13 +137,12 @@ REASONS = {
 }
 
 
+@pytest.mark.timeout(120)  # each takes milliseconds, and without a bound minutes or for ever
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates(name: str) -> None:
     tokenizer = chat_tokenizer(HOSTILE[name])
-    start = time.monotonic()
     with pytest.raises(ChatTemplateError, match=REASONS.get(name, "chat template")):
         tokenizer.encode_chat([{"role": "user", "content": "hi <|eot_id|>"}])
-    assert time.monotonic() - start < HOSTILE_SECONDS
 
 
 def nested(opening: str, closing: str, depth: int = 9000) -> str:

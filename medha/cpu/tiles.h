@@ -1,0 +1,147 @@
+// Attention in bfloat16 by tiles (AMX), for attention.cpp. Scores and sums are float32, the weights of values bfloat16.
+
+#pragma once
+
+#include <type_traits>
+
+#include "vectors.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && MEDHA_WIDTH == 16
+#include <immintrin.h>
+#define MEDHA_TILES 1
+#else
+#define MEDHA_TILES 0
+#endif
+
+namespace {
+
+constexpr int KEYS = 64;  // of a tile of keys
+
+// A tile's keys, transposed, and values.
+struct Keys {
+    float *kt, *v;
+    int num, H;
+};
+
+#if MEDHA_TILES
+
+// How a thread computes where it has tiles: keys and values lie by pairs in bfloat16, queries as they come.
+class ByTiles {
+    struct alignas(64) Shapes {
+        uint8_t palette, row, reserved[14];
+        uint16_t bytes_a_row[16];
+        uint8_t rows[16];
+    };
+    // Of the registers 0 to 3 for sums, 4 for the left side of products, 5 and 6 for the right; and what others had them be.
+    Shapes shapes = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64}, {0, 0, 0, 0, 0, W, W}}, before;
+
+    static void order_memory() { asm volatile("" ::: "memory"); }  // compilers do not know what tile registers read
+
+   public:
+    static constexpr int MOST = 16;  // queries of a strip
+
+    ByTiles() { _tile_storeconfig(&before); }
+    ~ByTiles() { _tile_loadconfig(&before); }
+
+    void put_query(const BFloat16* q, int at, int i, int, int H, float, float* queries) {
+        std::copy(q, q + H, reinterpret_cast<BFloat16*>(queries + at * H) + i * H);
+    }
+
+    // Keys as kt[h / 2][key][h % 2], values as v[key / 2][h][key % 2], while memory fetches those behind them.
+    void pack(const BFloat16* k, const BFloat16* v, const int64_t* from, const int64_t* next, Keys& keys) {
+        typedef uint16_t Halves __attribute__((vector_size(2 * W), aligned(2), may_alias));
+        auto bits = [](const BFloat16* at) { return __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Ints); };
+        for (int key = 0; key < keys.num; key += W)
+            for (int h = 0; h < keys.H; h += 2 * W) {
+                Floats x[W];
+                for (int i = 0; i < W; i++) {
+                    __builtin_prefetch(k + next[key + i] + h, 0, 2);
+                    x[i] = load(reinterpret_cast<const float*>(k + from[key + i] + h));
+                }
+                transpose(x, std::make_integer_sequence<int, W>{});
+                for (int i = 0; i < W; i++) store(keys.kt + (h / 2 + i) * KEYS + key, x[i]);
+            }
+        for (int key = 0; key < (keys.num + 2 * W - 1) / (2 * W) * 2 * W; key += 2)  // a product's: 0 times what lies there
+            for (int h = 0; h < keys.H; h += W) {
+                __builtin_prefetch(v + next[key] + h, 0, 2);
+                __builtin_prefetch(v + next[key + 1] + h, 0, 2);
+                const Ints pair = bits(v + from[key] + h) | bits(v + from[key + 1] + h) << 16;
+                store(keys.v + key / 2 * keys.H + h, reinterpret_cast<Floats>(pair));
+            }
+    }
+
+    // Of num queries, each over the first seen[r] keys.
+    void attend(int num, const float* queries, float scale, const Keys& keys, const int* seen, float* out, float* top,
+                float* sum) {
+        const int H = keys.H, width = (seen[num - 1] + 2 * W - 1) / (2 * W) * 2 * W;  // the last query sees most
+        alignas(64) float scores[MOST][KEYS], base[MOST], change[MOST] = {};
+        alignas(64) BFloat16 weights[MOST][KEYS];
+        if (shapes.rows[0] != num) {
+            std::fill(shapes.rows, shapes.rows + 5, num);
+            order_memory();
+            _tile_loadconfig(&shapes);
+        }
+        order_memory();
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int h = 0; h < H; h += 2 * W) {
+            const float* right = keys.kt + h / 2 * KEYS;
+            _tile_loadd(4, reinterpret_cast<const BFloat16*>(queries) + h, H * 2);
+            _tile_loadd(5, right, KEYS * 4);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(6, right + W, KEYS * 4);
+            _tile_dpbf16ps(1, 4, 6);
+            _tile_loadd(5, right + 2 * W, KEYS * 4);
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_loadd(6, right + 3 * W, KEYS * 4);
+            _tile_dpbf16ps(3, 4, 6);
+        }
+        _tile_stored(0, scores[0], KEYS * 4);
+        _tile_stored(1, scores[0] + W, KEYS * 4);
+        _tile_stored(2, scores[0] + 2 * W, KEYS * 4);
+        _tile_stored(3, scores[0] + 3 * W, KEYS * 4);
+        for (int r = 0; r < num; r++) {
+            for (int key = seen[r]; key < width; key++) scores[r][key] = -INFINITY;
+            Floats most = load(scores[r]);
+            for (int at = W; at < width; at += W) most = larger(most, load(scores[r] + at));
+            const float now = std::max(top[r], largest(most) * scale);
+            base[r] = now == -INFINITY ? 0.0f : now;
+            change[r] = top[r] - base[r];
+            top[r] = now;
+        }
+        store(change, exp2_(load(change)));
+        for (int r = 0; r < num; r++) {
+            Floats total = {};
+            for (int at = 0; at < width; at += W) {
+                const Floats x = exp2_(load(scores[r] + at) * scale - base[r]);
+                const __m256bh narrowed = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+                std::memcpy(weights[r] + at, &narrowed, sizeof narrowed);
+                total += x;
+            }
+            sum[r] = sum[r] * change[r] + sum_of(total);
+            if (change[r] != 1.0f)
+                for (int h = 0; h < H; h += W) store(out + r * H + h, load(out + r * H + h) * change[r]);
+        }
+        order_memory();
+        for (int h = 0; h < H; h += 2 * W) {
+            _tile_loadd(0, out + h, H * 4);
+            _tile_loadd(1, out + h + W, H * 4);
+            for (int key = 0; key < width; key += 2 * W) {
+                const float* right = keys.v + key / 2 * H + h;
+                _tile_loadd(4, weights[0] + key, KEYS * 2);
+                _tile_loadd(5, right, H * 4);
+                _tile_dpbf16ps(0, 4, 5);
+                _tile_loadd(6, right + W, H * 4);
+                _tile_dpbf16ps(1, 4, 6);
+            }
+            _tile_stored(0, out + h, H * 4);
+            _tile_stored(1, out + h + W, H * 4);
+        }
+    }
+};
+
+#endif
+
+}  // namespace
