@@ -14,12 +14,10 @@ from pathlib import Path
 
 from medha.models.needle import make_haystack, write_needle
 
-PORT = 8765
 
-
-def ask(path: str, body: dict[str, object]):
+def ask(port: int, path: str, body: dict[str, object]):
     """The answer of the server, whose body can be read."""
-    connection = HTTPConnection("127.0.0.1", PORT)
+    connection = HTTPConnection("127.0.0.1", port)
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     return connection.getresponse()
 
@@ -27,17 +25,18 @@ def ask(path: str, body: dict[str, object]):
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_needle(Path(folder))
-        command = [sys.executable, "-m", "medha.serve", folder, "--port", str(PORT), "--max-model-len", "64K"]
+        command = [sys.executable, "-m", "medha.serve", folder, "--port", "0", "--max-model-len", "64K"]
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert server.stderr is not None
         try:
-            while "serving" not in server.stderr.readline():
-                assert server.poll() is None, "the server has ended"
+            while "serving" not in (line := server.stderr.readline()):
+                assert line, "the server has ended"
+            port = int(line.rpartition(":")[2])  # any that is free
             prompt = "The code of Ada is 31.\nThe code of Ada is"
-            print(json.load(ask("/v1/completions", {"prompt": prompt, "max_tokens": 8}))["choices"][0]["text"])
+            print(json.load(ask(port, "/v1/completions", {"prompt": prompt, "max_tokens": 8}))["choices"][0]["text"])
             document = make_haystack(8_000, depth=0.3, seed=0).prompt
             body = {"prompt": document, "max_tokens": 16, "stream": True, "return_progress": True}
-            for line in ask("/v1/completions", body):
+            for line in ask(port, "/v1/completions", body):
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
                     for choice in event["choices"]:

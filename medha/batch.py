@@ -109,13 +109,8 @@ class Extent(NamedTuple):
     group: int = 0  # whose pool they are of
 
     def __str__(self) -> str:
-        return f"slot {self.slot} + blocks {self.blocks}"
-
-    @property
-    def blocks(self) -> str:
-        """The run as text."""
         where = f" of group {self.group}" if self.group else ""
-        return f"[{self.first}:{self.first + self.count}]{where}"
+        return f"slot {self.slot} + blocks [{self.first}:{self.first + self.count}]{where}"
 
 
 class Swap(NamedTuple):
@@ -207,8 +202,8 @@ def shifts(deals: Sequence[Deal]) -> list[Shift]:
 class Batch:
     """The plan of one step, decodes before prefills.
 
-    A replica applies ``frees``, then cuts off what ``deals`` move away, then applies ``extents`` and ``shared``. It
-    moves ``swaps_out``, then ``swaps_in``, then ``copies``, then runs ``rows``. A slot or block freed by this batch may
+    A replica applies ``frees``, then ``extents`` and ``shared``, then cuts off what ``deals`` move away. It moves
+    ``swaps_out``, then ``swaps_in``, then ``copies``, then runs ``rows``. A slot or block freed by this batch may
     be handed out again by the same batch, and what it swaps out may come back with it. Blocks that are cut off are
     handed out by a later batch. Extents are in position order for each slot; a slot that comes back, or shares, has a
     row that begins at the first position behind what it has.

@@ -16,7 +16,7 @@ from tests.commands import Command, Done
 from tests.parallel.workers import WorkerPool
 from tests.serving import Model, make_byte_model, make_needle_model
 
-_END_S = 60.0
+_END_S = 300.0
 
 # How long examples take is the machine's affair.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,9 +30,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_unconfigure() -> None:
-    """Show where the end of the process hangs, if it does, and end it: no limit of a test covers that."""
-    faulthandler.dump_traceback_later(_END_S, exit=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Show where the end of the process hangs, if it does, and end it: no limit of a test covers that. A worker of
+    xdist stays until all others are done, and is ended by the first process."""
+    if not hasattr(config, "workerinput"):
+        faulthandler.dump_traceback_later(_END_S, exit=True)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ from medha.timeline import Timeline
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.swap import CopyStream, HostCache
+from tests.sched.virtual import by_tokens
 
 CPU = torch.device("cpu")
 
@@ -76,7 +77,9 @@ def make_engine(
     host = HostCache(cache, num_swap_blocks, stream or CopyStream()) if num_swap_blocks else None
     return Engine(
         Runner(model, cache, backend or TorchBackend(), CPU, host=host),
-        Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),
+        Scheduler(
+            SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size, predictor=by_tokens()
+        ),
         ModelLimits(config.vocab_size, max_model_len),
     )
 

@@ -14,6 +14,7 @@ from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import ContextLengthError, KVCapacityError, ValidationError
 from medha.sched.scheduler import Scheduler
+from tests.sched.virtual import by_tokens
 from tests.serving import GREEDY, Model, assert_empty, finish, serve_one
 
 MAX_MODEL_LEN = 400
@@ -199,7 +200,7 @@ def test_lists_of_different_length(llm: LLM, field: str, count: int) -> None:
 def test_the_kv_capacity_of_groups() -> None:
     """Two groups, each of which takes up to 32 tokens of a request, though its pool has 256."""
     config = SchedulerConfig("sarathi", max_kv_per_group=32)
-    scheduler = Scheduler(config, num_blocks=16, block_size=16, num_groups=2)
+    scheduler = Scheduler(config, num_blocks=16, block_size=16, num_groups=2, predictor=by_tokens())
     with pytest.raises(KVCapacityError) as caught:
         prepare_request(
             "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, kv=scheduler.memory

@@ -252,7 +252,7 @@ def _linked(coefficients: Coefficients, run: MeasuredRun, link: LinkRates) -> Co
 def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> TokenTimes:
     """Simulate the requests of a run."""
     stage = Predictor(coefficients, max_tokens=run.config.max_batch_tokens)
-    scheduler = Scheduler(run.config, num_blocks=num_blocks, block_size=run.block_size)
+    scheduler = Scheduler(run.config, num_blocks=num_blocks, block_size=run.block_size, predictor=stage)
     outcome = Simulation(scheduler, Pipeline([stage]), run.trace).run().requests
     if outcome.is_refused.any():
         row = int(np.argmax(outcome.is_refused))

@@ -39,8 +39,12 @@ from tools.command import main, numbers
 from tools.live import random_llama
 
 RATE, DECODE_S = 0.1, 0.02
-TIMES = ChunkTimes((1, 2, 4, 8), tuple((0.02, 1e-3 / n, 2e-7 / n, 1e-7 / n, 0.0) for n in (1, 2, 4, 8)))
 _SHORT, _GAPS = 100, 60
+
+
+def times_of(sizes: tuple[int, ...]) -> ChunkTimes:
+    """What chunks take on so many groups."""
+    return ChunkTimes(sizes, tuple((0.02, 1e-3 / n, 2e-7 / n, 1e-7 / n, 0.0) for n in sizes))
 
 
 def sleep_instead(times: ChunkTimes, runner: Runner, step: StepInput) -> PendingStep | None:
@@ -97,7 +101,7 @@ class Live:
         """TTFT of a Poisson load, and as planned."""
         planner = self.local.engine.scheduler.dealing.planner  # type: ignore[union-attr]
         lengths = self._chance.integers(50, 2000, num_requests).tolist()
-        every_s = float(np.mean([TIMES.seconds(1, 0, n) for n in lengths])) / planner.num_groups / 0.6
+        every_s = float(np.mean([times_of((1,)).seconds(1, 0, n) for n in lengths])) / planner.num_groups / 0.6
         arrivals_s = np.cumsum(self._chance.exponential(every_s, num_requests)).tolist()
         asked = [self.asked(str(i), n, at_s, 4) for i, (n, at_s) in enumerate(zip(lengths, arrivals_s, strict=True))]
         live, planned = self.ttft_s(*asked), played_ttft_s(planner, arrivals_s, lengths, LoadWindow(RATE))
@@ -135,7 +139,7 @@ def lanes_live(
     """Measure; every rank of the layout runs this."""
     sizes, longest = tuple(int(size) for size in numbers("sp_sizes", sp_sizes)), max(long_len, 4000) + _GAPS
     if not real:
-        times = TIMES.only(sizes)
+        times = times_of(sizes)
         Runner.run = lambda self, step: sleep_instead(times, self, step)  # type: ignore[method-assign]
         build.fitted_times = lambda *_, **__: times  # type: ignore[attr-defined]
     options: dict[str, Any] = {"scheduler": CDSP, "kvp": kvp, "sp_sizes": sizes, "improvement_rate": RATE}

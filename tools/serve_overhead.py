@@ -52,7 +52,7 @@ class Timetable:
     """A runner whose batches take a time that is given."""
 
     def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+        self.step_s = step_s
 
     def open(self, *args: Any, **options: Any) -> None:
         """Nothing."""
@@ -68,8 +68,8 @@ class Timetable:
         rows = tuple(row for row in batch.rows if row.samples)
 
         def result() -> StepResult:
-            time.sleep(self._step_s)
-            return StepResult(rows, [Sampled(7, True)] * len(rows), self._step_s)
+            time.sleep(self.step_s)
+            return StepResult(rows, [Sampled(7, True)] * len(rows), self.step_s)
 
         return PendingStep(result)
 

@@ -7,7 +7,6 @@ compiler :mod:`medha.attention.torch_backend` serves in its place; both are held
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
-from medha.cpu.library import library
+from medha.cpu.library import function, library
 
 _WIDEST = 16  # floats of the widest vector that there is
 
@@ -26,7 +25,7 @@ class _Plan:
     """The rows of a step."""
 
     arrays: list[npt.NDArray[Any]]  # what the arguments point to
-    arguments: tuple[Any, ...]
+    arguments: tuple[int, ...]
 
 
 class CpuBackend(AttentionBackend):
@@ -51,30 +50,20 @@ class CpuBackend(AttentionBackend):
         tables = (rows.q_indptr, rows.kv_len, rows.causal, rows.pages, rows.page_indptr)
         kinds = (np.int64, np.int64, np.bool_, np.int32, np.int64)
         arrays: list[npt.NDArray[Any]] = [np.array(table, kind) for table, kind in zip(tables, kinds, strict=True)]
-        arguments = (ctypes.c_int64(len(rows)), *map(_pointer, arrays), ctypes.c_int64(rows.page_size))
-        return _Plan(arrays, arguments)
+        return _Plan(arrays, (len(rows), *(array.ctypes.data for array in arrays), rows.page_size))
 
     def run(
         self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: _Plan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
-        kernels, missing = library()
-        assert kernels is not None, missing
         assert k_PKH.stride() == v_PKH.stride() and k_PKH.stride(2) == 1, "keys and values lie alike"
         q_TNH = q_TNH.contiguous()
         out_TNH = torch.empty_like(q_TNH)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
-        attend = getattr(kernels, f"attend_{str(q_TNH.dtype).removeprefix('torch.')}")
-        attend(
-            *map(_pointer, (q_TNH, k_PKH, v_PKH)),
-            *map(ctypes.c_int64, k_PKH.stride()[:2]),
-            *map(_pointer, (out_TNH, lse_TN)),
-            *map(ctypes.c_int64, (q_TNH.shape[1], *k_PKH.shape[1:])),
+        function("attend", q_TNH.dtype)(
+            *(q_TNH.data_ptr(), k_PKH.data_ptr(), v_PKH.data_ptr(), *k_PKH.stride()[:2]),
+            *(out_TNH.data_ptr(), lse_TN.data_ptr(), q_TNH.shape[1], *k_PKH.shape[1:]),
             *plan.arguments,
-            ctypes.c_int(torch.get_num_threads()),
+            torch.get_num_threads(),
         )
         return out_TNH, lse_TN
-
-
-def _pointer(x: torch.Tensor | npt.NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr() if isinstance(x, torch.Tensor) else x.ctypes.data)

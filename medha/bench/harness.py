@@ -171,7 +171,6 @@ class Local(NamedTuple):
         It begins with what the first one's predictor has learned. Only one of the engines may have requests at a time.
         """
         known = self.engine.scheduler
-        assert known.predictor is not None, "an engine that was built predicts"
         config = replace(known.config, **scheduler)
         predictor = Predictor(known.predictor.coefficients, max_tokens=config.max_batch_tokens)
         predictor.correction.restore(known.predictor.correction.learned)

@@ -36,7 +36,7 @@ from medha.config import ParallelConfig
 from medha.config.fields import choice, text_read, words
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
-from medha.profile.steps import FIRST_SLOT, StepRunner
+from medha.profile.steps import FIRST_SLOT, StepRunner, chunk
 from medha.records import RankRecords, decode_records, encode_records
 
 ONE_RANK = "1 rank"
@@ -192,9 +192,10 @@ def start_job(options: ScalingOptions, layout: ParallelConfig, longest: int) -> 
 def _prefill(local: Local, hand: StepRunner, *, prompt_len: int, seed: int, attention: str) -> Report:
     """Read a random prompt to its first token."""
     if attention == RING:
-        chunk_size = local.config.scheduler.chunk_size
-        assert chunk_size is not None, "the job has one"
-        hand.read(prompt_len, chunk_size, num_groups=local.config.parallel.kvp)
+        most, kvp = local.config.scheduler.chunk_size, local.config.parallel.kvp
+        assert most is not None, "the job has one"
+        sizes = [(at, min(most, prompt_len - at)) for at in range(0, prompt_len, most)]
+        hand.run_all([chunk(size, at, num_groups=kvp, is_dealt=size >= PIECES * kvp) for at, size in sizes])
         return {"seconds": [hand.last_s]}
     prompt = random_prompt(prompt_len, local.model.vocab_size, np.random.default_rng(seed))
     (outcome,) = serve_load(local.engine, [Arrival("prompt", prompt, fixed_output(1))]).outcomes

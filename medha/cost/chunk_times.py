@@ -20,9 +20,10 @@ from itertools import product
 
 import numpy as np
 
+from medha.batch import Row
 from medha.config.fields import are_sp_sizes
 from medha.cost.coefficients import Floats
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, dealt_work
 from medha.errors import ConfigError
 
 _HALVINGS, _HISTORIES = 9, (0.0, 0.5, 1.0, 2.0, 4.0)  # chunks that a fit is made of: lengths, and histories in chunks
@@ -52,14 +53,6 @@ class ChunkTimes:
         """P(s, C, L); ValueError for a size without coefficients."""
         a, b, c, d, e = self.coefficients[self.sizes.index(size)]
         return a + e * history + tokens * (b + c * history + d * tokens)
-
-    def only(self, sizes: Sequence[int]) -> ChunkTimes:
-        """Of some sizes alone; ConfigError where one of them has no coefficients."""
-        check_sizes(sizes)
-        if missing := [size for size in sizes if size not in self.sizes]:
-            raise ConfigError(f"sp_sizes={missing[0]}; accepted: of {', '.join(map(str, self.sizes))}")
-        rows = tuple(self.coefficients[self.sizes.index(size)] for size in sizes)
-        return ChunkTimes(tuple(sizes), rows, self.groups_per_node)
 
 
 def check_sizes(sizes: Sequence[int], most: int | None = None) -> None:
@@ -109,8 +102,7 @@ def relative_fit(columns: Sequence[Floats], seconds: Floats) -> Floats:
 
 def dealt_chunk_s(predictor: Predictor, *, size: int, history: int, tokens: int) -> float:
     """Seconds of a chunk that is dealt to ``size`` groups, by the predictor of a group, measured or of a spec."""
-    own = -(-tokens // size)
-    return predictor.tick().with_chunk(own, history + (tokens - own) // 2, samples=True, ring=size)
+    return predictor.predict([dealt_work(Row(0, history, tokens, False, True, 0, size))])
 
 
 def fitted_times(

@@ -17,7 +17,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class PrefillTimes:
 
     def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000, count: int = 1) -> None:
         self.max_tokens = max_tokens
-        self._steps = steps = _Steps(predictor.uncorrected(), chunk, count)
+        self._steps = steps = _Steps(_chunk_seconds(predictor, count), chunk, count * predictor.max_tokens)
         self.least_s = steps.seconds(1, 0)
         starts, done = steps.exact(max_tokens)
         self._exact_end = starts[-1]
@@ -84,8 +84,8 @@ class PrefillTimes:
 
 
 class SpreadTimes:
-    """Prefill seconds where prompts of more than ``most_kv`` tokens, which need several groups, may lie on all of these
-    from their first chunk on; ``chunk`` is the rule on one group."""
+    """Prefill seconds of each prompt where those of more than ``most_kv`` tokens, which need several groups, may lie on
+    all of these from their first chunk on; ``chunk`` is the rule on one group."""
 
     def __init__(
         self, predictor: Predictor, chunk: ChunkRule, config: SchedulerConfig, *, max_tokens: int, most_kv: int
@@ -105,21 +105,10 @@ class SpreadTimes:
         """Whether a prompt is read sooner on so many groups than on one."""
         return self._of(count).total_s(num_prompt) < self._of(1).total_s(num_prompt)
 
-    def _times(self, num_prompt: int) -> PrefillTimes:
+    def __call__(self, num_prompt: int) -> PrefillTimes:
+        """Those of a prompt of so many tokens."""
         count = -(-num_prompt // self._most_kv)
         return self._of(count if count > 1 and self.pays(num_prompt, count) else 1)
-
-    def total_s(self, num_prompt: int) -> float:
-        """See :meth:`PrefillTimes.total_s`."""
-        return self._times(num_prompt).total_s(num_prompt)
-
-    def span_s(self, start: int, end: int) -> float:
-        """See :meth:`PrefillTimes.span_s`."""
-        return self._times(end).span_s(start, end)
-
-    def remaining_s(self, num_computed: int, num_prompt: int) -> float:
-        """See :meth:`PrefillTimes.remaining_s`."""
-        return self._times(num_prompt).remaining_s(num_computed, num_prompt)
 
 
 def budgeted_chunk(
@@ -193,21 +182,17 @@ def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, C
 class _Steps:
     """The prefill of one endless prompt, step by step or in ranges of steps."""
 
-    predictor: Predictor
+    chunk_s: Callable[[int, int], float]  # of tokens behind cached ones
     chunk: ChunkRule
-    count: int  # groups
+    largest: int  # tokens of a batch
 
     def seconds(self, q_len: int, kv_before: int) -> float:
-        """Of one chunk alone; one longer than the predictor's largest batch runs as several."""
-        largest, total_s = self.count * self.predictor.max_tokens, 0.0
-        while q_len > largest:
-            total_s += self._chunk_s(largest, kv_before)
-            q_len, kv_before = q_len - largest, kv_before + largest
-        return total_s + self._chunk_s(q_len, kv_before)
-
-    @cached_property
-    def _chunk_s(self) -> Callable[[int, int], float]:
-        return _chunk_seconds(self.predictor, self.count)
+        """Of one chunk alone; one longer than the largest batch runs as several."""
+        total_s = 0.0
+        while q_len > self.largest:
+            total_s += self.chunk_s(self.largest, kv_before)
+            q_len, kv_before = q_len - self.largest, kv_before + self.largest
+        return total_s + self.chunk_s(q_len, kv_before)
 
     def size(self, kv_before: int) -> int:
         """The rule's chunk; 1 where it yields nothing, as the budget is too small."""

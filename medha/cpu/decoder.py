@@ -5,14 +5,12 @@ Legend: T tokens, D model dimension, N heads, H head dimension.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 
-from medha.cpu.library import library
+from medha.cpu.library import function, library
 
 
 def packed_linear(
@@ -24,14 +22,14 @@ def packed_linear(
     parts = [_in_blocks(one) for one in (gate, weight) if one is not None]
     packed = torch.stack(parts, dim=1) if gate is not None else parts[0]
     bias = None if bias is None else bias.contiguous()
-    function, fixed = _function("linear", dtype), (num_in, num_out, gate is not None)
+    multiply, fixed = function("linear", dtype), (num_in, num_out, gate is not None)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == dtype and x.size(1) == num_in, "the kernel is given pointers alone"
         x, rows = x.contiguous(), x.size(0)  # len() of a tensor takes longer
         out = x.new_empty(rows, num_out)
         at_bias = None if bias is None else bias.data_ptr()
-        function(x.data_ptr(), packed.data_ptr(), at_bias, out.data_ptr(), rows, *fixed, torch.get_num_threads())
+        multiply(x.data_ptr(), packed.data_ptr(), at_bias, out.data_ptr(), rows, *fixed, torch.get_num_threads())
         return out
 
     return linear
@@ -57,7 +55,7 @@ def _rmsnorm(
     assert x.dtype == weight.dtype and x.size(-1) == dim, "the kernel is given pointers alone"
     sizes = x.numel() // dim, dim, torch.get_num_threads()
     pointers = (None if one is None else one.data_ptr() for one in (x, residual, weight, out))
-    _function("rmsnorm", x.dtype)(*pointers, *sizes, eps)
+    function("rmsnorm", x.dtype)(*pointers, *sizes, eps)
 
 
 def apply_rope(
@@ -66,7 +64,7 @@ def apply_rope(
     """Rotate queries and keys in place; heads of a token lie beside each other. Angles are those of each token."""
     for x in (q_TNH, k_TNH):
         sizes = *x.shape, x.stride(0), torch.get_num_threads()
-        _function("rotate", x.dtype)(x.data_ptr(), cos_sin_TH.data_ptr(), *sizes)
+        function("rotate", x.dtype)(x.data_ptr(), cos_sin_TH.data_ptr(), *sizes)
 
 
 def write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], targets: torch.Tensor, kept: torch.Tensor | None) -> None:
@@ -79,7 +77,7 @@ def write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], targets: torch.Ten
             new_TNH = new_TNH.contiguous()
         strides = (size * pool.itemsize for size in (*pool.stride()[:2], new_TNH.stride(0)))
         sizes = targets.size(0), new_TNH.size(1), new_TNH.size(2) * pool.itemsize
-        _function("write_tokens")(pool.data_ptr(), new_TNH.data_ptr(), targets.data_ptr(), at_kept, *strides, *sizes)
+        function("write_tokens")(pool.data_ptr(), new_TNH.data_ptr(), targets.data_ptr(), at_kept, *strides, *sizes)
 
 
 def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
@@ -89,20 +87,3 @@ def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
     block = int(kernels.block_of_outputs())
     padded = F.pad(weight, (0, 0, 0, -len(weight) % block))
     return padded.view(-1, block, weight.shape[1]).transpose(1, 2).contiguous()
-
-
-_ARGUMENTS = {
-    "linear": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5,
-    "rmsnorm": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_double],
-    "rotate": [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5,
-    "write_tokens": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6,
-}
-
-
-@cache
-def _function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
-    kernels, missing = library()
-    assert kernels is not None, missing
-    function = getattr(kernels, name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}")
-    function.argtypes, function.restype = _ARGUMENTS[name], None
-    return function  # type: ignore[no-any-return]

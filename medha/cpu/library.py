@@ -14,6 +14,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -60,6 +62,25 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"a C++ compiler that takes {Path(__file__).parent.name}/*.cpp ({compiler}: {said[:200]})"
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return None, f"its kernel, which {compiler} could not build in {kept} ({error})"
+
+
+_ARGUMENTS = {
+    "attend": [*[c_void_p] * 3, *[c_int64] * 2, *[c_void_p] * 2, *[c_int64] * 4, *[c_void_p] * 5, c_int64, c_int],
+    "linear": [c_void_p] * 4 + [c_int64] * 5,
+    "rmsnorm": [c_void_p] * 4 + [c_int64] * 3 + [c_double],
+    "rotate": [c_void_p] * 2 + [c_int64] * 5,
+    "write_tokens": [c_void_p] * 4 + [c_int64] * 6,
+}
+
+
+@cache
+def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
+    """A kernel of this name, for a dtype if there is one for each; it is given pointers alone."""
+    kernels, missing = library()
+    assert kernels is not None, missing
+    found = getattr(kernels, name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}")
+    found.argtypes, found.restype = _ARGUMENTS[name], None
+    return found  # type: ignore[no-any-return]
 
 
 def _name_of_build(compiler: str) -> str:

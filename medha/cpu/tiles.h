@@ -7,7 +7,6 @@
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && MEDHA_WIDTH == 16
-#include <immintrin.h>
 #define MEDHA_TILES 1
 #else
 #define MEDHA_TILES 0

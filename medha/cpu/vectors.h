@@ -9,6 +9,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #if !defined(MEDHA_WIDTH) && defined(__AVX512F__)
@@ -79,6 +83,15 @@ inline Floats wide(const T* at) {
     for (int i = 0; i < W; i++) x[i] = widened(at[i]);
     return x;
 }
+#if MEDHA_WIDTH == 16 && defined(__AVX512F__)
+inline Floats wide(const Float16* at) {  // GCC 12 would widen one by one
+    return reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))));
+}
+#elif MEDHA_WIDTH == 8 && defined(__F16C__)
+inline Floats wide(const Float16* at) {
+    return reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+}
+#endif
 inline void narrow(float x, float* to) { *to = x; }
 inline void narrow(float x, Float16* to) { *to = Float16(x); }
 inline void narrow(float x, BFloat16* to) {

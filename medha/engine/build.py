@@ -10,7 +10,6 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,11 +49,11 @@ from medha.sched.lanes import Dealing
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
+from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.runner import Runner
 from medha.worker.shard import (
     ModelShard,
     build_runner,
-    capture_graphs,
     checkpoint_facts,
     choose_backend,
     load_model,
@@ -107,16 +106,10 @@ class RankHandle:
             self.follower.close()
 
 
-def build_role(
-    config: EngineConfig,
-    *,
-    timeline: StepLog | None = None,
-    captured: Callable[[int, int], None] = lambda done, total: None,
-) -> RankHandle:
+def build_role(config: EngineConfig, *, timeline: StepLog | None = None) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
 
-    Every rank of a torchrun job calls this with the same configuration. ``captured`` is called with how many CUDA
-    graphs are captured and how many there will be.
+    Every rank of a torchrun job calls this with the same configuration.
 
     Raises:
         ConfigError: something about the folder, the device, the layout or the sizes is wrong; the subclass says what.
@@ -131,17 +124,15 @@ def build_role(
             raise ParallelConfigError(
                 f"{config.parallel} needs {size} ranks, this is one process; start it as: {start}"
             )
-        return _build(config, None, timeline, captured)
+        return _build(config, None, timeline)
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):
-        role = _build(config, job, timeline, captured)
+        role = _build(config, job, timeline)
     job.monitor.doing("idle")  # a server may wait long for its first request
     return role
 
 
-def _build(
-    config: EngineConfig, job: Job | None, timeline: StepLog | None, captured: Callable[[int, int], None]
-) -> RankHandle:
+def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
     model_config = model_config_of(config, folder)
@@ -187,7 +178,7 @@ def _build(
         job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
-        capture_graphs(runner, config, captured, is_alone=shard.tp == 1)
+        runner.capture(CudaGraphs(device), graph_sizes(config.scheduler.max_num_seqs), is_alone=shard.tp == 1)
     has_instances = config.parallel.decode_replicas > 0
     lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
     if lanes and not has_instances:

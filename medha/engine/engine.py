@@ -342,9 +342,8 @@ class Engine:
             self._free_slots.clear()
             self._in_flight.clear()
             self.scheduler = self.scheduler.fresh()
-            predictor = self.scheduler.predictor
             for observer in self.observers:
-                observer.restarted(None if predictor is None else predictor.correction.learned)
+                observer.restarted(self.scheduler.predictor.correction.learned)
             self.runner.reset()
 
     def _fill_pipeline(self) -> None:

@@ -4,7 +4,7 @@ The time from a request's arrival to its first token is cut at the ends of batch
 batch ends later than the one before it (or than its own start, if nothing was in flight). Of a tick,
 
 - the busy seconds of the slowest group are dealt out among the rows in proportion to what each would take alone, as
-  the predictor says, or to their tokens without one: to the request's own chunk, to decodes, to others' chunks;
+  the predictor says: to the request's own chunk, to decodes, to others' chunks;
 - the rest, and what the other groups were idle, is the pipeline: its filling, transfers, the host;
 - a tick in whose batch the request was refused for want of KV memory is a wait for memory as a whole.
 
@@ -82,12 +82,12 @@ class Explainer(Observer):
 
     Args:
         num_groups: KV-parallel groups.
-        predictor: says in what proportion rows take a batch's seconds; None goes by their tokens.
+        predictor: says in what proportion rows take a batch's seconds.
         lane: where batches of several groups complete independently, the group of whose batches this one tells; None
             where all complete in order.
     """
 
-    def __init__(self, num_groups: int, predictor: Predictor | None, lane: int | None = None) -> None:
+    def __init__(self, num_groups: int, predictor: Predictor, lane: int | None = None) -> None:
         self._num_groups = num_groups
         self._predictor = predictor
         self._lane = lane
@@ -257,11 +257,11 @@ def explained(explainers: Sequence[Explainer], slot: int) -> Explanation:
     return max((one.of(slot) for one in its), key=lambda found: (found.others_s, found.total_s))
 
 
-def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> tuple[Floats, list[tuple[Row, float]]]:
-    """What the decodes of each group, and each chunk, would take alone; in tokens without a predictor."""
+def _row_seconds(batch: Batch, predictor: Predictor, num_groups: int) -> tuple[Floats, list[tuple[Row, float]]]:
+    """What the decodes of each group, and each chunk, would take alone."""
     num_decodes = batch.num_decodes
     chunks = [(row, _seconds_alone(predictor, _work(row))) for row in batch.rows[num_decodes:]]
-    if num_groups == 1 and (predictor is None or not chunks):
+    if num_groups == 1 and not chunks:
         return np.array([float(num_decodes)]), chunks  # one kind on one group: any number is the proportion
     decodes: list[list[Work]] = [[] for _ in range(num_groups)]
     for row in batch.rows[:num_decodes]:
@@ -270,8 +270,6 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
             continue
         for group in row.groups:
             decodes[group].append(_work(row))
-    if predictor is None:
-        return np.array([float(len(works)) for works in decodes]), chunks
     return np.array([predictor.tick(works).seconds for works in decodes]), chunks
 
 
@@ -283,9 +281,7 @@ def _work(row: Row) -> Work:
     return Work(row.q_len, row.position // row.num_groups, row.is_decode, run, row.samples)
 
 
-def _seconds_alone(predictor: Predictor | None, chunk: Work) -> float:
-    if predictor is None:
-        return float(chunk.q_len)
+def _seconds_alone(predictor: Predictor, chunk: Work) -> float:
     tick, most = predictor.tick(), predictor.max_tokens  # a whole prompt may exceed the predictor's tables
     parts = [(min(most, chunk.q_len - done), chunk.kv_before + done) for done in range(0, chunk.q_len, most)]
     return sum(tick.with_chunk(q_len, kv_before, run=chunk.run, ring=chunk.ring) for q_len, kv_before in parts)

@@ -72,7 +72,7 @@ class Journal(Observer):
         line = {"call": "complete", "batch_id": batch.batch_id, "now_s": now_s, "results": results}
         self._write({**line, "busy_s": busy_s, "closed": closed})
 
-    def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
+    def restarted(self, learned: dict[str, tuple[float, int]]) -> None:
         """A new scheduler took the place of the former one; an interrupt may have struck between a call and its line,
         so what its predictor has learned is written down."""
         self._num_in_flight = 0
@@ -96,11 +96,9 @@ def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
     config, predictor = scheduler.config, scheduler.predictor
     check_recordable(config)
-    predicts = None
-    if predictor is not None:
-        if predictor.correction.num_seen:
-            raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
-        predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
+    if predictor.correction.num_seen:
+        raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
+    predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
     head = {"format": FORMAT, "version": VERSION, "config": asdict(config)}
     dealing = None
     if scheduler.dealing is not None:

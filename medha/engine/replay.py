@@ -91,10 +91,8 @@ def _scheduler(head: dict[str, Any]) -> Scheduler:
     """The scheduler of the first line."""
     if (head["format"], head["version"]) != (FORMAT, VERSION):
         raise ValueError(f"accepted: {FORMAT}, version {VERSION}")
-    predictor = None
-    if head["predictor"] is not None:
-        coefficients = Coefficients.from_json(json.dumps(head["predictor"]["coefficients"]), source="journal")
-        predictor = Predictor(coefficients, max_tokens=head["predictor"]["max_tokens"])
+    coefficients = Coefficients.from_json(json.dumps(head["predictor"]["coefficients"]), source="journal")
+    predictor = Predictor(coefficients, max_tokens=head["predictor"]["max_tokens"])
     sizes = {name: head[name] for name in ("num_blocks", "block_size", "num_groups", "max_prompt_tokens")}
     config, dealing = SchedulerConfig(**head["config"]), None
     if (dealt := head.get("dealing")) is not None:
@@ -139,9 +137,8 @@ class _Replayer:
             return lambda: self._scheduler.complete(self._in_flight.pop(batch_id), *args), tuple(entry["closed"])
         raise ValueError(f"call {name!r}; accepted: add, extend, forget, cancel, schedule, complete, fresh")
 
-    def _start_afresh(self, learned: dict[str, tuple[float, int]] | None) -> None:
-        if self._scheduler.predictor is not None and learned is not None:
-            self._scheduler.predictor.correction.restore(learned)
+    def _start_afresh(self, learned: dict[str, tuple[float, int]]) -> None:
+        self._scheduler.predictor.correction.restore(learned)
         self._scheduler = self._scheduler.fresh()
         self._in_flight.clear()
         self.next_batch_id = 0

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from medha.cli import command
 from medha.cli.display import Display, StreamedText, print_explanation
@@ -158,14 +157,7 @@ def _serve(
     trace = None if timeline is None else Timeline()
     logger.info("%s", config.scheduler.budget_text(has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
     logger.info("loading %s", config.model)
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not (live and stderr.is_terminal)) as bar:
-        task = bar.add_task("CUDA graphs", visible=False)
-
-        def captured(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
-
-        role = build_role(config, timeline=trace, captured=captured)
+    role = build_role(config, timeline=trace)
     engine = role.engine
     assert engine is not None, "the first rank has the engine"
     with ExitStack() as stack:

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from medha.attention.merge import merge_partials
 from medha.batch import Batch
-from medha.errors import PlanDivergenceError
-from medha.parallel.spp import Digests
+from medha.parallel.spp import Digests, check_digest
 
 _ALIGNMENT = 16  # bytes
 
@@ -36,6 +35,10 @@ class Shared(NamedTuple):
     run: tuple[int, int]  # first and last group
     tokens: slice  # where their tokens lie among those of all shared rows of this rank's part of the batch
     digest: int  # CRC-32 of the rows
+
+    def check(self, group: int, theirs: list[int]) -> None:
+        """Refuse a group whose batch id and digest are others than those of the rows here."""
+        check_digest([self.batch_id, self.digest], theirs, f"group {group} merges rows of")
 
 
 @dataclass(eq=False, repr=False)
@@ -94,23 +97,13 @@ class Pending(NamedTuple):
         PlanDivergenceError where a rank of a span merges other rows, if they are compared.
         """
         for shared, group, received in self.digests:
-            check_digest(shared, group, received())
+            shared.check(group, received())
         for work in self.works:
             work.wait()
         return [
             merge_partials([_views(row, partial) for row in buffers])[0]
             for (_, partial), buffers in zip(self.parts, self.everyone, strict=True)
         ]
-
-
-def check_digest(shared: Shared, group: int, theirs: list[int]) -> None:
-    """Refuse a group whose batch id and digest are others than those of the rows here."""
-    ours = [shared.batch_id, shared.digest]
-    if theirs != ours:
-        raise PlanDivergenceError(
-            f"batch {ours[0]}: group {group} merges rows of batch {theirs[0]} with digest {theirs[1]:08x}, "
-            f"this one has {ours[0]} with {ours[1]:08x}"
-        )
 
 
 def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:

@@ -4,9 +4,8 @@ Sources: Ring Attention (Liu et al., arXiv:2310.01889); the zigzag of pieces, wi
 and a history that lies evenly on the ring are of Tetris ("Optimizing Long-context LLM Serving via Fine-grained Sequence
 Parallelism"). A group's *block* is what it holds of the rows' keys and values once the new ones are written, page
 behind page; whoever has it attends to it as to a pool. In each of s steps a rank sends on the block that it has,
-receives the next one into the other of two buffers, and meanwhile attends to the one that it has. Its own block goes in
-pieces, so that adjacent pages are sent from where they lie in the pool. What it finds is merged as by KV parallelism,
-and stays where it is: each rank ends with the output of its own tokens.
+receives the next one into the other of two buffers, and meanwhile attends to the one that it has. What it finds is
+merged as by KV parallelism, and stays where it is: each rank ends with the output of its own tokens.
 
 Sends go over the group of :mod:`.kvp`, so each stage and tensor-parallel index has rings of its own.
 """
@@ -20,21 +19,17 @@ import torch
 import torch.distributed as dist
 
 from medha.attention.merge import merge_partials
-from medha.parallel.kvp import Partial, Shared, check_digest
-from medha.parallel.spp import Digests
+from medha.parallel.kvp import Merge, Partial, Shared
 
 Moving = Callable[[], list[torch.Tensor]]
 """Of history on its way: waits for it, and gives what was received, in order, then what was sent."""
 
 
 class Ring:
-    """Rings over runs of KV-parallel groups; arguments as of :class:`medha.parallel.kvp.Merge`."""
+    """Rings over runs of KV-parallel groups, those of ``merge``."""
 
-    def __init__(self, group: dist.ProcessGroup, digests: Digests, *, ranks: Sequence[int], own: int) -> None:
-        self._group = group
-        self._digests = digests
-        self._ranks = ranks
-        self._own = own
+    def __init__(self, merge: Merge) -> None:
+        self._group, self._digests, self._ranks, self._own = merge.group, merge.digests, merge.ranks, merge.own
         self._buffers: list[torch.Tensor | None] = [None, None]
 
     def buffer(self, index: int, size: int, like: torch.Tensor) -> torch.Tensor:
@@ -47,9 +42,9 @@ class Ring:
     def attend(
         self,
         shared: Shared,
-        own: Sequence[torch.Tensor],
+        block: torch.Tensor,
         sizes: Sequence[int],
-        attend: Callable[[int, torch.Tensor | None], Partial],
+        attend: Callable[[int, torch.Tensor], Partial],
         *,
         compare: bool,
         waiting: Callable[[], AbstractContextManager[object]],
@@ -59,10 +54,10 @@ class Ring:
 
         Args:
             shared: the rows.
-            own: this rank's block in equal pieces, as many on each rank, contiguous; in buffer 0 or elsewhere.
+            block: this rank's, in buffer 0.
             sizes: numbers of each block, in the order of the run.
-            attend: partial attention of this rank's tokens over the block of a member of the run, None for the own one:
-                out [T, N, H] and lse [T, N], natural logarithm, float32, -inf where a token sees none of its keys.
+            attend: partial attention of this rank's tokens over the block of a member of the run: out [T, N, H] and
+                lse [T, N], natural logarithm, float32, -inf where a token sees none of its keys.
             compare: whether the digests of the rows are exchanged too; once a batch.
             waiting: within, this rank waits for another.
 
@@ -77,19 +72,16 @@ class Ring:
             theirs = self._digests.post(previous)
             self._digests.send(shared.batch_id, shared.digest, following)
         partials: list[Partial] = []
-        block: torch.Tensor | None = None
         for step in range(count):
             owner, works = (index - step) % count, []
             if step + 1 < count:
-                arriving = self.buffer((step + 1) % 2, sizes[owner - 1], own[0])
-                sent, come = ([block], [arriving]) if block is not None else (own, arriving.view(len(own), -1))
-                ops = [dist.P2POp(dist.irecv, piece, previous, self._group) for piece in come]
-                ops += [dist.P2POp(dist.isend, piece, following, self._group) for piece in sent]
-                works = dist.batch_isend_irecv(ops)
+                arriving = self.buffer((step + 1) % 2, sizes[owner - 1], block)
+                receive = dist.P2POp(dist.irecv, arriving, previous, self._group)
+                works = dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, block, following, self._group)])
             partials.append(attend(owner, block))
             with waiting():
                 if theirs is not None:
-                    check_digest(shared, (index - 1) % count + first, theirs())
+                    shared.check((index - 1) % count + first, theirs())
                     theirs = None
                 for work in works:
                     work.wait()

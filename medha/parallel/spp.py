@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,12 +55,13 @@ class Digests:
         self._sends.drain()
 
 
-class _Posted(NamedTuple):
-    """A receive that was posted."""
-
-    batch: Batch
-    digest: Callable[[], list[int]]
-    part: Callable[[], torch.Tensor]  # [1, W]
+def check_digest(ours: list[int], theirs: list[int], what: str) -> None:
+    """Refuse what another rank says of a batch, ``what`` it did with it, if it is not the id and digest here."""
+    if theirs != ours:
+        raise PlanDivergenceError(
+            f"batch {ours[0]}: {what} batch {theirs[0]} with digest {theirs[1]:08x}, "
+            f"this one has {ours[0]} with {ours[1]:08x}"
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -86,7 +86,7 @@ class StagePipe:
     all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __post_init__(self, num_buffers: int) -> None:
-        self._receives: deque[_Posted] = deque()
+        self._receives = deque[tuple[Callable[[], list[int]], Callable[[], torch.Tensor]]]()  # digest, slice [1, W]
         self._received: torch.Tensor | None = None  # the slice that came last
         self._sends = Sends(self.group, 0, num_buffers)
         # with what to wait for before they are written
@@ -112,22 +112,16 @@ class StagePipe:
             used = record_event(self.device)  # whoever had this memory before may still use it
         with self._beside(used):
             part = post_receive(slice_1W, self.previous, self.group, 0)
-        self._receives.append(_Posted(batch, self.digests.post(self.previous), part))
+        self._receives.append((self.digests.post(self.previous), part))
 
     def receive(self, batch: Batch) -> torch.Tensor:
         """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them: on CUDA the host
         for the digest, the current stream for the rest."""
-        posted = self._receives.popleft()
-        assert posted.batch.batch_id == batch.batch_id, "receives are taken in the order of their posts"
-        theirs, ours = posted.digest(), [batch.batch_id, batch.digest()]
-        if theirs != ours:
-            raise PlanDivergenceError(
-                f"batch {batch.batch_id}: the stage before ran batch {theirs[0]} with digest {theirs[1]:08x}, "
-                f"this one has {ours[0]} with {ours[1]:08x}"
-            )
+        digest, posted = self._receives.popleft()
+        check_digest([batch.batch_id, batch.digest()], digest(), "the stage before ran")
         if self._received is not None:
             self._free_receives.append((self._received, record_event(self.device)))
-        self._received = part = posted.part()
+        self._received = part = posted()
         whole = part if self.all_gather is None else self.all_gather(part)
         return whole.view(-1)[: batch.num_tokens * self.dim].view(batch.num_tokens, self.dim)
 

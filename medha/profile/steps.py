@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 import torch
 
-from medha.batch import PIECES, Batch, Deal, Extent, Row, Shared, even_shares
+from medha.batch import Batch, Deal, Extent, Row, Shared, even_shares
 from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.step import BatchRunner
@@ -48,7 +48,7 @@ class StepRunner:
     """Runs hand-made steps on the engine's runner, while the engine has nothing in flight; rank 0 has one.
 
     It uses ``num_blocks`` blocks of each group's pool; those of different rows may be the same ones. ``last_s`` are the
-    seconds of the last batch, from when it was sent to its tokens.
+    seconds of the last call, from when its first batch was sent to the tokens of its last.
     """
 
     last_s = 0.0
@@ -65,30 +65,18 @@ class StepRunner:
     def run(self, step: Step) -> tuple[int, float]:
         """Run a step once, behind what it has cached; returns its batch id and its busy seconds, those of the stage
         that samples."""
-        self._open(len(step))
-        return self._submit(step, self._extents(step), tuple(row.slot for row in step))
+        (ran,) = self.run_all([step])
+        return ran
 
-    def read(self, num_tokens: int, chunk_size: int, *, num_groups: int) -> list[int]:
-        """Read a prompt whose chunks are dealt to the first groups; returns its batch ids, and sets ``last_s``."""
-        self._open(1)
-        blocks = -(-num_tokens // (num_groups * self._block_size)) + 1
-        extents = [Extent(FIRST_SLOT, 0, blocks, group) for group in range(num_groups)]
-        frees: tuple[int, ...] = (FIRST_SLOT,)
-        held, pending, start_s = [0] * num_groups, [], time.perf_counter()
-        for at in range(0, num_tokens, chunk_size):
-            q_len = min(chunk_size, num_tokens - at)
-            is_dealt = num_groups > 1 and q_len >= PIECES * num_groups
-            row = Row(FIRST_SLOT, at, q_len, False, at + q_len == num_tokens, 0, num_groups, is_dealt)
-            deals = [Deal(FIRST_SLOT, group, here, here) for group, here in enumerate(held) if is_dealt]
-            batch = Batch(next(self._batch_ids), (row,), tuple(extents), frees, deals=tuple(deals))
-            pending.append((batch.batch_id, self._runner.submit(batch)))
-            for group in row.groups if is_dealt else (row.writer,):
-                held[group] += row.tokens_on(group)
-            extents, frees = [], ()
-        for _, step in pending:
-            step.result()
+    def run_all(self, steps: Sequence[Step]) -> list[tuple[int, float]]:
+        """Run steps one behind the other, all of them sent at once; returns what :meth:`run` does of each."""
+        self._open(max(map(len, steps)))
+        batches = [self._batch(step, self._extents(step), tuple(row.slot for row in step)) for step in steps]
+        start_s = time.perf_counter()
+        pending = [self._runner.submit(batch) for batch in batches]
+        busy_s = [one.result().busy_s for one in pending]
         self.last_s = time.perf_counter() - start_s
-        return [batch_id for batch_id, _ in pending]
+        return [(batch.batch_id, seconds) for batch, seconds in zip(batches, busy_s, strict=True)]
 
     def _open(self, number: int) -> None:
         """Make the first slots known, each with a token drawn for a decode to go on from; their prompts are as long as
@@ -99,11 +87,11 @@ class StepRunner:
             self._runner.open(slot, self._prompt, params, seed=0, end_ids=(), drawn=[])
         if new:
             rows, extents = [Row(slot, 0, 1, False, True) for slot in new], [Extent(slot, 0, 1) for slot in new]
-            self._submit(rows, extents, ())
+            self._runner.submit(self._batch(rows, extents, ())).result()
         self._num_open = max(self._num_open, number)
 
-    def _submit(self, rows: Sequence[Row], extents: Sequence[Extent], frees: tuple[int, ...]) -> tuple[int, float]:
-        """Run one batch, which says what every group holds before it: nobody else has computed it."""
+    def _batch(self, rows: Sequence[Row], extents: Sequence[Extent], frees: tuple[int, ...]) -> Batch:
+        """A batch that says what every group holds before it: nobody else has computed it."""
         shared, deals = list[Shared](), list[Deal]()
         for row in rows:
             start, dealt = 0, row.is_dealt
@@ -111,13 +99,9 @@ class StepRunner:
                 shared += [Shared(row.slot, group, 0 if dealt else start, held)] * (held > 0)
                 deals += [Deal(row.slot, group, held, held)] * dealt
                 start += held
-        batch = Batch(
+        return Batch(
             next(self._batch_ids), tuple(rows), tuple(extents), frees, shared=tuple(shared), deals=tuple(deals)
         )
-        start_s = time.perf_counter()
-        busy_s = self._runner.submit(batch).result().busy_s
-        self.last_s = time.perf_counter() - start_s
-        return batch.batch_id, busy_s
 
     def _extents(self, step: Step) -> list[Extent]:
         """Blocks of each slot, one run of them a group, one row behind the other around the pool."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import compress
 
 from medha.batch import Deal, Extent, Row, Shared, append_extent, even_shares
@@ -33,7 +32,6 @@ class Account:
     hit: Hit = field(default_factory=Hit)  # what it shares
     own: list[Path] = field(default_factory=list)  # what others may share of what it computes
     num_units: int = 0  # whose ids are known
-    last: Path | None = None  # that with the last of the whole blocks of these, or its own that goes on behind
 
     @classmethod
     def of(cls, first: int, reserved: list[int], *, num_outputs: int | None = None) -> Account:
@@ -60,11 +58,8 @@ class Account:
 
     def held_by_others(self, slot: int) -> int:
         """Blocks of its first tokens that stay where they are if it goes, as others hold them."""
-        num_blocks = 0
-        for path, end in self.paths():
-            held = path.end if path.owner not in (None, slot) else path.shared_without({slot})
-            num_blocks = max(num_blocks, min(held, end)) if held > path.start else num_blocks
-        return num_blocks
+        held = ((path.start, min(path.held_without({slot}), end)) for path, end in self.paths())
+        return max((end for start, end in held if end > start), default=0)
 
     def note(self, slot: int, num_tokens: int, prefix: PrefixCache, pools: Sequence[BlockPool]) -> None:
         """Its first ``num_tokens`` have been sent: others may share them from the next batch on."""
@@ -72,26 +67,16 @@ class Account:
             return
         size, num_units = prefix.units_per_block, min(len(chain), num_tokens // prefix.unit)
         while self.num_units < num_units:
-            last = self.last
-            if last is not None and (not last.is_known or last.end < self.num_units // size):
-                break  # of another's path, which it does not hold, the end has gone meanwhile
             shard = bisect_right(self.starts, self.num_units * prefix.unit) - 1
-            group, start = self.first + shard, self.starts[shard] // prefix.block_size + self.given[shard]
-            end = min([num_units, *[end // prefix.unit for end in self.starts[shard + 1 :][:1]]])
-            units, new = range(self.num_units + 1, end + 1), partial(Path, group, parent=last, owner=slot)
-            goes_on = last is not None and last.owner == slot and last.group == group
-            path, self.num_units, whole = prefix.note(last if goes_on else None, chain, units, new)
-            if path is not None:
-                if path is not last:
-                    self.own.append(path)
-                end = path.start + -(-len(path.ids) // size)
-                prefix.grow(path, pools[group].runs(slot, path.end - start, end - start))
-            self.last = whole or path or last
-            if whole is not None and whole.group != group:  # what follows would lie beside what precedes
-                break
-        else:
-            return
-        self.chain = None
+            if (group := self.first + shard) not in [path.group for path in self.own[-1:]]:
+                start, before = self.starts[shard] // prefix.block_size + self.given[shard], self.paths()
+                self.own.append(Path(group, start, parent=before[-1][0] if before else None, owner=slot))
+            path = self.own[-1]
+            ends = [end // prefix.unit for end in self.starts[shard + 1 :]]
+            done, self.num_units = path.start * size + len(path.ids), min([num_units, *ends])
+            num_blocks = -(-self.num_units // size) - path.start
+            runs = pools[group].runs(slot, path.end - path.start, num_blocks)
+            prefix.grow(path, [chain[n] for n in range(done + 1, self.num_units + 1)], runs)
 
     def kv_before(self, position: int, group: int) -> int:
         """Tokens before ``position`` that a group holds."""

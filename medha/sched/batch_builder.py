@@ -9,6 +9,7 @@ the least seconds of prefill are pending, then where the least memory is used (t
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from medha.sched.blocks import blocks_of, facing
 from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption, fewest, oldest
-from medha.sched.prefix import Hit, Path
+from medha.sched.prefix import Hit
 from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
@@ -101,7 +102,7 @@ class BatchBuilder:
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
         self.refused: list[int] = []  # slots of prefills that were refused for want of memory
-        self._no_room: dict[tuple[Path | None, int], tuple[int, int]] = {}  # by hit: frees, least tokens refused
+        self._no_room: dict[tuple[Hit, int], int] = {}  # least tokens refused, by hit and frees by then
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue
         self._batch_id = batch_id
@@ -168,8 +169,6 @@ class BatchBuilder:
 
     def add_dealt(self, state: State, q_len: int, groups: range) -> None:
         """Give a prefill, whose memory is set aside, a chunk that is dealt to some groups."""
-        if not state.has_started:
-            self._queue.start(state)
         row = self._chunk_row(state, q_len, groups.start, len(groups))
         self._append_row(state, row._replace(is_dealt=len(groups) > 1))
 
@@ -186,19 +185,17 @@ class BatchBuilder:
             self._leaders = [other for other in self._queue.prefills() if other.chain is not None]
         prefix = self.memory.prefix
         if state.slot in prefix.stale:
-            self._queue.found(state, prefix.watch(state.slot, state.chain, state.num_prefill_tokens - 1))
+            self._queue.look_again(state, prefix)
         unit, done, best = prefix.unit, state.num_scheduled_tokens, None
         wanted = done // unit + 1
         if wanted > len(state.chain):
             return None
         for other in {s.slot: s for s in (*self._leaders, *map(self._queue.running.get, self.chunked)) if s}.values():
-            if other.chain is None or not other.has_started or other.ended or len(other.chain) < wanted:
+            chain = other.chain
+            if chain is None or not other.has_started or other.ended or chain[wanted] != state.chain[wanted]:
                 continue
-            if other.chain[wanted] != state.chain[wanted]:
-                continue
-            common = unit * min(state.chain.num_common(other.chain), (state.num_prefill_tokens - 1) // unit)
-            computes = other.num_scheduled_tokens - self.chunk_tokens(other.slot) < common
-            if computes and common > done and self.memory.notes(other.slot):
+            common = unit * min(state.chain.num_common(chain), (state.num_prefill_tokens - 1) // unit)
+            if common > done and self.memory.is_to_note(other.slot, common):
                 best, done = other, common
         worth_s = self._queue.left_s(state.num_scheduled_tokens, done) if best is not None else 0.0
         return best if worth_s > self._queue.left_s(0, unit) else None
@@ -266,14 +263,12 @@ class BatchBuilder:
             return 0
         row = self._chunk_row(state, q_len, first, count)
         index = self.chunked.get(state.slot)
-        if index is not None and self._width(state) > 1:
+        if index is not None and self.width(state) > 1:
             return 0  # it is dealt, or gathered, as a whole
         if index is not None and self.rows[index].span != row.span:
             return 0  # it would be the first chunk of another shard
         if not self._has_blocks(state, row):
-            q_len = self._shortened(
-                q_len, lambda most: self.memory.can_take(self._chunk_row(state, most, first, count))
-            )
+            q_len = self._fitting(q_len, lambda most: self.memory.can_take(self._chunk_row(state, most, first, count)))
             if not q_len:
                 self.refused.append(state.slot)
                 return 0
@@ -294,7 +289,7 @@ class BatchBuilder:
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
-        room, width_now = self.memory.max_kv_per_group - state.num_scheduled_tokens, self._width(state)
+        room, width_now = self.memory.max_kv_per_group - state.num_scheduled_tokens, self.width(state)
         if width_now > 1:
             room = state.num_left
         sizes = {first: self._tokens(state, first, width_now, size, is_whole, room) for first in self._firsts(state)}
@@ -308,14 +303,12 @@ class BatchBuilder:
         chosen = next((first for first in open_firsts if self._can_start(state, first, sizes[first])), None)
         if chosen is None:
             for first in open_firsts:
-                sizes[first] = self._shortened(sizes[first], partial(self._can_start, state, first))
+                sizes[first] = self._fitting(sizes[first], partial(self._can_start, state, first))
             chosen = max(open_firsts, key=lambda first: sizes[first], default=None)
         if chosen is None or not sizes[chosen]:
             if open_firsts:
                 self.refused.append(state.slot)
             return 0
-        self._queue.start(state)
-        self.memory.prefix.forget(state.slot)
         if state.num_scheduled_tokens:
             extents, swaps = self.memory.swap_in(state.slot, num_tokens, state.chain)
             self.extents += extents
@@ -329,44 +322,30 @@ class BatchBuilder:
         """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
         num_tokens, chain, memory = state.request.num_kv_tokens, state.chain, self.memory
         assert chain is not None
-        end, tail, num_units = memory.prefix.end_of(chain, state.num_prefill_tokens - 1)
-        num_freed, least = self._no_room.get((tail or end, num_units), (-1, 0))
-        if (tail or end) and num_freed == len(memory.frees) and num_tokens >= least:  # one like it was just refused
+        hit = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
+        if num_tokens >= self._no_room.get((hit, len(memory.frees)), math.inf):  # one like it was just refused
             self.refused.append(state.slot)
             return 0
-        found = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
-        if memory.prefix.is_read(found):
-            return 0  # from the next batch on it is there for all
-        for hit in (found, Hit(found.parts)) if found.tail is not None else (found,):  # a copy's source takes memory
-            if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
-                return None
-            self._queue.found(state, num_cached)
-            memory.start(state.slot, hit.shards[0][0], num_tokens, chain, hit)
-            first_group, count = memory.place(state.slot, num_cached)
-            room = memory.room(state.slot, num_cached)
-            q_len = self._tokens(state, first_group, count, size, is_whole, room)
-            is_asked = q_len > 0
-            if q_len:
-                q_len = self._fitting(state, q_len, first_group, count, hit.num_blocks * memory.block_size)
-            if q_len:
-                break
+        if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
+            return None
+        self._queue.found(state, num_cached)
+        memory.start(state.slot, hit.shards[0][0], num_tokens, chain, hit)
+        place = memory.place(state.slot, num_cached)
+        most = self._tokens(state, *place, size, is_whole, memory.room(state.slot, num_cached))
+        q_len = self._fitting(most, partial(self._can_share, state, hit, place))
+        if not q_len:
             memory.undo_start(state.slot, hit)
-            if not is_asked:
-                return 0
-        else:
-            if memory.num_groups > 1:
+            if most and memory.num_groups > 1:
                 return None
-            self._no_room[tail or end, num_units] = len(memory.frees), num_tokens
-            self.refused.append(state.slot)
+            if most:
+                self._no_room[hit, len(memory.frees)] = num_tokens
+                self.refused.append(state.slot)
             return 0
         extents, shared = memory.hit_extents(state.slot)
         self.extents += extents
         self.shared += shared
-        self._queue.start(state)
-        memory.prefix.forget(state.slot)
-        row, num_before = self._chunk_row(state, q_len, first_group, count), len(self.extents)
-        host = memory.prefix.read(hit)  # before the row's blocks let others go
-        self._append_row(state, row)
+        num_before, host = len(self.extents), memory.read_back(hit)
+        self._append_row(state, self._chunk_row(state, q_len, *place))
         blocks = blocks_of((extent.first, extent.count) for extent in self.extents[num_before:])
         self.swaps_in += facing(hit.host_group, islice(blocks, len(host)), host)
         if hit.tail is not None:
@@ -384,37 +363,31 @@ class BatchBuilder:
         elsewhere = [work[first] for first in self.memory.first_groups(state.request.num_kv_tokens)]
         return there_s <= min(elsewhere) + self._queue.left_s(0, state.num_prefill_tokens)
 
-    def _fitting(self, state: State, q_len: int, first: int, count: int, num_held: int) -> int:
-        """The tokens of the first chunk of a bound request, which holds some, that find memory."""
-
-        def fits(most: int) -> bool:
-            row = self._chunk_row(state, most, first, count)
-            free = self.memory.num_free(row.writer) * self.memory.block_size
-            return self.memory.can_take(row) and self._least_kv(state) - num_held <= free
-
-        return q_len if fits(q_len) else self._shortened(q_len, fits)
-
-    def _shortened(self, num_tokens: int, fits: Callable[[int], bool]) -> int:
-        """The most tokens of a chunk, fewer than these, that find memory; 0 where that is no efficient chunk."""
+    def _fitting(self, num_tokens: int, fits: Callable[[int], bool]) -> int:
+        """The most tokens of a chunk, up to these, that find memory; 0 where that is no efficient chunk."""
         least = self.config.min_chunk
+        if not num_tokens or fits(num_tokens):
+            return num_tokens
         if least >= num_tokens or not fits(least):
             return 0
         return least - 1 + bisect_left(range(least, num_tokens), True, key=lambda size: not fits(size))
 
+    def _can_share(self, state: State, hit: Hit, place: tuple[int, int], q_len: int) -> bool:
+        """Whether a request that is bound to what is there of its tokens finds memory for its first chunk."""
+        row, size = self._chunk_row(state, q_len, *place), self.memory.block_size
+        spare = (self.memory.num_free(row.writer) + hit.num_blocks) * size
+        return self.memory.can_take(row) and self._least_kv(state) <= spare
+
     def _can_start(self, state: State, first: int, q_len: int, gone: Collection[int] = ()) -> bool:
         """Whether a request finds memory for its first chunk on the span that begins at ``first``."""
         kv_len = max(state.num_scheduled_tokens + q_len, self._least_kv(state))
-        request, row = state.request, self._chunk_row(state, q_len, first, self._width(state))
+        request, row = state.request, self._chunk_row(state, q_len, first, self.width(state))
         num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
         return self.memory.can_start(
             first, num_tokens, kv_len, set_aside=row.samples, gone=gone, num_prompt=num_prompt, row=row
         )
 
-    def is_spread(self, state: State) -> bool:
-        """Whether a request's chunks may be dealt."""
-        return self._width(state) > 1
-
-    def _width(self, state: State) -> int:
+    def width(self, state: State) -> int:
         """Groups of a request's first chunk: of its span where it is dealt, else one."""
         if not self.memory.deals:
             return 1
@@ -467,21 +440,20 @@ class BatchBuilder:
 
     def _tokens(self, state: State, first: int, count: int, size: SizeFn, is_whole: bool, room: int) -> int:
         """Tokens of a request's next chunk within the budgets of its groups, its own, its room and what it is given."""
-        most = min(state.num_left, room)
+        most, width = min(state.num_left, room), self.width(state)
         if not is_whole:
-            width = self._width(state)
             most = min(most, width * min(self.tokens_left[first : first + count]))
             if self.config.chunk_size is not None:
                 most = min(most, self.config.chunk_size - self.chunk_tokens(state.slot))
         tokens = max(min(most, size(first, count, most)), 0) if most > 0 else 0
-        if tokens and self.memory.deals and (width := self._width(state)) > 1:
+        if tokens and width > 1:
             least = min(PIECES * width, state.num_left)  # two tokens a group, unless it ends the prompt
             return max(tokens, least) if least <= most else 0
         return tokens
 
     def _chunk_row(self, state: State, q_len: int, first: int, count: int) -> Row:
         position = state.num_scheduled_tokens
-        is_dealt = count > 1 and self._width(state) > 1 and self._is_dealt(state, q_len, first, count)
+        is_dealt = count > 1 and self.width(state) > 1 and self._is_dealt(state, q_len, first, count)
         return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count, is_dealt)
 
     def _append_due(self) -> None:
@@ -518,6 +490,9 @@ class BatchBuilder:
 
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch and allocate the blocks it fills."""
+        if not state.has_started:
+            self._queue.start(state)
+            self.memory.prefix.forget(state.slot)
         self.rows.append(row)
         self._choices.clear()
         state.last_batch = self._batch_id

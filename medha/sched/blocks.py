@@ -12,7 +12,6 @@ The host has pools too. What no request holds of one keeps blocks of prefixes (:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice, takewhile
@@ -96,21 +95,18 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """``count`` blocks for nobody, adjacent where possible, which :meth:`free` takes back."""
         extents = self.allocate(_NOBODY, count, reserved=count)
-        self.release(_NOBODY, kept=[(0, count)])
+        self.release(_NOBODY, kept=count)
         return list(blocks_of((extent.first, extent.count) for extent in extents))
 
     def runs(self, slot: int, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The blocks of ``slot`` from the ``start``-th on, before the ``end``-th, as (first, count)."""
         return cut(self._holdings[slot].extents, start, end)
 
-    def release(self, slot: int, *, kept: Sequence[tuple[int, int]] = ()) -> None:
-        """Take back every block of ``slot`` but those ``kept``, which :meth:`free` takes: (start, end) as of
-        :meth:`runs`, in order."""
-        holding, start = self._holdings.pop(slot, _Holding()), 0
-        for end, next_start in [*kept, (self.num_blocks, 0)]:
-            for first, count in cut(holding.extents, start, end):
-                self.free(first, count)
-            start = next_start
+    def release(self, slot: int, *, kept: int = 0) -> None:
+        """Take back every block of ``slot`` but its first ``kept``, which :meth:`free` takes."""
+        holding = self._holdings.pop(slot, _Holding())
+        for run in cut(holding.extents, kept, self.num_blocks):
+            self.free(*run)
         self._put_back(holding.next, holding.end)
 
     def cut_off(self, slot: int, kept: int) -> list[tuple[int, int]]:
@@ -165,66 +161,40 @@ class BlockPool:
 
 
 class HostBlocks:
-    """Blocks of a host pool that keep those of prefixes, by id; those used least recently go, a prefix's end first, and
-    those that waiting requests count on for swapped requests alone, last.
-
-    What the next batch reads stays until it has been sent, as it writes to the host before it reads.
-    """
+    """Blocks of a host pool that keep those of prefixes, by id; those that came first go, a prefix's end first, and
+    those that waiting requests count on for swapped requests alone, last."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self._blocks: dict[bytes, int] = {}  # in order of use
-        self._read: set[bytes] = set()  # by the next batch
-        self._counted_on: Counter[bytes] = Counter()  # by how many waiting requests
+        self._blocks: dict[bytes, int] = {}  # in the order in which they go
+        self.counted_on: dict[bytes, dict[int, None]] = {}  # slots of waiting requests, by id
 
     @property
     def num_free(self) -> int:
         """Blocks of the pool that are free, or can be."""
-        return self.pool.num_free + len(self._blocks) - len(self._read)
+        return self.pool.num_free + len(self._blocks)
 
     def make_free(self, count: int) -> None:
         """Let blocks go until so many are free; there are as many."""
-        counted, read = self._counted_on, self._read
-        going = (one for last in (0, 1) for one in self._blocks if one not in read and (one in counted) == last)
+        going = (one for last in (False, True) for one in self._blocks if (one in self.counted_on) == last)
         for one in list(islice(going, max(count - self.pool.num_free, 0))):
             self.pool.free(self._blocks.pop(one), 1)
 
-    def run(self, ids: Iterable[bytes]) -> list[bytes]:
+    def run(self, ids: Iterable[bytes]) -> tuple[bytes, ...]:
         """The ids up to the first whose block is not here."""
-        return list(takewhile(self._blocks.__contains__, ids)) if self._blocks else []
+        return tuple(takewhile(self._blocks.__contains__, ids)) if self._blocks else ()
 
     def put(self, blocks: dict[bytes, int]) -> list[Swap]:
         """Keep a group's blocks by their ids, in position order, the first ones where there is not room for all."""
-        kept = {one: self._blocks.pop(one) for one in blocks if one in self._blocks}
-        new = [one for one in blocks if one not in kept][: max(self.num_free - len(self._counted_on), 0)]
+        for block in self.take([one for one in blocks if one in self._blocks]):
+            self.pool.free(block, 1)
+        num_kept = len(self.counted_on.keys() & self._blocks.keys())
+        new = list(islice(blocks, self.num_free - num_kept))
         self.make_free(len(new))
-        kept |= zip(new, self.pool.take(len(new)), strict=True)
-        self._blocks |= {one: kept[one] for one in reversed(blocks) if one in kept}
-        return facing(self.pool.group, (blocks[one] for one in new), (kept[one] for one in new))
+        hosts = self.pool.take(len(new))
+        self._blocks |= reversed(list(zip(new, hosts, strict=True)))
+        return facing(self.pool.group, (blocks[one] for one in new), hosts)
 
-    def read(self, ids: Sequence[bytes]) -> list[int]:
-        """The blocks of ids, which the next batch reads."""
-        self._read.update(ids)
-        blocks = {one: self._blocks.pop(one) for one in ids}
-        self._blocks |= reversed(blocks.items())
-        return list(blocks.values())
-
-    def count_on(self, ids: Iterable[bytes], number: int = 1) -> None:
-        """So many waiting requests more count on the blocks of ids."""
-        for one in ids:
-            self._counted_on[one] += number
-            if not self._counted_on[one]:
-                del self._counted_on[one]
-
-    def is_read(self, one: bytes) -> bool:
-        """Whether the next batch reads the block of an id."""
-        return one in self._read
-
-    def sent(self) -> None:
-        """The next batch has been sent."""
-        self._read.clear()
-
-    def clear(self) -> None:
-        """Let all go."""
-        self._read.clear()
-        self.make_free(self.num_free)
+    def take(self, ids: Iterable[bytes]) -> list[int]:
+        """The blocks of ids, which are the caller's to free."""
+        return [self._blocks.pop(one) for one in ids]

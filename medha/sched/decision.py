@@ -59,7 +59,7 @@ class Preempted:
     """A request that gave up its KV memory."""
 
     slot: int
-    lost_s: float  # predicted, to compute again or to move out and in; without a predictor, tokens of short context
+    lost_s: float  # predicted, to compute again or to move out and in
     swapped_tokens: int = 0  # tokens that go to host memory; 0 where they are computed again
 
 
@@ -103,5 +103,5 @@ class Observer(Protocol):
     def completed(self, batch: Batch, now_s: float, results: Results, busy_s: float, closed: Sequence[int]) -> None:
         """A batch is done in every stage; these slots were closed by that."""
 
-    def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
+    def restarted(self, learned: dict[str, tuple[float, int]]) -> None:
         """A new scheduler is in place of the former one, with no request; its predictor has learned this."""

@@ -161,7 +161,7 @@ class KVMemory:
 
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
-        for the rest on the groups behind."""
+        for the rest on the groups behind, and for the block of which a part is copied beside the others."""
         hit = self.prefix.lookup(chain, most_tokens)
         if hit.host_ids:  # what is read is a part of what the first row fills, so that has to be of the same group
             room = self.max_kv_per_group // self.block_size - (hit.num_blocks - hit.shards[-1][1]) - 1
@@ -169,10 +169,13 @@ class KVMemory:
         while shards := hit.shards:
             group, start = shards[-1]
             rest = self.reservation(num_tokens - start * self.block_size)
-            is_full = hit.tail is not None and (hit.num_blocks - start) * self.block_size >= self.max_kv_per_group
-            if group + len(rest) <= self.num_groups and not is_full:
+            has_room = (hit.num_blocks - start) * self.block_size < self.max_kv_per_group and rest[0] < self.num_blocks
+            if hit.tail is not None and not has_room:
+                hit = Hit(hit.parts)
+            elif group + len(rest) <= self.num_groups:
                 break
-            hit = Hit(hit.parts if is_full else tuple(part for part in hit.parts if part[0].group != group))
+            else:
+                hit = Hit(tuple(part for part in hit.parts if part[0].group != group))
         return hit
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -218,8 +221,8 @@ class KVMemory:
             account.given = [*closed, hit.num_blocks - starts[-1], *[0] * (len(rest) - 1)]
             account.held = list(account.given)
             account.starts = [start * self.block_size for start in starts]
-            account.hit, account.last = hit, hit.parts[-1][0] if hit.parts else None
-            account.num_units = replace(hit, host_ids=()).num_tokens(self.block_size) // self.prefix.unit
+            account.hit = hit
+            account.num_units = (hit.num_blocks * self.block_size + hit.tail_tokens) // self.prefix.unit
             for part in hit.parts:
                 self.prefix.hold(*part, slot)
             if hit.tail is not None:  # it must not be written to before it is copied
@@ -286,9 +289,10 @@ class KVMemory:
         for part in hit.parts:
             self.prefix.let_go(*part, slot, is_used=False)
 
-    def notes(self, slot: int) -> bool:
-        """Whether what a bound request computes becomes known to others."""
-        return self._accounts[slot].chain is not None
+    def is_to_note(self, slot: int, num_tokens: int) -> bool:
+        """Whether of the first ``num_tokens`` of a bound request some are not known to others, and will be."""
+        account = self._accounts[slot]
+        return account.chain is not None and account.num_units * self.prefix.unit < num_tokens
 
     def held_by_others(self, slot: int) -> int:
         """Tokens of a bound request that stay where they are if it goes, as others hold them."""
@@ -335,8 +339,8 @@ class KVMemory:
         return account.first, len(account.reserved)
 
     def kv_before(self, slot: int, position: int, group: int) -> int:
-        """Tokens before ``position`` that a group holds of a request."""
-        return self._accounts[slot].kv_before(position, group)
+        """Tokens before ``position`` that a group holds of a request; of one that is on none yet, all."""
+        return self._accounts[slot].kv_before(position, group) if slot in self._accounts else position
 
     def room(self, slot: int, position: int) -> int:
         """Tokens from ``position`` to the end of the shard that takes it: no row may cross that end."""
@@ -422,11 +426,10 @@ class KVMemory:
         """Take everything back from a bound request; what is known of it by ids stays until its memory is wanted."""
         account = self._accounts.pop(slot)
         self._count(account, -1)
-        for shard, group in enumerate(range(account.first, account.first + len(account.held))):
-            start = (account.starts[shard:] or [0])[0] // self.block_size + account.given[shard]
-            own = [(path.start - start, path.end - start) for path in account.own if path.group == group]
-            self.pools[group].release(slot, kept=own)
-        for path, end in account.paths():
+        for group in range(account.first, account.first + len(account.held)):
+            kept = sum(path.end - path.start for path in account.own if path.group == group)
+            self.pools[group].release(slot, kept=kept)
+        for path, end in reversed(account.paths()):  # what lies behind goes before
             self.prefix.let_go(path, end, slot)
         if any(account.held):
             self.frees.append(slot)
@@ -470,6 +473,12 @@ class KVMemory:
         self._swapped_in += [(group, block) for block in host]
         return extents, facing(group, blocks_of((extent.first, extent.count) for extent in extents), host)
 
+    def read_back(self, hit: Hit) -> list[int]:
+        """The host blocks of a hit, which the next batch reads; they are free when that has been sent."""
+        blocks = self.prefix.read_back(hit)
+        self._swapped_in += [(hit.host_group, block) for block in blocks]
+        return blocks
+
     def forget_swapped(self, slot: int) -> None:
         """Take the host blocks back from a request, if it is swapped out."""
         group, host = self._swapped.pop(slot, (0, []))
@@ -477,8 +486,8 @@ class KVMemory:
             self.host_pools[group].free(block, 1)
 
     def batch_sent(self) -> None:
-        """A batch takes ``frees`` and swaps along, and reads the host blocks of what was swapped in, which are given
-        back only now: no batch reads host blocks that it gives to another request."""
+        """A batch takes ``frees`` and swaps along, and reads host blocks, which are given back only now: no batch reads
+        host blocks that it gives to another request."""
         for group, block in self._swapped_in:
             self.host_pools[group].free(block, 1)
         self._swapped_in.clear()
@@ -489,7 +498,7 @@ class KVMemory:
             self.prefix.let_go(*copied)
         self._copied.clear()
         self.frees.clear()
-        self.prefix.sent()
+        self.prefix.swaps_out.clear()
 
     def _shard_end(self, account: Account) -> int:
         if account.end is not None:
@@ -522,8 +531,7 @@ class KVMemory:
                 wanted[g] -= blocks
                 promised[g] -= blocks * account.is_set_aside
         for path in {path for account in accounts for path, _ in account.paths()}:
-            if path.owner is None or path.owner in gone:  # what only these share comes back with them
-                free[path.group] += path.shared - path.shared_without(set(gone))
+            free[path.group] += max(path.shared - path.held_without(set(gone)), 0)  # what only these share
         if any(blocks > free[g] for g, blocks in needs.items()):
             return False
         if self.overcommit:

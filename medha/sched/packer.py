@@ -310,7 +310,7 @@ class MedhaPacker(Packer):
         def least(first: int, count: int, most: int) -> int:
             if any(builder.has_chunk[first : first + count]) or not may_enter(first, count):
                 return 0
-            if count > 1 and builder.is_spread(state):
+            if count > 1 and builder.width(state) > 1:
                 efficient = min(most, self._least_dealt(count)(position))
             else:
                 efficient = min(most, self._least_chunk(position // count))
@@ -412,9 +412,7 @@ class MedhaPacker(Packer):
         run = (first, first + count - 1) if count > 1 else None
         for index in range(first, first + count):
             group = self._groups[index]
-            kv = state.num_scheduled_tokens  # of one that is nowhere yet: it was swapped out
-            if builder.memory.is_bound(state.slot):
-                kv = builder.memory.kv_before(state.slot, kv, index)
+            kv = builder.memory.kv_before(state.slot, state.num_scheduled_tokens, index)
             if index < first + count - 1:
                 kv += builder.chunk_tokens(state.slot)
             limit_s = group.most_s
@@ -425,7 +423,7 @@ class MedhaPacker(Packer):
             tokens = group.tick.largest_chunk(
                 kv, limit_s, tokens, self.config.chunk_granularity, run=run, samples=samples
             )
-        if builder.memory.deals and count > 1 and builder.is_spread(state):
+        if count > 1 and builder.width(state) > 1:
             groups = self._groups[first : first + count]
             tokens = max(tokens, self._ring_fitting(state.num_scheduled_tokens, groups, limits, most))
         return tokens

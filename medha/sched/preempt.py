@@ -29,7 +29,7 @@ from medha.sched.queue import Queue, State
 class Preemption:
     """Takes KV memory from some requests for others."""
 
-    def __init__(self, queue: Queue, memory: KVMemory, predictor: Predictor | None) -> None:
+    def __init__(self, queue: Queue, memory: KVMemory, predictor: Predictor) -> None:
         self.by_class = False  # whether priority classes say who gives way
         self.preempted: list[Preempted] = []  # requests that gave up their memory since the last decision
         self._queue = queue
@@ -57,17 +57,13 @@ class Preemption:
         return sorted(others, key=key)
 
     def loss(self, state: State) -> tuple[float, bool]:
-        """Predicted seconds that a started request loses if it is preempted, and whether it is swapped out for that.
-
-        Without a predictor the seconds are tokens of short context, and a request that can be swapped is.
-        """
-        factor = 1.0 if self._predictor is None else self._predictor.factor("prefill")
+        """Predicted seconds that a started request loses if it is preempted, and whether it is swapped out for that."""
         had = state.num_scheduled_tokens
         kept = min(self.memory.held_by_others(state.slot), had - 1)
-        again_s = self._queue.left_s(kept, had) * factor if had else 0.0
+        again_s = self._queue.left_s(kept, had) * self._predictor.factor("prefill") if had else 0.0
         blocks = self.memory.swappable(state.slot)
         moved_s = 2 * blocks * self.memory.swap_block_s
-        if blocks and (moved_s < again_s or self._predictor is None):
+        if blocks and moved_s < again_s:
             return moved_s, True
         return again_s, False
 

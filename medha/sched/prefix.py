@@ -4,19 +4,21 @@ The scheduler knows no token. A request brings a :class:`Chain`: one id for each
 names everything up to there (:mod:`medha.engine.prefix` makes them, a trace brings its own). Two requests with the same
 id have the same tokens up to it, so what one has computed is good for the other.
 
-What one request computes on one group is a :class:`Path` of blocks, which begins behind another or at the first token.
-Who shares it holds it up to some block. What nobody holds of it stays until its memory is wanted, and counts as free
-until then. A hit is the run of whole blocks from the first token on, which are shared where they lie, and of the block
-behind them the units that are the same, which are copied. A block is only ever dropped with all that was computed
-behind it, so what is known of a chain is always its beginning, and a lookup halves its way to the end. All but the ids
-is done by paths, not by blocks: a hit of 10M tokens is held as quickly as a short one.
+What one request computes on one group is a :class:`Path` of blocks, which begins behind what it shares, its path on the
+group before, or at the first token. Who shares it holds it up to some block. What nobody holds of it stays until its
+memory is wanted, and counts as free until then. A hit is the run of whole blocks from the first token on, which are
+shared where they lie, and of the block behind them the units that are the same, which are copied. A block is only ever
+dropped with all that was computed behind it, so what is known of a chain is its beginning, and a lookup halves its way
+to the end. Where two compute the same at once the ids name the blocks of the first; when those go the beginning of the
+other's is known no more, and a lookup may find less than there is. All but the ids is done by paths, not by blocks: a
+hit of 10M tokens is held as quickly as a short one.
 
 What goes first is the end of some path: with ``value`` the one of least predicted seconds saved, which are the seconds
 to compute the block, more the deeper it lies, times how often it was used, aged by what went before (GreedyDual with
 frequency: Cherkasova 1998); with ``lru`` the one used least recently. Blocks that a waiting request counts on go last.
 
-Where the host has memory, whole blocks that go are copied there if that is predicted to pay. A request finds them
-behind what is in the pools, and its first batch reads them into blocks of its own, as if it had computed them. The file
+Where the host has memory, whole blocks that go are moved there if that is predicted to pay. A request finds them
+behind what is in the pools, and its first batch moves them into blocks of its own, as if it had computed them. The file
 is long because to find, hold and evict change the same marks of a path.
 """
 
@@ -90,8 +92,7 @@ class Path:
     held: int = field(init=False)  # up to which block somebody holds it
     shared: int = field(init=False)  # up to which block somebody else than its owner does
     runs: list[tuple[int, int]] = field(default_factory=list)  # its blocks in the pool
-    ids: list[bytes] = field(default_factory=list)  # of its units; some may name a block of another path
-    is_known: bool = True
+    ids: list[bytes] = field(default_factory=list)  # of its units; those that were known name blocks of other paths
     holders: _Marks = field(default_factory=dict)  # slots that share it up to a block
     children: _Marks = field(default_factory=dict)  # paths that begin at a block
     counted_on: _Marks = field(default_factory=dict)  # slots of waiting requests whose hit ends at a block
@@ -101,9 +102,19 @@ class Path:
 
     def __post_init__(self) -> None:
         self.end = self.held = self.shared = self.start
+        if self.parent is not None:
+            _mark(self.parent.children, self.start, self)
 
-    def shared_without(self, gone: Set[int]) -> int:
-        """Up to which block somebody else than its owner, and none of some slots, holds it."""
+    @property
+    def kept(self) -> int:
+        """Up to which block it stays: somebody holds it, or something on its group lies behind."""
+        behind = (at for at, paths in self.children.items() if any(path.group == self.group for path in paths))
+        return max(self.held, max(behind, default=self.start))
+
+    def held_without(self, gone: Set[int]) -> int:
+        """Up to which block somebody holds it who is none of some slots."""
+        if self.owner is not None and self.owner not in gone:
+            return self.end
         return max((end for end, slots in self.holders.items() if not slots.keys() <= gone), default=self.start)
 
     def blocks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -122,7 +133,7 @@ class Hit:
     tail: Path | None = None  # whose next block has some units that are the same
     tail_tokens: int = 0
     host_group: int = 0
-    host_ids: Sequence[bytes] = ()  # of whole blocks that are on the host of one group, behind the parts
+    host_ids: tuple[bytes, ...] = ()  # of whole blocks that are on the host of one group, behind the parts
 
     @property
     def num_blocks(self) -> int:
@@ -196,47 +207,39 @@ class PrefixCache:
     def lookup(self, chain: Chain, most_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a chain: in the pools, and whole blocks behind that on the
         first host that has some where a table may go on."""
-        last, tail, num_units = self.end_of(chain, most_tokens)
-        size, parts = self.units_per_block, list[tuple[Path, int]]()
-        end = num_blocks = num_units // size
-        while last is not None:
-            parts.append((last, end))
-            end, last = last.start, last.parent
+        known, size, most = self._known, self.units_per_block, min(len(chain), most_tokens // self.unit)
+        whole = bisect_left(range(1, most // size + 1), True, key=lambda n: chain[n * size] not in known)
+        path, end, parts = known[chain[whole * size]] if whole else None, whole, list[tuple[Path, int]]()
+        while path is not None:
+            parts.append((path, end))
+            end, path = path.start, path.parent
         parts.reverse()
-        ends = range((num_blocks + 1) * size, min(len(chain), most_tokens // self.unit) + 1, size)
+        ends = range((whole + 1) * size, most + 1, size)
         for host in self.hosts[parts[-1][0].group :][:2] if parts else self.hosts:
             if ids := host.run(chain[end] for end in ends):
                 return Hit(tuple(parts), host_group=host.pool.group, host_ids=ids)
-        return Hit(tuple(parts), tail, (num_units - num_blocks * size) * self.unit)
-
-    def end_of(self, chain: Chain, most_tokens: int) -> tuple[Path | None, Path | None, int]:
-        """The paths of the last whole block and of that behind it of which some units are the same; all units."""
-        known, size = self._known, self.units_per_block
-        most = min(len(chain), most_tokens // self.unit)
-        if not known or not most:
-            return None, None, 0
-        whole = bisect_left(range(1, most // size + 1), True, key=lambda n: chain[n * size] not in known)
-        end = known[chain[whole * size]] if whole else None
-        for units in range(min(most, whole * size + size - 1), whole * size, -1):
-            if (tail := known.get(chain[units])) is not None:
-                return end, tail, units
-        return end, None, whole * size
+        for num_units in range(min(most - whole * size, size - 1), 0, -1):
+            if (tail := known.get(chain[whole * size + num_units])) is not None:
+                return Hit(tuple(parts), tail, num_units * self.unit)
+        return Hit(tuple(parts))
 
     def watch(self, slot: int, chain: Chain, most_tokens: int) -> int:
         """Tokens that are there for a waiting request, which is ``stale`` as soon as that changes."""
         self.forget(slot)
-        path, tail, num_units = self.end_of(chain, most_tokens)
-        ends = self._watched[slot] = list[Callable[[], None]]()
-        if (last := tail or path) is not None:
-            _mark(last.counted_on, end := -(-num_units // self.units_per_block), slot)
-            self._may_go(last)
-            ends += [partial(_unmark, last.counted_on, end, slot), partial(self._may_go, last)]
-        if num_units < min(most_tokens // self.unit, len(chain)):
-            _mark(self._waits_for, wanted := chain[num_units + 1], slot)
-            ends.append(partial(_unmark, self._waits_for, wanted, slot))
-        if (hit := self.lookup(chain, most_tokens)).host_ids:
-            (host := self.hosts[hit.host_group]).count_on(hit.host_ids)
-            ends.append(partial(host.count_on, hit.host_ids, -1))
+        hit, ends = self.lookup(chain, most_tokens), list[Callable[[], None]]()
+        parts = [*hit.parts, *([(hit.tail, hit.num_blocks + 1)] if hit.tail else [])]
+        for path, end in {path.group: (path, end) for path, end in parts}.values():  # the last one on each group
+            _mark(path.counted_on, end, slot)
+            self._settle(path)
+            ends += [partial(_unmark, path.counted_on, end, slot), partial(self._settle, path)]
+        further = self.units_per_block if hit.host_ids else hit.tail_tokens // self.unit + 1
+        if (wanted := hit.num_blocks * self.units_per_block + further) <= min(most_tokens // self.unit, len(chain)):
+            _mark(self._waits_for, one := chain[wanted], slot)
+            ends.append(partial(_unmark, self._waits_for, one, slot))
+        for one in hit.host_ids:
+            _mark(marks := self.hosts[hit.host_group].counted_on, one, slot)
+            ends.append(partial(_unmark, marks, one, slot))
+        self._watched[slot] = ends
         return hit.num_tokens(self.block_size)
 
     def forget(self, slot: int) -> None:
@@ -247,32 +250,13 @@ class PrefixCache:
 
     # -- what a request computes -------------------------------------------------------------------------------------
 
-    def note(
-        self, path: Path | None, chain: Chain, units: range, new: Callable[[int], Path]
-    ) -> tuple[Path | None, int, Path | None]:
-        """Further units of a chain are being computed: those that nobody has are of ``path``, or of a ``new`` one, made
-        for the block at which it begins, which the caller gives the blocks. Ends behind a whole block that others have.
-
-        Returns:
-            The path, if there is one by now, the last unit looked at, and whose block that ends.
-        """
-        known, size = self._known, self.units_per_block
-        for n in units:
-            other = known.get(one := chain[n])
-            if other is None:
-                if path is None:
-                    path = new((n - 1) // size)
-                    if path.parent is not None:
-                        _mark(path.parent.children, path.start, path)
-                known[one] = path
-                path.ids += [chain[m] for m in range(path.start * size + len(path.ids) + 1, n + 1)]
+    def grow(self, path: Path, ids: list[bytes], runs: Iterable[tuple[int, int]]) -> None:
+        """The owner of a path computes the units that follow, which have these ids, in further blocks."""
+        for one in ids:
+            if one not in self._known:
+                self._known[one] = path
                 self.stale.update(self._waits_for.get(one, {}))
-            elif other is not path and not n % size:
-                break
-        return path, n, None if n % size else known[one]
-
-    def grow(self, path: Path, runs: Iterable[tuple[int, int]]) -> None:
-        """Give a path the blocks that follow its last one; its owner holds them."""
+        path.ids += ids
         for first, count in runs:
             append_extent(path.runs, first, count)
             path.end += count
@@ -302,29 +286,18 @@ class PrefixCache:
             del steps[:at]
         shared = max(path.holders, default=path.start)
         self._is_held(path, shared if path.owner is None else path.end, shared)
-        if path.is_known:
-            self._may_go(path)
-        else:
-            self._free(path, path.held)
+        self._settle(path)
 
     def _is_held(self, path: Path, held: int, shared: int) -> None:
         self.num_idle[path.group] -= held - path.held
         self.num_pinned[path.group] += shared - path.shared
         path.held, path.shared = held, shared
 
-    def read(self, hit: Hit) -> list[int]:
-        """The host blocks of a hit, which the next batch reads: until it has been sent they stay."""
-        return self.hosts[hit.host_group].read(hit.host_ids) if hit.host_ids else []
-
-    def is_read(self, hit: Hit) -> bool:
-        """Whether the next batch reads what there is of a hit on the host, for another request."""
-        return any(self.hosts[hit.host_group].is_read(one) for one in hit.host_ids[:1])
-
-    def sent(self) -> None:
-        """The next batch has been sent."""
-        self.swaps_out.clear()
-        for host in self.hosts:
-            host.sent()
+    def read_back(self, hit: Hit) -> list[int]:
+        """The host blocks of a hit, for one request: others find them in the pools when it has been sent."""
+        for one in hit.host_ids:
+            self.stale.update(self.hosts[hit.host_group].counted_on.get(one, {}))
+        return self.hosts[hit.host_group].take(hit.host_ids) if hit.host_ids else []
 
     # -- what goes ---------------------------------------------------------------------------------------------------
 
@@ -332,32 +305,52 @@ class PrefixCache:
         """Let blocks that nobody holds go until so many are free; there are as many."""
         pool, heap = self._pools[group], self._heaps[group]
         while pool.num_free < num_blocks:
-            if heap:
-                is_counted_on, key, _, path = entry = heappop(heap)
-                if not self._is_valid(entry):
-                    continue
-                steps = [int(bound) for bound, _, _ in path.steps if bound < path.end]
-                floor = max([path.held, *path.children, *steps, *(() if is_counted_on else path.counted_on)])
-                self._clock = max(self._clock, key)
-            else:  # behind what is left lies only what others compute for themselves
-                paths = dict.fromkeys(self._known.values())
-                idle = [path for path in paths if path.group == group and path.held < path.end]
-                path = max(idle, key=lambda path: path.start)
-                floor = path.held
+            is_counted_on, key, _, path = entry = heappop(heap)
+            if not self._is_valid(entry):
+                continue
+            steps = [int(bound) for bound, _, _ in path.steps if bound < path.end]
+            floor = max([path.kept, *steps, *(() if is_counted_on else path.counted_on)])
+            self._clock = max(self._clock, key)
             end = max(floor, path.end - num_blocks + pool.num_free)
             if self.hosts:
                 self._to_host(path, end)
-            self._drop([(path, end)])
+            self._drop(path, end)
 
     def clear(self) -> None:
-        """Forget everything; what requests hold stays theirs."""
-        self._drop([(path, path.start) for path in dict.fromkeys(self._known.values())])
+        """Forget everything; what requests hold stays theirs, of whom none goes on with a path that it has."""
+        for path in dict.fromkeys(self._known.values()):
+            self._drop(path, path.start)
         for host in self.hosts:
-            host.clear()
+            host.make_free(host.num_free)
 
-    def _may_go(self, path: Path) -> None:
-        """Put a path among those whose end may go, if nobody holds that and nothing is known behind it."""
-        if not path.is_known or max([path.held, *path.children]) >= path.end:
+    def _drop(self, path: Path, end: int) -> None:
+        """What lies in a path from some block on, and all behind that, is known no more."""
+        going = [(path, end)]
+        for path, end in going:
+            going += [(child, start) for start in path.children if start > end for child in path.children[start]]
+        for path, end in reversed(going):
+            for one in path.ids[(keep := (end - path.start) * self.units_per_block) :]:
+                if self._known.get(one) is path:
+                    del self._known[one]
+            del path.ids[keep:]
+            for bound in [bound for bound in path.counted_on if bound > end]:
+                self.stale.update(path.counted_on.pop(bound))
+            self._settle(path)
+
+    def _settle(self, path: Path) -> None:
+        """Free what nothing names and nobody holds at the end of a path; if what is left ends in what nobody holds, it
+        is among those whose end may go."""
+        while path.ids and self._known.get(path.ids[-1]) is not path:
+            path.ids.pop()
+        num_named = -(-len(path.ids) // self.units_per_block)
+        self._free(path, max([path.held, *path.children, min(path.start + num_named, path.end)]))
+        if path.start == path.end:
+            if (parent := path.parent) is not None:
+                path.parent = None
+                _unmark(parent.children, path.start, path)
+                self._settle(parent)
+            return
+        if path.kept == path.end:
             return
         self._num_entries += 1
         path.entry = self._num_entries
@@ -372,27 +365,7 @@ class PrefixCache:
     def _is_valid(self, entry: _Entry) -> bool:
         """Whether what lies in a heap is of now."""
         *_, number, path = entry
-        return number == path.entry and path.is_known and max([path.held, *path.children]) < path.end
-
-    def _drop(self, paths: list[tuple[Path, int]]) -> None:
-        """Of each path what lies from some block on, and all behind that, is known no more; what nobody holds of it is
-        free. Nothing is left of a path that is dropped from its start on."""
-        while paths:
-            path, end = paths.pop()
-            paths += [(child, start) for start in path.children if start > end for child in path.children[start]]
-            for one in path.ids[(keep := (end - path.start) * self.units_per_block) :]:
-                if self._known.get(one) is path:
-                    del self._known[one]
-            del path.ids[keep:]
-            for bound in [bound for bound in path.counted_on if bound > end]:
-                self.stale.update(path.counted_on.pop(bound))
-            self._free(path, max(end, path.held))
-            if end == path.start:
-                path.is_known, parent, path.parent = False, path.parent, None
-                if parent is not None:
-                    _unmark(parent.children, path.start, path)
-                    self._may_go(parent)
-            self._may_go(path)
+        return number == path.entry and path.kept < path.end
 
     def _to_host(self, path: Path, end: int) -> None:
         """Copy what goes of a path, from some block on, to the host, where that is predicted to pay: after n uses the

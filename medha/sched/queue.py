@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from medha.batch import Row
 from medha.config import SchedulerConfig
-from medha.cost.prefill_time import PrefillTimes, SpreadTimes
+from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
-from medha.sched.prefix import Chain
+from medha.sched.prefix import Chain, PrefixCache
 from medha.sched.tenants import Tenants
 
 
@@ -75,18 +75,7 @@ class State:
         return not self.prefilling and self.num_scheduled_tokens < self.num_known_tokens
 
 
-# Context at which a token's attention costs as much as its linear layers, where no predictor says better: a layer takes
-# about 4 * D * L operations against 24 * D * D, so L = 6 * D; D = 4096 stands for a model of 8B parameters.
-_EVEN_CONTEXT = 24_576
-
-
 _KEPT = 0.99  # of a batch's weight in how prefills get on, with each that follows
-
-
-def prefill_work(num_computed_tokens: int, num_prompt_tokens: int) -> float:
-    """Work left of a prefill in tokens of short context: the tokens, plus attention over what precedes them."""
-    start, end = num_computed_tokens, num_prompt_tokens
-    return (end - start) + (end * end - start * start) / (2.0 * _EVEN_CONTEXT)
 
 
 # The columns: those that a policy sees, and the scheduler's own.
@@ -107,7 +96,7 @@ class Queue:
     Args:
         config: of a request without a TTFT objective the deadline is ``max(deadline_floor_s, deadline_factor *
             predicted seconds alone)``; with async scheduling tokens count as known once what samples them is sent.
-        times: predicted seconds of prefills; None counts tokens of short context instead, and derives no deadline.
+        times: predicted seconds of prefills that run alone, by the tokens of the prompt.
 
     Attributes:
         waiting: not started, in order of arrival; preempted ones come first.
@@ -115,9 +104,9 @@ class Queue:
         ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
     """
 
-    def __init__(self, config: SchedulerConfig, times: PrefillTimes | SpreadTimes | None) -> None:
+    def __init__(self, config: SchedulerConfig, times: Callable[[int], PrefillTimes]) -> None:
         self._config = config
-        self._times = times
+        self.times = times
         self.foresees = bool(config.async_scheduling)
         self.running: dict[int, State] = {}  # started and not closed, in the order of their first chunks
         self.decoding: dict[int, State] = {}  # of those, the ones whose prompt is scheduled whole
@@ -130,7 +119,6 @@ class Queue:
         self._states: list[State] = []  # by row
         self._row_of: dict[int, int] = {}
         self._table = {name: np.zeros(64, dtype) for name, dtype in _COLUMNS.items()}
-        self._columns: tuple[float, Columns] | None = None  # those handed out last, until a row changes
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.waiting or slot in self.running
@@ -140,13 +128,10 @@ class Queue:
     def columns(self, factor: float) -> Columns:
         """Views of the columns for a policy; ``factor`` corrects the predicted seconds, and :attr:`stretch`."""
         factor *= self.stretch
-        if self._columns is not None and self._columns[0] == factor:
-            return self._columns[1]
         views = {name: self.column(name) for name in COLUMN_NAMES}
         if factor != 1.0:
             views |= {name: views[name] * factor for name in ("work_total_s", "work_left_s")}
-        self._columns = factor, Columns(**views)
-        return self._columns[1]
+        return Columns(**views)
 
     def column(self, name: str) -> NDArray[Any]:
         """A view of one column of ``_COLUMNS``."""
@@ -189,7 +174,7 @@ class Queue:
         """A request arrives, of which some tokens are there; ``factor`` corrects the predicted seconds of its derived
         deadline."""
         length, self.newest_s = request.num_prompt_tokens, max(self.newest_s, request.arrival_s)
-        total_s = self.left_s(num_cached, length) if num_cached else self.prefill_s(length)
+        total_s = self.left_s(num_cached, length) if num_cached else self.times(length).total_s(length)
         state = State(request, length, length, self._deadline_s(request, total_s * factor))
         state.tenant = self.tenants.enter(request.tenant)
         self.waiting[request.slot] = state
@@ -214,7 +199,11 @@ class Queue:
         self._table["num_prompt_tokens"][row] = state.num_own_prefill
         self._table["work_left_s"][row] = self.left_s(num_tokens, state.num_prefill_tokens)
         self._table["work_total_s"][row] = self._table["work_left_s"][row]
-        self._columns = None
+
+    def look_again(self, state: State, prefix: PrefixCache) -> None:
+        """Find out how much is there of a request that waits, and watch that."""
+        if state.chain is not None:
+            self.found(state, prefix.watch(state.slot, state.chain, state.num_prefill_tokens - 1))
 
     def preempt(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
         """A started request loses what was computed, all but ``num_kept`` tokens, and waits again, first in line."""
@@ -229,7 +218,7 @@ class Queue:
         state.num_preempted += 1
         self.waiting[state.slot] = state
         self.waiting.move_to_end(state.slot, last=False)
-        self._append(state, self.prefill_s(state.num_prefill_tokens), now_s)
+        self._append(state, self.times(state.num_prefill_tokens).total_s(state.num_prefill_tokens), now_s)
 
     def start(self, state: State) -> None:
         """A request gets its first chunk."""
@@ -255,7 +244,6 @@ class Queue:
             return
         self._table["last_chunk_s"][index] = now_s
         left[index] = left_s
-        self._columns = None
 
     def batch_sent(self, seconds: float, factor: float) -> None:
         """A batch is predicted to take so long, by this factor: what prefill is in it would take so much less alone."""
@@ -298,23 +286,14 @@ class Queue:
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    def prefill_s(self, num_tokens: int) -> float:
-        """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
-        return prefill_work(0, num_tokens) if self._times is None else self._times.total_s(num_tokens)
-
     def left_s(self, num_done: int, num_tokens: int) -> float:
-        """Seconds that the rest of a prefill takes alone; as :meth:`prefill_s`."""
-        times = self._times
-        return prefill_work(num_done, num_tokens) if times is None else times.remaining_s(num_done, num_tokens)
-
-    def span_s(self, start: int, end: int) -> float:
-        """Seconds in which a prefill comes from one position to another; as :meth:`prefill_s`."""
-        return prefill_work(start, end) if self._times is None else self._times.span_s(start, end)
+        """Seconds that the rest of a prefill takes alone, uncorrected."""
+        return self.times(num_tokens).remaining_s(num_done, num_tokens)
 
     def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
         if request.slo is not None and request.slo.ttft_s is not None and not request.is_relegated:
             return request.slo.ttft_s
-        if request.is_relegated or self._times is None:
+        if request.is_relegated:
             return math.inf
         return max(self._config.deadline_floor_s, self._config.deadline_factor * total_s)
 
@@ -333,7 +312,6 @@ class Queue:
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
-        self._columns = None
 
     def _remove(self, slot: int) -> None:
         """Take a request's row out; the last row takes its place."""
@@ -346,4 +324,3 @@ class Queue:
             self._states[row] = moved
             self._row_of[moved.slot] = row
         self.num_prefills = last
-        self._columns = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -39,9 +39,9 @@ class Scheduler:
 
     Args:
         config: which scheduler and policy, budgets and depth.
-        dealing: of the cdsp scheduler alone, which needs it and a predictor.
+        dealing: of the cdsp scheduler alone, which needs it.
         num_blocks, block_size, num_groups: as of :class:`medha.sched.memory.KVMemory`.
-        predictor: of the slowest stage of a group; the medha scheduler needs one.
+        predictor: of the slowest stage of a group.
         max_prompt_tokens: longest prompt whose time is predicted apart.
     """
 
@@ -51,10 +51,10 @@ class Scheduler:
         dealing: Dealing | None = None,
         /,
         *,
+        predictor: Predictor,
         num_blocks: int,
         block_size: int,
         num_groups: int = 1,
-        predictor: Predictor | None = None,
         max_prompt_tokens: int = 10_000_000,
     ) -> None:
         self.config = config
@@ -75,7 +75,7 @@ class Scheduler:
             prefix_cost_s=self._block_s,
         )
         if config.scheduler == CDSP:
-            assert predictor is not None and dealing is not None, "the cdsp scheduler needs a predictor and a planner"
+            assert dealing is not None, "the cdsp scheduler needs a planner"
             if config.max_num_seqs < num_groups:  # each started request has a group of its own
                 raise ConfigError(
                     f"max_num_seqs={config.max_num_seqs} with scheduler='cdsp'; accepted: {num_groups} at least"
@@ -86,18 +86,16 @@ class Scheduler:
         elif config.scheduler != "medha":
             self.packer = CLASSICAL[config.scheduler]()
         else:
-            assert predictor is not None, "the medha scheduler needs a predictor"
             self.packer = MedhaPacker(config, predictor, self.depth)
-        times: PrefillTimes | SpreadTimes | None = None
-        if predictor is not None:
-            budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
-            most, step = config.max_batch_tokens, config.chunk_granularity
-            rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
-            times = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
-            if config.ring:
-                most_kv = self.memory.max_kv_per_group
-                times = SpreadTimes(predictor, rule, config, max_tokens=max_prompt_tokens, most_kv=most_kv)
-                self.memory.deal_pays = times.pays
+        budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
+        most, step = config.max_batch_tokens, config.chunk_granularity
+        rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
+        alone = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
+        times: Callable[[int], PrefillTimes] = lambda num_prompt: alone  # noqa: E731
+        if config.ring:
+            most_kv = self.memory.max_kv_per_group
+            times = spread = SpreadTimes(predictor, rule, config, max_tokens=max_prompt_tokens, most_kv=most_kv)
+            self.memory.deal_pays = spread.pays
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)
@@ -159,8 +157,9 @@ class Scheduler:
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
         if self.dealing is not None and (request.max_new_tokens > 1 or request.prefix):
             raise ValueError(f"{request}; accepted with scheduler='cdsp': one new token, and no prefix ids")
-        chain, most, prefix = Chain(request.prefix), request.num_prompt_tokens - 1, self.memory.prefix
-        num_cached = prefix.lookup(chain, most).num_tokens(prefix.block_size)
+        prefix = self.memory.prefix
+        hit = prefix.lookup(Chain(request.prefix), request.num_prompt_tokens - 1)
+        num_cached = hit.num_tokens(prefix.block_size)
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s, num_cached)
         alone_tpot_s = self._late_tpot_s(request)
         if predicted_s is not None:
@@ -176,10 +175,8 @@ class Scheduler:
             if self.config.admission == "refuse":
                 raise _refusal("tpot_s", request, alone_tpot_s, "a token is predicted to take {:.4f} s even alone")
             request = replace(request, slo=replace(request.slo, tpot_s=None))
-        factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
-        deadline_s = self._queue.add(request, factor, num_cached).deadline_s
-        if request.prefix:
-            prefix.watch(request.slot, chain, most)
+        deadline_s = self._queue.add(request, self.predictor.factor("prefill"), num_cached).deadline_s
+        self._queue.look_again(self._queue.waiting[request.slot], prefix)
         self.packer.added(request)
         slack_s = self._slack_s(request.slot, request.arrival_s)
         return Admitted(deadline_s, slack_s, request.is_relegated, alone_tpot_s)
@@ -190,7 +187,7 @@ class Scheduler:
         That is if it ran next: the wait so far, the batches in flight, its prefill alone.
         """
         objective_s = None if request.slo is None else request.slo.ttft_s
-        if objective_s is None or self.config.admission == "all" or self.predictor is None:
+        if objective_s is None or self.config.admission == "all":
             return None
         in_flight_s = sum(prediction.seconds for _, prediction in self._in_flight if prediction is not None)
         alone_s = self.prefill_left_s(num_cached, request.num_prompt_tokens)
@@ -198,15 +195,13 @@ class Scheduler:
         return predicted_s if predicted_s > objective_s else None
 
     def prefill_left_s(self, num_computed: int, num_prompt: int) -> float:
-        """Predicted seconds to read the rest of a prompt beside the present decodes, if nobody else's is read; 0 where
-        nothing predicts. Any thread may ask."""
-        if self.predictor is None:
-            return 0.0
+        """Predicted seconds to read the rest of a prompt beside the present decodes, if nobody else's is read. Any
+        thread may ask."""
         return self._queue.left_s(num_computed, num_prompt) * self._factor() * self._queue.stretch
 
     def _factor(self) -> float:
         """The present correction of a prefill's predicted seconds."""
-        return 1.0 if self.predictor is None else self.predictor.factor("mixed" if self._queue.decoding else "prefill")
+        return self.predictor.factor("mixed" if self._queue.decoding else "prefill")
 
     def num_there(self, slot: int) -> int:
         """Tokens of a request that it need not compute when it starts; 0 of one that does not wait. Any thread may
@@ -220,7 +215,7 @@ class Scheduler:
         No batch is small enough for it: to keep to it would hold up every prefill, and gain nothing.
         """
         objective_s = None if request.slo is None else request.slo.tpot_s
-        if objective_s is None or self.predictor is None:
+        if objective_s is None:
             return None
         kv = min(request.num_prompt_tokens, self.memory.max_kv_per_group)
         alone_s = self.config.period * self.predictor.predict([Work(1, kv, is_decode=True)])
@@ -230,7 +225,7 @@ class Scheduler:
         """Seconds for which a request can still wait and have its first token in time; inf without a deadline."""
         state = self._queue.waiting.get(slot) or self._queue.running[slot]
         left_s = 0.0
-        if self.predictor is not None and state.prefilling and not state.ended:
+        if state.prefilling and not state.ended:
             _, left_s = self._queue.work_s(state, self._factor())
         return float(state.request.arrival_s + state.deadline_s - now_s - left_s)
 
@@ -310,16 +305,13 @@ class Scheduler:
     def _block_s(self, depth: int) -> float:
         """Predicted seconds to compute a block with so many before it."""
         size = self.memory.block_size
-        return self._queue.span_s(depth * size, (depth + 1) * size)
+        return self._queue.times((depth + 1) * size).span_s(depth * size, (depth + 1) * size)
 
     def _look_again(self) -> None:
         """Find out what is there of the requests that wait for which that has changed, some at a time."""
         prefix = self.memory.prefix
         for slot in list(islice(prefix.stale, _MOST_STALE)):
-            prefix.stale.pop(slot, None)
-            state = self._queue.waiting.get(slot)
-            if state is not None and state.chain is not None and self.memory.swapped_on(slot) is None:
-                self._queue.found(state, prefix.watch(slot, state.chain, state.num_prefill_tokens - 1))
+            self._queue.look_again(self._queue.waiting[slot], prefix)
 
     def schedule(self, now_s: float) -> Decision:
         """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight."""
@@ -374,7 +366,7 @@ class Scheduler:
             Slots closed by this call: their blocks are free and the slot numbers may be used again.
         """
         prediction = self._take_in_flight(batch)
-        if prediction is not None and self.predictor is not None and not self._is_moving(batch, prediction.seconds):
+        if prediction is not None and not self._is_moving(batch, prediction.seconds):
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
         self.packer.completed(batch, busy_s)
         self._queue.computed(batch.rows)

@@ -110,10 +110,13 @@ def serve(
 
 
 def _watch(front: Front, limit_s: float) -> None:
-    """End the process where requests wait and no batch completes."""
-    service = front.service
-    while service.stuck_s < limit_s:
-        time.sleep(min(1.0, limit_s / 4))
+    """End the process where requests wait and no batch completes; while it was stopped itself no time has passed."""
+    service, look_s = front.service, min(1.0, limit_s / 4)
+    stuck_s, num_turns = 0.0, 0
+    while stuck_s < limit_s:
+        is_stuck = service.engine.num_unfinished > 0 and service.num_turns == num_turns
+        stuck_s, num_turns = stuck_s + look_s if is_stuck else 0.0, service.num_turns
+        time.sleep(look_s)
     if service.ended is None:
         message = f"no batch has completed for {limit_s:g} s"
         logger.error("%s:\n%s", message, service.engine.describe())

@@ -176,7 +176,7 @@ class Asked:
         news = [one for one in output.outputs if one.token_ids or one.finish_reason is not None]
         return [self._chunk([self._choice(index, one, "delta")]) for one in news]
 
-    def progress(self, requests: Sequence[Request], eta_s: float | None) -> Json:
+    def progress(self, requests: Sequence[Request], eta_s: float) -> Json:
         """How much of the prompts has been read, in llama.cpp's words, and in how many seconds a token is due."""
         begun = [one.first for one in requests if one.completions]
         computed = sum(one.num_computed_tokens for one in begun)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
@@ -82,6 +81,7 @@ class Service:
     Attributes:
         is_draining: no new request is taken.
         ended: what whoever asks is told as nothing is served any more: why the engine failed, or that the server stops.
+        num_turns: how often the engine has done something, or had nothing to do.
         on_end: called in the event loop with each request that has ended and its last output.
     """
 
@@ -96,7 +96,7 @@ class Service:
         self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
-        self._moved_s = time.monotonic()  # when the engine had last done something, or nothing to do
+        self.num_turns = 0
         # as in a file of requests: a prompt of millions of characters is overtaken by short ones
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
 
@@ -145,20 +145,13 @@ class Service:
         self._inbox.put(call)
         self.engine.wake()
 
-    @property
-    def stuck_s(self) -> float:
-        """Seconds for which requests wait and no batch has completed."""
-        return time.monotonic() - self._moved_s if self.engine.num_unfinished else 0.0
-
-    def eta_s(self, requests: Sequence[Request]) -> float | None:
-        """Predicted seconds to the first token of any of some requests; None where none is predicted.
+    def eta_s(self, requests: Sequence[Request]) -> float:
+        """Predicted seconds to the first token of any of some requests, 0 where all are read.
 
         Of a prompt that is being read, what is left takes as much longer than alone as the last that was read, as much
         or all, did. One that waits is behind those with less left to read, as the default policy has it.
         """
-        if self.engine.scheduler.predictor is None:
-            return None
-        return min((self._eta_s(one) for one in _unread(requests)), default=None)
+        return min((self._eta_s(one) for one in _unread(requests)), default=0.0)
 
     def _eta_s(self, one: Completion) -> float:
         left_s, begun_s, done_s = self.left_s(one), one.metrics.first_scheduled, 0.0
@@ -199,7 +192,7 @@ class Service:
                 self._obey(0.0 if self.engine.has_unfinished else _IDLE_S)
                 if self.engine.has_unfinished:
                     self.engine.advance(_IDLE_S)
-                self._moved_s = time.monotonic()
+                self.num_turns += 1
                 self.flush()
         except KeyboardInterrupt:
             self.cut()

@@ -31,7 +31,7 @@ class DealtRows:
     own: int  # this rank's place on the run
     seen: tuple[AttentionRows, ...]  # of the block of each place of the run; the own one lies in the pool
     block_tokens: tuple[int, ...]  # of each block, whole pages
-    packed: Sequence[Run]  # what of the pool is the own block; packed where it is not one run
+    packed: Sequence[Run]  # what of the pool is the own block
 
 
 @dataclass(frozen=True, slots=True)

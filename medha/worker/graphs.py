@@ -127,18 +127,14 @@ class DecodeGraphs:
         return min((size for size in self._graphs if size >= num_rows), default=None)
 
     @torch.inference_mode()
-    def capture(
-        self, maker: CudaGraphs, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
-    ) -> None:
+    def capture(self, maker: CudaGraphs, sizes: Sequence[int], *, is_alone: bool = True) -> None:
         """Capture a graph of each size, the largest first, and say which; one without memory for it is left out.
 
-        Args:
-            on_captured: called with how many sizes are done and how many there are.
-            is_alone: no other rank takes part. Where some do, one without memory cannot leave a size out, as the others
-                would wait for it in a collective: ConfigError.
+        ``is_alone``: no other rank takes part. Where some do, one without memory cannot leave a size out, as the others
+        would wait for it in a collective: ConfigError.
         """
         begin_s = time.perf_counter()
-        for done, size in enumerate(sorted(sizes, reverse=True), start=1):
+        for size in sorted(sizes, reverse=True):
             try:
                 self._graphs[size] = self._captured(maker, size)
             except torch.OutOfMemoryError as error:
@@ -150,7 +146,6 @@ class DecodeGraphs:
                 logger.warning("no memory for the CUDA graph of %d decodes; larger batches run without one", size)
                 if self._inputs.is_cuda:
                     torch.cuda.empty_cache()
-            on_captured(done, len(sizes))
         listed = ", ".join(map(str, self.sizes)) or "none"
         logger.info("CUDA graphs of %s decodes, captured in %.1f s", listed, time.perf_counter() - begin_s)
 

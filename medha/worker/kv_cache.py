@@ -132,18 +132,6 @@ class KVCache:
             k_PKH, v_PKH = memory.view(2, -1, heads, dim)
         return k_PKH, v_PKH
 
-    def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The memory of a :meth:`block` in equal pieces, whose tokens lie adjacent in a pool as well: the keys and the
-        values, on the CPU of each head."""
-        return list(memory.view(2 * self.shape.num_kv_heads if memory.device.type == "cpu" else 2, -1))
-
-    def lying(self, layer: int, first: int, count: int) -> list[torch.Tensor]:
-        """Adjacent tokens of a layer's pool where they lie: what :meth:`pieces` gives of them once they are packed."""
-        pools = [pool[first : first + count] for pool in (self.k[layer], self.v[layer])]
-        if pools[0].device.type != "cpu":
-            return pools
-        return [pool[:, head] for pool in pools for head in range(self.shape.num_kv_heads)]
-
     def block_size_of(self, num_tokens: int, num_heads: int | None = None) -> int:
         """Numbers of the memory of :meth:`block` for so many tokens."""
         return 2 * num_tokens * (num_heads or self.shape.num_kv_heads) * self.shape.head_dim

@@ -21,7 +21,7 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -68,12 +68,12 @@ class Runner:
     samples: bool = True  # whether this rank draws tokens; it must hold the head
     group: int = 0  # the KV-parallel one
     merge: Merge | None = None  # over KV-parallel groups, if there are several
-    ring: Ring | None = None  # likewise
     host: HostCache | None = None  # where blocks are swapped to; None if they never are
 
     def __post_init__(self) -> None:
         self.recorder = Recorder()  # what ran when; where the device runs behind the host, when it was launched
         self.slots = Slots(self.cache.block_size, self.group)
+        self.ring = None if self.merge is None else Ring(self.merge)
         # of each slot, int64 on the device, where tokens are embedded
         self.last_tokens = torch.zeros(64, dtype=torch.int64, device=self.device)
         self._rope = self.model.config.rope
@@ -84,13 +84,11 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self._began: torch.cuda.Event | None = None  # when the device could begin with the present batch
 
-    def capture(
-        self, maker: CudaGraphs, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
-    ) -> None:
+    def capture(self, maker: CudaGraphs, sizes: Sequence[int], *, is_alone: bool = True) -> None:
         """Capture graphs of decodes; see :meth:`medha.worker.graphs.DecodeGraphs.capture`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
         self.graphs = DecodeGraphs(self.model, self.cache, self.backend, self._inv_freq, most_decodes=max(sizes))
-        self.graphs.capture(maker, sizes, on_captured, is_alone=is_alone)
+        self.graphs.capture(maker, sizes, is_alone=is_alone)
 
     def open(
         self,
@@ -325,18 +323,13 @@ class Runner:
         assert self.ring is not None, "rows are dealt where there are several groups"
         q_TNH, pools = q_TNH[rows.shared.tokens], (self.cache.k[layer], self.cache.v[layer])
         sizes = [self.cache.block_size_of(tokens) for tokens in rows.block_tokens]
-        if len(rows.packed) == 1:
-            ((first, _, count),) = rows.packed
-            own = self.cache.lying(layer, first, count)
-        else:
-            memory = self.ring.buffer(0, sizes[rows.own], pools[0])
-            own = self.cache.pieces(self.cache.pack(layer, rows.packed, memory))
+        packed = self.cache.pack(layer, rows.packed, self.ring.buffer(0, sizes[rows.own], pools[0]))
 
-        def over(owner: int, block: torch.Tensor | None) -> Partial:
-            return self.backend.run(q_TNH, *(pools if block is None else self.cache.block(block)), plans[owner])
+        def over(owner: int, block: torch.Tensor) -> Partial:
+            return self.backend.run(q_TNH, *(pools if owner == rows.own else self.cache.block(block)), plans[owner])
 
         waiting = partial(self.recorder.waiting, "merge")
-        return self.ring.attend(rows.shared, own, sizes, over, compare=layer == 0, waiting=waiting)
+        return self.ring.attend(rows.shared, packed, sizes, over, compare=layer == 0, waiting=waiting)
 
     def _move(self, step: StepInput, layer: int) -> Moving | None:
         """Begin to move a layer's history between groups, if some is to move before the dealt rows run."""

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +28,8 @@ from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch
 from medha.parallel.mesh import Ranks, wait_for_all
-from medha.parallel.ring import Ring
 from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
-from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
@@ -127,13 +124,12 @@ def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[st
     """What a runner takes to be one of several; every rank calls it, as communicators are used for the first time."""
     digests = Digests(ranks.report_group)
     pipe = make_pipe(ranks, digests, dim=shard.model.hidden_size, dtype=shard.dtype, device=device)
-    merge = ring = None
+    merge = None
     if ranks.merge_group is not None:
         merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
-        ring = Ring(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
         merge.warm(device)
     pipe.warm()
-    return {"pipe": pipe, "merge": merge, "ring": ring, "samples": ranks.is_sampler, "group": ranks.group}
+    return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
 
 
 def make_pipe(ranks: Ranks, digests: Digests, *, dim: int, dtype: torch.dtype, device: torch.device) -> StagePipe:
@@ -331,11 +327,3 @@ def choose_backend(
 def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
     """Whether decodes are captured."""
     return config.cuda_graphs and device.type == "cuda" and isinstance(backend, FlashInferBackend)
-
-
-def capture_graphs(
-    runner: Runner, config: EngineConfig, captured: Callable[[int, int], None], *, is_alone: bool
-) -> None:
-    """Capture graphs of decodes; ``is_alone``: without tensor parallelism."""
-    sizes = graph_sizes(config.scheduler.max_num_seqs)
-    runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=is_alone)

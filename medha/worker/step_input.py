@@ -20,7 +20,7 @@ import torch
 
 from medha.attention.interface import AttentionRows
 from medha.attention.staging import to_device
-from medha.batch import Batch, Deal, Extent, Row, Shift, Swap, shifts
+from medha.batch import Batch, Deal, Extent, Row, Swap, shifts
 from medha.worker.dealt import DealtRows, Move, dealt_rows, runs_of
 from medha.worker.swap import Run
 
@@ -42,8 +42,8 @@ class StepInput:
     own: AttentionRows | None = None  # what the rows of this group alone attend to, if there are any
     shared: AttentionRows | None = None  # and those of several groups
     dealt: Sequence[DealtRows] = ()
-    sends: Sequence[Move] = ()  # history that goes to other groups before dealt rows run, and comes from others
-    receives: Sequence[Move] = ()
+    sends: list[Move] = field(default_factory=list)  # history that goes to other groups before dealt rows run,
+    receives: list[Move] = field(default_factory=list)  # and comes from others
     decode_tokens: Ints = field(default_factory=_NO_INTS.copy)  # index of each decode's token among the T
     decode_slots: Ints = field(default_factory=_NO_INTS.copy)
     drawn_rows: tuple[Row, ...] = ()  # after which a token is drawn on this group
@@ -105,16 +105,12 @@ class Slots:
                 self._make_room(shared.slot + 1)
                 self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
                 self._last = None  # whoever had the slot may have ended just before the position that comes next
-        dealt: list[tuple[Row, Deal, list[Shift]]] = []
-        for row in batch.rows if batch.deals else ():
-            if row.is_dealt:
-                its = [deal for deal in batch.deals if deal.slot == row.slot]
-                dealt.append((row, its[self.group - row.group], shifts(its)))
-        step.sends = [move for one in dealt for move in self._cut(*one)]
         for extent in batch.extents:
             if extent.group == self.group:
                 self._append(extent)
-        step.receives = [move for one in dealt for move in self._grow(*one)]
+        for row in batch.rows if batch.deals else ():
+            if row.is_dealt:
+                self._move(step, row, [deal for deal in batch.deals if deal.slot == row.slot])
         size = self.block_size
         step.copies = [(c.source * size, c.target * size, c.num_tokens) for c in batch.copies if c.group == self.group]
         step.swaps_in = self._runs(batch.swaps_in)
@@ -141,33 +137,27 @@ class Slots:
             self._blocks[extent.slot] = blocks
         blocks[start:end] = np.arange(extent.first, extent.first + extent.count)
 
-    def _cut(self, row: Row, own: Deal, its: Sequence[Shift]) -> list[Move]:
-        """Take off a request's table here what goes to other groups before its dealt row runs."""
-        self._make_room((slot := row.slot) + 1)
+    def _move(self, step: StepInput, row: Row, deals: Sequence[Deal]) -> None:
+        """Take off a request's table here what goes to other groups before its dealt row runs, and give what comes its
+        place behind what is here."""
+        slot, own = row.slot, deals[self.group - row.group]
+        self._make_room(slot + 1)
         if self.held[slot] != own.held:
             raise ValueError(
                 f"slot {slot} has {self.held[slot]} tokens on group {self.group}, the batch says {own.held}"
             )
-        moves, end = [], own.held
-        for shift in its:
-            if shift.source == self.group:
-                moves.append(Move(shift.target, self.tokens(slot, end - shift.num_tokens, end), shift.num_tokens))
-                end -= shift.num_tokens
-        if moves:
-            kept = -(-(own.share + row.tokens_on(self.group)) // self.block_size)
-            self._num_blocks[slot] = min(self._num_blocks[slot], kept)
-        return moves
-
-    def _grow(self, row: Row, own: Deal, its: Sequence[Shift]) -> list[Move]:
-        """Give what comes from other groups its place behind what a request has here; it has its share then."""
-        moves, slot, end = [], row.slot, own.held
-        for shift in its:
-            if shift.target == self.group:
-                start, end = end, end + shift.num_tokens
-                moves.append(Move(shift.source, self.tokens(slot, start, end), shift.num_tokens))
+        end = own.held
+        for source, target, count in shifts(deals):
+            if self.group == source:
+                end -= count
+                step.sends.append(Move(target, self.tokens(slot, end, end + count), count))
+            elif self.group == target:
+                step.receives.append(Move(source, self.tokens(slot, end, end + count), count))
+                end += count
+        kept = -(-(own.share + row.tokens_on(self.group)) // self.block_size)
+        self._num_blocks[slot] = min(self._num_blocks[slot], kept)
         self.held[slot] = own.share
         self._first[slot] = row.position - own.share  # as if what is here were adjacent positions before the row
-        return moves
 
     def tokens(self, slot: int, start: int, end: int) -> list[Run]:
         """Pool tokens of some of a slot's tokens here, and where they lie in a buffer of these."""

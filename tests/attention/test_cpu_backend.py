@@ -28,10 +28,12 @@ SHAPE = LayerShape(8, 2, 64, torch.float32)
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The library is looked for again, and again after the test."""
-    library.library.cache_clear()
+    for found in (library.library, library.function):
+        found.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    library.library.cache_clear()
+    for found in (library.library, library.function):
+        found.cache_clear()
 
 
 @pytest.mark.parametrize("width", [4, 8, 16])

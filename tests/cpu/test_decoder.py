@@ -15,11 +15,11 @@ DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # rel
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The library is looked for again, and again after the test."""
-    for found in (library.library, decoder._function):
+    for found in (library.library, library.function):
         found.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    for found in (library.library, decoder._function):
+    for found in (library.library, library.function):
         found.cache_clear()
 
 

@@ -13,12 +13,14 @@ from tests.cuda.tensors import MODE
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in float16 whose tokens are the same in float32: no rounding decides one."""
-    for seed in range(20):
+    """A checkpoint in float16 whose tokens are the same in float32 and in bfloat16, which rounds 8 times as much: no
+    rounding decides one, by whatever kernels."""
+    for seed in range(3, 60):  # the first of these is one where it was tried
         folder = tmp_path_factory.mktemp("cuda")
         shape = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
         make_checkpoint(folder, "llama", seed=seed, dtype=torch.float16, **shape)
-        if serve(folder, dtype="float16") == serve(folder, dtype="float32"):
+        tokens = serve(folder, dtype="float32")
+        if all(serve(folder, dtype=dtype) == tokens for dtype in ("bfloat16", "float16")):
             return folder
     raise AssertionError("rounding decides tokens with every seed")
 

@@ -8,6 +8,7 @@ import pytest
 
 from medha.batch import Batch, Extent, Shared
 from medha.config import SchedulerConfig
+from medha.cost.chunk_times import ChunkTimes
 from medha.cost.predictor import Predictor
 from medha.engine.decode import DecodeInstance, HandOvers
 from medha.sched.cdsp import Planner
@@ -109,7 +110,7 @@ def test_one_that_ended_on_the_way_gives_its_blocks_back() -> None:
 
 def lanes(num_blocks: int, num_groups: int) -> Scheduler:
     config = SchedulerConfig("cdsp", improvement_rate=0.1)
-    dealing = Dealing(Planner(TIMES.only((1, 2)), num_groups), 0.1)
+    dealing = Dealing(Planner(ChunkTimes((1, 2), TIMES.coefficients[:2]), num_groups), 0.1)
     predictor = make_predictor(kvp=num_groups)
     return Scheduler(
         config, dealing, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor

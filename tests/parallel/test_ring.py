@@ -18,7 +18,7 @@ import medha.worker.step_input as step_input
 from medha.batch import Batch, Deal, Row
 from medha.config import ParallelConfig
 from medha.errors import PlanDivergenceError
-from medha.parallel.kvp import Shared, shared_rows
+from medha.parallel.kvp import Merge, Shared, shared_rows
 from medha.parallel.mesh import make_merge_group
 from medha.parallel.ring import Ring
 from medha.parallel.spp import Digests
@@ -59,10 +59,8 @@ def wrong_buffer(patch: pytest.MonkeyPatch) -> None:
     """In each step but the first, the block is read from the other one of the two buffers."""
     attend = Ring.attend
 
-    def mistaken(self: Ring, shared: Shared, own: Any, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
-        def other(owner: int, block: torch.Tensor | None) -> Any:
-            if block is None:
-                return over(owner, None)
+    def mistaken(self: Ring, shared: Shared, own: torch.Tensor, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
+        def other(owner: int, block: torch.Tensor) -> Any:
             is_second = block.data_ptr() == self.buffer(1, 1, block).data_ptr()
             return over(owner, self.buffer(1 - is_second, len(block), block))
 
@@ -251,13 +249,13 @@ def deal_different_rows(row: Row, odd: int) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=TIMEOUT_S))
     assert group is not None
-    ring = Ring(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank)
+    ring = Ring(Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank))
     deals = tuple(Deal(row.slot, g, 4, 4 + (rank == odd)) for g in row.groups)
     (shared,) = shared_rows(Batch(7, (row,), deals=deals, group=rank), dealt=True)
     part = torch.zeros(shared.tokens.stop, 2, 8), torch.zeros(shared.tokens.stop, 2)
     message = ""
     try:
-        ring.attend(shared, [torch.zeros(8)], [8] * size, lambda *_: part, compare=True, waiting=nullcontext)
+        ring.attend(shared, torch.zeros(8), [8] * size, lambda *_: part, compare=True, waiting=nullcontext)
     except PlanDivergenceError as error:
         message = str(error)
     dist.barrier()

@@ -54,7 +54,7 @@ def test_section_2_4_request_level_allocation() -> None:
     wide = planner.plan(128 * K, queue_s, 0.0)
     assert wide.chunks == (Chunk(128 * K, 0, 16),)  # eight instances are idle for 0.31 s
     assert wide.ttft_s == pytest.approx(0.31 + 2.31)
-    narrow = Planner(EXAMPLE.only((8,)), 16).plan(128 * K, queue_s, 0.0)
+    narrow = Planner(ChunkTimes((8,), EXAMPLE.coefficients[:1]), 16).plan(128 * K, queue_s, 0.0)
     assert narrow.ttft_s - wide.ttft_s == pytest.approx(1.34)
     filled = Planner(EXAMPLE, 16).plan(128 * K, queue_s, 0.0)
     assert filled.chunks[0] == Chunk(pytest.approx(16 * K, abs=1), 8, 8)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_the_literal_reading_searches_more_than_single_chunks() -> None:
 
 def test_one_size_is_fixed_groups() -> None:
     planner = Planner(ChunkTimes((4,), ((0.1, 1e-5, 0.0, 0.0, 0.0),), groups_per_node=8), 16)
-    assert planner.starts[0].tolist() == [0, 4, 8, 12]
+    assert planner.starts[0] == [0, 4, 8, 12]
     assert planner.plan(1000, [3.0, 0, 0, 0, *[2.0] * 4, *[1.0] * 8], 0.5).chunks == (Chunk(1000, 8, 4),)
     assert planner.plan(1, [0.0] * 16, 0.5).chunks == (Chunk(1, 0, 4),)
 

@@ -219,7 +219,7 @@ def test_what_is_accepted_is_planned_and_what_fills_the_pools_is_refused(num_blo
 def test_who_would_queue_behind_a_chunk_that_does_not_end_is_planned_anew() -> None:
     """One of eight chunks takes a hundred times what was predicted, and a prompt is planned behind it, as it was to end
     first. The others end; the prompt keeps its plan for a while, then it goes to one of their groups."""
-    driver = Driver(times=TIMES.only((1,)), late={0: 100.0})
+    driver = Driver(times=ChunkTimes((1,), TIMES.coefficients[:1]), late={0: 100.0})
     prompts = [20_000, 15_000, *[21_000] * 6, 10_000, 10_000, 10_000]
     for slot in range(10):
         driver.add(slot, prompts[slot])

@@ -8,13 +8,14 @@ import pytest
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
+from medha.cost.prefill_time import PrefillTimes
 from medha.engine.prefix import PrefixIds
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, make_predictor
+from tests.sched.virtual import BLOCK, Drive, Job, by_tokens, make_predictor
 
 
 class Watched(Drive):
@@ -69,7 +70,8 @@ def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
 
 
 def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> None:
-    queue = Queue(SchedulerConfig(), None)
+    predictor = by_tokens()
+    queue = Queue(SchedulerConfig(), PrefillTimes(predictor, lambda num_cached: 64, max_tokens=1000))
     memory = KVMemory(num_blocks=100, block_size=BLOCK)
     scheduled = {0: 90, 1: 10, 2: 70, 3: 30, 4: 50, 5: 20}
     for slot, num_tokens in scheduled.items():
@@ -83,7 +85,7 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     def slots(states: list[State]) -> list[int]:
         return [state.slot for state in states]
 
-    preemption = Preemption(queue, memory, None)
+    preemption = Preemption(queue, memory, predictor)
     assert slots(preemption.by_loss(four)) == [3, 2, 1], "not the oldest, nor one in flight"
     preemption.by_class = True
     assert slots(preemption.by_loss(four)) == [2, 1], "nor one of a higher class"

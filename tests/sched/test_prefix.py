@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, pairs, worlds
+from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, make_scheduler, pairs, worlds
 
 IDS = PrefixIds(16, key=b"of tests")
 
@@ -54,22 +55,15 @@ class Sharing(Drive):
         self.size = scheduler.memory.block_size
         self.ids = PrefixIds(scheduler.memory.prefix.unit, key=b"of tests")
 
-    def _add(self, index: int) -> None:
+    def _prefix(self, slot: int, index: int) -> bytes:
         job = self.jobs[index]
         assert isinstance(job, Asking)
-        slot = next(slot for slot in range(len(self.jobs)) if slot not in self.live)
         document, own = random.Random(job.document), random.Random(1000 + index)
         shared = [document.randrange(1000) for _ in range(min(job.num_shared, job.num_prompt))]
         self.tokens[slot] = shared + [own.randrange(1000) for _ in range(job.num_prompt - len(shared))]
         prefix = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)
-        request = SchedulerRequest(
-            slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority, prefix=prefix
-        )
-        admitted = self.scheduler.add(request)
-        self.live[slot] = Live(index, request, job.num_prompt)
         self.num_units[slot] = len(prefix) // 16
-        for observer in self._observers:
-            observer.added(request, None, admitted, f"job {index}")
+        return prefix
 
     def _sampled(self, live: Live) -> bool:
         ends = super()._sampled(live)
@@ -101,13 +95,9 @@ class Sharing(Drive):
         for slot in batch.frees:
             self.tables.pop(slot, None)
         for extent in batch.extents:
-            table = self.tables.setdefault(extent.slot, {}).setdefault(extent.group, (-1, []))
-            table[1].extend(range(extent.first, extent.first + extent.count))
+            self._table(extent.slot, extent.group)[1].extend(range(extent.first, extent.first + extent.count))
         for shared in batch.shared:
-            live, (_, blocks) = (
-                self.live[shared.slot],
-                self.tables.setdefault(shared.slot, {}).setdefault(shared.group, (-1, [])),
-            )
+            live, (_, blocks) = self.live[shared.slot], self._table(shared.slot, shared.group)
             assert live.num_scheduled == shared.start and shared.num_tokens > 0
             self.tables[shared.slot][shared.group] = (shared.start, blocks)
             live.num_scheduled += shared.num_tokens
@@ -137,10 +127,12 @@ class Sharing(Drive):
         for row in batch.rows:
             self._check_reads(row)
         in_use = {(g, block) for table in self.tables.values() for g, (_, blocks) in table.items() for block in blocks}
-        memory = self.scheduler.memory
-        assert [memory.used(g) for g in range(memory.num_groups)] == [
-            sum(group == g for group, _ in in_use) for g in range(memory.num_groups)
-        ]
+        memory, used = self.scheduler.memory, Counter(group for group, _ in in_use)
+        assert [memory.used(group) for group in range(memory.num_groups)] == [used[g] for g in range(memory.num_groups)]
+
+    def _table(self, slot: int, group: int) -> tuple[int, list[int]]:
+        """First position, -1 while none is known, and blocks of a slot on a group."""
+        return self.tables.setdefault(slot, {}).setdefault(group, (-1, []))
 
     def _content(self, slot: int, position: int) -> int:
         job = self.jobs[self.live[slot].job]
@@ -196,16 +188,12 @@ def sharing(draw: st.DrawFn) -> dict[str, Any]:
         replace(job, arrival_s=job.arrival_s + draw(st.floats(0, 60))) for job in shared[:4] * draw(st.integers(1, 3))
     ]
     longest = replace(max(shared, key=lambda job: job.num_kv_tokens), document=2, slo=None, cancel_s=None)
-    again += [
-        replace(longest, arrival_s=at) for at in draw(st.lists(st.floats(0, 60), max_size=3))
-    ]  # takes what is kept
-    eviction = draw(st.sampled_from(["value", "lru"]))
+    takes = [replace(longest, arrival_s=at) for at in draw(st.lists(st.floats(0, 60), max_size=3))]  # what is kept
+    eviction, num_swap_blocks = draw(st.sampled_from(["value", "lru"])), draw(st.sampled_from([0, 3, 40, 400]))
     return {
         **world,
-        "load": [*shared, *again],
-        "config": replace(
-            world["config"], prefix_eviction=eviction, num_swap_blocks=draw(st.sampled_from([0, 3, 40, 400]))
-        ),
+        "load": [*shared, *again, *takes],
+        "config": replace(world["config"], prefix_eviction=eviction, num_swap_blocks=num_swap_blocks),
         "block_size": draw(st.sampled_from([BLOCK, 64, 8])),
         "reset_every": draw(st.sampled_from([0, 0, 3, 20])),
     }
@@ -214,15 +202,8 @@ def sharing(draw: st.DrawFn) -> dict[str, Any]:
 def play(world: dict[str, Any]) -> Sharing:
     size, config = world["block_size"], world["config"]
     most = -(-config.max_kv_per_group // size) * size
-    config = replace(config, max_kv_per_group=most)
-    scheduler = Scheduler(
-        config,
-        num_blocks=most // size * (world["num_blocks"] * BLOCK // config.max_kv_per_group or 1),
-        block_size=size,
-        num_groups=world["num_groups"],
-        predictor=make_predictor(max_tokens=config.max_batch_tokens, kvp=world["num_groups"]),
-        max_prompt_tokens=3000,
-    )
+    num_blocks = most // size * (world["num_blocks"] * BLOCK // config.max_kv_per_group or 1)
+    scheduler = make_scheduler(world | {"config": replace(config, max_kv_per_group=most), "num_blocks": num_blocks})
     drive = Sharing(scheduler, world["load"], lambda batch: 0.01 + 0.001 * batch.num_tokens)
     drive.reset_every = world.get("reset_every", 0)
     drive.run()
@@ -281,15 +262,6 @@ def test_what_went_to_the_host_is_read_back(num_groups: int, block_size: int) ->
         assert drive.num_read_back < 3 * (least // block_size)
 
 
-@pytest.mark.parametrize(
-    ("options", "is_read"),
-    [({"swap_block_s": 0.0}, True), ({"swap_block_s": 10.0}, False), ({"num_swap_blocks": 0}, False)],
-)
-def test_what_pays_goes_to_the_host(options: dict[str, Any], is_read: bool) -> None:
-    drive = play(returns(**options))
-    assert (drive.num_read_back > 0) == is_read == (drive.num_shared >= 3 * 640)
-
-
 def test_a_block_goes_to_the_host_if_the_chance_that_it_is_wanted_outweighs_the_copies() -> None:
     """After one use the chance is one half, after two two thirds: computing is to take 3, or 2.5 times a copy."""
     for num_uses, least in ((1, 3.0), (2, 2.5), (4, 2.25)):
@@ -313,72 +285,50 @@ def test_a_block_goes_to_the_host_if_the_chance_that_it_is_wanted_outweighs_the_
 def test_a_host_keeps_the_beginning_and_what_was_used_last() -> None:
     host = HostBlocks(BlockPool(3))
     assert host.put({b"a": 5, b"b": 6, b"c": 9, b"d": 10}) == [Swap(0, 5, 0, 2), Swap(0, 9, 2, 1)]
-    assert host.run([b"a", b"b", b"c", b"d"]) == [b"a", b"b", b"c"]
-    assert host.put({b"a": 1, b"e": 2}) == [Swap(0, 2, 2, 1)]  # the end of the chain made room, a lies there already
-    assert host.run([b"a", b"b", b"c"]) == [b"a", b"b"] and host.run([b"e"]) == [b"e"]
-    assert host.read([b"b"]) == [1]
-    host.put(dict.fromkeys((b"x", b"y", b"z"), 0))
-    assert host.run([b"b"]) == [b"b"] and host.is_read(b"b")  # what the next batch reads stays
-    assert host.num_free == 2
-    host.sent()
-    host.make_free(3)
-    assert host.pool.num_free == 3 and not host.run([b"b"])
+    assert host.run([b"a", b"b", b"c", b"d"]) == (b"a", b"b", b"c")
+    assert host.put({b"a": 1, b"e": 2}) == [Swap(0, 1, 0, 1), Swap(0, 2, 2, 1)]  # the end of the chain made room
+    assert host.run([b"a", b"b", b"c"]) == (b"a", b"b") and host.run([b"e"]) == (b"e",)
+    assert host.take([b"b"]) == [1] and host.run([b"a", b"b"]) == (b"a",)  # it is the reader's until it has been read
+    assert host.num_free == 2 and host.pool.num_free == 0
+    host.make_free(2)
+    assert host.pool.num_free == 2 and not host.run([b"a"])
 
 
-def test_what_is_forgotten_is_on_no_host() -> None:
-    drive = play(returns() | {"reset_every": 40})
-    assert drive.num_read_back < play(returns()).num_read_back
+check, note, read, put = Sharing._check_batch, KVMemory.note, KVMemory.read_back, HostBlocks.put
+hold, of, hit_extents = PrefixCache.hold, PrefixIds.of, KVMemory.hit_extents
 
 
-@pytest.mark.parametrize(
-    "mutation",
-    [
-        "forgets a reference", "wrong id", "no salt", "shifted", "no copy", "takes what is held", "leads to the end",
-        "another host block", "host block in use", "not copied out",
-    ],
-)  # fmt: skip
+def forgets(cache: PrefixCache, path: Path, end: int, slot: int) -> None:
+    hold(cache, path, end, slot)
+    cache._is_held(path, path.end if path.owner is not None else path.start, path.shared)
+
+
+def shifted(memory: KVMemory, slot: int) -> Any:
+    extents, shared = hit_extents(memory, slot)
+    return extents, [one._replace(start=one.start + 1) for one in shared]
+
+
+MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "forgets a reference": (PrefixCache, "hold", forgets),
+    "takes what is held": (PrefixCache, "hold", lambda self, path, end, slot: None),
+    "wrong id": (Chain, "__getitem__", lambda self, n: n.to_bytes(16)),
+    "no salt": (PrefixIds, "of", lambda self, tokens, *salts: of(self, tokens)),
+    "shifted": (KVMemory, "hit_extents", shifted),
+    "leads to the end": (KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64)),
+    "no copy": (Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, copies=()))),
+    "not copied out": (Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, swaps_out=()))),
+    "another host block": (KVMemory, "read_back", lambda self, hit: [block ^ 1 for block in read(self, hit)]),
+    "host block in use": (
+        HostBlocks, "put", lambda self, blocks: [one._replace(host_first=0) for one in put(self, blocks)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if mutation == "forgets a reference":
-        hold = PrefixCache.hold
-
-        def forgets(self: PrefixCache, path: Path, end: int, slot: int) -> None:
-            hold(self, path, end, slot)
-            self._is_held(path, path.end if path.owner is not None else path.start, path.shared)
-
-        monkeypatch.setattr(PrefixCache, "hold", forgets)
-    elif mutation == "wrong id":
-        monkeypatch.setattr(Chain, "num_common", lambda self, other: min(len(self), len(other)))
-        monkeypatch.setattr(Chain, "__getitem__", lambda self, n: n.to_bytes(16))
-    elif mutation == "no salt":
-        of = PrefixIds.of
-        monkeypatch.setattr(PrefixIds, "of", lambda self, tokens, *salts: of(self, tokens))
-    elif mutation == "shifted":
-        hit_extents = KVMemory.hit_extents
-
-        def shifted(self: KVMemory, slot: int) -> Any:
-            extents, shared = hit_extents(self, slot)
-            return extents, [one._replace(start=one.start + 1) for one in shared]
-
-        monkeypatch.setattr(KVMemory, "hit_extents", shifted)
-    elif mutation == "no copy":
-        monkeypatch.setattr(Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, copies=())))
-    elif mutation == "takes what is held":
-        monkeypatch.setattr(PrefixCache, "hold", lambda self, path, end, slot: None)
-    elif mutation == "leads to the end":
-        monkeypatch.setattr(KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64))
-    elif mutation == "another host block":
-        monkeypatch.setattr(HostBlocks, "read", lambda self, ids: [block ^ 1 for block in read(self, ids)])
-    elif mutation == "host block in use":
-        monkeypatch.setattr(
-            HostBlocks, "put", lambda self, blocks: [one._replace(host_first=0) for one in put(self, blocks)]
-        )
-    else:
-        monkeypatch.setattr(Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, swaps_out=())))
+    monkeypatch.setattr(*MUTATIONS[mutation])
     with pytest.raises((AssertionError, KeyError, IndexError, RuntimeError, ValueError)):
         play(returns() if "host" in mutation or "out" in mutation else shares())
-
-
-check, note, read, put = Sharing._check_batch, KVMemory.note, HostBlocks.read, HostBlocks.put
 
 
 def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
@@ -422,11 +372,36 @@ def test_a_block_that_is_forgotten_while_it_fills_is_not_found_again() -> None:
     memory.start(0, 0, 257, chain)
     memory.take(Row(0, 0, 48, False, False))
     memory.note(0, 48)
-    memory.prefix.clear()
+    memory.forget_prefixes()
     memory.take(Row(0, 48, 208, False, False))
     memory.note(0, 256)
     memory.release(0)
     assert memory.prefix.lookup(chain, 256) == Hit() and memory.pools[0].num_free == 8
+
+
+def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it() -> None:
+    """Two read the same 64 tokens on one group at once, then different ones on the next; whoever goes on with one's
+    finds all of its blocks, and the other's are there as well."""
+    memory = KVMemory(num_blocks=8, block_size=16, num_groups=2, max_kv_per_group=64)
+    same, tokens = np.arange(64), (np.arange(100, 148), np.arange(200, 248))
+    chains = [Chain(IDS.of(np.concatenate([same, own]).astype(np.int32))) for own in tokens]
+    for slot in (0, 1):
+        memory.start(slot, 0, 113, chains[slot])
+        memory.take(Row(slot, 0, 64, False, False))
+    for slot in (0, 1):
+        memory.note(slot, 64)
+    for slot in (0, 1):
+        memory.take(Row(slot, 64, 48, False, True, 0, 2))
+        memory.note(slot, 112)
+    for slot in (0, 1):
+        memory.release(slot)
+    for chain in chains:
+        hit = memory.hit_of(chain, 112, 113)
+        blocks = [block for path, end in hit.parts for block in path.blocks(path.start, end)]
+        assert hit.num_tokens(16) == 112 and sum(count for _, count in blocks) == 7
+    assert memory.prefix.num_idle == [8, 6] and memory.num_used == 0
+    memory.prefix.make_free(0, 8)  # what lies behind on the other group goes as well
+    assert memory.prefix.num_idle == [0, 0] and memory.hit_of(chains[1], 112, 113) == Hit()
 
 
 def test_one_that_is_preempted_gives_back_what_nobody_else_shares() -> None:
@@ -467,7 +442,7 @@ def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool)
     there = [memory.prefix.lookup(chain, 48).num_tokens(16) for chain in chains]
     assert there == ([48, 16] if is_waited_for else [16, 48])
     memory.prefix.forget(9)
-    assert not memory.prefix.hosts[0]._counted_on
+    assert not memory.prefix.hosts[0].counted_on
     memory.prefix.watch(9, chains[0], 48)
     memory.prefix.hosts[0].make_free(4)
     assert memory.prefix.lookup(chains[0], 48) == Hit()
@@ -505,12 +480,11 @@ def test_nobody_waits_for_a_leader_that_does_not_get_on() -> None:
 
 def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SchedulerConfig(scheduler="sarathi", max_num_seqs=64, max_batch_tokens=256, max_kv_per_group=640)
-    scheduler = Scheduler(config, num_blocks=20, block_size=32)
+    scheduler = Scheduler(config, num_blocks=20, block_size=32, predictor=make_predictor())
     ids = IDS.of(np.arange(320, dtype=np.int32))
     for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
         scheduler.add(SchedulerRequest(slot, 320, 280, 0.0, prefix=ids))
     held: list[int] = []
-    hold = PrefixCache.hold
 
     def holds(cache: PrefixCache, path: Path, end: int, slot: int) -> None:
         held.append(end)

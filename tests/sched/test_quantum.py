@@ -275,4 +275,4 @@ def test_work_left_is_that_at_the_budget_in_force() -> None:
     assert left_s > 1.2 * alone_s[third]
     for slot in range(num_decodes):
         scheduler.cancel(slot)
-    assert scheduler.prefill_left_s(0, num_tokens) == scheduler._queue.prefill_s(num_tokens)
+    assert scheduler.prefill_left_s(0, num_tokens) == scheduler._queue.times.total_s(num_tokens)

@@ -9,8 +9,8 @@ import pytest
 from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.sched.decision import SchedulerRequest
-from medha.sched.queue import prefill_work
 from medha.sched.scheduler import Scheduler
+from tests.sched.virtual import by_tokens
 
 
 class Play:
@@ -23,7 +23,9 @@ class Play:
         config = SchedulerConfig(
             scheduler, max_num_seqs=rows, max_batch_tokens=tokens, chunk_size=chunk, depth=depth, max_kv_per_group=share
         )
-        self.sched = Scheduler(config, num_blocks=num_blocks, block_size=4, num_groups=num_groups)
+        self.sched = Scheduler(
+            config, num_blocks=num_blocks, block_size=4, num_groups=num_groups, predictor=by_tokens()
+        )
         self.ends: dict[int, int] = {}
 
     def add(self, *requests: tuple[int, int, int]) -> None:
@@ -66,15 +68,6 @@ def shown(row: Row) -> str:
 # Groups
 
 
-def test_work_grows_with_the_context() -> None:
-    """A token costs one, plus attention: as much again at 24,576 tokens of context; and parts add up."""
-    assert prefill_work(0, 0) == prefill_work(7, 7) == 0.0
-    assert prefill_work(0, 1000) == pytest.approx(1000, rel=0.03)
-    assert prefill_work(24_575, 24_576) == pytest.approx(2.0, rel=1e-4)
-    assert prefill_work(0, 700) + prefill_work(700, 10**6) == pytest.approx(prefill_work(0, 10**6))
-    assert prefill_work(0, 10**6) > 20 * 10**6
-
-
 def first_groups(sched: Scheduler, *lengths: int) -> dict[int, int]:
     """Where requests begin that are there at once; each ends with its first token."""
     groups: dict[int, int] = {}
@@ -89,17 +82,19 @@ def first_groups(sched: Scheduler, *lengths: int) -> dict[int, int]:
 def test_a_request_begins_where_least_work_is_pending_at_its_first_chunk() -> None:
     """Of two long and two short ones the short go where nothing is pending; when the long are done that has changed."""
     config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=1)
-    sched = Scheduler(config, num_blocks=1 << 12, block_size=16, num_groups=2)
+    sched = Scheduler(config, num_blocks=1 << 12, block_size=16, num_groups=2, predictor=by_tokens())
     assert list(first_groups(sched, 5000, 100, 100, 5000).items()) == [(0, 0), (1, 1), (2, 1), (3, 1)]
     # The work of one that lies on two groups is split between them: each has less to do than the third.
-    sched = Scheduler(replace(config, max_kv_per_group=4000), num_blocks=1 << 12, block_size=16, num_groups=3)
+    sched = Scheduler(
+        replace(config, max_kv_per_group=4000), num_blocks=1 << 12, block_size=16, num_groups=3, predictor=by_tokens()
+    )
     assert first_groups(sched, 7000, 3900, 100) == {0: 0, 1: 2, 2: 1}
 
 
 def test_decodes_are_spread_over_the_groups() -> None:
     """Chats that come one by one, while nothing is pending anywhere, go where the least is to be read."""
     config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=1)
-    sched = Scheduler(config, num_blocks=1 << 12, block_size=16, num_groups=4)
+    sched = Scheduler(config, num_blocks=1 << 12, block_size=16, num_groups=4, predictor=by_tokens())
     groups = []
     for slot in range(12):
         sched.add(SchedulerRequest(slot, 200 + 10 * slot, 50, 0.0))
@@ -112,7 +107,7 @@ def test_decodes_are_spread_over_the_groups() -> None:
 
 def test_a_group_without_memory_is_passed_over() -> None:
     config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=1)
-    sched = Scheduler(config, num_blocks=8, block_size=16, num_groups=2)
+    sched = Scheduler(config, num_blocks=8, block_size=16, num_groups=2, predictor=by_tokens())
     for slot, length in enumerate((100, 120, 20)):
         sched.add(SchedulerRequest(slot, length, 2, 0.0))
     batch = sched.schedule(0.0).batch
@@ -145,7 +140,7 @@ def test_complete_out_of_order_is_refused() -> None:
 
 def test_batches_of_groups_that_have_nothing_in_common_complete_in_any_order() -> None:
     config = SchedulerConfig("sarathi", max_batch_tokens=8, depth=3, stream=False)
-    sched = Scheduler(config, num_blocks=16, block_size=4, num_groups=2)
+    sched = Scheduler(config, num_blocks=16, block_size=4, num_groups=2, predictor=by_tokens())
     batches = []
     for slot in range(3):  # each on the group with the least to do; the chunks in flight hold back the rest
         sched.add(SchedulerRequest(slot, 16, 1, 0.0))

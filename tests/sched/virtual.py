@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Deal, Row, Swap
 from medha.config import SCHEDULERS, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
@@ -17,6 +18,7 @@ from medha.params import SLO
 from medha.sched.decision import Decision, Observer, Preempted, SchedulerRequest
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
+from tests.sched.costs import KEY
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -37,6 +39,13 @@ def make_predictor(*, max_tokens: int = 2048, kvp: int = 1) -> Predictor:
     """That of a CPU of four threads."""
     spec = load_spec("cpu").times(4)
     return Predictor(stage_coefficients(spec, MODEL, ParallelConfig(kvp=kvp), 0, dtype_bytes=4), max_tokens=max_tokens)
+
+
+def by_tokens(max_tokens: int = 16384) -> Predictor:
+    """One of which every token takes a millisecond, whatever it sees."""
+    chunks = ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,))
+    decodes = DecodeAttention((1.0,), (0.0,), (0.0,))
+    return Predictor(Coefficients(KEY, Curve((1.0, 2.0), (1e-3, 2e-3)), chunks, decodes), max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ def make_scheduler(world: dict[str, Any]) -> Scheduler:
     return Scheduler(
         world["config"],
         num_blocks=world["num_blocks"],
-        block_size=BLOCK,
+        block_size=world.get("block_size", BLOCK),
         num_groups=world["num_groups"],
         predictor=predictor,
         max_prompt_tokens=3000,
@@ -236,11 +245,18 @@ class Drive:
 
     def _add(self, index: int) -> None:
         job, slot = self.jobs[index], next(slot for slot in range(len(self.jobs)) if slot not in self.live)
-        request = SchedulerRequest(slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority)
+        prefix = self._prefix(slot, index)
+        request = SchedulerRequest(
+            slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority, prefix=prefix
+        )
         admitted = self.scheduler.add(request)
         self.live[slot] = Live(index, request, job.num_prompt)
         for observer in self._observers:
             observer.added(request, None, admitted, f"job {index}")
+
+    def _prefix(self, slot: int, index: int) -> bytes:
+        """The ids of a job that gets a slot."""
+        return b""
 
     def _cancel(self, index: int) -> None:
         for slot, live in list(self.live.items()):

@@ -40,6 +40,11 @@ class Server:
     def engine(self) -> Engine:
         return self.service.engine
 
+    def is_idle(self) -> bool:
+        """Whether it is done with all clients, which are told before it is; between two steps of the engine."""
+        with self.engine.turns:
+            return not (self.front.num_open.total() or self.engine.has_unfinished)
+
     def connect(self) -> HTTPConnection:
         return HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
 

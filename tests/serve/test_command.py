@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from medha.parallel.launch import reserved_port
 from tests.commands import Command
-from tests.serve.process import Process, free_port, last_events, serving, streams_under_load
+from tests.serve.process import Process, last_events, serving, streams_under_load
 from tests.serving import Model
 
 SMALL = ("--max-model-len", "4096", "--num-kv-blocks", "64", "--num-threads", "1")
@@ -28,11 +29,13 @@ def test_a_signal_lets_running_requests_end_and_takes_no_more(bytes_model: Model
     with serving(tmp_path / "log", bytes_model.folder, *LOADED, *options) as server:
         assert json.loads(server.ask("GET", "/v1/models").read())["data"][0]["id"] == "small"
         answers = streams_under_load(server, 1000)
+        endless = server.complete("hello", 60_000, stream=True)  # so that the server is there until this one leaves
         server.process.send_signal(signal.SIGTERM)
         while server.ask("GET", "/ready").status == 200:
             pass
         refused = server.complete("hello", 1)
         assert refused.status == 503 and refused.headers["retry-after"] == "1"
+        endless.close()
         for answer in answers:
             event, done = last_events(answer)
             assert event["choices"][0]["finish_reason"] == "length" and done == b"data: [DONE]"
@@ -47,9 +50,11 @@ def test_streams_that_a_signal_cuts_end_with_an_error(
 ) -> None:
     with serving(tmp_path / "log", bytes_model.folder, *LOADED, *options) as server:
         answers = streams_under_load(server, 8000)
-        for _ in range(num_signals):
+        server.process.send_signal(signal.SIGINT)
+        if num_signals == 2:
+            while server.ask("GET", "/ready").status == 200:  # two signals that are pending are one
+                pass
             server.process.send_signal(signal.SIGINT)
-            time.sleep(0.1)
         for answer in answers:
             event, done = last_events(answer)
             assert event["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
@@ -101,7 +106,7 @@ def test_a_certificate_that_is_none(bytes_model: Model, tmp_path: Path) -> None:
 
 
 def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path) -> None:
-    """Requests wait, and no batch completes, since a step hangs."""
+    """Requests wait, and no batch completes, since a step hangs. While the server itself is stopped no time passes."""
     code = (
         "import time, medha.engine.engine as engine\n"
         "complete = engine.Engine._complete\n"
@@ -116,6 +121,11 @@ def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path)
     options = (bytes_model.folder, *SMALL, "--stall-timeout", 3, "--port", 0)
     with Process(tmp_path / "log", [sys.executable, "-c", code, *map(str, options)]) as server:
         time.sleep(4)  # an idle server is no stall
+        answer = server.complete("hello", 80, stream=True)
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        server.process.send_signal(signal.SIGCONT)
+        assert last_events(answer)[0]["choices"][0]["finish_reason"] == "length"
         answer = server.complete("hello", 1000, stream=True)
         *_, error, done = [line for line in answer.read().splitlines() if line]
         assert json.loads(error[6:])["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
@@ -125,9 +135,12 @@ def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path)
 
 def test_a_log_that_cannot_be_written_loses_no_request(bytes_model: Model, tmp_path: Path) -> None:
     """The disk that holds it is full: the server says at the start what it can, and serves on."""
-    port = free_port()
-    command = [sys.executable, "-m", "medha.serve", bytes_model.folder, *SMALL, "--port", port, "--log-level", "debug"]
-    with open("/dev/full", "w") as full, Process(full, [*map(str, command)], port=port) as server:
+    command = [sys.executable, "-m", "medha.serve", bytes_model.folder, *SMALL, "--log-level", "debug", "--port"]
+    with (
+        reserved_port() as port,
+        open("/dev/full", "w") as full,
+        Process(full, [*map(str, command), str(port)], port=port) as server,
+    ):
         for _ in range(3):
             told = json.loads(server.complete("hello", 5).read())
             assert told["usage"]["completion_tokens"] == 5

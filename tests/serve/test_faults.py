@@ -48,8 +48,7 @@ def test_a_client_that_leaves_aborts_its_request(start: Start, bytes_model: Mode
             return one is not None and (one.num_computed_tokens > 0 if phase == "prefill" else len(one.token_ids) > 2)
 
         wait_until(has_begun)
-    wait_until(lambda: not server.engine.has_unfinished)
-    wait_until(lambda: not server.front.num_open.total())
+    wait_until(server.is_idle)
     assert_empty(server.engine)
     assert server.post(PATH, asked(10, 2))[0] == 200  # and others are served
 
@@ -69,15 +68,15 @@ def test_a_slow_reader_holds_up_itself_alone(start: Start, bytes_model: Model) -
     """What sockets do not hold waits for it, and it gets all in the end."""
     server = start(bytes_model.engine(num_blocks=512))
     with socket.socket() as client:
-        ask_wide(client, server, 4000, 1)
+        ask_wide(client, server, 1000, 4)
         wait_until(lambda: server.engine.has_unfinished)
         assert server.post(PATH, asked(10, 3))[0] == 200
-        wait_until(lambda: not server.engine.has_unfinished, 400)
+        wait_until(lambda: not server.engine.has_unfinished)
         with client.makefile("rb") as lines:
             sent = [line for line in iter(lines.readline, b"data: [DONE]\n") if line.startswith(b"data: {")]
-    events = [json.loads(line[6:]) for line in sent]
-    (*_, last), sizes = events, [len(event["choices"][0]["logprobs"]["content"]) for event in events]
-    assert last["choices"][0]["finish_reason"] == "length" and sum(sizes) == 4000 and max(sizes) > 64
+    choices = [json.loads(line[6:])["choices"][0] for line in sent]
+    sizes, ends = [len(one["logprobs"]["content"]) for one in choices], [one["finish_reason"] for one in choices]
+    assert ends.count("length") == 4 and sum(sizes) == 4000 and max(sizes) > 64
 
 
 def test_who_takes_nothing_for_long_is_let_go(
@@ -88,8 +87,9 @@ def test_who_takes_nothing_for_long_is_let_go(
     server = start(bytes_model.engine(num_blocks=512))
     with socket.socket() as client:
         ask_wide(client, server, 1500, 32)
-        wait_until(lambda: 'finished_reason="' in server.get("/metrics")[1], 120)
+        wait_until(lambda: 'finished_reason="' in server.get("/metrics")[1])
     assert 'finished_reason="abort"' in server.get("/metrics")[1]
+    wait_until(server.is_idle)
     assert_empty(server.engine)
 
 
@@ -103,8 +103,7 @@ def test_half_a_request_ends(start: Start, bytes_model: Model) -> None:
 
 
 def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a first head, within one, and within a later one, also where its bytes trickle in; one that asks again
-    may stay."""
+    """Before a first head, within one, and within a later one, also where its bytes trickle in."""
     monkeypatch.setattr(web, "KEEP_ALIVE_S", 600)
     monkeypatch.setattr(web, "HEAD_S", 1)
     server = start(bytes_model.engine())
@@ -112,24 +111,41 @@ def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeyp
     for sent in (b"", ask, ask + b"\r\n" + ask):
         with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
             client.sendall(sent)
-            answer, begun_s = b"", time.monotonic()
+            answer, end_s = b"", time.monotonic() + LIMIT_S
             client.settimeout(0.1)
-            while True:
-                try:
-                    if not (part := client.recv(4096)):
-                        break
-                    answer += part
-                except TimeoutError:
-                    client.sendall(b"x" if sent else b"")
-                    assert time.monotonic() < begun_s + 20
+            with suppress(ConnectionError):  # it was closed as more was on its way
+                while True:
+                    try:
+                        if not (part := client.recv(4096)):
+                            break
+                        answer += part
+                    except TimeoutError:
+                        assert time.monotonic() < end_s
+                        client.sendall(b"x" if sent else b"")
             assert answer.count(b"200 OK") == sent.count(b"\r\n\r\n")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
-        for _ in range(4):
-            client.sendall(ask + b"\r\n")
-            answer = b""
-            while not answer.endswith(b"}"):
-                answer += client.recv(4096)
-            time.sleep(0.4)
+
+
+def test_a_connection_that_asks_again_stays(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than it may take to send a head."""
+    monkeypatch.setattr(web, "HEAD_S", 1)
+    server = start(bytes_model.engine())
+
+    def is_answered(client: socket.socket) -> bool:
+        answer = b""
+        with suppress(ConnectionError):
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            while not answer.endswith(b"}") and (part := client.recv(4096)):
+                answer += part
+        return answer.endswith(b"}")
+
+    for _ in range(10):  # where the machine stops here, the first head comes too late
+        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
+            if is_answered(client):
+                for _ in range(3):
+                    time.sleep(0.4)
+                    assert is_answered(client)
+                return
+    pytest.fail("no head was in time")
 
 
 def test_what_is_too_wide_is_refused_soon(start: Start, bytes_model: Model) -> None:
@@ -181,7 +197,7 @@ def test_malformed_bodies_are_refused_and_leave_nothing(start: Start, bytes_mode
         assert status == 200 or set(told["error"]) == {"message", "type", "param", "code"}
 
     run()
-    wait_until(lambda: not (server.front.num_open.total() or server.engine.has_unfinished))
+    wait_until(server.is_idle)
     assert_empty(server.engine)
 
 
@@ -285,8 +301,10 @@ def test_decodes_and_the_loop_go_on_while_a_body_is_read(
     monkeypatch.setattr(Child, "ask", counted)
     events = server.events(PATH, asked(10, 8000, stream=True))
     next(events)
-    assert server.post(PATH, {"prompt": random_ids(1_000_000, seed=1), "max_tokens": 1})[0] == 400
-    assert seen[0] >= 3
+    body = {"prompt": random_ids(1_000_000, seed=1), "max_tokens": 1}
+    while not seen or (max(seen) < 3 and len(seen) < 10):  # the child may have the machine to itself for once
+        assert server.post(PATH, body)[0] == 400
+    assert max(seen) >= 3
     events.close()  # type: ignore[attr-defined]
 
 
@@ -299,7 +317,7 @@ def test_a_huge_body_does_not_hold_up_a_large_one(
     def slow(child: Child, message: Any) -> bytes:
         if len(message) > 8_000_000:
             has_begun.set()
-            assert may_end.wait(60)
+            assert may_end.wait(LIMIT_S)
         return ask(child, message)
 
     monkeypatch.setattr(Child, "ask", slow)
@@ -307,11 +325,11 @@ def test_a_huge_body_does_not_hold_up_a_large_one(
     huge = json.dumps(asked(10, 1)).encode() + b" " * 9_000_000
     thread = threading.Thread(target=lambda: codes.append(server.post(PATH, huge)[0]))
     thread.start()
-    assert has_begun.wait(60)
+    assert has_begun.wait(LIMIT_S)
     assert server.post(PATH, json.dumps(asked(10, 1)).encode() + b" " * 600_000)[0] == 200
     assert not codes
     may_end.set()
-    thread.join(60)
+    thread.join(LIMIT_S)
     assert codes == [200]
 
 
@@ -410,7 +428,8 @@ def test_a_body_in_pieces_without_a_length(start: Start, bytes_model: Model) -> 
     for size, status in ((10, 200), (1500, 413)):
         connection, body = server.connect(), json.dumps(asked(size, 1)).encode()
         parts = [body[at : at + 50] for at in range(0, len(body), 50)]
-        connection.request("POST", PATH, iter(parts), {"content-type": "application/json"}, encode_chunked=True)
+        with suppress(ConnectionError):  # one that is too large is answered before it is there
+            connection.request("POST", PATH, iter(parts), {"content-type": "application/json"}, encode_chunked=True)
         assert connection.getresponse().status == status
         connection.close()
 

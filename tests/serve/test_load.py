@@ -15,7 +15,7 @@ import pytest
 from medha.engine import explain
 from tests.commands import wait_until
 from tests.serve.conftest import Server, Start, asked
-from tools.serve_overhead import make_engine
+from tools.serve_overhead import Timetable, make_engine
 
 PATH = "/v1/completions"
 NUM_IDLE, NUM_STREAMS, NUM_TOKENS = 1000, 256, 400
@@ -43,7 +43,8 @@ def post(body: dict[str, Any]) -> bytes:
 @pytest.mark.usefixtures("many_files")
 def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start) -> None:
     """Each stream gets every token, and each idle connection an answer afterwards."""
-    server = start(make_engine(0.005))
+    runner = Timetable(0.1)  # so that none has ended before all have begun
+    server = start(make_engine(0.0, runner=runner))
     body = post(asked(50, NUM_TOKENS, stream=True, stream_options={"include_usage": True}))
 
     async def ask_health(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,13 +53,14 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start) ->
 
     async def run() -> list[int]:
         idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(NUM_IDLE)]
-        streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(NUM_STREAMS)]
+        streams = [await asyncio.open_connection("127.0.0.1", server.port, limit=2**22) for _ in range(NUM_STREAMS)]
         for pair in idle:
             await ask_health(*pair)
         for _, writer in streams:
             writer.write(body)
         await asyncio.gather(*(reader.readuntil(b'"choices":[{') for reader, _ in streams))
         assert server.front.num_open.total() == server.engine.num_unfinished == NUM_STREAMS
+        runner.step_s = 0.005
         ends = await asyncio.gather(*(reader.readuntil(b"data: [DONE]") for reader, _ in streams))
         for pair in idle:
             await ask_health(*pair)
@@ -67,7 +69,7 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start) ->
         return [json.loads(end.split(b"data: ")[-2].split(b"\n")[0])["usage"]["completion_tokens"] for end in ends]
 
     assert asyncio.run(run()) == [NUM_TOKENS] * NUM_STREAMS
-    wait_until(lambda: not (server.front.num_open.total() or server.engine.has_unfinished))
+    wait_until(server.is_idle)
     scheduler = server.engine.scheduler
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.memory.num_used) == (0, 0, 0)
 
@@ -93,7 +95,7 @@ def num_blocks_after(server: Server, num_requests: int) -> int:
         await asyncio.gather(*map(client, range(8)))
 
     asyncio.run(run())
-    wait_until(lambda: not (server.front.num_open.total() or server.engine.has_unfinished))
+    wait_until(server.is_idle)
     gc.collect()
     return sys.getallocatedblocks()
 

@@ -21,8 +21,8 @@ from tests.serving import ANSWER, Model, assert_empty, finish, question, random_
 def server(bytes_model: Model) -> Iterator[Server]:
     with served(bytes_model.engine(num_blocks=512)) as running:
         yield running
+        wait_until(running.is_idle)
         assert_empty(running.engine)
-        wait_until(lambda: not running.front.num_open.total())  # a client is told before the server is done
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,7 @@ def test_the_eta_is_within_a_tenth(short_s: tuple[float, float], dearer_s: float
     assert ttft_s is not None and (number > 50) == (short_s[1] > 0)
     errors = [abs(now_s + eta_s - ttft_s) / ttft_s for share, now_s, eta_s in told if share >= since]
     assert len(errors) > 10 and max(errors) <= most
+    assert service.eta_s([long]) == 0.0
 
 
 def test_who_has_given_way_is_expected_again() -> None:

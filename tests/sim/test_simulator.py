@@ -302,7 +302,7 @@ def equal_stage(seconds: float) -> Predictor:
 def test_a_perfect_pipeline_takes_one_step_a_chunk_and_one_a_further_stage(spp: int, num_chunks: int) -> None:
     step_s = 0.01
     config = SchedulerConfig("sarathi", chunk_size=128, depth=spp + 1)
-    scheduler = Scheduler(config, num_blocks=100, block_size=256)
+    scheduler = Scheduler(config, num_blocks=100, block_size=256, predictor=equal_stage(0.01))
     pipeline = Pipeline([equal_stage(step_s)] * spp)
     trace = Trace(np.zeros(1), np.array([128 * num_chunks - 5]), np.ones(1, np.int64))
     outcome = Simulation(scheduler, pipeline, trace).run()
@@ -313,7 +313,9 @@ def test_a_perfect_pipeline_takes_one_step_a_chunk_and_one_a_further_stage(spp: 
 
 
 def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
-    scheduler = Scheduler(SchedulerConfig("sarathi", depth=4), num_blocks=100, block_size=256)
+    scheduler = Scheduler(
+        SchedulerConfig("sarathi", depth=4), num_blocks=100, block_size=256, predictor=equal_stage(0.01)
+    )
     pipeline = Pipeline([equal_stage(0.01)] * 3)
     trace = Trace(np.array([0.0, 9.0]), np.array([100, 100]), np.array([11, 1]))
     outcome = Simulation(scheduler, pipeline, trace).run()
@@ -327,7 +329,7 @@ def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
 def test_a_batch_enters_later_by_the_control_latency(control_s: float, is_async: bool) -> None:
     """A decode alone pays for it at each token where its token has to be known, and is sent ahead where not."""
     config = SchedulerConfig("sarathi", depth=4, async_scheduling=is_async)
-    scheduler = Scheduler(config, num_blocks=100, block_size=256)
+    scheduler = Scheduler(config, num_blocks=100, block_size=256, predictor=equal_stage(0.01))
     pipeline = Pipeline([equal_stage(0.01)] * 3, control_s=control_s, is_async=is_async)
     trace = Trace(np.zeros(1), np.array([100]), np.array([11]))
     outcome = Simulation(scheduler, pipeline, trace).run()

@@ -13,6 +13,7 @@ from medha.params import SamplingParams
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.engines import drained, make_engine, run_to_end
+from tests.sched.virtual import by_tokens
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 
 Rows = list[tuple[int, int]]
@@ -35,7 +36,9 @@ def submitted(engine: Engine) -> list[Batch]:
 
 
 def make_scheduler(**options: int) -> Scheduler:
-    return Scheduler(SchedulerConfig("sarathi", async_scheduling=True, **options), num_blocks=20, block_size=4)
+    return Scheduler(
+        SchedulerConfig("sarathi", async_scheduling=True, **options), num_blocks=20, block_size=4, predictor=by_tokens()
+    )
 
 
 def rows(batch: Batch | None) -> Rows:

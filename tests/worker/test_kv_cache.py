@@ -47,21 +47,3 @@ def test_write_touches_only_its_targets_and_its_layer(
     cache.write(1, k[:2], v[:2], torch.tensor([3, 0]))
     assert torch.equal(cache.k[1][[3, 0]], k[:2])
     assert bool((cache.k[0] == -1).all()) and bool((cache.v[0] == -1).all())
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_adjacent_tokens_lie_in_the_pieces_of_a_packed_block(device: str) -> None:
-    """What one rank sends from its pool, and what another one receives into a block, agree piece by piece."""
-    shape = LayerShape(6, 3, 8, torch.float32)
-    cache = KVCache(shape, num_layers=2, num_blocks=5, block_size=4, device=torch.device(device))
-    memory = torch.empty(cache.block_size_of(8), device=device)
-    if device == "cpu":
-        for layer, pool in enumerate((*cache.k, *cache.v)):
-            pool.copy_(torch.arange(pool.numel()).view(pool.shape) + 1000 * layer)
-    packed = cache.pieces(cache.pack(1, [(4, 0, 8)], memory))
-    lying = cache.lying(1, 4, 8)
-    assert len(lying) == len(packed) == (6 if device == "cpu" else 2)
-    assert all(piece.is_contiguous() for piece in (*packed, *lying))
-    assert [piece.numel() for piece in lying] == [piece.numel() for piece in packed]
-    if device == "cpu":
-        assert all(torch.equal(one.flatten(), other) for one, other in zip(lying, packed, strict=True))

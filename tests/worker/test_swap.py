@@ -160,7 +160,7 @@ def test_a_graph_comes_after_all_copies(bytes_model: Model) -> None:
         **(SMALL | SWAP), backend=make_flashinfer(block_size=16), has_scratch=True, stream=Late()
     )
     maker = Repeating()
-    engine.runner.capture(maker, (1, 2, 4, 8), lambda done, total: None)  # type: ignore[attr-defined]
+    engine.runner.capture(maker, (1, 2, 4, 8))  # type: ignore[attr-defined]
     tokens, batches = run(engine, GREEDY)
     assert tokens == undisturbed(bytes_model, GREEDY)
     assert any(batch.moves and batch.num_decodes == len(batch.rows) for batch in batches)

@@ -15,6 +15,7 @@ fixed SP8, SP16     groups of so many instances
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,10 +54,10 @@ GBIT, BUFFERS = 200, 16
 """Of the link of each GPU, and transfer buffers of a decode instance, one for each prefill instance."""
 
 
-def table_times() -> ChunkTimes:
-    """Eq. 1, fitted to Table 1."""
+def table_times(sizes: Sequence[int] = tuple(TABLE_1)) -> ChunkTimes:
+    """Eq. 1, fitted to the rows of Table 1 of some SP sizes."""
     return fit_chunk_times(
-        {size: [(0, n, seconds) for (own, n), seconds in CELLS.items() if own == size] for size in TABLE_1}
+        {size: [(0, n, seconds) for (own, n), seconds in CELLS.items() if own == size] for size in sizes}
     )
 
 
@@ -78,7 +79,7 @@ class Tetris:
 
     def planner(self) -> Planner:
         """What plans its prompts."""
-        return Planner(table_times().only(self.sizes), NUM_INSTANCES, max_chunks=self.max_chunks)
+        return Planner(table_times(self.sizes), NUM_INSTANCES, max_chunks=self.max_chunks)
 
 
 CDSP = Tetris("Tetris")
