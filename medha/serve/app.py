@@ -145,7 +145,7 @@ class Front:
     async def _body(self, request: HttpRequest) -> Json:
         """The JSON object of a body."""
         most, body = self._max_body_bytes, bytearray()
-        size = min(int(request.headers.get("content-length", most)), most + 1)
+        size = int(request.headers.get("content-length", most))
         large = ApiError(413, f"the body is too large; accepted: at most {most} bytes")
         if size > most:
             raise large
