@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from medha.cli.files import emptied, opened
 from medha.config import EngineConfig
 from medha.engine.admission import Prompt, is_prompt, listed, spread
+from medha.engine.arrivals import Preparing
 from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.engine.journal import check_recordable
@@ -316,19 +317,14 @@ def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> li
     """What ``prepare`` returns; in a thread where the engine runs something already, which goes on meanwhile."""
     if not engine.num_unfinished:
         return prepare()
-    thread = futures.ThreadPoolExecutor(1, "medha-prepare")
-    prepared = thread.submit(prepare)
-    try:
+    with closing(Preparing(engine)) as preparing:
+        prepared = preparing.begin(None, prepare)
         while not prepared.done():
             if engine.num_unfinished:
                 engine.advance()
             else:
                 futures.wait([prepared])
         return prepared.result()
-    finally:
-        if not prepared.done() and engine.tokenizer is not None:
-            engine.tokenizer.interrupt()  # the end of the process would wait for it
-        thread.shutdown(wait=False)
 
 
 def _end(engine: Engine, request_ids: Iterable[str]) -> None:

@@ -39,7 +39,7 @@ from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits, Request
 from medha.outputs import RequestOutput
 from medha.sched.scheduler import Scheduler
-from medha.serve.app import Front, Limits
+from medha.serve.app import Front
 from medha.serve.web import bound, listening
 from medha.sim.replica import find_model
 from medha.worker.sampling import Sampled
@@ -158,7 +158,7 @@ def serve_overhead(
 ) -> None:
     """Time what HTTP adds to a time to first token, or with --body-ids how a large body holds a stream up."""
     engine = make_engine(step_ms / 1e3)
-    front, stopping = Front(engine, ["timetable"], [], Limits()), threading.Event()
+    front, stopping = Front(engine, ["timetable"]), threading.Event()
     service = front.service
     front.app.add_route("/empty", _empty, methods=["POST"])
     taken, count, on_end = list[str](), itertools.count(1), service.on_end

@@ -9,13 +9,13 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import CompletionOutput, RequestOutput, unserved
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from medha.engine.admission import Prompt
     from medha.engine.engine import Engine
     from medha.engine.request import Request
+
+T = TypeVar("T")
 
 LONG_PROMPT = 100_000
 """Characters or ids of the longest prompt that is prepared among the short ones."""
@@ -79,80 +81,81 @@ def drive(
     """
     start = engine.now()
     upcoming = deque(arrivals)
-    with _Preparing(engine) as preparing:
-        while upcoming or preparing.pending or engine.has_unfinished:
+    pending: dict[futures.Future[Request], Arrival] = {}  # being prepared
+    prepared: queue.SimpleQueue[futures.Future[Request]] = queue.SimpleQueue()
+
+    def unserved(error: EngineDeadError | None = None) -> Iterator[RequestOutput]:
+        yield from (arrival.unserved(start, error=error) for arrival in (*pending.values(), *upcoming))
+        pending.clear()
+        upcoming.clear()
+
+    with closing(Preparing(engine)) as preparing:
+        while upcoming or pending or engine.has_unfinished:
             if should_stop():  # what is in flight runs to its end, on every rank
                 engine.abort_all()
-                yield from (arrival.unserved(start) for arrival in (*preparing.drop(), *upcoming))
-                upcoming.clear()
+                yield from unserved()
             for _ in range(min(len(upcoming), _MOST_BEGUN)):
                 if upcoming[0].arrival_s > engine.now() - start:
                     break
                 arrival = upcoming.popleft()
-                preparing.begin(arrival, partial(prepare_arrival, engine, arrival), is_long=is_long(arrival.prompt))
-            wait_s = _MAX_SLEEP_S if preparing.pending else 0.0
+                begun = preparing.begin(arrival.prompt, partial(prepare_arrival, engine, arrival))
+                pending[begun] = arrival
+                begun.add_done_callback(prepared.put)
+                begun.add_done_callback(lambda _: engine.wake())
+            wait_s = _MAX_SLEEP_S
             if upcoming:
-                wait_s = min(_MAX_SLEEP_S, upcoming[0].arrival_s - (engine.now() - start))
+                wait_s = min(wait_s, max(upcoming[0].arrival_s - (engine.now() - start), 0.0))
+            is_idle = not engine.has_unfinished
+            if is_idle and upcoming and not pending:
+                time.sleep(wait_s)
             try:
-                for arrival, request in preparing.ready(0.0 if engine.has_unfinished else wait_s):
+                for one in taken(prepared, wait_s if is_idle and pending else 0.0):
+                    if (its := pending.pop(one, None)) is None:  # it was given up
+                        continue
                     try:
-                        engine.add_prepared(request.result(), arrival_s=start + arrival.arrival_s)
+                        engine.add_prepared(one.result(), arrival_s=start + its.arrival_s)
                     except MedhaError as refusal:
-                        yield arrival.unserved(start, error=refusal, now_s=engine.now())
+                        yield its.unserved(start, error=refusal, now_s=engine.now())
                         if isinstance(refusal, EngineDeadError):
                             raise
                 if engine.has_unfinished:
-                    yield from engine.step(wait_s=max(min(wait_s, _MAX_SLEEP_S) if upcoming else _MAX_SLEEP_S, 0.0))
+                    yield from engine.step(wait_s=wait_s)
                     on_step()
             except EngineDeadError as error:
                 yield from error.outputs
-                yield from (arrival.unserved(start, error=error) for arrival in (*preparing.drop(), *upcoming))
+                yield from unserved(error)
                 raise
 
 
-class _Preparing:
-    """Prepares items in threads, long ones in one and the others in another; the engine goes on meanwhile."""
+def taken(things: queue.SimpleQueue[T], wait_s: float) -> Iterator[T]:
+    """What is in a queue; waits so long for the first of it."""
+    with suppress(queue.Empty):
+        while True:
+            yield things.get(wait_s > 0, wait_s)
+            wait_s = 0.0
+
+
+class Preparing:
+    """Prepares requests in threads, long prompts in one and the others in another; the engine goes on meanwhile."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
-        self.pending: dict[futures.Future[Any], Any] = {}  # what has begun and not come out again, to its item
-        self._done: queue.SimpleQueue[futures.Future[Any]] = queue.SimpleQueue()
+        self._begun: set[futures.Future[Any]] = set()  # and not done
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.drop()
+    def close(self) -> None:
+        """Give up what is not done."""
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
+        if self._begun and self._engine.tokenizer is not None:
+            self._engine.tokenizer.interrupt()  # the end of the process would wait for it
 
-    def begin(self, item: Any, prepare: Callable[[], Any], *, is_long: bool) -> None:
-        """Prepare an item, after those that are as long or short."""
-        prepared = self._threads[is_long].submit(prepare)
-        self.pending[prepared] = item
-        prepared.add_done_callback(self._done.put)
-        prepared.add_done_callback(lambda _: self._engine.wake())
-
-    def ready(self, wait_s: float = 0.0) -> Iterator[tuple[Any, futures.Future[Any]]]:
-        """Those that are done; waits so long for the first of them."""
-        if wait_s > 0 and not self.pending:
-            time.sleep(wait_s)
-        with suppress(queue.Empty):
-            while self.pending:
-                prepared = self._done.get(wait_s > 0, max(wait_s, 0.0))
-                if prepared in self.pending:  # else it was dropped
-                    wait_s = 0.0
-                    yield self.pending.pop(prepared), prepared
-
-    def drop(self) -> list[Any]:
-        """Give up what is not done; returns it in the order in which it was begun."""
-        for prepared in self.pending:
-            if not prepared.cancel() and not prepared.done() and self._engine.tokenizer is not None:
-                self._engine.tokenizer.interrupt()  # the end of the process would wait for it
-        dropped = list(self.pending.values())
-        self.pending.clear()
-        return dropped
+    def begin(self, prompt: Any, prepare: Callable[[], T]) -> futures.Future[T]:
+        """Prepare something of a prompt, after those that are as long or short."""
+        begun = self._threads[prompt_size(prompt) > LONG_PROMPT].submit(prepare)
+        self._begun.add(begun)
+        begun.add_done_callback(self._begun.discard)
+        return begun
 
 
 def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:
@@ -163,33 +166,35 @@ def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:
     return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)  # type: ignore[arg-type]
 
 
-def is_long(prompt: Any) -> bool:
-    """Whether a prompt, or what it holds at any depth that a form has, is longer than short ones should wait for."""
+def prompt_size(prompt: Any) -> int:
+    """Characters or ids of a prompt, or of the longest part of what it holds at any depth that a form has."""
     if isinstance(prompt, Mapping):
-        return any(map(is_long, prompt.values()))
+        return max(map(prompt_size, prompt.values()), default=0)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return any(map(is_long, prompt))
-    return getattr(prompt, "ndim", 1) > 0 and hasattr(prompt, "__len__") and len(prompt) > LONG_PROMPT
+        return max(map(prompt_size, prompt))
+    return len(prompt) if getattr(prompt, "ndim", 1) > 0 and hasattr(prompt, "__len__") else 0
 
 
 class Joiner:
     """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, list[CompletionOutput]] = {}
+        self._pieces: dict[str, list[RequestOutput]] = {}
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
         """Take an output; returns the whole one if it was its request's last."""
-        self._pieces.setdefault(output.request_id, []).extend(output.outputs)
-        return replace(output, outputs=joined(self._pieces.pop(output.request_id))) if output.finished else None
+        self._pieces.setdefault(output.request_id, []).append(output)
+        return together(self._pieces.pop(output.request_id)) if output.finished else None
 
 
-def joined(pieces: Iterable[CompletionOutput]) -> list[CompletionOutput]:
-    """Of each completion, by index, one piece of those in order."""
+def together(pieces: Sequence[RequestOutput]) -> RequestOutput:
+    """One output of several of a request in order, with one piece of each completion."""
+    if len(pieces) == 1:
+        return pieces[0]
     by_index: dict[int, list[CompletionOutput]] = {}
-    for piece in pieces:
-        by_index.setdefault(piece.index, []).append(piece)
-    return [_whole(parts) for _, parts in sorted(by_index.items())]
+    for one in chain.from_iterable(piece.outputs for piece in pieces):
+        by_index.setdefault(one.index, []).append(one)
+    return replace(pieces[-1], outputs=[_whole(parts) for _, parts in sorted(by_index.items())])
 
 
 def _whole(pieces: Sequence[CompletionOutput]) -> CompletionOutput:

@@ -70,7 +70,7 @@ def serve(
 
         return follow(config)
     from medha.engine.build import build_role
-    from medha.serve.app import Front, Limits
+    from medha.serve.app import Front
     from medha.serve.keys import load_keys
     from medha.serve.web import bound, listening
 
@@ -81,12 +81,12 @@ def serve(
         listener = stack.enter_context(bound(host, port))
         is_local = ip_address(listener.getsockname()[0]).is_loopback
         hosts = tuple(name.lower() for name in allowed_host or ((host, *_LOCAL) if is_local else ()))
-        limits = Limits(max_body_bytes, max_concurrent, hosts=hosts)
+        limits = {"max_body_bytes": max_body_bytes, "max_concurrent": max_concurrent}
         if launch is None and config.parallel.world_size > 1:
             stack.enter_context(own_ranks(config.parallel.world_size, ["medha.generate.follow", json.dumps(options)]))
         role = build_role(config)
         assert role.engine is not None, "the first rank has the engine"
-        front = Front(role.engine, served_model_name or [config.model], keys, limits)
+        front = Front(role.engine, served_model_name or [config.model], keys, hosts=hosts, **limits)
         if role.caller is not None:
             role.caller.ranks.monitor.before_end = partial(_end_streams, front, RankFailedError)
         stack.callback(front.close)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -30,7 +28,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from medha.engine.admission import checked_ids, tokenise
-from medha.engine.arrivals import is_long
 from medha.engine.engine import Engine
 from medha.engine.jsonl import KNOWN_FIELDS
 from medha.errors import EngineDeadError, MedhaError, not_accepted
@@ -45,8 +42,7 @@ from medha.serve.service import Answer, Service
 logger = logging.getLogger("medha")
 
 _PING_S = 10.0
-_SLOWEST_BYTES_S = 1e6  # of a body
-_BODIES = 8  # of the largest size that may be in memory
+_BODY_S = 60.0  # for which a client may take to send a body, and a second for each megabyte
 _PROGRESS_S = 0.5
 _MOST_NAMES = 100  # of fields that nobody knows are logged
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
@@ -55,28 +51,25 @@ _ERRORS = (ClientDisconnect, MedhaError, RecursionError, msgspec.ValidationError
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream"}
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What clients may take."""
-
-    max_body_bytes: int = 128 << 20
-    max_concurrent: int = 4096  # requests that are in the engine or wait for it
-    body_timeout_s: float = 60.0  # and a second for each megabyte
-    hosts: tuple[str, ...] = ()  # names by which clients may call the server; none is any
-
-
 class Front:
     """The server as an ASGI application: its routes, and the requests that it has open."""
 
-    def __init__(self, engine: Engine, models: Sequence[str], keys: Sequence[Key], limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        models: Sequence[str],
+        keys: Sequence[Key] = (),
+        *,
+        max_body_bytes: int = 128 << 20,
+        max_concurrent: int = 4096,  # requests that are in the engine or wait for it
+        hosts: Sequence[str] = (),  # names by which clients may call the server; none is any
+    ) -> None:
         self.service = Service(engine)
         self.models = models
         self.num_open: Counter[str] = Counter()  # requests, by tenant
-        self._keys = keys
-        self._limits = limits
+        self._keys, self._hosts = keys, hosts
+        self._max_body_bytes, self._max_concurrent = max_body_bytes, max_concurrent
         self._bodies = BodyReader()
-        self._num_bytes = 0  # of bodies that are being read
-        self._drawn = -math.inf, b""  # when, and what the page drew last: made once for all who look
         self._metrics = metrics = Metrics(engine, models[0])
         self._ignored: set[str] = set()  # names of fields
         self._start_s = int(time.time())
@@ -127,14 +120,14 @@ class Front:
     def close(self) -> None:
         """Give up what is being read or prepared."""
         self._bodies.interrupt()
-        self.service.close()
+        self.service.preparing.close()
 
     def _admitted(self, request: HttpRequest, path: str) -> Key:
         """Whose request it is; raises ApiError where it may not come in."""
         headers = request.headers
         host = headers.get("host", "").rpartition("@")[2]
         name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-        if self._limits.hosts and name.lower() not in self._limits.hosts:
+        if self._hosts and name.lower() not in self._hosts:
             raise ApiError(400, "the Host header names another server; see --allowed-host", code="host")
         key = key_of(self._keys, headers.get("authorization", ""))
         if key is None and path not in _OPEN_PATHS:
@@ -151,34 +144,29 @@ class Front:
 
     async def _body(self, request: HttpRequest) -> Json:
         """The JSON object of a body."""
-        most, body = self._limits.max_body_bytes, bytearray()
-        size = min(int(request.headers.get("content-length", most)), most + 1)
+        most, body = self._max_body_bytes, bytearray()
+        size = int(request.headers.get("content-length", most))
         large = ApiError(413, f"the body is too large; accepted: at most {most} bytes")
         if size > most:
             raise large
         try:
-            async with asyncio.timeout(self._limits.body_timeout_s + size / _SLOWEST_BYTES_S):
+            async with asyncio.timeout(_BODY_S + size / 1e6):
                 async for part in request.stream():
-                    self._num_bytes += len(part)
                     body += part
                     if len(body) > most:
                         raise large
-                    if self._num_bytes > _BODIES * most:
-                        raise ApiError(503, "too many bodies are being read", retry_after="1")
             found = await self._bodies.read(body)
         except TimeoutError as error:
             raise ApiError(408, "the body did not come in time", connection="close") from error
         except ValueError:
             raise ApiError(400, "the body is not JSON that can be read") from None
-        finally:
-            self._num_bytes -= len(body)
         if not isinstance(found, dict):
             raise ApiError(400, "the body is not a JSON object")
         return found
 
     def _open(self, request: HttpRequest, key: Key) -> ExitStack:
         """Count a request of a key as open until its answer is over; returns what is closed then."""
-        service, most = self.service, self._limits.max_concurrent
+        service, most = self.service, self._max_concurrent
         if service.is_draining or service.ended is not None:
             raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
         if self.num_open.total() >= most:
@@ -199,16 +187,10 @@ class Front:
         asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
         self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
         key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
-
-        async def make(scope: Scope, receive: Receive, send: Send) -> None:
-            answer = await self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
-            leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
-            if asked.flags.stream:
-                await StreamingResponse(self._stream(asked, answer), headers=_SSE).stream_response(send)
-            else:
-                await (await self._whole(asked, answer))(scope, receive, send)
-
-        return partial(_while_there, make)
+        leave.callback(asyncio.ensure_future(_end_with_client(request, asyncio.current_task())).cancel)
+        answer = await self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
+        leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
+        return _Events(self._stream(asked, answer)) if asked.flags.stream else await self._whole(asked, answer)
 
     def _note_ignored(self, names: Set[str]) -> None:
         """Count fields of a body that nobody knows, and log each of their names once."""
@@ -219,25 +201,25 @@ class Front:
 
     async def _whole(self, asked: Asked, answer: Answer) -> Response:
         """The answer when all of it is there."""
-        while not answer.last:
+        while (outputs := answer.last) is None:
             await answer.read()
-        if (error := _error_of(answer.last)) is not None:
+        if (error := _error_of(outputs)) is not None:
             raise error
-        return _json(asked.whole(answer.last))
+        return _json(asked.whole(outputs))
 
     async def _stream(self, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, comments while there is nothing to say, an error in place of the rest."""
         reports, said = bool(asked.flags.return_progress), list[Json]()  # until the first token
-        while not answer.last:
+        while (outputs := answer.last) is None:
             news = await answer.read(_PROGRESS_S if reports else _PING_S)
             said = [chunk for index, output in news for chunk in asked.chunks(index, output)]
             if reports and not news:
                 said = [asked.progress(answer.requests, self.service.eta_s(answer.requests))]
             reports &= not news
-            if not answer.last:
+            if answer.last is None:
                 yield b"".join(map(_event, said)) or b": ping\n\n"
-        error = _error_of(answer.last)
-        said += asked.last(answer.last) if error is None else [error.body]
+        error = _error_of(outputs)
+        said += asked.last(outputs) if error is None else [error.body]
         yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
@@ -252,7 +234,7 @@ class Front:
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
         special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
         work = partial(tokenise, prompt, self._tokenizer(), size, add_special_tokens=special)
-        _, ids = await self.service.in_thread(work, is_long=is_long(prompt))
+        _, ids = await self.service.in_thread(prompt, work)
         return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
 
     async def _detokenize(self, request: HttpRequest, key: Key) -> Response:
@@ -266,7 +248,7 @@ class Front:
             ids = checked_ids(tokens, "tokens", limits.vocab_size).tolist()
             return str(tokenizer.decode(ids, skip_special_tokens=False))
 
-        return _json({"prompt": await self.service.in_thread(text, is_long=is_long(tokens))})
+        return _json({"prompt": await self.service.in_thread(tokens, text)})
 
     def _tokenizer(self) -> Any:
         if (tokenizer := self.service.engine.tokenizer) is None:
@@ -293,9 +275,7 @@ class Front:
         """What the page draws, some times a second."""
         service = self.service
         while method == "GET" and not service.is_draining and service.ended is None:
-            if (now_s := service.engine.now()) - self._drawn[0] >= EVENTS_S:
-                self._drawn = now_s, msgspec.json.encode({"model": self.models[0], **snapshot(service)})
-            yield b"data: " + self._drawn[1] + b"\n\n"
+            yield _event({"model": self.models[0], **snapshot(service)})
             await asyncio.sleep(EVENTS_S)
 
 
@@ -308,21 +288,20 @@ def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
     return stopped() if was_cut else None
 
 
-async def _while_there(make: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Make an answer to a request whose body has been read; that is cancelled where its client leaves before."""
+async def _end_with_client(request: HttpRequest, task: asyncio.Task[Any] | None) -> None:
+    """Cancel what answers a request, whose body has been read, when its client leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    assert task is not None, "a request is answered by a task"
+    task.cancel()
 
-    async def until_gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
 
-    making, gone = asyncio.ensure_future(make(scope, receive, send)), asyncio.ensure_future(until_gone())
-    try:
-        await asyncio.wait({making, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if making.done():
-            await making
-    finally:
-        making.cancel()
-        gone.cancel()
+class _Events(StreamingResponse):
+    """Server-sent events; whoever makes them sees to a client that leaves, for which starlette has further tasks."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        await self.stream_response(send)
 
 
 def _event(value: Json) -> bytes:

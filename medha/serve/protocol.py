@@ -40,12 +40,6 @@ from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
 Json = dict[str, Any]
 
 MAX_CHOICES = 512  # completions of one HTTP request
-_CODES: dict[type[Exception], str] = {
-    DeadlineError: "deadline",
-    ContextLengthError: "context_length_exceeded",
-    KVCapacityError: "context_length_exceeded",
-    UnsupportedFeatureError: "unsupported",
-}
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 
@@ -71,7 +65,7 @@ def stopped() -> ApiError:
 
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine, without the value that was wrong."""
-    param, told, code = getattr(error, "param", None), str(error), _CODES.get(type(error))
+    param, told, code = getattr(error, "param", None), str(error), None
     match error:
         case ApiError():
             return error
@@ -79,7 +73,11 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(status, detail, **(headers or {}))
         case DeadlineError(wait_s=wait_s):
             when = {"x_should_retry": "false"} if wait_s is None else {"retry_after": str(math.ceil(wait_s))}
-            return ApiError(429, told, param=param, code=code, **when)
+            return ApiError(429, told, param=param, code="deadline", **when)
+        case ContextLengthError() | KVCapacityError():
+            code = "context_length_exceeded"
+        case UnsupportedFeatureError():
+            code = "unsupported"
         case EngineDeadError():
             return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
         case RecursionError():
@@ -88,10 +86,10 @@ def api_error(error: Exception) -> ApiError:
             param = told.rpartition("`$.")[2].rstrip("`") or None
         case ValidationError(__cause__=ChatTemplateError()):
             told = "the model has no chat template that takes these messages"
-        case ValidationError() if code is None:
+        case ValidationError():
             _, found, accepted = told.rpartition("; accepted: ")
             told = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
-        case _ if code is None:
+        case _:
             return ApiError(500, f"the request failed: {type(error).__name__}")
     return ApiError(400, told, param=param, code=code)
 

@@ -1,8 +1,8 @@
 """The engine's side of the server: one thread steps the engine, another has the event loop with the connections.
 
 What the loop wants of the engine goes through a queue, which is emptied between two steps; what comes of a step goes to
-the loop in one call. Neither waits for the other. Deltas that a reader has not taken are joined in its :class:`Answer`,
-so one who reads slowly holds up nobody, and what is kept of an answer is at most the answer.
+the loop in one call. Neither waits for the other. Deltas that a reader has not taken are kept in its :class:`Answer`,
+which joins them, so one who reads slowly holds up nobody, and what is kept of an answer is at most the answer.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ import math
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from medha.engine.arrivals import Arrival, is_long, joined, prepare_arrival
+from medha.engine.arrivals import Arrival, Preparing, prepare_arrival, prompt_size, taken, together
 from medha.engine.engine import Engine
 from medha.engine.request import Completion, Request
 from medha.errors import EngineDeadError, MedhaError, not_accepted
 from medha.outputs import RequestOutput
 from medha.serve.protocol import ApiError, stopped
 
+T = TypeVar("T")
+
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
-_QUICK = 2000  # characters or ids
-_MOST_PIECES = 64  # of an answer that are kept apart
+_QUICK = 2000  # characters or ids of a prompt that is prepared sooner than a thread has got it
 
 
 class Answer:
@@ -41,15 +40,11 @@ class Answer:
         self.requests = requests
         self._news = asyncio.Event()
         self._pieces: dict[int, list[RequestOutput]] = {}  # that were not read yet, by the index of a prompt
-        self.last: list[RequestOutput] = []  # of each prompt, in their order, when all of them were read
         self._last: dict[int, RequestOutput] = {}
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what the engine handed out for the prompt of an index."""
-        pieces = self._pieces.setdefault(index, [])
-        pieces.append(output)
-        if len(pieces) > _MOST_PIECES:
-            pieces[:] = [_together(pieces)]
+        self._pieces.setdefault(index, []).append(output)
         self._news.set()
 
     async def read(self, wait_s: float | None = None) -> list[tuple[int, RequestOutput]]:
@@ -59,17 +54,14 @@ class Answer:
                 await self._news.wait()
         self._news.clear()
         pieces, self._pieces = self._pieces, {}
-        news = [(index, _together(some)) for index, some in pieces.items()]
+        news = [(index, together(some)) for index, some in pieces.items()]
         self._last |= {index: output for index, output in news if output.finished}
-        if len(self._last) == len(self.requests):
-            self.last = [self._last[index] for index in range(len(self.requests))]
         return news
 
-
-def _together(pieces: Sequence[RequestOutput]) -> RequestOutput:
-    if len(pieces) == 1:
-        return pieces[0]
-    return replace(pieces[-1], outputs=joined(one for piece in pieces for one in piece.outputs))
+    @property
+    def last(self) -> list[RequestOutput] | None:
+        """The last output of each prompt, in their order; None until all of them were read."""
+        return [self._last[i] for i in range(len(self.requests))] if len(self._last) == len(self.requests) else None
 
 
 class Service:
@@ -82,6 +74,7 @@ class Service:
         is_draining: no new request is taken.
         ended: what whoever asks is told as nothing is served any more: why the engine failed, or that the server stops.
         num_turns: how often the engine has done something, or had nothing to do.
+        preparing: threads for what takes long; whoever ends the service closes it.
         on_end: called in the event loop with each request that has ended and its last output.
     """
 
@@ -97,14 +90,13 @@ class Service:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
         self.num_turns = 0
-        # as in a file of requests: a prompt of millions of characters is overtaken by short ones
-        self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
+        self.preparing = Preparing(engine)
 
     # -- of the event loop -------------------------------------------------------------------------------------------
 
-    async def in_thread(self, work: Callable[[], Any], *, is_long: bool) -> Any:
-        """What some work returns that may take long, after other such work."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads[is_long], work)
+    async def in_thread(self, prompt: Any, work: Callable[[], T]) -> T:
+        """What some work on a prompt returns that may take long, after other such work."""
+        return await asyncio.wrap_future(self.preparing.begin(prompt, work))
 
     async def submit(self, arrivals: Sequence[Arrival], arrival_s: float, *, most_tokens: int | None = None) -> Answer:
         """Tokenise, check and queue requests, all or none, with prompts of so many tokens together; raises as
@@ -113,8 +105,9 @@ class Service:
         for arrival in arrivals:
             self._check_open()
             work = partial(prepare_arrival, self.engine, arrival)
-            is_quick = len(arrivals) == 1 and _is_quick(arrival.prompt)
-            requests.append(work() if is_quick else await self.in_thread(work, is_long=is_long(arrival.prompt)))
+            is_text = "messages" not in arrival.prompt  # a template may take its time
+            is_quick = is_text and len(arrivals) == 1 and prompt_size(arrival.prompt) <= _QUICK
+            requests.append(work() if is_quick else await self.in_thread(arrival.prompt, work))
             if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
         answer, self.loop = Answer(requests), asyncio.get_running_loop()
@@ -189,7 +182,8 @@ class Service:
         """Serve until ``should_stop``; raises EngineDeadError where a step failed, when its requests have ended."""
         try:
             while not should_stop():
-                self._obey(0.0 if self.engine.has_unfinished else _IDLE_S)
+                for call in taken(self._inbox, 0.0 if self.engine.has_unfinished else _IDLE_S):
+                    call()
                 if self.engine.has_unfinished:
                     self.engine.advance(_IDLE_S)
                 self.num_turns += 1
@@ -214,25 +208,11 @@ class Service:
         self.flush()
         return dead
 
-    def close(self) -> None:
-        """Give up what is being prepared."""
-        for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)
-        if self.engine.tokenizer is not None:
-            self.engine.tokenizer.interrupt()
-
     def flush(self) -> None:
         """Have the event loop take what has come of requests."""
         if self._outbox and self.loop is not None:
             with suppress(RuntimeError):  # the loop is closed: there is nobody left
                 self.loop.call_soon_threadsafe(self._deliver)
-
-    def _obey(self, wait_s: float) -> None:
-        """Do what the event loop has asked for; waits so long for the first of it."""
-        with suppress(queue.Empty):
-            while True:
-                self._inbox.get(wait_s > 0, wait_s)()
-                wait_s = 0.0
 
     def _add(self, answer: Answer, arrival_s: float, added: asyncio.Future[Exception | None]) -> None:
         refusal = None
@@ -253,12 +233,6 @@ class Service:
     def _deliver(self) -> None:
         while self._outbox:
             self._outbox.popleft()()
-
-
-def _is_quick(prompt: Any) -> bool:
-    """Whether a prompt is prepared sooner than a thread has got the work, for which it, too, waits for a core."""
-    sizes = [len(value) for value in prompt.values() if hasattr(value, "__len__")]
-    return "messages" not in prompt and max(sizes, default=0) <= _QUICK
 
 
 def _unread(requests: Iterable[Request]) -> list[Completion]:

@@ -18,8 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from medha.errors import ConfigError
 from medha.serve.protocol import ApiError
 
-KEEP_ALIVE_S = 75  # for which a connection may be silent
-HEAD_S = 30  # for which a client may take to send the head of a request
+KEEP_ALIVE_S = 75  # for which a connection may be open, or be so again, without the head of a request
 READER_S = 300  # for which a client may take nothing of what is sent to it, where the kernel counts that
 END_S = 1.0  # for which streams may end with what has become of them
 
@@ -73,10 +72,9 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection that is silent for :data:`KEEP_ALIVE_S`, or on which no head is whole within :data:`HEAD_S`;
-    what is no request, and what comes by one connection too many, gets an error in OpenAI's shape.
-
-    uvicorn's timer begins with an answer, and ends with a byte.
+    """Closes a connection on which no head is whole for :data:`KEEP_ALIVE_S`, where uvicorn's timer begins with an
+    answer and ends with a byte; what is no request, and what comes by one connection too many, gets an error in
+    OpenAI's shape.
     """
 
     def connection_made(self, transport: Any) -> None:
@@ -86,18 +84,11 @@ class TimedProtocol(H11Protocol):
         if most is not None and len(self.connections) > most:
             full = ApiError(503, f"{most} connections are open, as many as may be", retry_after="1", connection="close")
             self.app = full.response()
-        self._await_head()
-
-    def _await_head(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _unset_keepalive_if_required(self) -> None:
-        timer = self.timeout_keep_alive_task
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             super()._unset_keepalive_if_required()
-        elif timer is not None and timer.when() > self.loop.time() + HEAD_S:  # the first byte of a further head
-            timer.cancel()
-            self._await_head()
 
     def send_400_response(self, msg: str) -> None:
         """Tell what is wrong with a head."""

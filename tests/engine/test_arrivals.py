@@ -13,7 +13,7 @@ import torch
 import medha.engine.arrivals
 from medha.batch import Batch
 from medha.config import EngineConfig
-from medha.engine.arrivals import LONG_PROMPT, Arrival, drive
+from medha.engine.arrivals import LONG_PROMPT, Arrival, drive, prompt_size
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
 from medha.errors import ContextLengthError, RankFailedError, ValidationError
@@ -191,7 +191,7 @@ def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pyt
     ids=range(10),
 )
 def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) -> None:
-    assert medha.engine.arrivals.is_long(prompt) == is_long
+    assert (prompt_size(prompt) > LONG_PROMPT) == is_long
 
 
 def test_a_stop_returns_every_request(engine: Engine) -> None:

@@ -14,13 +14,14 @@ import pytest
 
 from medha.engine.engine import Engine
 from medha.errors import EngineDeadError
-from medha.serve.app import Front, Limits
+from medha.serve.app import Front
 from medha.serve.keys import Key
 from medha.serve.service import Service
 from medha.serve.web import bound, listening
 from tests.commands import LIMIT_S
 from tests.serving import random_ids
 
+PATH = "/v1/completions"
 Answered = tuple[int, Any, dict[str, str]]
 
 
@@ -95,11 +96,18 @@ def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt": random_ids(length, seed=0), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
 
 
+def sent(body: dict[str, Any], path: str = PATH, **headers: str) -> bytes:
+    """A request as bytes, for a socket."""
+    raw = json.dumps(body)
+    given = {"host": "x", "content-type": "application/json", "content-length": len(raw), **headers}
+    return "".join([f"POST {path} HTTP/1.1\r\n", *map("%s: %s\r\n".__mod__, given.items()), "\r\n", raw]).encode()
+
+
 @contextmanager
-def served(engine: Engine, *keys: Key, limits: Limits | None = None, max_connections: int = 2048) -> Iterator[Server]:
+def served(engine: Engine, *keys: Key, max_connections: int = 2048, **limits: Any) -> Iterator[Server]:
     """A server over an engine, which is empty at the end."""
     stopping = threading.Event()
-    front = Front(engine, ["model"], keys, limits or Limits())
+    front = Front(engine, ["model"], keys, **limits)
     service = front.service
     with bound("127.0.0.1", 0) as listener:
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from medha.parallel.launch import reserved_port
+from medha.errors import ConfigError
+from medha.parallel.own_ranks import reserved_port
+from medha.serve.web import bound, listening
 from tests.commands import Command
 from tests.serve.process import Process, last_events, serving, streams_under_load
 from tests.serving import Model
@@ -98,11 +100,10 @@ def test_what_would_leave_a_server_open(
     assert done.code == 2 and said in done.err
 
 
-def test_a_certificate_that_is_none(bytes_model: Model, tmp_path: Path) -> None:
-    both = ("--ssl-certfile", tmp_path / "none", "--ssl-keyfile", tmp_path / "none")
-    with serving(tmp_path / "log", bytes_model.folder, *SMALL, *both) as server:
-        assert server.wait() == 2
-        assert "the server does not start" in server.log.read_text()
+def test_a_certificate_that_is_none(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    with bound("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="the server does not start"):
+        listening(print, listener, max_connections=1, ssl_certfile=none, ssl_keyfile=none).__enter__()
 
 
 def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path) -> None:

@@ -8,16 +8,14 @@ import json
 import resource
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from medha.engine import explain
 from tests.commands import wait_until
-from tests.serve.conftest import Server, Start, asked
+from tests.serve.conftest import Server, Start, asked, sent
 from tools.serve_overhead import Timetable, make_engine
 
-PATH = "/v1/completions"
 NUM_IDLE, NUM_STREAMS, NUM_TOKENS = 1000, 256, 400
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -32,20 +30,12 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def post(body: dict[str, Any]) -> bytes:
-    """A request as it is sent, whose connection is closed after it."""
-    sent = json.dumps(body)
-    given = {"host": "x", "content-type": "application/json", "content-length": len(sent), "connection": "close"}
-    head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
-    return f"POST {PATH} HTTP/1.1\r\n{head}\r\n{sent}".encode()
-
-
 @pytest.mark.usefixtures("many_files")
 def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start) -> None:
     """Each stream gets every token, and each idle connection an answer afterwards."""
     runner = Timetable(0.1)  # so that none has ended before all have begun
     server = start(make_engine(0.0, runner=runner))
-    body = post(asked(50, NUM_TOKENS, stream=True, stream_options={"include_usage": True}))
+    body = sent(asked(50, NUM_TOKENS, stream=True, stream_options={"include_usage": True}), connection="close")
 
     async def ask_health(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEALTH)
@@ -79,13 +69,13 @@ def num_blocks_after(server: Server, num_requests: int) -> int:
     refused, and ones whose client leaves."""
     bodies = [asked(20, 3, prompt=[at] * 20, stream=stream) for at in range(8) for stream in (False, True)]
     bodies += [asked(20, 3, temperature=9), asked(20, 8000, stream=True)]
-    sent = [post(body) for body in bodies]
+    raw = [sent(body, connection="close") for body in bodies]
 
     async def client(first: int) -> None:
         for at in range(first, num_requests, 8):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            is_endless = at % len(sent) == len(sent) - 1
-            writer.write(sent[at % len(sent)])
+            is_endless = at % len(raw) == len(raw) - 1
+            writer.write(raw[at % len(raw)])
             await reader.readuntil(b'"choices":[{' if is_endless else b"}")
             if not is_endless:
                 await reader.read()

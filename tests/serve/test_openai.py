@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,19 +148,3 @@ def test_the_needle_is_found_over_http(needle: Model) -> None:
         chat = client.chat.completions.create(model="model", messages=messages, max_tokens=20, temperature=0)
         assert chat.choices[0].message.content == ANSWER
         assert [model.id for model in client.models.list()] == ["model"]
-
-
-def test_usage_says_what_was_cached(client: openai.OpenAI, server: Server) -> None:
-    prompt = random_ids(100, seed=77)
-
-    def cached(**more: Any) -> int | None:
-        extra = {"cache_salt": more["salt"]} if more else None
-        answer = client.completions.create(model="model", prompt=prompt, max_tokens=2, temperature=0, extra_body=extra)
-        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-        return answer.usage.prompt_tokens_details.cached_tokens
-
-    assert [cached(), cached(), cached(salt="a"), cached(salt="a")] == [0, 96, 0, 96]
-    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/metrics") as page:
-        text = page.read().decode()
-    hits = re.search(r"vllm:prefix_cache_hits_total\{.*\} (\d+)", text)
-    assert hits is not None and int(hits[1]) >= 192

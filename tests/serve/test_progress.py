@@ -21,11 +21,9 @@ from medha.serve.service import Service
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from tests.engines import build_engine
-from tests.serve.conftest import Start, asked
+from tests.serve.conftest import PATH, Start, asked
 from tests.serving import Model, random_ids
 from tools.serve_overhead import Timetable, make_engine
-
-PATH = "/v1/completions"
 
 
 def test_progress_comes_before_the_first_token_alone(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
@@ -96,15 +94,17 @@ def test_tokens_and_text(start: Start, bytes_model: Model) -> None:
     assert "version" in server.get("/version")[1]
 
 
-def test_the_prefix_cache_is_emptied_by_who_has_a_key(start: Start, bytes_model: Model) -> None:
+def test_usage_says_what_was_cached_and_who_has_a_key_empties_the_cache(start: Start, bytes_model: Model) -> None:
+    """What has a salt is shared with the same salt alone."""
     server = start(bytes_model.engine(), Key("alice", "sk-1"))
     reset, bearer = "/reset_prefix_cache", {"authorization": "Bearer sk-1"}
 
-    def cached() -> int:
-        told = server.post(PATH, asked(100, 2), **bearer)[1]
+    def cached(salt: str | None = None) -> int:
+        told = server.post(PATH, asked(100, 2, cache_salt=salt), **bearer)[1]
         return int(told["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    assert [cached(), cached()] == [0, 96]
+    assert [cached(), cached(), cached("a"), cached("a")] == [0, 96, 0, 96]
+    assert re.search(r"vllm:prefix_cache_hits_total\{.*\} 192", server.get("/metrics", **bearer)[1])
     assert server.post(reset, {})[0] == 401 and cached() == 96
     assert server.post(reset, {}, **bearer)[0] == 200 and cached() == 0
 
