@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,33 @@ def drained(engine: Engine) -> list[RequestOutput]:
         outputs += engine.step()
     assert engine.scheduler.memory.num_used == 0
     return outputs
+
+
+def left_behind(engine: Any) -> dict[str, list[int]]:
+    """What an engine without requests still holds by kind: blocks, slots, rows, grants, sampling states; empty if
+    nothing."""
+    scheduler = getattr(engine.scheduler, "_scheduler", engine.scheduler)
+    runner = getattr(engine.runner, "_runner", engine.runner)
+    memory, queue = scheduler.memory, scheduler._queue
+    hand_overs, instances = engine.hand_overs, [one.scheduler for one in engine.hand_overs.instances]
+    left = {
+        "blocks": [memory.num_used, *(host.pool.num_blocks - host.num_free for host in memory.prefix.hosts)],
+        "reservations": [len(memory._accounts), len(memory._swapped), *memory._open, *memory._set_aside],
+        "requests": [scheduler.num_running, scheduler.num_waiting, len(queue.ending), len(queue.decoding)],
+        "rows": [queue.num_prefills, int(queue.column("relegated").sum())],
+        "batches": [len(scheduler.in_flight), len(engine._in_flight)],
+        "plans": [len(getattr(scheduler.packer, "_plans", ()))],
+        "of instances": [n for one in instances for n in (one.memory.num_used, len(one.in_flight), one.num_running)],
+        "hand-overs": [
+            len(hand_overs.waiting),
+            len(hand_overs.transfers),
+            *(len(instance.coming) for instance in hand_overs.instances),
+        ],
+        "slots": [len(engine._live), len(engine._by_slot)],
+        "slots twice": [len(engine._free_slots) - len(set(engine._free_slots))],
+        "of the runner": [len(runner._prompts), len(runner._sampling), len(runner._drawn)],
+    }
+    return {name: counts for name, counts in left.items() if any(counts)}
 
 
 def run_to_end(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:

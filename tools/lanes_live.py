@@ -81,13 +81,15 @@ class Live:
         ends = list(drive(self.local.engine, sorted(arrivals, key=lambda one: one.arrival_s)))
         return {one.request_id: (one.metrics.first_token or 0.0) - one.metrics.arrival for one in ends if one.finished}
 
-    def filling(self, runs: int) -> tuple[list[float], list[float]]:
-        """TTFT of a short prompt: while long chunks leave one run of groups, and alone."""
+    def filling(self, runs: int) -> list[str]:
+        """TTFT of a short prompt while long chunks leave one run of groups, over alone, as lines."""
         alone = [self.ttft_s(self.asked("short", _SHORT, 0.0))["short"] for _ in range(runs + 1)][1:]
         most = self.local.config.parallel.kvp // max(self.local.config.scheduler.sp_sizes or (1,)) - 1
         long = [self.asked(f"long-{i}", self.long_len, 0.0) for i in range(most)]
-        beside = [self.ttft_s(*long, self.asked("short", _SHORT, 0.5))["short"] for _ in range(runs)]
-        return beside, alone
+        beside = [self.ttft_s(*long, self.asked("short", _SHORT, 0.5)) for _ in range(runs)]
+        long_s = float(np.median([one["long-0"] for one in beside]))
+        what = f"TTFT of a short prompt beside chunks of {long_s:.1f} s / alone"
+        return ratios(what, [one["short"] for one in beside], alone, 50)
 
     def gaps_s(self, num_long: int) -> list[float]:
         """Gaps between the tokens of four requests that decode, while so many long prompts are read."""
@@ -118,7 +120,7 @@ def run(local: Local, *, long_len: int, runs: int, num_requests: int, is_real: b
     """What is printed, as lines."""
     live, lines = Live(local, long_len), list[str]()
     if local.config.parallel.kvp > max(local.config.scheduler.sp_sizes or (1,)):
-        lines += ratios("TTFT of a short prompt beside long chunks / alone", *live.filling(runs), 50)
+        lines += live.filling(runs)
     _, idle, busy = (live.gaps_s(num_long) for num_long in (0, 0, 3))  # the first connects ranks
     lines += ratios("gaps between tokens beside prefill / idle", busy, idle, 50, 99)
     lines += [] if is_real else ratios("TTFT of a load live / simulated", *live.load(num_requests), 50, 90)

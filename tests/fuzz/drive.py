@@ -17,6 +17,7 @@ from medha.engine.replay import replay
 from medha.errors import ValidationError
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.swap import HostCache
+from tests.engines import left_behind
 from tests.fuzz.cases import Ask, Case
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.reference import Answer, Failure, check, prompt_of, write_checkpoint
@@ -246,29 +247,5 @@ class _Drive:
             self._answers[key] = answer
 
     def _check_nothing_left(self) -> None:
-        """Nobody holds a block, a slot, a row or a sampling state."""
-        engine = self._engine
-        scheduler = getattr(engine.scheduler, "_scheduler", engine.scheduler)
-        runner = getattr(self._timed.runner, "_runner", self._timed.runner)
-        memory, queue = scheduler.memory, scheduler._queue
-        hand_overs, instances = engine.hand_overs, [one.scheduler for one in engine.hand_overs.instances]
-        left = {
-            "blocks": [memory.num_used, *(host.pool.num_blocks - host.num_free for host in memory.prefix.hosts)],
-            "reservations": [len(memory._accounts), len(memory._swapped), *memory._open, *memory._set_aside],
-            "requests": [scheduler.num_running, scheduler.num_waiting, len(queue.ending), len(queue.decoding)],
-            "rows": [queue.num_prefills, int(queue.column("relegated").sum())],
-            "batches": [len(scheduler.in_flight), len(engine._in_flight)],
-            "of instances": [
-                n for one in instances for n in (one.memory.num_used, len(one.in_flight), one.num_running)
-            ],
-            "hand-overs": [
-                len(hand_overs.waiting),
-                len(hand_overs.transfers),
-                *(len(i.coming) for i in hand_overs.instances),
-            ],
-            "slots": [len(engine._live), len(engine._by_slot)],
-            "slots twice": [len(engine._free_slots) - len(set(engine._free_slots))],
-            "of the runner": [len(runner._prompts), len(runner._sampling), len(runner._drawn)],
-        }
-        if found := {name: counts for name, counts in left.items() if any(counts)}:
+        if found := left_behind(self._engine):
             raise Failure("left", f"behind when all is done: {found}")

@@ -7,6 +7,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.parallel.faults import Job
+from tests.parallel.workers import WorkerPool
 from tests.serving import Model
 
 
@@ -25,6 +26,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="module")
+def own_workers() -> Iterator[WorkerPool]:
+    """Processes of one file alone. DTensor keeps a mesh by its ranks, with the names of its groups, also where all
+    groups were ended and are made anew, which a pool of tests does and no program: in another layout the same ranks are
+    a group of another number, so a later job would be given a group of other ranks."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

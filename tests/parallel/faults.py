@@ -2,11 +2,12 @@
 
 A rank is a process of its own with the environment that torchrun would set, its stdout and stderr in files. Before it
 runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shutdown``, ``shared``: a
-batch with rows that lie on several groups, or ``transfer``: a hand-over) the rank is killed, stopped, throws, is slow,
-or waits until the test lets it go on.
+batch with rows that lie on several groups, ``transfer``: a hand-over, or ``states``: a request is in each of
+:data:`STATES`) the rank is killed, stopped, told to end, throws, is slow, or waits until the test lets it go on.
 """
 
 import itertools
+import json
 import os
 import signal
 import sys
@@ -21,13 +22,17 @@ from medha.parallel.own_ranks import reserved_port
 from tests.commands import LIMIT_S, wait_until
 from tests.parallel.workers import context, launch_environment
 
+STATES = ("queued", "in a chunk", "waits for a grant", "in transfer", "arrived", "decodes")
+"""What a request goes through where there are decode instances."""
+
 
 @dataclass(frozen=True)
 class Fault:
     """What happens to a rank and where.
 
     Attributes:
-        action: ``kill``, ``stop``, ``throw``, ``sleep`` or ``hold``.
+        action: ``kill``, ``stop``, ``terminate``, ``throw``, ``sleep`` or ``hold``; at ``states`` a signal, which rank
+            0 sends.
         after: how often the point is passed first.
     """
 
@@ -131,13 +136,38 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
-    if fault is not None and fault.rank == rank:
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    if fault is not None and rank == (0 if fault.point == "states" else fault.rank):
         _install(fault, folder)
     target(rank, *args)
 
 
+def states_of(engine: Any) -> dict[str, str]:
+    """The state of each unfinished request that is in one of :data:`STATES`."""
+    hand_overs, found = engine.hand_overs, {}
+    chunks = {row.slot for sent in engine._in_flight for row in sent.batch.chunks}
+    for slot, one in engine._by_slot.items():
+        if one.finish_reason is not None:
+            continue
+        if slot in hand_overs.waiting:
+            found[one.name] = "waits for a grant"
+        elif slot in hand_overs.transfers:
+            found[one.name] = "in transfer"
+        elif any(instance.scheduler.knows(slot) for instance in hand_overs.instances):
+            found[one.name] = "decodes" if len(one.token_ids) > 1 else "arrived"
+        elif slot in chunks:
+            found[one.name] = "in a chunk"
+        elif not one.num_computed_tokens:
+            found[one.name] = "queued"
+    return found
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+
+
 def _install(fault: Fault, folder: Path) -> None:
     from medha.engine import build, distributed
+    from medha.engine.engine import Engine
     from medha.worker.runner import Runner
     from medha.worker.step_input import StepInput
     from medha.worker.transfer import Transfers
@@ -148,10 +178,8 @@ def _install(fault: Fault, folder: Path) -> None:
         if next(passed) != fault.after:
             return
         (folder / "fault").write_text(str(time.monotonic()))
-        if fault.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault.action in _SIGNALS:
+            os.kill(int((folder / f"pid-{fault.rank}").read_text()), _SIGNALS[fault.action])
         elif fault.action == "sleep":
             time.sleep(fault.sleep_s)
         elif fault.action == "hold":
@@ -175,6 +203,15 @@ def _install(fault: Fault, folder: Path) -> None:
         strike()
         hand_over(self, *rest)
 
+    fill = Engine._fill_pipeline
+
+    def fill_and_strike(self: Engine) -> None:
+        fill(self)
+        states = states_of(self)
+        if set(states.values()) == set(STATES) and not (folder / "states").exists():
+            (folder / "states").write_text(json.dumps(states))
+            strike()
+
     def load_or_fail(*rest: Any, **named: Any) -> Any:
         strike()
         return load(*rest, **named)
@@ -187,6 +224,8 @@ def _install(fault: Fault, folder: Path) -> None:
         build.load_model = load_or_fail
     elif fault.point == "shutdown":
         distributed.leave = leave_or_fail
+    elif fault.point == "states":
+        Engine._fill_pipeline = fill_and_strike  # type: ignore[method-assign]
     elif fault.point == "transfer":
         Transfers._run = hand_over_or_fail  # type: ignore[method-assign]
     else:

@@ -1,7 +1,8 @@
-"""Decode instances in real gloo processes: tokens, who computes what, back pressure, and ends in every state."""
+"""Decode instances in real gloo processes: tokens, who computes what, back pressure. How all of it ends is in
+test_states.py."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 
 from medha.batch import Batch
+from medha.cost.chunk_times import ChunkTimes
+from medha.engine import build
 from medha.errors import ConfigError, MedhaError
 from medha.params import SamplingParams
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
-from tests.commands import wait_until, write_lines
-from tests.parallel.faults import Fault, Job, command, start
-from tests.parallel.test_faults import check_ends, written
+from tests.commands import wait_until
 from tests.parallel.workers import WorkerPool
 
 LENGTHS = (1, 33, 150, 5, 90, 61, 2)
@@ -24,16 +25,6 @@ SIZES = {"block_size": 16, "num_kv_blocks": 40, "chunk_size": 37, "max_batch_tok
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 PENALTIES = GREEDY | {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.2}
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "ignore_eos": True, "logprobs": 1}
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[WorkerPool]:
-    """Processes of this file alone. DTensor keeps a mesh by its ranks, with the names of its groups, also where all
-    groups were ended and are made anew, which a pool of tests does and no program: in another layout the same ranks are
-    a group of another number, so a later job would be given a group of other ranks."""
-    pool = WorkerPool()
-    yield pool
-    pool.close()
 
 
 def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[dict[str, Any]], list[SamplingParams]]:
@@ -71,7 +62,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "kvp": 2, "max_kv_per_group": 80, "decode_tp": 1},
     {"decode_replicas": 2, "decode_tp": 2},
     {"scheduler": "cdsp", "kvp": 2, "decode_tp": 2, "chunk_size": None, "improvement_rate": 0.0},
-    {"scheduler": "cdsp", "kvp": 4, "decode_tp": 4, "chunk_size": None, "improvement_rate": 0.0},
 ]
 
 
@@ -94,10 +84,10 @@ def alone(folder: Path, *lengths: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
-    workers: WorkerPool, folder: Path, layout: dict[str, Any]
+    own_workers: WorkerPool, folder: Path, layout: dict[str, Any]
 ) -> None:
     expected = alone(folder, *LENGTHS)
-    answers = workers.run(serve, size_of(layout), str(folder), {"decode_replicas": 1} | layout, *wishes())
+    answers = own_workers.run(serve, size_of(layout), str(folder), {"decode_replicas": 1} | layout, *wishes())
     tokens, waits, ran, left = answers[0]
     assert tokens == expected
     assert left == 0
@@ -107,6 +97,54 @@ def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
     assert all(ran[rank] == ran[rank - (rank - behind) % decode_tp] for rank in range(behind, len(ran)))
     if "kvp" not in layout:
         assert ran[:behind] == [sum(LENGTHS)] * behind
+
+
+TIMES = ChunkTimes((1, 2, 4), ((0.0, 1.0, 0.0, 0.0, 0.0), (30.0, 0.5, 0.0, 0.0, 0.0), (80.0, 0.25, 0.0, 0.0, 0.0)))
+"""By which the last of GROWING is read by one group until a second is free, by two until all are, then by four. No
+queue ends before all are planned, as a token takes a second."""
+GROWING = (20, 40, 60, 100, 600)
+
+
+def grow(folder: str, options: dict[str, Any], prompts: Any, params: Any) -> Any:
+    """On each rank: serve prompts that are all planned at once. Rank 0 says the tokens of each; of each chunk of the
+    last one how many tokens of it every group computed, by the records of the ranks; and what each decode rank did."""
+    from medha import LLM
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "fitted_times", lambda _, sizes, **__: TIMES.only(sizes))
+        with LLM(folder, **SIZES | options) as llm:
+            if not llm.is_driver:
+                llm.follow()
+                return None
+            engine, chunks, tokens = llm.engine, list[int](), dict[str, list[int]]()
+            engine.on_step = lambda batch, *_: chunks.extend(
+                batch.batch_id for row in batch.chunks if row.slot == len(prompts) - 1
+            )
+            for name, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+                engine.add_request(str(name), prompt, its)
+            while engine.has_unfinished:
+                tokens |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+            ranks = engine.runner.gather_records()
+    prefills, decodes = ranks[: options["kvp"]], ranks[options["kvp"] :]
+    shares = [
+        {rank.group: one.num_tokens for rank in prefills for one in rank.batches if one.batch_id == chunk}
+        for chunk in chunks
+    ]
+    decoded = [sum(one.num_tokens for one in rank.batches) for rank in decodes]
+    return [tokens[str(name)] for name in range(len(prompts))], shares, decoded
+
+
+def test_a_plan_that_grows_over_one_two_and_four_groups_is_handed_over(own_workers: WorkerPool, folder: Path) -> None:
+    """As the planner decides; to an instance of another tensor-parallel size."""
+    options = {"scheduler": "cdsp", "kvp": 4, "decode_replicas": 1, "decode_tp": 4, "chunk_size": None}
+    options |= {"improvement_rate": 0.0, "num_kv_blocks": 60}
+    prompts, _ = wishes(GROWING)
+    params = [SamplingParams(**(PENALTIES, GREEDY, DRAWN)[i % 3], max_tokens=9) for i in range(len(GROWING))]
+    expected = serve(str(folder), {"num_kv_blocks": 60}, prompts, params)[0]
+    tokens, shares, decoded = own_workers.run(grow, 8, str(folder), options, prompts, params)[0]
+    assert tokens == expected
+    assert shares == [{0: 20}, {0: 30, 1: 30}, {0: 130, 1: 130, 2: 130, 3: 130}]
+    assert decoded == [8 * len(GROWING)] * 4
 
 
 def beside(folder: str, options: dict[str, Any]) -> Any:
@@ -144,10 +182,10 @@ def beside(folder: str, options: dict[str, Any]) -> Any:
         return [(output.metrics.finished, output.metrics.first_token) for output in outputs], pages
 
 
-def test_decodes_go_on_beside_a_long_prefill(workers: WorkerPool, folder: Path) -> None:
+def test_decodes_go_on_beside_a_long_prefill(own_workers: WorkerPool, folder: Path) -> None:
     """Batches of the instance complete independently: several of them within one of a prompt's."""
     options = {"decode_replicas": 1, "decode_tp": 1, "scheduler": "medha", "max_batch_tokens": 37}
-    ((short_end, _), (_, long_first)), pages = workers.run(beside, 2, str(folder), options)[0]
+    ((short_end, _), (_, long_first)), pages = own_workers.run(beside, 2, str(folder), options)[0]
     assert short_end < long_first
     assert 'vllm:num_requests_running{model_name="m"} 2.0' in "".join(pages)  # one decodes elsewhere
     assert all(f'medha:kv_group_usage{{group="{group}",model_name="m"}}' in pages[0] for group in (0, 1))
@@ -166,10 +204,10 @@ def share(folder: str, options: dict[str, Any]) -> Any:
         ]
 
 
-def test_prompts_are_shared_and_have_several_completions(workers: WorkerPool, folder: Path) -> None:
+def test_prompts_are_shared_and_have_several_completions(own_workers: WorkerPool, folder: Path) -> None:
     options = {"decode_replicas": 1, "decode_tp": 2, "prefix_caching": True}
-    expected = workers.run(share, 1, str(folder), {"prefix_caching": True})[0]
-    tokens, cached = workers.run(share, 3, str(folder), options)[0]
+    expected = own_workers.run(share, 1, str(folder), {"prefix_caching": True})[0]
+    tokens, cached = own_workers.run(share, 3, str(folder), options)[0]
     assert tokens == expected[0]
     assert cached[:2] == [0, 96]
 
@@ -192,10 +230,10 @@ def profiled(folder: str, options: dict[str, Any], profile: str) -> Any:
 
 @pytest.mark.parametrize(("kvp", "decode_tp"), [(2, 1), (1, 2)])
 def test_a_profile_holds_for_instances_that_are_like_a_group(
-    workers: WorkerPool, folder: Path, tmp_path: Path, kvp: int, decode_tp: int
+    own_workers: WorkerPool, folder: Path, tmp_path: Path, kvp: int, decode_tp: int
 ) -> None:
     options = {"kvp": kvp, "decode_replicas": 1, "decode_tp": decode_tp}
-    prefills_s, decodes_s = workers.run(profiled, 3, str(folder), options, str(tmp_path / "profile.json"))[0]
+    prefills_s, decodes_s = own_workers.run(profiled, 3, str(folder), options, str(tmp_path / "profile.json"))[0]
     assert prefills_s == 0.25
     assert (decodes_s == 0.25) == (decode_tp == 1)
 
@@ -207,11 +245,11 @@ MANY = tuple(1 + (37 * i) % 150 for i in range(24))
 
 @pytest.mark.parametrize("layout", [{"decode_tp": 2}, {"kvp": 2, "max_kv_per_group": 96, "decode_tp": 1}], ids=str)
 def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
-    workers: WorkerPool, folder: Path, layout: dict[str, Any]
+    own_workers: WorkerPool, folder: Path, layout: dict[str, Any]
 ) -> None:
     """Requests wait for a decode instance, and prefills for the memory of those that wait."""
     options = {"decode_replicas": 1, "transfer_buffers": 1, "num_kv_blocks": 12} | layout
-    tokens, _, _, left = workers.run(serve, size_of(layout), str(folder), options, *wishes(MANY))[0]
+    tokens, _, _, left = own_workers.run(serve, size_of(layout), str(folder), options, *wishes(MANY))[0]
     assert (tokens, left) == (alone(folder, *MANY), 0)
 
 
@@ -236,118 +274,11 @@ def refuse(folder: str, options: dict[str, Any]) -> Any:
 
 
 def test_a_claim_that_is_too_large_for_either_side_is_refused_with_the_numbers(
-    workers: WorkerPool, folder: Path
+    own_workers: WorkerPool, folder: Path
 ) -> None:
-    answers = workers.run(refuse, 3, str(folder), {"decode_replicas": 1, "decode_tp": 2})
+    answers = own_workers.run(refuse, 3, str(folder), {"decode_replicas": 1, "decode_tp": 2})
     for said, _ in answers:
         assert "150 prompt tokens and max_tokens=500 need 649 tokens of KV cache on a decode instance" in said[0]
         assert "accepted: at most 640" in said[0]
         assert "700 prompt tokens and max_tokens=1 need 700 tokens of KV cache; accepted: at most 640" in said[1]
     assert [count for _, count in answers] == [3, None, None]
-
-
-# -- ends in every state -----------------------------------------------------------------------------------------------
-
-
-def abort_in(folder: str, options: dict[str, Any], prompts: Any, params: Any, state: str) -> Any:
-    """On each rank: abort the second request when it is in a state; the tokens of all, and what is left in use."""
-    from medha import LLM
-
-    with LLM(folder, **SIZES | options) as llm:
-        if not llm.is_driver:
-            llm.follow()
-            return {}, 0, 0
-        engine, found = llm.engine, {}
-        (instance,) = engine.hand_overs.instances
-        for name, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-            engine.add_request(str(name), prompt, its)
-        is_aborted = False
-        while engine.has_unfinished:
-            for output in engine.step():
-                found[output.request_id] = output.outputs[0]
-            states = {
-                "queued": True,
-                "prefilling": engine._by_slot.get(1) is not None and engine._by_slot[1].num_computed_tokens > 0,
-                "waiting": 1 in engine.hand_overs.waiting,
-                "coming": 1 in engine.hand_overs.transfers,
-                "decoding": instance.scheduler.knows(1),
-            }
-            if states[state] and not is_aborted:
-                is_aborted = True
-                engine.abort("1")
-                engine.add_request("late", prompts[0], params[0])  # which may get the slot
-        left = engine.scheduler.memory.num_used + instance.scheduler.memory.num_used
-        return {name: (one.finish_reason, one.token_ids) for name, one in found.items()}, left, len(engine._by_slot)
-
-
-@pytest.fixture(scope="module")
-def to_abort(folder: Path) -> Any:
-    """Prompts, parameters, and the tokens of one rank where nobody is aborted."""
-    prompts, _ = wishes((100, 90, 40, 70))
-    params = [SamplingParams(**kind, max_tokens=25) for kind in (GREEDY, PENALTIES, PENALTIES, DRAWN)]
-    return prompts, params, serve(str(folder), {}, prompts, params)[0]
-
-
-@pytest.mark.parametrize("state", ["queued", "prefilling", "waiting", "coming", "decoding"])
-def test_an_abort_in_any_state_leaves_nothing_behind(
-    workers: WorkerPool, folder: Path, to_abort: Any, state: str
-) -> None:
-    prompts, params, expected = to_abort
-    options = {"decode_replicas": 1, "decode_tp": 2, "num_kv_blocks": 16, "transfer_buffers": 1}
-    found, left, num_slots = workers.run(abort_in, 3, str(folder), options, prompts, params, state)[0]
-    reason, tokens = found.pop("1")
-    assert reason == "abort"
-    assert tokens == expected[1][: len(tokens)]
-    assert (len(tokens) > 0) == (state in ("waiting", "coming", "decoding"))
-    wanted = {"0": 0, "2": 2, "3": 3, "late": 0}
-    assert {name: ids for name, (_, ids) in found.items()} == {name: expected[at] for name, at in wanted.items()}
-    assert (left, num_slots) == (0, 0)
-
-
-REQUESTS = [
-    {"id": "short", "prompt": "a", "max_tokens": 1},
-    {"id": "first", "prompt": "c" * 300, "max_tokens": 200, "ignore_eos": True},
-    {"id": "second", "prompt": "b" * 2000, "max_tokens": 200, "ignore_eos": True},
-]
-
-
-def serving_requests(model: Path, folder: Path, fault: Fault, *options: str) -> Job:
-    """A rank and a decode instance that serve REQUESTS."""
-    requests = write_lines(folder / "requests.jsonl", *REQUESTS)
-    files = ("--requests", str(requests), "--output", str(folder / "out.jsonl"))
-    arguments = ["--model", str(model), *files, "--decode-replicas", "1", "--max-model-len", "4096", *options]
-    return start(folder, 2, command, arguments, fault=fault)
-
-
-FAULTS = [
-    Fault(1, "transfer", "kill", after=1),  # the decode rank, while it takes over
-    Fault(0, "transfer", "throw", after=1),  # the source
-    Fault(1, "transfer", "throw", after=1),
-    Fault(1, "transfer", "stop", after=1),
-    Fault(0, "transfer", "stop", after=1),
-    Fault(1, "decode", "kill", after=6),  # while another request is prefilled, or waits
-    Fault(0, "prefill", "kill", after=20),
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.rank}-{fault.point}-{fault.action}")
-def test_a_rank_that_fails_ends_all_with_its_name(model: Path, tmp_path: Path, jobs: list[Job], fault: Fault) -> None:
-    """A lost decode instance costs the job, as any lost rank does."""
-    sizes = "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64"
-    jobs.append(job := serving_requests(model, tmp_path, fault, *sizes.split()))
-    said = check_ends(job, fault)
-    assert ("rank 0 (stage 0)", "rank 1 (decode instance 0)")[fault.rank] in said
-    assert ("ValueError: boom" in said) == (fault.action == "throw")
-    ends = written(tmp_path)
-    assert ends["short"]["finish_reason"] == "length"
-    if fault.rank:
-        assert ends["second"]["finish_reason"] == "error"
-
-
-def test_a_transfer_that_takes_long_is_waited_for(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := serving_requests(model, tmp_path, Fault(1, "transfer", "sleep", sleep_s=2.0)))
-    assert job.wait() == [0, 0], job.stderr(0)
-    assert {name: row["finish_reason"] for name, row in written(tmp_path).items()} == dict.fromkeys(
-        ("short", "first", "second"), "length"
-    )
-    assert any(row.get("decode_wait_s", 0.0) > 1.0 for row in written(tmp_path).values())

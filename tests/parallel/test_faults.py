@@ -46,6 +46,7 @@ def written(folder: Path) -> dict[str, Any]:
 def check_ends(job: Job, fault: Fault) -> str:
     """Every rank but the one that failed ends in time with an error; returns what the first of them tells the user."""
     survivors = [rank for rank in range(len(job.processes)) if rank != fault.rank]
+    job.fault_s()  # the job takes a while to begin
     codes = job.wait(but=[fault.rank] if fault.action == "stop" else [])
     took_s = max(job.seconds_to_end(rank) for rank in survivors if rank in job.ended_s)
     said = job.stderr(0 if 0 in survivors or fault.action == "throw" else survivors[0])

@@ -1,6 +1,7 @@
 """``scheduler='cdsp'`` live: batches that share no group complete independently, with the tokens of one rank."""
 
 import io
+import json
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from medha.cost.chunk_times import ChunkTimes
 from medha.engine import build
+from medha.engine.engine import Engine
 from medha.engine.replay import replay
 from medha.errors import RankFailedError, ValidationError
 from medha.params import SamplingParams
@@ -21,8 +23,10 @@ from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
 from tests.checkpoints import make_checkpoint, random_prompt
-from tests.commands import wait_until
-from tests.parallel.faults import Job, start
+from tests.commands import wait_until, write_lines
+from tests.parallel.faults import Job, command, start
+from tests.parallel.test_decode import TIMES
+from tests.parallel.test_faults import right_tokens, written
 from tests.parallel.workers import WorkerPool
 
 SIZES = {"block_size": 16, "num_kv_blocks": 100}
@@ -151,3 +155,39 @@ def test_a_short_prompt_beside_a_long_chunk(workers: WorkerPool, checkpoint: Cal
     assert overtaken == 2
     assert replayed == (None, True)
     assert left == 0
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+REQUESTS = [
+    {"id": str(length), "prompt": letter * length, "max_tokens": 9, "temperature": 0.0, "ignore_eos": True}
+    for letter, length in (("a", 20), ("b", 60), ("c", 600))
+]
+
+
+def planned_at_once(rank: int, arguments: list[str]) -> None:
+    """As ``command``; chunks are predicted by TIMES, and nobody is planned before all have come."""
+    build.fitted_times = lambda _, sizes, **__: TIMES.only(sizes)  # type: ignore[attr-defined]
+    step = Engine.step
+    all_have_come = lambda engine: engine._num_added == len(REQUESTS)  # noqa: E731
+    Engine.step = lambda self, wait_s=None: step(self, wait_s) if all_have_come(self) else []  # type: ignore[method-assign]
+    command(rank, arguments)
+
+
+@pytest.mark.parametrize(("max_chunks", "chunks"), [(1, ["[0:600]"]), (2, ["[0:40]", "[40:600]"])])
+def test_options_of_the_command(
+    model: Path, tmp_path: Path, jobs: list[Job], max_chunks: int, chunks: list[str]
+) -> None:
+    """The longest prompt begins on the group that is free first, and goes on on both, if it may have two chunks."""
+    requests, timeline = write_lines(tmp_path / "requests.jsonl", *REQUESTS), tmp_path / "trace.json"
+    files = ["--requests", str(requests), "--output", str(tmp_path / "out.jsonl"), "--timeline", str(timeline)]
+    sizes = "--block-size 16 --num-kv-blocks 100 --max-model-len 1024 --kvp 2 --decode-replicas 1 --scheduler cdsp"
+    plan = f"--sp-sizes 1,2 --improvement-rate 0 --max-chunks {max_chunks}"
+    arguments = ["--model", str(model), *files, *sizes.split(), *plan.split()]
+    jobs.append(job := start(tmp_path, 3, planned_at_once, arguments))
+    assert job.wait() == [0, 0, 0], job.stderr(0)
+    assert {name: line["token_ids"] for name, line in written(tmp_path).items()} == right_tokens(model, REQUESTS)
+    events = json.loads(timeline.read_text())["traceEvents"]
+    (lane,) = [one["tid"] for one in events if one["name"] == "thread_name" and one["args"]["name"] == "600"]
+    names = [one["name"] for one in events if (one["pid"], one["tid"], one["ph"]) == (1, lane, "X")]
+    assert [name.removeprefix("chunk ") for name in names if name != "decode"] == chunks

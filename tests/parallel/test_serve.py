@@ -43,12 +43,18 @@ def test_two_ranks_answer_as_one_until_one_is_killed_under_load(
         assert "RankFailedError" in server.log.read_text()
 
 
-def test_a_decode_instance_answers_as_one_rank_and_ends(bytes_model: Model, tmp_path: Path) -> None:
+CDSP = ("--scheduler", "cdsp", "--kvp", 2, "--sp-sizes", "1,2", "--improvement-rate", 0.1, "--max-chunks", 2)
+
+
+@pytest.mark.parametrize("options", [(), CDSP], ids=["medha", "cdsp"])
+def test_a_decode_instance_answers_as_one_rank_and_ends(
+    bytes_model: Model, tmp_path: Path, options: tuple[object, ...]
+) -> None:
     """Also the ranks that the server started itself: they are told to stop before it waits for them."""
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
     sizes = ("--max-model-len", "4096", "--num-kv-blocks", "512")
-    with serving(tmp_path / "log", bytes_model.folder, *sizes, "--decode-replicas", 1) as server:
+    with serving(tmp_path / "log", bytes_model.folder, *sizes, "--decode-replicas", 1, *options) as server:
         answer = json.loads(server.complete("hello", 20, explain=True).read())
         assert answer["choices"][0]["text"] == expected
         assert answer["explanation"]["decode_wait_s"] > 0
