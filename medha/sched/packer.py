@@ -20,7 +20,8 @@ Departures from the paper, and why:
   to. Here only a long prefill yields, only while a short one waits, and of what the decodes leave.
 - A request that is passed over now has its first token ``(depth + 1)`` budgets later at the latest. So policies are
   asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
-- What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
+- What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty. Of several groups
+  each goes on for as long as the slowest computes.
 - A batch may leave out the prefills of more than four quanta, for the sake of decodes and short prompts: its time is
   spared from the others, ``interactive_share`` of theirs. What the policy puts before all of those left out would hold
   them up in any case and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by
@@ -102,6 +103,7 @@ class MedhaPacker(Packer):
         self._ahead_s = 0.0
         self._factor = 1.0
         self._yields = False  # long prefills leave time to short ones
+        self._yielders: list[State] = []  # those to which that left too little for a chunk
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
@@ -169,6 +171,7 @@ class MedhaPacker(Packer):
         """Prefills: those that others gave way to, the guarded for their share, the rest in order."""
         is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
         self._yields = self.config.yielded_share > 0 and bool(is_short.any())
+        self._yielders.clear()
         for state in favoured:
             self._give(state, queue, builder, may_exceed=True)
         self._serve_guarded(queue, builder)
@@ -259,8 +262,11 @@ class MedhaPacker(Packer):
     def _fill_up(self, queue: Queue, builder: BatchBuilder) -> None:
         """What long prefills yielded and nobody took, and what the guarded may have on top of their share."""
         self._yields = False
+        slowest_s = max(group.tick.seconds for group in self._groups)
+        for group in self._groups:  # one that ends before would be idle
+            group.limit_s = max(group.limit_s, slowest_s)
         states = [state for slot in list(builder.chunked) if (state := queue.running[slot]).prefilling]
-        for state in sorted(states, key=self._is_long):
+        for state in (*sorted(states, key=self._is_long), *self._yielders):
             if not self._has_room(builder, may_exceed=False):
                 return
             self._give(state, queue, builder, may_exceed=False)
@@ -323,6 +329,8 @@ class MedhaPacker(Packer):
         if not q_len and may_exceed and len(builder.refused) == num_refused and not all(builder.has_chunk):
             q_len = builder.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
         if not q_len:
+            if share and len(self._groups) > 1:  # or its group is idle for as long as another computes
+                self._yielders.append(state)
             return False
         row = builder.rows[builder.chunked[state.slot]]
         position = position if has_chunk else row.position  # more may be there than was thought

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import chunk_rules
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, efficient_kv
 from tests.sched.virtual import make_predictor
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -275,4 +277,46 @@ def test_work_left_is_that_at_the_budget_in_force() -> None:
     assert left_s > 1.2 * alone_s[third]
     for slot in range(num_decodes):
         scheduler.cancel(slot)
-    assert scheduler.prefill_left_s(0, num_tokens) == scheduler._queue.times.total_s(num_tokens)
+    assert scheduler.prefill_left_s(0, num_tokens) == scheduler._queue.times(num_tokens).total_s(num_tokens)
+
+
+def on_two_groups(**options: Any) -> Scheduler:
+    predictor = make_predictor(kvp=2, max_tokens=2048)
+    return Scheduler(SchedulerConfig(**options), num_blocks=1 << 16, block_size=16, num_groups=2, predictor=predictor)
+
+
+def test_what_a_prompt_yields_on_a_group_goes_back_to_it_where_the_rest_is_too_little_for_a_chunk() -> None:
+    scheduler, depth = on_two_groups(t_target_s=0.4), efficient_kv(PREDICTOR, 0.3, 64, most=1 << 20)
+    for slot in range(2):
+        scheduler.add(SchedulerRequest(slot, depth + 5000, 1, 0.0))
+    num_done = num_shared = 0
+    while num_done < depth + 1000:
+        if num_done > depth:
+            scheduler.add(SchedulerRequest(2, 16, 1, 0.0))
+        batch = scheduler.schedule(0.0).batch
+        assert batch is not None
+        longs = {row.group: row for row in batch.rows if row.slot < 2}
+        assert longs.keys() == {0, 1}
+        num_done, num_shared = longs[0].kv_len, num_shared + len(batch.rows) - 2
+        scheduler.complete(batch, 0.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.0)
+    assert num_shared > 5
+
+
+def test_a_group_computes_for_as_long_as_the_slowest() -> None:
+    """A chunk behind a long context takes several quanta; a prompt that begins on another group reads meanwhile."""
+    scheduler, depth = on_two_groups(interactive_share=0.0), efficient_kv(PREDICTOR, 0.9, 64, most=1 << 20)
+    for slot in range(2):  # one that is alone would be spread
+        scheduler.add(SchedulerRequest(slot, depth + 5000, 1, 0.0))
+    position = 0
+    while position < depth:
+        batch = scheduler.schedule(0.0).batch
+        assert batch is not None
+        position = batch.rows[0].kv_len
+        scheduler.complete(batch, 0.0, [], 0.0)
+    scheduler.cancel(1)
+    scheduler.add(SchedulerRequest(2, depth, 1, 0.0))
+    decision = scheduler.schedule(0.0)
+    assert decision.batch is not None and decision.prediction is not None
+    assert decision.prediction.seconds > 2 * decision.prediction.budget_s
+    first_s = PREDICTOR.tick().with_chunk(next(row.q_len for row in decision.batch.rows if row.slot == 2), 0)
+    assert 0.8 * decision.prediction.seconds < first_s <= 1.01 * decision.prediction.seconds
