@@ -71,7 +71,8 @@ def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
 
 def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> None:
     predictor = by_tokens()
-    queue = Queue(SchedulerConfig(), PrefillTimes(predictor, lambda num_cached: 64, max_tokens=1000))
+    times = PrefillTimes(predictor, lambda num_cached: 64, max_tokens=1000)
+    queue = Queue(SchedulerConfig(), lambda num_prompt: times)
     memory = KVMemory(num_blocks=100, block_size=BLOCK)
     scheduled = {0: 90, 1: 10, 2: 70, 3: 30, 4: 50, 5: 20}
     for slot, num_tokens in scheduled.items():

@@ -29,18 +29,29 @@ from tests.serving import Model, assert_empty, fail_in_run, random_ids
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_client_that_leaves_aborts_its_request(start: Start, bytes_model: Model, phase: str, stream: bool) -> None:
-    server = start(bytes_model.engine(num_blocks=512))
-    body = asked(8000, 100) if phase == "prefill" else asked(10, 8000)
+def test_a_client_that_leaves_aborts_its_request(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch, phase: str, stream: bool
+) -> None:
+    """The engine is held after a step of it, until the server has noticed."""
+    server, begun, may_go_on = start(bytes_model.engine(num_blocks=512)), threading.Event(), threading.Event()
+    note = server.engine.on_step
+    assert note is not None
+
+    def held(*its: Any) -> None:
+        note(*its)
+        one = server.engine.requests()[0].first
+        if one.num_computed_tokens > 0 if phase == "prefill" else len(one.token_ids) > 2:
+            begun.set()
+            assert may_go_on.wait(LIMIT_S)
+
+    monkeypatch.setattr(server.engine, "on_step", held)
     with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(sent(body | {"stream": stream}))
-
-        def has_begun() -> bool:
-            (request,) = server.engine.requests() or (None,)
-            one = None if request is None or not request.completions else request.first
-            return one is not None and (one.num_computed_tokens > 0 if phase == "prefill" else len(one.token_ids) > 2)
-
-        wait_until(has_begun)
+        client.sendall(sent((asked(8000, 100) if phase == "prefill" else asked(10, 100)) | {"stream": stream}))
+        assert begun.wait(LIMIT_S)
+    wait_until(lambda: not server.front.num_open.total())
+    monkeypatch.undo()
+    may_go_on.set()
+    wait_until(lambda: 'finished_reason="abort"' in server.get("/metrics")[1])
     wait_until(server.is_idle)
     assert_empty(server.engine)
     assert server.post(PATH, asked(10, 2))[0] == 200  # and others are served
