@@ -129,7 +129,8 @@ class SchedulerConfig:
         "KV tokens of a request on one KV-parallel group, in whole blocks; with more it takes the next group too.",
         COUNT,
         read=as_length,
-        shown="what a chunk of --min-chunk tokens fills a batch's time with, at least an even share of the longest",
+        shown="what a chunk of --min-chunk tokens fills a batch's time with, at least an even share of the longest; "
+        "the pool where others have more to read",
     )
     ring: bool = _parallel(
         False,

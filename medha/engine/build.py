@@ -304,7 +304,9 @@ def _log_start(config: EngineConfig, limits: ModelLimits, scheduler: Scheduler) 
     memory, context = scheduler.memory, limits.max_model_len
     pool = f"{memory.num_blocks * memory.block_size:,} tokens"
     if memory.num_groups > 1:
-        pool += f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group:,} of a request on one"
+        spread = f", spread from {memory.spread_kv:,} on" if memory.spread_kv < memory.max_kv_per_group else ""
+        most = f"at most {memory.max_kv_per_group:,} of a request on one{spread}"
+        pool += f" on each of {memory.num_groups} groups, {most}"
     longest = min(context, memory.max_request_tokens)
     logger.info("longest request %s tokens: context %s, KV pool %s", f"{longest:,}", f"{context:,}", pool)
     source = "a hardware spec of the kind of this machine; medha profile measures them"

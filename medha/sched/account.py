@@ -21,6 +21,7 @@ class Account:
     first: int  # group of the span
     reserved: list[int]  # by group of the span
     held: list[int]  # likewise
+    most: int = 0  # tokens on one group of one that is not dealt
     starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
     end: int | None = None  # position at which the last of them was told to end, before it is full
     is_set_aside: bool = False  # nobody else may take the rest of its reservation
@@ -33,9 +34,9 @@ class Account:
     num_units: int = 0  # whose ids are known
 
     @classmethod
-    def of(cls, first: int, reserved: list[int], *, num_outputs: int | None = None) -> Account:
+    def of(cls, first: int, reserved: list[int], most: int = 0, *, num_outputs: int | None = None) -> Account:
         """One that holds nothing yet; with the tokens behind its prompt one that is dealt."""
-        account = cls(first, reserved, [0] * len(reserved))
+        account = cls(first, reserved, [0] * len(reserved), most)
         if num_outputs is not None:
             account.tokens, account.num_outputs = [0] * len(reserved), num_outputs
         return account

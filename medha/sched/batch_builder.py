@@ -224,7 +224,7 @@ class BatchBuilder:
             row = self._chunk_row(state, min(most, self.memory.room(state.slot, position)), *place)
             victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
         else:
-            most = max(min(most, self.memory.max_kv_per_group - state.num_scheduled_tokens), 1)
+            most = max(min(most, self._most_kv(state) - state.num_scheduled_tokens), 1)
             num_running = len(self._queue.running)
 
             def fits(first: int, gone: Collection[int]) -> bool:
@@ -289,13 +289,14 @@ class BatchBuilder:
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
-        room, width_now = self.memory.max_kv_per_group - state.num_scheduled_tokens, self.width(state)
+        most_kv, width_now = self._most_kv(state), self.width(state)
+        room = most_kv - state.num_scheduled_tokens
         if width_now > 1:
             room = state.num_left
         sizes = {first: self._tokens(state, first, width_now, size, is_whole, room) for first in self._firsts(state)}
         open_firsts = [first for first, tokens in sizes.items() if tokens]
         if len(open_firsts) > 1:
-            work, width = self._pending_work(), len(self.memory.reservation(num_tokens))
+            work, width = self._pending_work(), len(self.memory.reservation(num_tokens, most_kv))
             used = [self.memory.used(group) for group in range(self.memory.num_groups)]
             spans = {first: slice(first, first + width) for first in open_firsts}
             # what the span would have to do, the busiest of its groups and all, and what its decodes read
@@ -314,7 +315,8 @@ class BatchBuilder:
             self.extents += extents
             self.swaps_in += swaps
         else:
-            self.memory.start(state.slot, chosen, num_tokens, state.chain, None, state.request.num_prompt_tokens)
+            num_prompt = state.request.num_prompt_tokens
+            self.memory.start(state.slot, chosen, num_tokens, state.chain, None, num_prompt, most_kv)
         self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, width_now))
         return sizes[chosen]
 
@@ -384,8 +386,9 @@ class BatchBuilder:
         request, row = state.request, self._chunk_row(state, q_len, first, self.width(state))
         num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
         return self.memory.can_start(
-            first, num_tokens, kv_len, set_aside=row.samples, gone=gone, num_prompt=num_prompt, row=row
-        )
+            first, num_tokens, kv_len, set_aside=row.samples, gone=gone, num_prompt=num_prompt, row=row,
+            most=self._most_kv(state),
+        )  # fmt: skip
 
     def width(self, state: State) -> int:
         """Groups of a request's first chunk: of its span where it is dealt, else one."""
@@ -407,7 +410,21 @@ class BatchBuilder:
     def _firsts(self, state: State) -> Sequence[int]:
         """The groups at which a request may begin; where it was swapped out, the one from which it was."""
         swapped_on = self.memory.swapped_on(state.slot)
-        return self.memory.first_groups(state.request.num_kv_tokens) if swapped_on is None else (swapped_on,)
+        if swapped_on is not None:
+            return (swapped_on,)
+        return self.memory.first_groups(state.request.num_kv_tokens, self._most_kv(state))
+
+    def _most_kv(self, state: State) -> int:
+        """Tokens on one group of a request that starts. It is spread rather where no group has room for all of it, or
+        the others have less to read than what of it would be read on further groups; else it would hold them up."""
+        memory, queue, num_tokens = self.memory, self._queue, state.request.num_kv_tokens
+        can_be = memory.spread_kv < num_tokens <= memory.spread_kv * memory.num_groups
+        if memory.swapped_on(state.slot) is not None or not can_be:
+            return memory.max_kv_per_group
+        spread_s = queue.times(state.num_prefill_tokens).span_s(memory.spread_kv, state.num_prefill_tokens)
+        others_s = float(queue.column("work_left_s").sum()) - queue.left_s(0, state.num_prefill_tokens)
+        has_room = num_tokens <= memory.block_size * max(map(memory.num_free, range(memory.num_groups)))
+        return memory.max_kv_per_group if has_room and others_s >= spread_s else memory.spread_kv
 
     def _least_kv(self, state: State) -> int:
         """Tokens that must be free for a first chunk: with overcommit a hundredth of the pool more than what was lost,

@@ -76,6 +76,7 @@ class KVMemory:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_kv_per_group = max_kv_per_group
+        self.spread_kv = max_kv_per_group  # tokens on one group of a request that is rather spread over several
         self.max_span: int | None = None  # groups of one request at most, where all are dealt
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
@@ -130,14 +131,15 @@ class KVMemory:
         spare = 0 if self.max_span is None else self.block_size + PIECES
         return max(min(self.max_kv_per_group, self.num_blocks * self.block_size - spare), 0)
 
-    def reservation(self, num_tokens: int) -> list[int]:
-        """Blocks that ``num_tokens`` take on each group of a span."""
-        full, rest = divmod(num_tokens, self.max_kv_per_group)
-        return [self.max_kv_per_group // self.block_size] * full + [-(-rest // self.block_size)] * (rest > 0)
+    def reservation(self, num_tokens: int, most: int | None = None) -> list[int]:
+        """Blocks that ``num_tokens``, at most so many on one, take on each group of a span."""
+        most = most or self.max_kv_per_group
+        full, rest = divmod(num_tokens, most)
+        return [most // self.block_size] * full + [-(-rest // self.block_size)] * (rest > 0)
 
-    def first_groups(self, num_tokens: int) -> range:
-        """The groups at which the span of a request of ``num_tokens`` may begin; empty if it can never fit."""
-        return range(self.num_groups - len(self.reservation(num_tokens)) + 1)
+    def first_groups(self, num_tokens: int, most: int | None = None) -> range:
+        """The groups at which the span of such a :meth:`reservation` may begin; empty if it can never fit."""
+        return range(self.num_groups - len(self.reservation(num_tokens, most)) + 1)
 
     def dealt_reservation(self, num_tokens: int, num_prompt: int) -> list[int] | None:
         """Blocks on each group of a request of ``num_tokens`` in all that is dealt; None where it is not.
@@ -153,10 +155,11 @@ class KVMemory:
         reserved = [-(-tokens // size) for tokens in [share + spare] * (count - 1) + [last]]
         return reserved if max(reserved) <= self.num_blocks else None
 
-    def _account(self, first: int, num_tokens: int, num_prompt: int | None = None) -> Account:
+    def _account(self, first: int, num_tokens: int, num_prompt: int | None = None, most: int | None = None) -> Account:
         dealt = None if num_prompt is None else self.dealt_reservation(num_tokens, num_prompt)
         if dealt is None or num_prompt is None:
-            return Account.of(first, self.reservation(num_tokens))
+            most = most or self.max_kv_per_group
+            return Account.of(first, self.reservation(num_tokens, most), most)
         return Account.of(first, dealt, num_outputs=num_tokens - num_prompt)
 
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
@@ -181,22 +184,15 @@ class KVMemory:
     # -- one request -------------------------------------------------------------------------------------------------
 
     def can_start(
-        self,
-        first: int,
-        num_tokens: int,
-        kv_len: int,
-        *,
-        set_aside: bool,
-        gone: Collection[int] = (),
-        num_prompt: int | None = None,
-        row: Row | None = None,
-    ) -> bool:
+        self, first: int, num_tokens: int, kv_len: int, *, set_aside: bool, gone: Collection[int] = (),
+        num_prompt: int | None = None, row: Row | None = None, most: int | None = None,
+    ) -> bool:  # fmt: skip
         """Whether a request of ``num_tokens`` in all may begin on group ``first`` with its first ``kv_len`` tokens.
 
         ``set_aside``: these are all of its prompt; ``gone``: slots of requests that would be preempted for it;
-        ``num_prompt``: of one that may be dealt, whose first row is ``row``.
+        ``num_prompt``: of one that may be dealt, whose first row is ``row``; ``most``: tokens on one group.
         """
-        account, needed = self._account(first, num_tokens, num_prompt), {first: -(-kv_len // self.block_size)}
+        account, needed = self._account(first, num_tokens, num_prompt, most), {first: -(-kv_len // self.block_size)}
         if account.tokens is not None and row is not None:
             needed = account.dealt_needs(row, self.block_size)
         return self._is_safe(account, needed, set_aside=set_aside, is_new=True, gone=gone)
@@ -209,9 +205,10 @@ class KVMemory:
         chain: Chain | None = None,
         hit: Hit | None = None,
         num_prompt: int | None = None,
+        most: int | None = None,
     ) -> None:
         """Bind a request to the span that begins at ``first``; it holds nothing yet, or what is there of its tokens."""
-        account = self._account(first, num_tokens, num_prompt)
+        account = self._account(first, num_tokens, num_prompt, most)
         account.chain = chain
         if hit is not None and (shards := hit.shards):
             starts = [start for _, start in shards]
@@ -347,7 +344,7 @@ class KVMemory:
         if account.tokens is not None:
             return self.max_request_tokens
         end = self._shard_end(account)
-        return self.max_kv_per_group if position == end else end - position
+        return account.most if position == end else end - position
 
     def grow(self, slot: int, position: int, num_tokens: int, *, widens: bool = False) -> bool:
         """Let a prefill go on on its next group from the end of the present block on (growth for latency); whether it
@@ -358,9 +355,9 @@ class KVMemory:
         end = -(-position // self.block_size) * self.block_size
         more = [0] * (self.num_groups - account.first - count if widens else 0)
         later = count + len(more) - index - 1
-        if index < 0 or end == account.starts[-1] or not end < num_tokens <= end + later * self.max_kv_per_group:
+        if index < 0 or end == account.starts[-1] or not end < num_tokens <= end + later * account.most:
             return False
-        before, moved = (account.reserved, account.held), self.reservation(num_tokens - end)
+        before, moved = (account.reserved, account.held), self.reservation(num_tokens - end, account.most)
         filled = -(-(end - account.starts[-1]) // self.block_size)
         self._count(account, -1)
         account.reserved = [*account.reserved[:index], filled, *moved, *[0] * (later - len(moved))]
@@ -441,7 +438,7 @@ class KVMemory:
             return 0
         account = self._accounts[slot]
         blocks, room = account.held[0], self.prefix.hosts[account.first].num_free
-        is_full = len(account.reserved) > 1 and blocks * self.block_size >= self.max_kv_per_group
+        is_full = len(account.reserved) > 1 and blocks * self.block_size >= account.most
         return 0 if len(account.starts) != 1 or is_full or blocks > room else blocks
 
     def swap_out(self, slot: int) -> None:
@@ -496,7 +493,7 @@ class KVMemory:
     def _shard_end(self, account: Account) -> int:
         if account.end is not None:
             return account.end
-        return account.starts[-1] + self.max_kv_per_group if account.starts else 0
+        return account.starts[-1] + account.most if account.starts else 0
 
     def _count(self, account: Account, sign: int) -> None:
         for group, rest in account.rest():

@@ -62,10 +62,9 @@ class Scheduler:
         self.dealing = dealing
         self.predictor = predictor
         self.max_prompt_tokens = max_prompt_tokens
+        pool = {"num_blocks": num_blocks, "block_size": block_size, "num_groups": num_groups}
         self.memory = KVMemory(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_groups=num_groups,
+            **pool,
             max_kv_per_group=config.max_kv_per_group,
             overcommit=config.overcommit,
             num_swap_blocks=config.num_swap_blocks,
@@ -87,6 +86,8 @@ class Scheduler:
             self.packer = CLASSICAL[config.scheduler]()
         else:
             self.packer = MedhaPacker(config, predictor, self.depth)
+        if config.scheduler != CDSP and self.memory.max_kv_per_group == num_blocks * block_size:
+            self.memory.spread_kv = spread_kv(config, predictor, max_prompt_tokens, **pool)
         budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
         most, step = config.max_batch_tokens, config.chunk_granularity
         rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
@@ -217,7 +218,7 @@ class Scheduler:
         objective_s = None if request.slo is None else request.slo.tpot_s
         if objective_s is None:
             return None
-        kv = min(request.num_prompt_tokens, self.memory.max_kv_per_group)
+        kv = min(request.num_prompt_tokens, self.memory.spread_kv)
         alone_s = self.config.period * self.predictor.predict([Work(1, kv, is_decode=True)])
         return alone_s if alone_s > objective_s else None
 
@@ -424,6 +425,19 @@ def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int, *, most
     return bisect_right(range(most + 1), budget_s, key=lambda kv: tick.with_chunk(num_tokens, kv, run=run)) - 1
 
 
+def spread_kv(
+    config: SchedulerConfig, predictor: Predictor, longest: int, *, num_blocks: int, block_size: int, num_groups: int
+) -> int:
+    """Tokens of a request on one group, in whole blocks, beyond which it is rather spread: as many as an efficient
+    chunk fills a batch's time with, at least an even share of the longest, at most the pool."""
+    pool = num_blocks * block_size
+    if num_groups == 1:
+        return pool
+    (budget_s, _), least = chunk_rules(config, predictor), min(config.min_chunk, predictor.max_tokens)
+    efficient = efficient_kv(predictor, budget_s, least, most=pool, run=(0, 1))
+    return min(pool, -(-max(efficient, -(-longest // num_groups)) // block_size) * block_size)
+
+
 def complete_config(
     config: SchedulerConfig,
     predictor: Predictor,
@@ -436,8 +450,7 @@ def complete_config(
     """The configuration with what was left open: depth, and tokens of a request on one group.
 
     Depth: one batch more than there are stages where there are several, so that no stage waits for the control plane.
-    Tokens on a group: as many as an efficient chunk fills a batch's time with, at least an even share of the longest
-    request, at most the pool.
+    Tokens on a group: the pool, with a ring :func:`spread_kv`.
 
     ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
     """
@@ -449,9 +462,7 @@ def complete_config(
     depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else config.num_in_flight)
     most = config.max_kv_per_group
     if most is None:
-        most = pool = num_blocks * block_size
-        if parallel.kvp > 1 and config.scheduler != CDSP:
-            (budget_s, _), least = chunk_rules(config, predictor), min(config.min_chunk, predictor.max_tokens)
-            efficient = efficient_kv(predictor, budget_s, least, most=pool, run=(0, 1))
-            most = min(pool, -(-max(efficient, -(-longest // parallel.kvp)) // block_size) * block_size)
+        most, sizes = num_blocks * block_size, {"num_blocks": num_blocks, "block_size": block_size}
+        if config.ring:  # else :class:`BatchBuilder` spreads a request where that pays
+            most = spread_kv(config, predictor, longest, num_groups=parallel.kvp, **sizes)
     return replace(config, depth=None if config.scheduler == CDSP else depth, max_kv_per_group=most)

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -46,3 +47,12 @@ def test_any_load_ends_leaves_nothing_and_replays(world: dict[str, Any], factor:
     drive.run()
     replayed = replay(file.getvalue().splitlines())
     assert (replayed.mismatch, replayed.num_batches) == (None, drive.num_batches)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(worlds(any_scheduler=True))
+def test_any_load_ends_where_requests_are_spread_as_that_pays(world: dict[str, Any]) -> None:
+    """Their share of a group is that of the pool, or less if the others have less to read."""
+    scheduler = make_scheduler({**world, "config": replace(world["config"], max_kv_per_group=None)})
+    scheduler.memory.spread_kv = world["config"].max_kv_per_group
+    Bounded(scheduler, world["load"], lambda batch: 1e-3 + 1e-4 * batch.num_tokens).run()

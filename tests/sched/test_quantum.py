@@ -320,3 +320,31 @@ def test_a_group_computes_for_as_long_as_the_slowest() -> None:
     assert decision.prediction.seconds > 2 * decision.prediction.budget_s
     first_s = PREDICTOR.tick().with_chunk(next(row.q_len for row in decision.batch.rows if row.slot == 2), 0)
     assert 0.8 * decision.prediction.seconds < first_s <= 1.01 * decision.prediction.seconds
+
+
+@pytest.mark.parametrize(("lengths", "num_blocks", "widths"), [
+    ([30_000], 1 << 14, [2]),  # nobody else reads
+    ([30_000, 100, 100], 1 << 14, [2, 1, 1]),  # these have less to read than what would be read on another group
+    ([30_000] * 4, 1 << 14, [1, 1, 1, 1]),
+    ([30_000] * 4, 30_000 // 16, [2, 2, 2, 2]),  # no group has room for all of one
+])  # fmt: skip
+def test_a_prompt_is_spread_where_it_holds_nobody_up(lengths: list[int], num_blocks: int, widths: list[int]) -> None:
+    """By the quantum alone each of 30,000 tokens would be: of four both groups would read one after the other, and each
+    from the first group on."""
+    predictor = make_predictor(kvp=2, max_tokens=2048)
+    pool = {"num_blocks": num_blocks, "block_size": 16, "num_groups": 2}
+    scheduler = Scheduler(SchedulerConfig(), predictor=predictor, max_prompt_tokens=32_000, **pool)
+    assert 15_000 < scheduler.memory.spread_kv < 20_000
+    for slot, length in enumerate(lengths):
+        scheduler.add(SchedulerRequest(slot, length, 2, 0.0))
+    found: dict[int, int] = {}
+    num_on = [0, 0]
+    while len(found) < len(lengths):
+        batch = scheduler.schedule(0.0).batch
+        assert batch is not None
+        for row in batch.rows:
+            num_on[row.group] += row.position == 0
+            found |= {row.slot: row.num_groups} if row.samples else {}
+        scheduler.complete(batch, 0.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.0)
+    assert [found[slot] for slot in range(len(lengths))] == widths
+    assert num_on == ([2, 2] if widths == [1] * 4 else num_on)
