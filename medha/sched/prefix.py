@@ -18,8 +18,7 @@ to compute the block, more the deeper it lies, times how often it was used, aged
 frequency: Cherkasova 1998); with ``lru`` the one used least recently. Blocks that a waiting request counts on go last.
 
 Where the host has memory, whole blocks that go are moved there if that is predicted to pay. A request finds them
-behind what is in the pools, and its first batch moves them into blocks of its own, as if it had computed them. The file
-is long because to find, hold and evict change the same marks of a path.
+behind what is in the pools, and its first batch moves them into blocks of its own, as if it had computed them.
 """
 
 from __future__ import annotations
@@ -38,11 +37,6 @@ from medha.sched.blocks import BlockPool, HostBlocks, blocks_of, cut
 ID_BYTES = 16
 _UNIT = 16
 _SLACK = 64
-
-
-def unit_tokens(block_size: int) -> int:
-    """Tokens of one id: 16, or those of a block that is no multiple of that."""
-    return _UNIT if block_size % _UNIT == 0 else block_size
 
 
 class Chain:
@@ -166,6 +160,7 @@ class PrefixCache:
         swap_block_s: seconds in which a block moves to the host or back.
 
     Attributes:
+        unit: tokens of one id: 16, or those of a block that is no multiple of that.
         num_idle: by group, blocks that nobody holds; they count as free.
         num_pinned: by group, blocks that are held and do not come back with one request's end.
         stale: slots of waiting requests of which more is there by now, or less.
@@ -183,7 +178,7 @@ class PrefixCache:
         host_pools: Sequence[BlockPool] = (),
         swap_block_s: float = 0.0,
     ) -> None:
-        self.unit = unit_tokens(block_size)
+        self.unit = _UNIT if block_size % _UNIT == 0 else block_size
         self.block_size = block_size
         self.units_per_block = block_size // self.unit
         self.num_idle = [0] * len(pools)

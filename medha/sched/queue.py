@@ -171,15 +171,14 @@ class Queue:
     # -- a request's life --------------------------------------------------------------------------------------------
 
     def add(self, request: SchedulerRequest, factor: float, num_cached: int = 0) -> State:
-        """A request arrives, of which some tokens are there; ``factor`` corrects the predicted seconds of its derived
-        deadline."""
+        """A request arrives, of which some tokens are there, as :meth:`look_again` notes; ``factor`` corrects the
+        predicted seconds of its derived deadline."""
         length, self.newest_s = request.num_prompt_tokens, max(self.newest_s, request.arrival_s)
         total_s = self.left_s(num_cached, length) if num_cached else self.times(length).total_s(length)
         state = State(request, length, length, self._deadline_s(request, total_s * factor))
         state.tenant = self.tenants.enter(request.tenant)
         self.waiting[request.slot] = state
         self._append(state, total_s, request.arrival_s)
-        self.found(state, num_cached)
         return state
 
     def arrived(self, request: SchedulerRequest) -> None:

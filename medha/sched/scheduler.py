@@ -30,7 +30,7 @@ from medha.sched.preempt import Preemption
 from medha.sched.prefix import Chain
 from medha.sched.queue import Queue
 
-_MOST_STALE = 64
+_MOST_STALE = 64  # waiting requests that are looked at in one decision, as what is there of them has changed
 _MOST_MOVED = 0.02  # of a batch's seconds, from which the predictor learns
 
 
@@ -308,17 +308,12 @@ class Scheduler:
         size = self.memory.block_size
         return self._queue.times((depth + 1) * size).span_s(depth * size, (depth + 1) * size)
 
-    def _look_again(self) -> None:
-        """Find out what is there of the requests that wait for which that has changed, some at a time."""
-        prefix = self.memory.prefix
-        for slot in list(islice(prefix.stale, _MOST_STALE)):
-            self._queue.look_again(self._queue.waiting[slot], prefix)
-
     def schedule(self, now_s: float) -> Decision:
         """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight."""
         if len(self._in_flight) >= self.depth:
             return Decision()
-        self._look_again()
+        for slot in list(islice(self.memory.prefix.stale, _MOST_STALE)):
+            self._queue.look_again(self._queue.waiting[slot], self.memory.prefix)
         builder = BatchBuilder(
             self.config,
             self._queue,
