@@ -34,11 +34,8 @@ class Part(NamedTuple):
 
 def kv_heads_of(tp_rank: int, tp: int, num_kv_heads: int) -> range:
     """The KV heads that a tensor-parallel rank holds: a share of them, or one that others have too."""
-    if tp >= num_kv_heads:
-        head = tp_rank * num_kv_heads // tp
-        return range(head, head + 1)
-    share = num_kv_heads // tp
-    return range(tp_rank * share, (tp_rank + 1) * share)
+    head = tp_rank * num_kv_heads // tp
+    return range(head, head + max(1, num_kv_heads // tp))
 
 
 def parts_of(
