@@ -1,4 +1,4 @@
-"""Rows of the table: a figure, its limit and the verdict; how the ranks put theirs together, and what they run on.
+"""Rows of the table: a figure, its limit and the verdict; and how the ranks put theirs together.
 
 What ranks tell each other goes as JSON through the store at which they met, so a row arrives even where collectives do
 not work.
@@ -7,23 +7,17 @@ not work.
 from __future__ import annotations
 
 import json
-import socket
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
-from medha.cli.report import environment
 from medha.config import ParallelConfig
 from medha.parallel.mesh import Job, wait_for_all
 
 PASS = "pass"
 FAIL = "FAIL"
 NOT_RUN = "not run"
-_VERSIONS = ("medha", "python", "torch", "CUDA", "NCCL")
 _LIMIT_S = 600.0  # how long the slowest rank may take longer than this one
 
 
@@ -147,46 +141,3 @@ def worst_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[Row]:
         where = f" (rank {', '.join(bad)})" if bad and len(rows_by_rank) > 1 else ""
         worst.append(replace(row, what=row.what + where, seconds=max(other.seconds for _, other in located)))
     return worst
-
-
-def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Versions of this rank, its kind of device, and which GPU it is."""
-    facts = environment()
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return {
-        "medha": facts["medha"],
-        "python": facts["python"],
-        "torch": facts["packages"]["torch"],
-        "CUDA": facts["cuda"],
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-        "host": socket.gethostname(),
-        "threads": facts["threads"],
-        "kind": facts["cpu"] or "cpu" if properties is None else properties.name,
-        "gpu": None if properties is None else f"GPU {properties.uuid} of {socket.gethostname()}",
-    }
-
-
-def machine_rows(facts: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Whether versions and kinds of device are the same on all ranks, and no two ranks share a GPU.
-
-    ``facts`` are the :func:`machine_facts` of each rank.
-    """
-    versions = ", ".join(f"{name} {facts[0][name]}" for name in _VERSIONS if facts[0][name] is not None)
-    yield _compared("environment", versions, facts, _VERSIONS)
-    num_hosts = len({fact["host"] for fact in facts})
-    where = "1 node" if num_hosts == 1 else f"{num_hosts} nodes"
-    threads = facts[0]["threads"]
-    what = f"{facts[0]['kind']}, {threads} CPU thread{'s' if threads > 1 else ''} a rank, {where}"
-    shared = [gpu for gpu, count in Counter(fact["gpu"] for fact in facts if fact["gpu"]).items() if count > 1]
-    if shared:
-        yield Row("devices", what, f"ranks share {', '.join(shared)}", "one rank a GPU", FAIL)
-    else:
-        yield _compared("devices", what, facts, ("kind",))
-
-
-def _compared(check: str, what: str, facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Row:
-    odd = [rank for rank, fact in enumerate(facts) if any(fact[name] != facts[0][name] for name in names)]
-    if odd:
-        differing = ", ".join(name for name in names if any(facts[rank][name] != facts[0][name] for rank in odd))
-        return Row(check, what, f"ranks {', '.join(map(str, odd))} differ in {differing}", "the same", FAIL)
-    return Row(check, what, "1 rank" if len(facts) == 1 else f"same on {len(facts)} ranks", "the same", PASS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,8 +35,6 @@ from medha.verify.rows import (
     Setting,
     attempted,
     failed,
-    machine_facts,
-    machine_rows,
     timed,
 )
 from medha.verify.serving import Show, needle_rows, parity_rows, random_llama
@@ -137,7 +136,8 @@ def _check_basics(setting: Setting, launch: Launch | None, add: Add) -> None:
     crew = Crew(job)
     with nullcontext() if job is None else failures_named(job.monitor, activity="verify"):
         if job is not None:
-            check_same_everywhere(job, {"options": setting})
+            versions = {"python": platform.python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda}
+            check_same_everywhere(job, {"options": setting, **versions})
         device = own_device(pick_device(setting.device), launch)
         dtype = TORCH_DTYPES[setting.dtype]
         backends = {
@@ -145,7 +145,6 @@ def _check_basics(setting: Setting, launch: Launch | None, add: Add) -> None:
             for each in (torch.float32, dtype)
         }
         backend = backends[dtype]
-        add(timed(machine_rows(crew.gather("machine", machine_facts(device)))))
         found = chain.from_iterable(attention_rows(one, device, [each]) for each, one in backends.items())
         add(crew.worst("attention", attempted("attention", found)))
         num_parts = sorted({max(2, setting.parallel.kvp), 3})
