@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from medha.engine import explain
-from tests.commands import wait_until
+from medha.serve import web
+from tests.commands import LIMIT_S, wait_until
 from tests.serve.conftest import Server, Start, asked, sent
 from tools.serve_overhead import Timetable, make_engine
 
@@ -31,8 +32,9 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_files")
-def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start) -> None:
+def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream gets every token, and each idle connection an answer afterwards."""
+    monkeypatch.setattr(web, "KEEP_ALIVE_S", LIMIT_S)
     runner = Timetable(0.1)  # so that none has ended before all have begun
     server = start(make_engine(0.0, runner=runner))
     body = sent(asked(50, NUM_TOKENS, stream=True, stream_options={"include_usage": True}), connection="close")
