@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,14 @@ import torch
 import torch.distributed as dist
 
 from medha.batch import Batch
+from medha.errors import PlanDivergenceError
 
 T = TypeVar("T")
 
 FRAME_INTS = 1 << 17
 _POSTED = 4  # receives that a rank keeps posted ahead
 _RING = 64  # sends in flight to one rank
-_HEADER = 4  # kind, JSON bytes, integers of the batch, token ids
+_HEADER = 5  # kind, JSON bytes, integers of the batch, token ids, CRC-32 of the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ def encode(message: Message, plan: npt.NDArray[np.int32] | None = None) -> npt.N
     """A message as int32: header, batch, token ids, JSON. ``plan`` is the batch where it is encoded already."""
     text = json.dumps(message.fields).encode() if message.fields else b""
     batch = encode_batch(message.batch) if plan is None else plan
-    header = np.array((_KINDS.index(message.kind), len(text), len(batch), len(message.token_ids)), np.int32)
+    sizes = (len(text), len(batch), len(message.token_ids))
+    header = np.array((_KINDS.index(message.kind), *sizes, _signed_crc(batch)), np.int32)
     padded = np.frombuffer(text + b" " * (-len(text) % 4), np.int32)
     return np.concatenate((header, batch, message.token_ids.astype(np.int32, copy=False), padded))
 
@@ -61,15 +64,29 @@ def encode_batch(batch: Batch | None) -> npt.NDArray[np.int32]:
 
 
 def decode(ints: npt.NDArray[np.int32]) -> Message:
-    """The inverse of :func:`encode`; ValueError where the integers are no message."""
-    kind, num_bytes, num_batch, num_ids = ints[:_HEADER].tolist()
+    """The inverse of :func:`encode`; ValueError where the integers are no message.
+
+    PlanDivergenceError where the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
+    """
+    kind, num_bytes, num_batch, num_ids, crc = ints[:_HEADER].tolist()
     batch_end, ids_end = _HEADER + num_batch, _HEADER + num_batch + num_ids
     is_known = 0 <= kind < len(_KINDS) and min(num_bytes, num_batch, num_ids) >= 0
     if not is_known or len(ints) != ids_end + -(-num_bytes // 4):
         raise ValueError(f"a control message cannot have header {ints[:_HEADER].tolist()} and {len(ints)} integers")
+    arrived = _signed_crc(ints[_HEADER:batch_end])
+    if arrived != crc:
+        what = f"batch {ints[_HEADER]}" if num_batch else "no batch"
+        raise PlanDivergenceError(
+            f"{what}: rank 0 sent a plan with digest {crc & 0xFFFFFFFF:08x}, {arrived & 0xFFFFFFFF:08x} has arrived"
+        )
     batch = Batch.from_ints(ints[_HEADER:batch_end].tolist()) if num_batch else None
     text = ints[ids_end:].tobytes()[:num_bytes]
     return Message(_KINDS[kind], json.loads(text) if text else {}, batch, ints[batch_end:ids_end])
+
+
+def _signed_crc(ints: npt.NDArray[np.int32]) -> int:
+    """CRC-32 as a signed number, which fits an int32."""
+    return int(np.uint32(zlib.crc32(ints.tobytes())).astype(np.int32))
 
 
 class Sends:

@@ -1,5 +1,6 @@
 """Messages of the control stream: what is sent is what arrives, in one frame or in several; garbage is an error."""
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import medha.parallel.control as control
 from medha.batch import Batch, Extent, Row
+from medha.errors import PlanDivergenceError
 from medha.parallel.control import ControlReceiver, ControlSender, Message, decode, encode
 from tests.parallel.rendezvous import Group, Transport
 
@@ -83,11 +85,11 @@ def test_stream_in_frames(messages: list[Message], frame_ints: int, seed: int) -
 @settings(max_examples=300)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 9), max_size=30))
 def test_garbage_is_an_error_or_a_message(ints: list[int]) -> None:
-    """Whatever arrives, only a ValueError comes of it, and nothing that does not encode to the same again."""
+    """Whatever arrives, only the two errors come of it, and nothing that does not encode to the same again."""
     array = np.array(ints, np.int32)
     try:
         message = decode(array)
-    except ValueError:
+    except (ValueError, PlanDivergenceError):
         return
     assert same(decode(encode(message)), message)
 
@@ -99,3 +101,18 @@ def test_a_cut_or_longer_message_is_an_error(message: Message, data: st.DataObje
     for wrong in (ints[:cut], np.append(ints, np.int32(7))):
         with pytest.raises(ValueError):
             decode(wrong)
+
+
+@given(BATCHES, st.lists(st.integers(0, 99), max_size=9), st.data())
+def test_a_flipped_bit_in_the_batch_is_a_divergence(batch: Batch, ids: list[int], data: st.DataObject) -> None:
+    """Case D7: ranks of a tensor-parallel group would otherwise wait for each other with different shapes."""
+    ints = encode(Message("batch", {"open": []}, batch, np.array(ids, np.int32)))
+    size = len(batch.to_ints())
+    place = control._HEADER + data.draw(st.integers(0, size - 1))
+    ints[place] ^= np.int32(1 << data.draw(st.integers(0, 30)))
+    sent, arrived = (zlib.crc32(part.tobytes()) for part in (np.asarray(batch.to_ints()), ints[5 : 5 + size]))
+    with pytest.raises(PlanDivergenceError) as caught:
+        decode(ints)
+    assert str(caught.value) == (
+        f"batch {ints[5]}: rank 0 sent a plan with digest {sent:08x}, {arrived:08x} has arrived"
+    )
