@@ -37,6 +37,7 @@ class BatchRecord(NamedTuple):
     num_tokens: int
     start_s: float
     end_s: float
+    control_ready: bool  # the batch had arrived and was prepared when the batch before had run
     control_wait_s: float = 0.0
     hidden_wait_s: float = 0.0
     report_wait_s: float = 0.0  # waited for sampled tokens that it embeds
@@ -67,6 +68,7 @@ class Recorder:
     def __init__(
         self, *, clock: Callable[[], float] = time.perf_counter, cpu_clock: Callable[[], float] = time.thread_time
     ) -> None:
+        self.control_ready = True
         self.waits_for: str | None = None  # what of other ranks this one waits for at present; None while it computes
         self._clock, self._cpu_clock = clock, cpu_clock
         self._records: deque[BatchRecord] = deque(maxlen=_RECORDS_KEPT)
@@ -93,7 +95,7 @@ class Recorder:
         times = (self._start, self._clock())
         waits = (self._waits[what] for what in WAITS)
         cpu_s = self._cpu_clock() - self._cpu_start
-        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, *waits)._replace(cpu_s=cpu_s)
+        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, self.control_ready, *waits)._replace(cpu_s=cpu_s)
         self._records.append(record)
         self._waits.clear()
         return record

@@ -165,7 +165,7 @@ class DrivingRunner:
         futures: list[Future[Any]] = [*reports.values()]
         if 0 in parts:
             step = self._runner.prepare(parts[0], own_ids)
-            futures.insert(0, self._own.submit(partial(self._tokens.run, step)))
+            futures.insert(0, self._own.submit(partial(self._run_own, step)))
         pending = PendingStep(partial(self._completed, batch, futures))
         if self.news is None:
             return pending
@@ -214,6 +214,11 @@ class DrivingRunner:
         nothing."""
         what = self._runner.recorder.waits_for
         return what if self._awaits or what != "control" else None
+
+    def _run_own(self, step: StepInput) -> StepResult | None:
+        result = self._tokens.run(step)
+        self._runner.recorder.control_ready = self._own.num_waiting > 0
+        return result
 
     def _opened(self, part: Batch, group: int) -> tuple[list[dict[str, Any]], npt.NDArray[np.int32]]:
         """What a group's sampling rank is to know of the requests that it samples for the first time, or again after
@@ -324,6 +329,7 @@ class Follower:
             RankFailedError: another rank failed, or this one.
         """
         while True:
+            self._runner.recorder.control_ready = self._receiver.num_arrived > 0
             with failures_named(self.ranks.monitor), self._runner.recorder.waiting("control"):
                 message, step = self._receiver.receive()
             with failures_named(self.ranks.monitor, message.batch):
