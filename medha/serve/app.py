@@ -43,6 +43,7 @@ logger = logging.getLogger("medha")
 
 _PING_S = 10.0
 _BODY_S = 60.0  # for which a client may take to send a body, and a second for each megabyte
+_BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
 _MOST_NAMES = 100  # of fields that nobody knows are logged
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
@@ -69,6 +70,7 @@ class Front:
         self.num_open: Counter[str] = Counter()  # requests, by tenant
         self._keys, self._hosts = keys, hosts
         self._max_body_bytes, self._max_concurrent = max_body_bytes, max_concurrent
+        self._num_bytes = 0  # of bodies that are being read
         self._bodies = BodyReader()
         self._metrics = metrics = Metrics(engine, models[0])
         self._ignored: set[str] = set()  # names of fields
@@ -152,14 +154,19 @@ class Front:
         try:
             async with asyncio.timeout(_BODY_S + size / 1e6):
                 async for part in request.stream():
+                    self._num_bytes += len(part)
                     body += part
                     if len(body) > most:
                         raise large
+                    if self._num_bytes > _BODIES * most:
+                        raise ApiError(503, "too many bodies are being read", retry_after="1")
             found = await self._bodies.read(body)
         except TimeoutError as error:
             raise ApiError(408, "the body did not come in time", connection="close") from error
         except ValueError:
             raise ApiError(400, "the body is not JSON that can be read") from None
+        finally:
+            self._num_bytes -= len(body)
         if not isinstance(found, dict):
             raise ApiError(400, "the body is not a JSON object")
         return found

@@ -259,6 +259,13 @@ def test_a_step_that_fails_ends_the_streams_with_an_error(
     assert server.post(PATH, asked(10, 1))[0] == 503
 
 
+def test_bodies_together_have_a_limit(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_BODIES", 0.5)  # as one is read at a time here
+    server = start(bytes_model.engine(), max_body_bytes=1000)
+    for padding, code in ((600, 503), (0, 200)):
+        assert server.post(PATH, json.dumps(asked(5, 1)).encode() + b" " * padding)[0] == code
+
+
 def test_a_large_body_is_read_beside_the_loop(start: Start, bytes_model: Model) -> None:
     """Its ids as an array; other requests are answered meanwhile."""
     server = start(bytes_model.engine(num_blocks=512))
