@@ -45,17 +45,18 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     )
     if compiler is None:
         return None, "a C++ compiler (c++, g++, clang++ or $CXX)"
+    # Tile registers are the process's only once the kernel was asked for them.
+    flags = (*_FLAGS, f"-DMEDHA_MAY_TILE={int(torch.cpu._init_amx())}")
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medha"
     try:
-        path = kept / f"cpu-{_name_of_build(compiler)}.so"
+        path = kept / f"cpu-{_name_of_build(compiler, flags)}.so"
         if not path.exists():
             kept.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=kept) as scratch:
                 made = Path(scratch) / path.name
-                command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(made)]
+                command = [compiler, *flags, *map(str, _SOURCES), "-o", str(made)]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
                 made.replace(path)
-        torch.cpu._init_amx()  # asks the kernel for the tile registers, where there are any
         return ctypes.CDLL(str(path)), None
     except subprocess.CalledProcessError as error:
         said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
@@ -83,12 +84,12 @@ def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]
     return found  # type: ignore[no-any-return]
 
 
-def _name_of_build(compiler: str) -> str:
+def _name_of_build(compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run(
         [compiler, "--version"], check=True, capture_output=True, text=True, timeout=_BUILD_S
     ).stdout
     facts = Path("/proc/cpuinfo")
     cpu = next((line for line in facts.open() if line.startswith("flags")), "") if facts.exists() else ""
     sources = (path.read_text() for path in (*_SOURCES, *_HEADERS))
-    parts = (*sources, *_FLAGS, version, platform.machine(), platform.processor(), cpu)
+    parts = (*sources, *flags, version, platform.machine(), platform.processor(), cpu)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]

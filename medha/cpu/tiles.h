@@ -6,7 +6,7 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && MEDHA_WIDTH == 16
+#if MEDHA_MAY_TILE && defined(__AMX_BF16__) && defined(__AVX512BF16__) && MEDHA_WIDTH == 16
 #define MEDHA_TILES 1
 #else
 #define MEDHA_TILES 0
