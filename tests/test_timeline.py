@@ -134,7 +134,7 @@ def test_records_survive_their_json() -> None:
 
 
 def test_another_nodes_clock_is_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medha.timeline._epoch_s", lambda: 1e9)
+    monkeypatch.setattr("medha.records._epoch_s", lambda: 1e9)
     sent = json.loads(encode_records(RankRecords(1, 1, 0, (ran(0, 1.0, 2.0),))))
     sent["node"] = platform.node() + "-other"
     sent["epoch_s"] += 100.0  # its monotonic clock began 100 s after ours

@@ -142,7 +142,7 @@ def main() -> None:
     os.dup2(2, 1)
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
     make = {"medha": medha, "transformers": transformers, "vllm": vllm}[sys.argv[1]]
-    if make is not medha and os.environ.get("GOMP_SPINCOUNT") == "2000":  # as our command has set it; theirs spin on
+    if make is not medha and os.environ.get("GOMP_SPINCOUNT") == "10000":  # as our command has set it; theirs spin on
         del os.environ["GOMP_SPINCOUNT"], os.environ["OMP_WAIT_POLICY"]
     ways: dict[str, Callable[..., Any]] = {}
     for line in sys.stdin:

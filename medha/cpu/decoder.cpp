@@ -5,6 +5,7 @@
 // So few rows read a weight as fast as memory gives it. Numbers of 16 bits are widened a tile at a time; sums are float32.
 // What a row gets depends neither on the other rows nor on the number of threads.
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -36,6 +37,11 @@ template <int R>
 void product(int num, const float* a, int64_t row, const float* b, int depth, float* c, const char* next, int line) {
     if (num == R) return product<R>(a, row, b, depth, c, next, line);
     if constexpr (R > 1) product<R - 1>(num, a, row, b, depth, c, next, line);
+}
+
+inline Floats silu(Floats x) {
+    const Floats power = x * -LOG2_E, most = Floats{} + 126.0f;
+    return x / (1.0f + exp2_(power > most ? most : power));
 }
 
 // out[M, N] = x[M, K] w^T + bias. w lies as [N / BLOCK, K, BLOCK]; of gated products as [N / BLOCK, 2, K, BLOCK], the gate
@@ -77,16 +83,78 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                                            int(BLOCK * sizeof(T)));
                     }
                 }
-                for (int at = 0; gated && at < rows * BLOCK; at += W) {
-                    const Floats gate = load(sums[0] + at), power = gate * -LOG2_E, most = Floats{} + 126.0f;
-                    store(sums[0] + at, gate / (1.0f + exp2_(power > most ? most : power)) * load(sums[1] + at));
-                }
+                for (int at = 0; gated && at < rows * BLOCK; at += W)
+                    store(sums[0] + at, silu(load(sums[0] + at)) * load(sums[1] + at));
                 for (int m = 0; m < rows; m++)
                     for (int n = 0; n < num; n++) narrow(sums[0][m * BLOCK + n], out + (first + m) * N + block * BLOCK + n);
             }
         }
     }
 }
+
+#if MEDHA_TILES
+
+constexpr int PAIR = 2 * W, GROUP = 512;  // rows that read a block of outputs at once, and one after the other
+
+// The same by tiles, for K that is a multiple of PAIR. w lies as [N / BLOCK, K / 2, BLOCK, 2], of gated products likewise.
+void linear_by_tiles(const BFloat16* x, const BFloat16* w, const BFloat16* bias, BFloat16* out, int64_t M, int64_t K, int64_t N,
+                     bool gated, int num_threads) {
+    const int64_t blocks = (N + BLOCK - 1) / BLOCK, parts = 1 + gated;
+#pragma omp parallel num_threads(num_threads)
+    {
+        alignas(64) float sums[2][PAIR * BLOCK], its_bias[BLOCK] = {};
+        Registers registers;  // 0 to 3 for sums, 4 and 5 for rows, 6 and 7 for the weight
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t group = 0; group < M; group += GROUP)
+            for (int64_t block = 0; block < blocks; block++) {
+                const int num = int(std::min<int64_t>(BLOCK, N - block * BLOCK));
+                for (int n = 0; bias && n < num; n++) its_bias[n] = widened(bias[block * BLOCK + n]);
+                for (int64_t first = group; first < std::min<int64_t>(group + GROUP, M); first += PAIR) {
+                    const int rows = int(std::min<int64_t>(PAIR, M - first)), behind = rows > W ? W : 0;
+                    const uint8_t upper = uint8_t(std::min(rows, W)), lower = uint8_t(behind ? rows - W : W);
+                    registers.set_rows({upper, upper, lower, lower, upper, lower, W, W});
+                    for (int64_t part = 0; part < parts; part++) {
+                        const BFloat16 *a = x + first * K, *tile = w + (block * parts + part) * K * BLOCK;
+                        float* c = sums[part];
+                        order_memory();
+                        _tile_zero(0);
+                        _tile_zero(1);
+                        _tile_zero(2);
+                        _tile_zero(3);
+                        for (int64_t k = 0; k < K; k += PAIR, a += PAIR, tile += PAIR * BLOCK) {
+                            _tile_loadd(4, a, 2 * K);
+                            _tile_loadd(6, tile, 4 * BLOCK);
+                            _tile_dpbf16ps(0, 4, 6);
+                            _tile_loadd(7, tile + 2 * W, 4 * BLOCK);
+                            _tile_dpbf16ps(1, 4, 7);
+                            if (!behind) continue;
+                            _tile_loadd(5, a + W * K, 2 * K);
+                            _tile_dpbf16ps(2, 5, 6);
+                            _tile_dpbf16ps(3, 5, 7);
+                        }
+                        _tile_stored(0, c, 4 * BLOCK);
+                        _tile_stored(1, c + W, 4 * BLOCK);
+                        if (!behind) continue;
+                        _tile_stored(2, c + W * BLOCK, 4 * BLOCK);
+                        _tile_stored(3, c + W * BLOCK + W, 4 * BLOCK);
+                    }
+                    for (int m = 0; m < rows; m++)
+                        for (int n = 0; n < num; n += W) {
+                            Floats y = load(sums[0] + m * BLOCK + n) + load(its_bias + n);
+                            if (gated) y = silu(y) * load(sums[1] + m * BLOCK + n);
+                            BFloat16* to = out + (first + m) * N + block * BLOCK + n;
+                            if (num - n >= W) {
+                                narrow(y, to);
+                                continue;
+                            }
+                            for (int i = 0; i < num - n; i++) narrow(y[i], to + i);
+                        }
+                }
+            }
+    }
+}
+
+#endif
 
 // out = the norm of x, or of x + residual, which is put in residual. out may be x.
 template <class T>
@@ -139,6 +207,9 @@ void rotate(T* x, const float* cos_sin, int64_t tokens, int64_t heads, int64_t H
 
 extern "C" int64_t block_of_outputs() { return BLOCK; }
 
+// How many inputs lie together for each output in a weight of bfloat16.
+extern "C" int64_t inputs_together(int64_t K) { return MEDHA_TILES && K % (2 * W) == 0 ? 2 : 1; }
+
 // Heads of `bytes` bytes from token kept[i] of x, or i, to token targets[i] of a pool; strides are in bytes.
 extern "C" void write_tokens(char* pool, const char* x, const int64_t* targets, const int64_t* kept, int64_t token_stride,
                              int64_t head_stride, int64_t x_stride, int64_t num, int64_t heads, int64_t bytes) {
@@ -148,10 +219,23 @@ extern "C" void write_tokens(char* pool, const char* x, const int64_t* targets, 
                         x + (kept ? kept[i] : i) * x_stride + head * bytes, bytes);
 }
 
+namespace {
+
+template <class T>
+void best_linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K, int64_t N, bool gated, int num_threads) {
+#if MEDHA_TILES
+    if constexpr (std::is_same_v<T, BFloat16>)
+        if (inputs_together(K) == 2) return linear_by_tiles(x, w, bias, out, M, K, N, gated, num_threads);
+#endif
+    linear(x, w, bias, out, M, K, N, gated, num_threads);
+}
+
+}  // namespace
+
 #define MEDHA_DECODER(NAME, T)                                                                                           \
     extern "C" void linear_##NAME(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K, int64_t N,        \
                                   int64_t gated, int64_t num_threads) {                                                  \
-        linear(x, w, bias, out, M, K, N, gated, int(num_threads));                                                       \
+        best_linear(x, w, bias, out, M, K, N, gated, int(num_threads));                                                  \
     }                                                                                                                    \
     extern "C" void rmsnorm_##NAME(const T* x, T* residual, const T* weight, T* out, int64_t M, int64_t D,               \
                                    int64_t num_threads, double eps) {                                                    \

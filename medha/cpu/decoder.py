@@ -6,6 +6,7 @@ Legend: T tokens, D model dimension, N heads, H head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import c_int64
 
 import torch
 import torch.nn.functional as F
@@ -81,9 +82,10 @@ def write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], targets: torch.Ten
 
 
 def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] as [out / block, in, block], zeros behind the last outputs."""
+    """[out, in] as [out / block, (in / together, block, together)], zeros behind the last outputs."""
     kernels, missing = library()
     assert kernels is not None, missing
-    block = int(kernels.block_of_outputs())
+    num_in, block = weight.shape[1], int(kernels.block_of_outputs())
+    together = kernels.inputs_together(c_int64(num_in)) if weight.dtype == torch.bfloat16 else 1
     padded = F.pad(weight, (0, 0, 0, -len(weight) % block))
-    return padded.view(-1, block, weight.shape[1]).transpose(1, 2).contiguous()
+    return padded.view(-1, block, num_in // together, together).transpose(1, 2).reshape(-1, num_in * block)

@@ -30,11 +30,17 @@ _BUILD_S = 120.0
 def lacks_products(dtype: torch.dtype) -> str | None:
     """In words that this CPU multiplies matrices of a dtype itself, which torch's libraries use and our kernel of
     products does not; else None."""
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
-        return "bfloat16 as fast as torch's on a CPU that multiplies it itself"
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() and not _may_tile():
+        return "bfloat16 as fast as torch's on a CPU that multiplies it itself, without tiles (AMX)"
     if dtype == torch.float16 and torch.cpu._is_amx_fp16_supported():
         return "float16 as fast as torch's on a CPU with AMX for it"
     return None
+
+
+@cache
+def _may_tile() -> bool:
+    """Whether the CPU has tile registers (AMX) and the kernel gives them to this process; this asks it to."""
+    return torch.cpu._init_amx()
 
 
 @cache
@@ -45,8 +51,7 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     )
     if compiler is None:
         return None, "a C++ compiler (c++, g++, clang++ or $CXX)"
-    # Tile registers are the process's only once the kernel was asked for them.
-    flags = (*_FLAGS, f"-DMEDHA_MAY_TILE={int(torch.cpu._init_amx())}")
+    flags = (*_FLAGS, f"-DMEDHA_MAY_TILE={int(_may_tile())}")
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medha"
     try:
         path = kept / f"cpu-{_name_of_build(compiler, flags)}.so"

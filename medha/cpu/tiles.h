@@ -1,4 +1,5 @@
-// Attention in bfloat16 by tiles (AMX), for attention.cpp. Scores and sums are float32, the weights of values bfloat16.
+// Attention and products in bfloat16 by tiles (AMX), for attention.cpp and decoder.cpp. Sums are float32, the weights of
+// values bfloat16.
 
 #pragma once
 
@@ -24,23 +25,41 @@ struct Keys {
 
 #if MEDHA_TILES
 
-// How a thread computes where it has tiles: keys and values lie by pairs in bfloat16, queries as they come.
-class ByTiles {
+inline void order_memory() { asm volatile("" ::: "memory"); }  // compilers do not know what tile registers read
+
+// The tile registers of a thread, all 64 bytes wide; in the end their shapes are what they were.
+class Registers {
     struct alignas(64) Shapes {
         uint8_t palette, row, reserved[14];
         uint16_t bytes_a_row[16];
         uint8_t rows[16];
-    };
-    // Of the registers 0 to 3 for sums, 4 for the left side of products, 5 and 6 for the right; and what others had them be.
-    Shapes shapes = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64}, {0, 0, 0, 0, 0, W, W}}, before;
-
-    static void order_memory() { asm volatile("" ::: "memory"); }  // compilers do not know what tile registers read
+    } before, now = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {}};
 
    public:
-    static constexpr int MOST = 16;  // queries of a strip
+    Registers() { _tile_storeconfig(&before); }
+    ~Registers() {
+        order_memory();
+        _tile_loadconfig(&before);
+    }
+    void set_rows(const uint8_t (&rows)[8]) {
+        if (std::equal(rows, rows + 8, now.rows)) return;
+        std::copy(rows, rows + 8, now.rows);
+        order_memory();
+        _tile_loadconfig(&now);
+    }
+};
 
-    ByTiles() { _tile_storeconfig(&before); }
-    ~ByTiles() { _tile_loadconfig(&before); }
+inline void narrow(Floats x, BFloat16* to) {
+    const __m256bh narrowed = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+    std::memcpy(to, &narrowed, sizeof narrowed);
+}
+
+// How a thread computes where it has tiles: keys and values lie by pairs in bfloat16, queries as they come.
+class ByTiles {
+    Registers registers;  // 0 to 3 for sums, 4 for the left side of products, 5 and 6 for the right
+
+   public:
+    static constexpr int MOST = W;  // queries of a strip
 
     void put_query(const BFloat16* q, int at, int i, int, int H, float, float* queries) {
         std::copy(q, q + H, reinterpret_cast<BFloat16*>(queries + at * H) + i * H);
@@ -75,11 +94,8 @@ class ByTiles {
         const int H = keys.H, width = (seen[num - 1] + 2 * W - 1) / (2 * W) * 2 * W;  // the last query sees most
         alignas(64) float scores[MOST][KEYS], base[MOST], change[MOST] = {};
         alignas(64) BFloat16 weights[MOST][KEYS];
-        if (shapes.rows[0] != num) {
-            std::fill(shapes.rows, shapes.rows + 5, num);
-            order_memory();
-            _tile_loadconfig(&shapes);
-        }
+        const uint8_t n = uint8_t(num);
+        registers.set_rows({n, n, n, n, n, W, W, W});
         order_memory();
         _tile_zero(0);
         _tile_zero(1);
@@ -115,8 +131,7 @@ class ByTiles {
             Floats total = {};
             for (int at = 0; at < width; at += W) {
                 const Floats x = exp2_(load(scores[r] + at) * scale - base[r]);
-                const __m256bh narrowed = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
-                std::memcpy(weights[r] + at, &narrowed, sizeof narrowed);
+                narrow(x, weights[r] + at);
                 total += x;
             }
             sum[r] = sum[r] * change[r] + sum_of(total);

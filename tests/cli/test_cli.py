@@ -51,7 +51,7 @@ def test_bad_usage_is_one_line(arguments: list[str], command: Command) -> None:
     assert done.err.startswith("error: ") and done.err.endswith("(see medha --help)\n")
 
 
-@pytest.mark.parametrize(("given", "seen", "spins"), [(None, "passive", "2000"), ("active", "active", None)])
+@pytest.mark.parametrize(("given", "seen", "spins"), [(None, "passive", "10000"), ("active", "active", None)])
 def test_threads_soon_sleep(
     given: str | None, seen: str, spins: str | None, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:

@@ -2,7 +2,7 @@
 test_states.py."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -99,10 +99,15 @@ def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
         assert ran[:behind] == [sum(LENGTHS)] * behind
 
 
-TIMES = ChunkTimes((1, 2, 4), ((0.0, 1.0, 0.0, 0.0, 0.0), (30.0, 0.5, 0.0, 0.0, 0.0), (80.0, 0.25, 0.0, 0.0, 0.0)))
+SECONDS = {1: (0.0, 1.0, 0.0, 0.0, 0.0), 2: (30.0, 0.5, 0.0, 0.0, 0.0), 4: (80.0, 0.25, 0.0, 0.0, 0.0)}
 """By which the last of GROWING is read by one group until a second is free, by two until all are, then by four. No
 queue ends before all are planned, as a token takes a second."""
 GROWING = (20, 40, 60, 100, 600)
+
+
+def made_up_times(_: Any, sizes: Sequence[int], **__: Any) -> ChunkTimes:
+    """Those of SECONDS, in place of fitted ones."""
+    return ChunkTimes(tuple(sizes), tuple(SECONDS[size] for size in sizes))
 
 
 def grow(folder: str, options: dict[str, Any], prompts: Any, params: Any) -> Any:
@@ -111,7 +116,7 @@ def grow(folder: str, options: dict[str, Any], prompts: Any, params: Any) -> Any
     from medha import LLM
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "fitted_times", lambda _, sizes, **__: TIMES.only(sizes))
+        patch.setattr(build, "fitted_times", made_up_times)
         with LLM(folder, **SIZES | options) as llm:
             if not llm.is_driver:
                 llm.follow()

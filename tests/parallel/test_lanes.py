@@ -25,7 +25,7 @@ from medha.worker.step_input import StepInput
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.commands import wait_until, write_lines
 from tests.parallel.faults import Job, command, start
-from tests.parallel.test_decode import TIMES
+from tests.parallel.test_decode import made_up_times
 from tests.parallel.test_faults import right_tokens, written
 from tests.parallel.workers import WorkerPool
 
@@ -166,8 +166,8 @@ REQUESTS = [
 
 
 def planned_at_once(rank: int, arguments: list[str]) -> None:
-    """As ``command``; chunks are predicted by TIMES, and nobody is planned before all have come."""
-    build.fitted_times = lambda _, sizes, **__: TIMES.only(sizes)  # type: ignore[attr-defined]
+    """As ``command``; chunks are predicted by SECONDS, and nobody is planned before all have come."""
+    build.fitted_times = made_up_times  # type: ignore[attr-defined]
     step = Engine.step
     all_have_come = lambda engine: engine._num_added == len(REQUESTS)  # noqa: E731
     Engine.step = lambda self, wait_s=None: step(self, wait_s) if all_have_come(self) else []  # type: ignore[method-assign]
