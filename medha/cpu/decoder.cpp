@@ -33,8 +33,36 @@ void product(const float* a, int64_t row, const float* b, int depth, float* c, c
         for (int n = 0; n < 2; n++) store(c + r * BLOCK + n * W, x[r][n]);
 }
 
+#if MEDHA_PAIRS
+
+// The same in bfloat16, two inputs at once; b lies as [depth / 2, BLOCK, 2].
 template <int R>
-void product(int num, const float* a, int64_t row, const float* b, int depth, float* c, const char* next, int line) {
+void product(const BFloat16* a, int64_t row, const BFloat16* b, int depth, float* c, const char* next, int line) {
+    __m512 x[R][2];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < 2; n++) x[r][n] = reinterpret_cast<__m512>(load(c + r * BLOCK + n * W));
+    for (int i = 0; i < depth; i += 2) {
+        __builtin_prefetch(next + line * i, 0, 2);
+        __builtin_prefetch(next + line * (i + 1), 0, 2);
+        const auto first = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + i * BLOCK));
+        const auto second = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + i * BLOCK + BLOCK));
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            int32_t both;
+            std::memcpy(&both, a + r * row + i, sizeof both);
+            const auto pair = reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
+            x[r][0] = _mm512_dpbf16_ps(x[r][0], pair, first);
+            x[r][1] = _mm512_dpbf16_ps(x[r][1], pair, second);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < 2; n++) store(c + r * BLOCK + n * W, reinterpret_cast<Floats>(x[r][n]));
+}
+
+#endif
+
+template <int R, class Operand>
+void product(int num, const Operand* a, int64_t row, const Operand* b, int depth, float* c, const char* next, int line) {
     if (num == R) return product<R>(a, row, b, depth, c, next, line);
     if constexpr (R > 1) product<R - 1>(num, a, row, b, depth, c, next, line);
 }
@@ -45,19 +73,20 @@ inline Floats silu(Floats x) {
 }
 
 // out[M, N] = x[M, K] w^T + bias. w lies as [N / BLOCK, K, BLOCK]; of gated products as [N / BLOCK, 2, K, BLOCK], the gate
-// and what it gates, of which silu(gate) * gated is the output.
-template <class T>
+// and what it gates, of which silu(gate) * gated is the output. Operands of another type than T are widened.
+template <class Operand, class T>
 void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K, int64_t N, bool gated, int num_threads) {
-    constexpr bool is_wide = sizeof(T) == 4;
+    constexpr bool as_is = std::is_same_v<T, Operand>;
     const int64_t blocks = (N + BLOCK - 1) / BLOCK, parts = 1 + gated;
 #pragma omp parallel num_threads(num_threads)
     {
-        std::vector<float> wide(is_wide ? 0 : std::min<int64_t>(M, ROWS) * K);
-        alignas(64) float sums[2][ROWS * BLOCK], widened_tile[is_wide ? 1 : DEPTH * BLOCK];
+        std::vector<Operand> wide(as_is ? 0 : std::min<int64_t>(M, ROWS) * K);
+        alignas(64) float sums[2][ROWS * BLOCK];
+        alignas(64) Operand widened_tile[as_is ? 1 : DEPTH * BLOCK];
         for (int64_t first = 0; first < M; first += ROWS) {
             const int rows = int(std::min<int64_t>(ROWS, M - first));
-            const float* a = reinterpret_cast<const float*>(x + first * K);
-            if constexpr (!is_wide) {
+            const Operand* a = reinterpret_cast<const Operand*>(x + first * K);
+            if constexpr (!as_is) {
                 for (int64_t i = 0; i < rows * K; i++) wide[i] = widened(x[first * K + i]);
                 a = wide.data();
             }
@@ -73,8 +102,8 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                         const int depth = int(std::min<int64_t>(DEPTH, K - k));
                         const T* tile = w + ((block * parts + part) * K + k) * BLOCK;
                         const char* next = reinterpret_cast<const char*>(tile + depth * BLOCK);
-                        const float* b = reinterpret_cast<const float*>(tile);
-                        if constexpr (!is_wide) {
+                        const Operand* b = reinterpret_cast<const Operand*>(tile);
+                        if constexpr (!as_is) {
                             for (int i = 0; i < depth * BLOCK; i++) widened_tile[i] = widened(tile[i]);
                             b = widened_tile;
                         }
@@ -208,7 +237,7 @@ void rotate(T* x, const float* cos_sin, int64_t tokens, int64_t heads, int64_t H
 extern "C" int64_t block_of_outputs() { return BLOCK; }
 
 // How many inputs lie together for each output in a weight of bfloat16.
-extern "C" int64_t inputs_together(int64_t K) { return MEDHA_TILES && K % (2 * W) == 0 ? 2 : 1; }
+extern "C" int64_t inputs_together(int64_t K) { return MEDHA_PAIRS && K % 2 == 0 ? 2 : 1; }
 
 // Heads of `bytes` bytes from token kept[i] of x, or i, to token targets[i] of a pool; strides are in bytes.
 extern "C" void write_tokens(char* pool, const char* x, const int64_t* targets, const int64_t* kept, int64_t token_stride,
@@ -223,11 +252,15 @@ namespace {
 
 template <class T>
 void best_linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K, int64_t N, bool gated, int num_threads) {
+#if MEDHA_PAIRS
+    if constexpr (std::is_same_v<T, BFloat16>) {
 #if MEDHA_TILES
-    if constexpr (std::is_same_v<T, BFloat16>)
-        if (inputs_together(K) == 2) return linear_by_tiles(x, w, bias, out, M, K, N, gated, num_threads);
+        if (K % PAIR == 0) return linear_by_tiles(x, w, bias, out, M, K, N, gated, num_threads);
 #endif
-    linear(x, w, bias, out, M, K, N, gated, num_threads);
+        if (K % 2 == 0) return linear<BFloat16>(x, w, bias, out, M, K, N, gated, num_threads);
+    }
+#endif
+    linear<float>(x, w, bias, out, M, K, N, gated, num_threads);
 }
 
 }  // namespace

@@ -30,8 +30,6 @@ _BUILD_S = 120.0
 def lacks_products(dtype: torch.dtype) -> str | None:
     """In words that this CPU multiplies matrices of a dtype itself, which torch's libraries use and our kernel of
     products does not; else None."""
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() and not _may_tile():
-        return "bfloat16 as fast as torch's on a CPU that multiplies it itself, without tiles (AMX)"
     if dtype == torch.float16 and torch.cpu._is_amx_fp16_supported():
         return "float16 as fast as torch's on a CPU with AMX for it"
     return None

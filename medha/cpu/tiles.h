@@ -7,12 +7,6 @@
 
 #include "vectors.h"
 
-#if MEDHA_MAY_TILE && defined(__AMX_BF16__) && defined(__AVX512BF16__) && MEDHA_WIDTH == 16
-#define MEDHA_TILES 1
-#else
-#define MEDHA_TILES 0
-#endif
-
 namespace {
 
 constexpr int KEYS = 64;  // of a tile of keys

@@ -22,6 +22,16 @@ namespace {
 #elif !defined(MEDHA_WIDTH)
 #define MEDHA_WIDTH 4
 #endif
+#if MEDHA_WIDTH == 16 && defined(__AVX512BF16__)
+#define MEDHA_PAIRS 1  // it multiplies bfloat16, two numbers at once
+#else
+#define MEDHA_PAIRS 0
+#endif
+#if MEDHA_PAIRS && MEDHA_MAY_TILE && defined(__AMX_BF16__)
+#define MEDHA_TILES 1
+#else
+#define MEDHA_TILES 0
+#endif
 constexpr int W = MEDHA_WIDTH, STRIP = W == 16 ? 12 : 6;  // floats of a vector; most queries of a strip
 typedef float Floats __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * W), aligned(4), may_alias));
