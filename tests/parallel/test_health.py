@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,7 +238,7 @@ def test_a_store_that_does_not_answer(
 
 
 def test_a_rank_for_which_others_wait_is_named(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """It is no failure; every rank writes what it works on."""
     monkeypatch.setattr(health, "BEHIND_S", 1.0)
@@ -246,13 +247,14 @@ def test_a_rank_for_which_others_wait_is_named(
         monitor.describe = lambda rank=rank: f"here is rank {rank}"  # type: ignore[misc]
         monitor.doing("batch 7")
     monitors[1].waits_for = lambda: None
-    written: list[str] = []
-    with caplog.at_level(logging.WARNING, "medha"):
-        wait_until(lambda: bool(written.append(capfd.readouterr().err) or "".join(written).count("here is rank") == 3))
+    written = tmp_path / "stderr"  # reading what pytest captures would lose what is written meanwhile
+    with caplog.at_level(logging.WARNING, "medha"), written.open("w") as stderr, monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", stderr)
+        wait_until(lambda: written.read_text().count("Current thread") == 3)
+    assert all(f"here is rank {rank}\n" in written.read_text() for rank in range(3))
     assert len(caplog.records) == 1
     message = caplog.records[0].getMessage()
     assert re.fullmatch(r"rank 1 is behind: in batch 7 for \d+ s while others wait for it", message)
-    assert "most recent call first" in "".join(written)
     time.sleep(0.5)
     assert not any(monitor.has_failure for monitor in monitors)
     assert len(caplog.records) == 1
