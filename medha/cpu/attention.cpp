@@ -6,7 +6,7 @@
 // keep their sums in registers. Sums are float32 whatever the pool holds. What a query gets does not depend on the number of
 // threads, on the other rows or on where its keys lie.
 
-#include "tiles.h"
+#include "pairs.h"
 #include "vectors.h"
 
 namespace {
@@ -283,9 +283,9 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
 
 template <class T>
 auto* attend_for(int64_t H) {
-#if MEDHA_TILES
+#if MEDHA_PAIRS
     if constexpr (std::is_same_v<T, BFloat16>)
-        if (H % (2 * W) == 0) return &attend<ByTiles, T>;
+        if (H % (2 * W) == 0) return &attend<ByPairs, T>;
 #endif
     return &attend<ByVectors, T>;
 }

@@ -5,7 +5,7 @@
 // So few rows read a weight as fast as memory gives it. Numbers of 16 bits are widened a tile at a time; sums are float32.
 // What a row gets depends neither on the other rows nor on the number of threads.
 
-#include "tiles.h"
+#include "pairs.h"
 #include "vectors.h"
 
 namespace {
@@ -38,25 +38,10 @@ void product(const float* a, int64_t row, const float* b, int depth, float* c, c
 // The same in bfloat16, two inputs at once; b lies as [depth / 2, BLOCK, 2].
 template <int R>
 void product(const BFloat16* a, int64_t row, const BFloat16* b, int depth, float* c, const char* next, int line) {
-    __m512 x[R][2];
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < 2; n++) x[r][n] = reinterpret_cast<__m512>(load(c + r * BLOCK + n * W));
-    for (int i = 0; i < depth; i += 2) {
-        __builtin_prefetch(next + line * i, 0, 2);
-        __builtin_prefetch(next + line * (i + 1), 0, 2);
-        const auto first = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + i * BLOCK));
-        const auto second = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + i * BLOCK + BLOCK));
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            int32_t both;
-            std::memcpy(&both, a + r * row + i, sizeof both);
-            const auto pair = reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
-            x[r][0] = _mm512_dpbf16_ps(x[r][0], pair, first);
-            x[r][1] = _mm512_dpbf16_ps(x[r][1], pair, second);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < 2; n++) store(c + r * BLOCK + n * W, reinterpret_cast<Floats>(x[r][n]));
+    product<R, 2>(a, row, reinterpret_cast<const float*>(b), BLOCK, depth / 2, c, BLOCK, [=](int i) {
+        __builtin_prefetch(next + 2 * line * i, 0, 2);
+        __builtin_prefetch(next + 2 * line * i + line, 0, 2);
+    });
 }
 
 #endif
@@ -95,9 +80,9 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                 const int num = int(std::min<int64_t>(BLOCK, N - block * BLOCK));
                 for (int64_t part = 0; part < parts; part++) {
                     float* c = sums[part];
-                    std::fill(c, c + BLOCK, 0.0f);
+                    std::fill(c, c + (bias ? BLOCK : rows * BLOCK), 0.0f);
                     for (int n = 0; bias && n < num; n++) c[n] = widened(bias[block * BLOCK + n]);
-                    for (int m = 1; m < rows; m++) std::copy(c, c + BLOCK, c + m * BLOCK);
+                    for (int m = 1; bias && m < rows; m++) std::copy(c, c + BLOCK, c + m * BLOCK);
                     for (int64_t k = 0; k < K; k += DEPTH) {
                         const int depth = int(std::min<int64_t>(DEPTH, K - k));
                         const T* tile = w + ((block * parts + part) * K + k) * BLOCK;
@@ -114,8 +99,14 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                 }
                 for (int at = 0; gated && at < rows * BLOCK; at += W)
                     store(sums[0] + at, silu(load(sums[0] + at)) * load(sums[1] + at));
-                for (int m = 0; m < rows; m++)
-                    for (int n = 0; n < num; n++) narrow(sums[0][m * BLOCK + n], out + (first + m) * N + block * BLOCK + n);
+                for (int m = 0; m < rows; m++) {
+                    const float* from = sums[0] + m * BLOCK;
+                    T* to = out + (first + m) * N + block * BLOCK;
+                    if (num == BLOCK)
+                        for (int n = 0; n < BLOCK; n += W) narrow(load(from + n), to + n);
+                    else
+                        for (int n = 0; n < num; n++) narrow(from[n], to + n);
+                }
             }
         }
     }
