@@ -87,11 +87,14 @@ class Account:
             return 0
         return next(iter(self.starts[index + 1 :]), position) - self.starts[index]
 
-    def needed(self, row: Row, block_size: int) -> int:
-        """Blocks that a row needs beyond those that its writer has."""
+    def needs(self, row: Row, block_size: int) -> dict[int, int]:
+        """Blocks by group that a row needs beyond those that the request has; below 0 where history leaves."""
+        if self.tokens is not None:
+            after = ((g, -(-tokens // block_size)) for g, tokens in self.after(row, block_size))
+            return {g: blocks - self.held[g - self.first] for g, blocks in after}
         index = row.num_groups - 1
         start = self.starts[index] if index < len(self.starts) else row.position
-        return -(-(row.kv_len - start) // block_size) - self.held[index]
+        return {row.writer: -(-(row.kv_len - start) // block_size) - self.held[index]}
 
     def deals(self, row: Row, block_size: int) -> list[Deal]:
         """What each group holds before a dealt row, and what it is to hold: the same, while that is even to a block."""
@@ -108,11 +111,6 @@ class Account:
         if not row.is_dealt:
             return [(row.writer, self.tokens[row.writer - self.first] + row.q_len)]
         return [(deal.group, deal.share + row.tokens_on(deal.group)) for deal in self.deals(row, block_size)]
-
-    def dealt_needs(self, row: Row, block_size: int) -> dict[int, int]:
-        """Blocks by group that a row of a dealt request needs beyond those that it has."""
-        after = ((g, -(-tokens // block_size)) for g, tokens in self.after(row, block_size))
-        return {g: blocks - self.held[g - self.first] for g, blocks in after}
 
     def hit_extents(self, slot: int, block_size: int) -> tuple[list[Extent], list[Shared]]:
         """The blocks of its hit as extents of its own table, and what lies on each group of its span."""
