@@ -2,21 +2,19 @@
 
 A task is a chunk of a plan (:mod:`medha.sched.cdsp`) on its run of groups. Each group works through its tasks in the
 order in which they were planned; a task begins when all groups of its run have come to it. So batches that share no
-group run beside each other, and the scheduler has one in flight a group. Every prefill has its groups to itself, and
-decodes are elsewhere.
+group run beside each other, one in flight a group, every prefill has its groups to itself, and decodes are elsewhere.
 
 As published a request is planned when it arrives, and its plan is kept (``plan_order`` ``arrival``). With a policy as
-``plan_order`` the requests that have not started are planned anew at each decision, in the policy's order, each around
-the plans before it; who can begin now does, and then keeps its plan. So slack decides who is planned first, and nobody
-is bound to groups before it uses them.
+``plan_order`` those that have not started are planned anew at each decision, in the policy's order, each around the
+plans before it; who can begin now does, and then keeps its plan. So nobody is bound to groups before it uses them.
 
 The queue time of a group is what its lane is predicted to take. When a task took another time than predicted, begins
 later, or should be over, all lanes are timed anew: tasks in flight from when they began, the others behind them; one
 that should be over is taken to need as long again as it is late. Where one takes far longer than predicted and another
 group is idle, whoever has not started is planned anew, also with ``arrival``: else they would queue behind it.
 
-KV memory: a plan needs its largest even share of tokens on each group of its last run. That is set aside when the plan
-is made, and where it is not there nobody is planned until it is. So a plan that is kept waits for tasks before its own
+A plan needs memory for its largest even share of tokens on each group of its last run. That is set aside when the plan
+is made, and where it is not there nobody is planned until it is: a plan that is kept waits for tasks before its own
 alone.
 """
 
