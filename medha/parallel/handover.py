@@ -13,7 +13,8 @@ takes it from another of the ranks that have it, as far as there are as many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from medha.config import ParallelConfig
@@ -26,8 +27,6 @@ class Part(NamedTuple):
     target: int
     layers: range  # in the whole model
     heads: range  # KV heads of the model
-    source_head: int  # the first of them among those that the rank holds
-    target_head: int
     start: int  # of the first token among those of the request on the target
     num_tokens: int
 
@@ -56,29 +55,18 @@ def parts_of(
     Returns:
         The parts in the order in which all ranks send and receive those of a layer: by layers, group, head and rank.
     """
-    parts = []
-    for stage in range(config.spp):
-        layers, start = config.layers_of(stage, num_layers), 0
-        for group, num_tokens in held:
-            for ranks, heads, firsts in _meetings(config, target, num_kv_heads):
-                source = config.rank_of(stage=stage, tp_rank=ranks[0], kvp_rank=group)
-                to = config.rank_of(stage=0, tp_rank=ranks[1], kvp_rank=target)
-                parts.append(Part(source, to, layers, heads, *firsts, start, num_tokens))
-            start += num_tokens
-    return parts
-
-
-def _meetings(
-    config: ParallelConfig, target: int, num_kv_heads: int
-) -> Iterator[tuple[tuple[int, int], range, tuple[int, int]]]:
-    """The tensor-parallel ranks of a stage and of a decode instance of which the one gives KV heads to the other; these
-    heads, and the first of them among those that each holds."""
     tp, decode_tp = config.tp, config.of_group(target).tp
     copies = max(1, tp // num_kv_heads)  # ranks of the source that hold the same head
-    for to in range(decode_tp):
-        wanted = kv_heads_of(to, decode_tp, num_kv_heads)
-        for rank in range(to % copies, tp, copies):
-            given = kv_heads_of(rank, tp, num_kv_heads)
-            heads = range(max(given.start, wanted.start), min(given.stop, wanted.stop))
-            if heads:
-                yield (rank, to), heads, (heads.start - given.start, heads.start - wanted.start)
+    ends = accumulate(count for _, count in held)
+    holders = [(group, count, end - count) for (group, count), end in zip(held, ends, strict=True)]
+    parts = []
+    for stage, (group, count, start), to, rank in product(range(config.spp), holders, range(decode_tp), range(tp)):
+        given, wanted = kv_heads_of(rank, tp, num_kv_heads), kv_heads_of(to, decode_tp, num_kv_heads)
+        heads = range(max(given.start, wanted.start), min(given.stop, wanted.stop))
+        if not heads or rank % copies != to % copies:  # of ranks with the same head each gives it to others
+            continue
+        source = config.rank_of(stage=stage, tp_rank=rank, kvp_rank=group)
+        its_target = config.rank_of(stage=0, tp_rank=to, kvp_rank=target)
+        layers = config.layers_of(stage, num_layers)
+        parts.append(Part(source, its_target, layers, heads, start, count))
+    return parts
