@@ -103,16 +103,13 @@ class Planner:
         search = _Search(self, np.asarray(queue_s, dtype=np.float64), 1.0 - rate)
         return Plan(*search.best(_Rest(num_tokens, 0, None, 0.0), low, len(self.times.sizes) - 1, self.max_chunks))
 
-    def finish_s(self, queue_s: list[float], chunks: Sequence[Chunk]) -> list[tuple[float, float]]:
-        """When each chunk of a plan begins and ends, as predicted; ``queue_s`` is updated in place."""
-        spans, history = [], 0
+    def occupy(self, queue_s: list[float], chunks: Sequence[Chunk]) -> None:
+        """Let the chunks of a plan take their time, as predicted, of ``queue_s``, in place."""
+        history = 0
         for num_tokens, first, size in chunks:
-            start_s = max(queue_s[first : first + size])
-            end_s = start_s + self.times.seconds(size, history, num_tokens)
+            end_s = max(queue_s[first : first + size]) + self.times.seconds(size, history, num_tokens)
             queue_s[first : first + size] = [end_s] * size
-            spans.append((start_s, end_s))
             history += num_tokens
-        return spans
 
 
 class _Rest(NamedTuple):

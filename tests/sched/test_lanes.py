@@ -181,8 +181,8 @@ def test_queue_times_follow_what_happens() -> None:
             end_s = began_s + task.seconds * factor
             for group in task.chunk.groups:
                 free_s[group] = max(end_s, 2 * arrival_s - end_s)
-        ours = driver.packer._queue_s(arrival_s, 1.0)
-        assert ours == pytest.approx([one - arrival_s for one in free_s], abs=1e-4)
+        ours = driver.packer._queue_s(arrival_s, factor)
+        assert ours == pytest.approx([(one - arrival_s) / factor for one in free_s], abs=1e-4)
         driver.add(slot, prompt)
     driver.finish()
     assert num_late
