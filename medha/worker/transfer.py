@@ -1,9 +1,17 @@
-"""Keys and values on their way to a decode instance: in a thread of its own on each rank, beside the compute.
+"""Hand-over: keys and values on their way to a decode instance, in a thread of each rank, beside the compute.
 
-What goes where is :mod:`medha.parallel.handover`. All ranks send and receive the messages of the requests that are
-handed over in one order: request after request, and of each layer after layer, part after part, piece after piece. So
-the first message that is not over has both its ends waiting for it, and none waits for ever. A rank has a few staging
-buffers, each of a piece of one layer, and as many messages on their way.
+Tetris (see :mod:`medha.sched.cdsp`) prefills and decodes on instances of different tensor-parallel sizes. A rank that
+has held a request's KV has a run of layers (its stage's), a run of KV heads (its tensor-parallel share) and the tokens
+of its group; a rank of the decode instance takes all layers, its own run of heads, and the tokens of all groups. What
+passes between two ranks is where these meet. Where there are fewer KV heads than tensor-parallel ranks, ranks hold the
+same head: several take it, and each of those takes it from another of the ranks that have it, as far as there are as
+many. Decodes read history unmasked and keys carry their positions, so a table may have its tokens in any order: here
+group behind group, each as it lay.
+
+All ranks send and receive the messages of the requests that are handed over in one order: request after request, and of
+each layer after layer, part after part, piece after piece. So the first message that is not over has both its ends
+waiting for it, and none waits for ever. A rank has a few staging buffers, each of a piece of one layer, and as many
+messages on their way.
 
 On CUDA the copies run on a stream of their own, behind the compute launched before the hand-over was heard of; this has
 not run on a GPU.
@@ -15,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from itertools import groupby, pairwise, product
+from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -23,8 +31,8 @@ import torch.distributed as dist
 
 from medha.attention.staging import record_event
 from medha.batch import Batch
+from medha.config import ParallelConfig
 from medha.errors import RankFailedError
-from medha.parallel.handover import Part, kv_heads_of, parts_of
 from medha.parallel.health import tell_failure
 from medha.parallel.mesh import Ranks
 from medha.parallel.ring import buffer_of
@@ -38,6 +46,58 @@ from medha.worker.swap import Run
 
 _RECEIPTS_TAG = 4  # the report group's others are in medha/engine/wire.py
 PIECE_TOKENS = 1 << 14  # 64 MiB of 8 heads of 128 in 16 bits
+
+
+class Part(NamedTuple):
+    """What one rank sends of a request's KV to one rank of a decode instance: all tokens of its group."""
+
+    source: int  # global ranks
+    target: int
+    layers: range  # in the whole model
+    heads: range  # KV heads of the model
+    start: int  # of the first token among those of the request on the target
+    num_tokens: int
+
+
+def kv_heads_of(tp_rank: int, tp: int, num_kv_heads: int) -> range:
+    """The KV heads that a tensor-parallel rank holds: a share of them, or one that others have too."""
+    head = tp_rank * num_kv_heads // tp
+    return range(head, head + max(1, num_kv_heads // tp))
+
+
+def parts_of(
+    config: ParallelConfig,
+    held: Sequence[tuple[int, int]],
+    target: int,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+) -> list[Part]:
+    """What passes between ranks when a decode instance takes over a request.
+
+    Args:
+        config: of the job.
+        held: the KV-parallel groups that hold its KV, and how many tokens each.
+        target: group of the decode instance.
+
+    Returns:
+        The parts in the order in which all ranks send and receive those of a layer: by layers, group, head and rank.
+    """
+    tp, decode_tp = config.tp, config.of_group(target).tp
+    copies = max(1, tp // num_kv_heads)  # ranks of the source that hold the same head
+    ends = accumulate(count for _, count in held)
+    holders = [(group, count, end - count) for (group, count), end in zip(held, ends, strict=True)]
+    parts = []
+    for stage, (group, count, start), to, rank in product(range(config.spp), holders, range(decode_tp), range(tp)):
+        given, wanted = kv_heads_of(rank, tp, num_kv_heads), kv_heads_of(to, decode_tp, num_kv_heads)
+        heads = range(max(given.start, wanted.start), min(given.stop, wanted.stop))
+        if not heads or rank % copies != to % copies:  # of ranks with the same head each gives it to others
+            continue
+        source = config.rank_of(stage=stage, tp_rank=rank, kvp_rank=group)
+        its_target = config.rank_of(stage=0, tp_rank=to, kvp_rank=target)
+        layers = config.layers_of(stage, num_layers)
+        parts.append(Part(source, its_target, layers, heads, start, count))
+    return parts
 
 
 class Piece(NamedTuple):

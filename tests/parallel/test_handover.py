@@ -16,12 +16,11 @@ from medha.attention.interface import LayerShape
 from medha.batch import Batch, Extent
 from medha.config import ModelConfig, ParallelConfig, RopeConfig
 from medha.errors import ParallelConfigError
-from medha.parallel.handover import kv_heads_of, parts_of
 from medha.parallel.mesh import _tp_neighbours, check_layout
 from medha.worker.kv_cache import KVCache
 from medha.worker.shard import ModelShard
 from medha.worker.step_input import Slots
-from medha.worker.transfer import Transfers, pieces_of
+from medha.worker.transfer import Transfers, kv_heads_of, parts_of, pieces_of
 from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 64, 128, 5, 8, 2, 8, 4096, RopeConfig())
