@@ -145,9 +145,10 @@ class CdspPacker(Packer):
     def _queue_s(self, now_s: float, factor: float) -> list[float]:
         """Uncorrected seconds until each group is free, from what is known now."""
         free_s = [now_s] * self.planner.num_groups
-        for task in (*self._running, *self._waiting):
-            first, size = task.chunk.first, task.chunk.size
-            start_s = task.start_s if task in self._running else max(free_s[first : first + size])
+        in_flight = len(self._running)
+        for index, task in enumerate((*self._running, *self._waiting)):
+            _, first, size = task.chunk
+            start_s = task.start_s if index < in_flight else max(free_s[first : first + size])
             end_s = start_s + task.seconds * factor
             free_s[first : first + size] = [end_s + 2 * max(now_s - end_s, 0.0)] * size
         return [(one_s - now_s) / factor for one_s in free_s]
