@@ -66,9 +66,8 @@ class Ring:
         first, last = shared.run
         count, index = 1 + last - first, self._own - first
         previous, following = (self._ranks[first + (index + step) % count] for step in (-1, 1))
-        theirs: Callable[[], list[int]] | None = None
         if compare:
-            theirs = self._digests.post(previous)
+            digest = self._digests.post(previous)
             self._digests.send(shared.batch_id, shared.digest, following)
         partials: list[Partial] = []
         for step in range(count):
@@ -79,9 +78,8 @@ class Ring:
                 works = dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, block, following, self._group)])
             partials.append(attend(owner, block))
             with waiting():
-                if theirs is not None:
-                    shared.check((index - 1) % count + first, theirs())
-                    theirs = None
+                if compare and step == 0:
+                    shared.check((index - 1) % count + first, digest())
                 for work in works:
                     work.wait()
             if works:
