@@ -19,7 +19,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from medha.config import CDSP, EngineConfig, ModelConfig
-from medha.cost.chunk_times import dealt_chunk_s, fitted_times
+from medha.cost.chunk_times import fitted_times
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor
@@ -229,18 +229,16 @@ class _KVPools(NamedTuple):
 
     here: int
     of_prefills: int
-    of_decodes: int  # as the others where there are no decode instances
+    of_decodes: int  # where there are decode instances
 
     @classmethod
     def of(cls, config: EngineConfig, ranks: Ranks | None, num_blocks: int) -> _KVPools:
         """From how many this rank has room for; every rank calls it."""
-        if ranks is None or not config.parallel.decode_replicas:
-            return cls(*[num_blocks if ranks is None else over_ranks(ranks, num_blocks, ReduceOp.MIN)] * 3)
+        if ranks is None:
+            return cls(num_blocks, num_blocks, num_blocks)
         decodes, most = ranks.group >= config.parallel.kvp, 2**62
-        of_prefills, of_decodes = (
-            over_ranks(ranks, num_blocks if decodes == of_kind else most, ReduceOp.MIN) for of_kind in (False, True)
-        )
-        return cls(of_decodes if decodes else of_prefills, of_prefills, of_decodes)
+        rooms = [over_ranks(ranks, num_blocks if decodes == kind else most, ReduceOp.MIN) for kind in (False, True)]
+        return cls(rooms[decodes], *rooms)
 
 
 def _check_pools(config: EngineConfig, pools: _KVPools, num_host_blocks: int) -> None:
@@ -267,7 +265,7 @@ def _build_scheduler(
     completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **sizes)
     dealing = None
     if completed.scheduler == CDSP:
-        times = partial(fitted_times, partial(dealt_chunk_s, predictor), longest=longest)
+        times = partial(fitted_times, lambda _: predictor, longest=longest)
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         hardware = spec_of_device(gpu, torch.get_num_threads()).name
         dealing = Dealing.of(completed, config.parallel, times, hardware=hardware, model=shape_name(model))
