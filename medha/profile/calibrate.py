@@ -190,8 +190,8 @@ def _beyond(alone: Coefficients, dealt: Sequence[tuple[Row, float]]) -> list[tup
         runs[row].append(seconds)
     found = []
     for row, every in runs.items():
-        work, seconds = dealt_work(row), statistics.median(every)
-        beyond_s = seconds - predictor.tick().with_chunk(work.q_len, work.kv_before)
+        seconds = statistics.median(every)
+        beyond_s = seconds - predictor.predict([dealt_work(row)])
         found.append((row.kv_len / row.num_groups, beyond_s / (row.num_groups - 1), seconds))
     return found
 
