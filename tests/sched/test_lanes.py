@@ -275,8 +275,13 @@ def test_the_rate_follows_the_load_of_the_last_minute() -> None:
         for arrival_s in (second, second + 0.5) if second < 200 else (second,) * (second % 2):
             window.arrived(float(arrival_s))
         rates.append(window.rate)
-    assert rates[10] == 0.1 and rates[35] == rates[190] == 0.7 and rates[300] == 0.1
+    assert rates[0] == rates[10] == rates[190] == 0.7 and rates[300] == 0.1
     assert 0.3 in rates[200:300]
+    window.arrived(1000.0)
+    window.arrived(1000.0)
+    assert window.rate == 0.1  # whom nobody has come before
+    window.arrived(1000.1)
+    assert window.rate == 0.7
     assert LoadWindow(0.25).rate == 0.25
 
 
