@@ -3,8 +3,8 @@
 Source: Tetris, sections 5.1 and 7.1. Under light load a small rate is best, as groups would idle; under heavy load a
 larger one, as groups that one request gets the next has to wait for. So the rate that gives the least mean TTFT is
 found ahead for each load, by ``python -m tools.best_rates``. The table says for which machine, model and layout it was
-made. :class:`LoadWindow` reads the load of the last minute, every 30 s, and takes the nearest entry. While less than 30 s
-are known it reads whenever that has doubled: what comes first would else be taken for light load.
+made. :class:`LoadWindow` reads the load of the last minute, every 30 s, and takes the nearest entry. While less than
+30 s are known it reads whenever that has doubled: what comes first would else be taken for light load.
 """
 
 from __future__ import annotations

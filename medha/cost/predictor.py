@@ -81,7 +81,7 @@ class Predictor:
             decodes = Decodes.of(decodes) if decodes else None
         tick = Tick(self, decodes)
         for chunk in chunks:
-            tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples, ring=chunk.ring)
+            tick.add(chunk)
         return tick
 
     def predict(self, rows: Sequence[Work]) -> float:
@@ -180,8 +180,9 @@ class Tick:
         """Corrected seconds of the batch if this chunk, of at most ``max_tokens`` of the predictor, were added."""
         return self._corrected(self._raw(q_len, *self._of_chunk(kv_before, run, samples, ring, q_len)))
 
-    def add(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False, ring: int = 1) -> None:
-        """Add a chunk; arguments as of :meth:`with_chunk`."""
+    def add(self, chunk: Work) -> None:
+        """Add a chunk."""
+        q_len, kv_before, _, run, samples, ring = chunk
         parts = a, kv, merge_s, fixed_s = self._of_chunk(kv_before, run, samples, ring, q_len)
         self.seconds = self._corrected(self._raw(q_len, *parts))
         tile = -(-q_len // self._tiles.tile)

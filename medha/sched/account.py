@@ -20,26 +20,22 @@ class Account:
 
     first: int  # group of the span
     reserved: list[int]  # by group of the span
-    held: list[int]  # likewise
     most: int = 0  # tokens on one group of one that is not dealt
+    num_outputs: int | None = None  # tokens behind its prompt of one that is dealt; None of one that is not
+    held: list[int] = field(init=False)  # by group of the span
+    tokens: list[int] | None = field(init=False)  # of one that is dealt: how many lie on each group
     starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
     end: int | None = None  # position at which the last of them was told to end, before it is full
     is_set_aside: bool = False  # nobody else may take the rest of its reservation
-    tokens: list[int] | None = None  # of one that is dealt: how many lie on each group
-    num_outputs: int = 0  # likewise: tokens of its reservation behind its prompt
     # what follows is of requests with ids alone
     chain: Chain | None = None
     hit: Hit = field(default_factory=Hit)  # what it shares
     own: list[Path] = field(default_factory=list)  # what others may share of what it computes
     num_units: int = 0  # whose ids are known
 
-    @classmethod
-    def of(cls, first: int, reserved: list[int], most: int = 0, *, num_outputs: int | None = None) -> Account:
-        """One that holds nothing yet; with the tokens behind its prompt one that is dealt."""
-        account = cls(first, reserved, [0] * len(reserved), most)
-        if num_outputs is not None:
-            account.tokens, account.num_outputs = [0] * len(reserved), num_outputs
-        return account
+    def __post_init__(self) -> None:
+        self.held = [0] * len(self.reserved)
+        self.tokens = None if self.num_outputs is None else [0] * len(self.reserved)
 
     def rest(self) -> Blocks:
         """Reserved and not yet held."""

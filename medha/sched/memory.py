@@ -157,8 +157,8 @@ class KVMemory:
         dealt = None if num_prompt is None else self.dealt_reservation(num_tokens, num_prompt)
         if dealt is None or num_prompt is None:
             most = most or self.max_kv_per_group
-            return Account.of(first, self.reservation(num_tokens, most), most)
-        return Account.of(first, dealt, num_outputs=num_tokens - num_prompt)
+            return Account(first, self.reservation(num_tokens, most), most)
+        return Account(first, dealt, num_outputs=num_tokens - num_prompt)
 
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
@@ -232,7 +232,7 @@ class KVMemory:
         """
         if any(self._set_aside[group] + num_blocks > self.num_free(group) for group in groups):
             return False
-        account = self._accounts[slot] = Account.of(groups.start, [num_blocks] * len(groups), num_outputs=0)
+        account = self._accounts[slot] = Account(groups.start, [num_blocks] * len(groups), num_outputs=0)
         account.is_set_aside = True
         self._count(account, +1)
         return True
@@ -244,7 +244,7 @@ class KVMemory:
     def gather_room(self, slot: int, num_tokens: int, num_prompt: int) -> int:
         """Tokens of a dealt request's prompt that its last group may take, beyond those that are dealt to it."""
         account = self._accounts.get(slot) or self._account(0, num_tokens, num_prompt)
-        assert account.tokens is not None, "a dealt request"
+        assert account.tokens is not None and account.num_outputs is not None, "a dealt request"
         return account.reserved[-1] * self.block_size - account.num_outputs - account.tokens[-1]
 
     def undo_start(self, slot: int, hit: Hit) -> None:

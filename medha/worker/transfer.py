@@ -141,10 +141,7 @@ class Transfers:
     def __init__(
         self, cache: KVCache, group: dist.ProcessGroup, *, num_buffers: int, failed: Callable[[Exception], object]
     ) -> None:
-        self._cache = cache
-        self._group = group
-        self._failed = failed
-        self._device = cache.k[0].device
+        self._cache, self._group, self._failed, self._device = cache, group, failed, cache.k[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._buffers = [cache.k[0].new_empty(0) for _ in range(num_buffers)]
         self._lane = Lane("medha-transfer")
@@ -201,9 +198,7 @@ class TransferLine:
     """A rank's end of hand-overs: what it sends and receives, and the receipts of the decode ranks on rank 0."""
 
     def __init__(self, ranks: Ranks, runner: Runner, shard: ModelShard) -> None:
-        self._ranks = ranks
-        self._runner = runner
-        self._shard = shard
+        self._ranks, self._runner, self._shard = ranks, runner, shard
         assert ranks.transfer_group is not None, "there are decode instances"
         buffers = ranks.config.transfer_buffers
         self._transfers = Transfers(runner.cache, ranks.transfer_group, num_buffers=buffers, failed=self._failed)
