@@ -122,7 +122,7 @@ def ring_or_gather_s(ticks: Sequence[Tick], position: int, q_len: int, *, first:
     if q_len >= PIECES * count:
         work = dealt_work(row)
         ring_s = max(tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for tick in ticks)
-    if q_len <= ticks[0].most_tokens:
+    if q_len <= ticks[0]._tiles.max_tokens:
         gather_s = max(tick.with_chunk(q_len, position // count, run=row.span) for tick in ticks)
     return ring_s, gather_s
 
@@ -156,11 +156,6 @@ class Tick:
         self.seconds = 0.0
         if decodes is not None:
             self._count_decodes(predictor, decodes)
-
-    @property
-    def most_tokens(self) -> int:
-        """Of a chunk."""
-        return self._tiles.max_tokens
 
     @property
     def kind(self) -> Kind:

@@ -193,9 +193,8 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
     instances: list[DecodeInstance] = []
     if has_instances:
         alone = dataclasses.replace(config, parallel=config.parallel.of_group(config.parallel.kvp), profile=None)
-        changes = {"scheduler": "medha", "max_kv_per_group": None, "ring": False}
         is_async = config.scheduler.scheduler == CDSP or config.scheduler.async_scheduling
-        alone = _scheduling(alone, async_scheduling=is_async, **changes)
+        alone = _scheduling(alone, async_scheduling=is_async, scheduler="medha", max_kv_per_group=None, ring=False)
         if alone.parallel != dataclasses.replace(config.parallel.of_group(0), kvp=1):  # else they hold for it as well
             coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
         instances = [

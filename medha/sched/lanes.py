@@ -127,9 +127,8 @@ class CdspPacker(Packer):
             self.prediction = Prediction("prefill", task.seconds * factor, factor, task.seconds * factor)
 
     def completed(self, batch: Batch, busy_s: float) -> None:
-        for row in batch.rows:
-            task = next(task for task in self._running if task.state.slot == row.slot)
-            self._running.remove(task)
+        (row,) = batch.rows
+        self._running = [task for task in self._running if task.state.slot != row.slot]
 
     def cancelled(self, slot: int) -> None:
         self._drop({slot})

@@ -1,17 +1,15 @@
 """Hand-over: keys and values on their way to a decode instance, in a thread of each rank, beside the compute.
 
-Tetris (see :mod:`medha.sched.cdsp`) prefills and decodes on instances of different tensor-parallel sizes. A rank that
-has held a request's KV has a run of layers (its stage's), a run of KV heads (its tensor-parallel share) and the tokens
-of its group; a rank of the decode instance takes all layers, its own run of heads, and the tokens of all groups. What
-passes between two ranks is where these meet. Where there are fewer KV heads than tensor-parallel ranks, ranks hold the
-same head: several take it, and each of those takes it from another of the ranks that have it, as far as there are as
-many. Decodes read history unmasked and keys carry their positions, so a table may have its tokens in any order: here
-group behind group, each as it lay.
+Tetris (see :mod:`medha.sched.cdsp`) prefills and decodes on instances of different tensor-parallel sizes. A rank has of
+a request's KV the layers of its stage, the KV heads of its tensor-parallel share and the tokens of its group; a rank of
+the decode instance takes all layers, its own heads, and the tokens of all groups. What passes between two ranks is
+where these meet. Where there are fewer KV heads than ranks, ranks hold the same head: several take it, each from
+another of those that have it, as far as there are as many. Decodes read history unmasked and keys carry their
+positions, so a table may have its tokens in any order: here group behind group, each as it lay.
 
-All ranks send and receive the messages of the requests that are handed over in one order: request after request, and of
-each layer after layer, part after part, piece after piece. So the first message that is not over has both its ends
-waiting for it, and none waits for ever. A rank has a few staging buffers, each of a piece of one layer, and as many
-messages on their way.
+All ranks send and receive the messages in one order: request after request, layer after layer, part after part, piece
+after piece. So the first that is not over has both its ends waiting for it, and none waits for ever. A rank has a few
+staging buffers, each of a piece of one layer, and as many messages on their way.
 
 On CUDA the copies run on a stream of their own, behind the compute launched before the hand-over was heard of; this has
 not run on a GPU.
