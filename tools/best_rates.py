@@ -69,7 +69,7 @@ def played_ttft_s(planner: Planner, arrivals_s: Sequence[float], prompts: Sequen
         load.arrived(arrival_s)
         queue_s = [max(one_s - arrival_s, 0.0) for one_s in free_s]
         plan = planner.plan(prompt, queue_s, load.rate)
-        planner.finish_s(queue_s, plan.chunks)
+        planner.occupy(queue_s, plan.chunks)
         free_s = [arrival_s + one_s for one_s in queue_s]
         ttft_s[index] = plan.ttft_s
     return ttft_s

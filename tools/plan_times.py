@@ -34,7 +34,8 @@ def planner_of(num_groups: int, max_chunks: int | None) -> Planner:
     spec, model, parallel = load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=num_groups)
     one = Predictor(stage_coefficients(spec, model, ParallelConfig(), 0), max_tokens=_LONGEST)
     sizes = [1 << power for power in range(num_groups.bit_length())]
-    times = fitted_times(partial(Replica(spec, model, parallel).ring_chunk_s, one), sizes, longest=_LONGEST)
+    over = partial(Replica(spec, model, parallel).predictor_over, predictor=one)
+    times = fitted_times(over, sizes, longest=_LONGEST)
     return Planner(times, num_groups, max_chunks=max_chunks)
 
 

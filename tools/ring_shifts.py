@@ -21,12 +21,12 @@ from medha.bench.cli import Report
 from medha.bench.harness import Local, on_ranks
 from medha.errors import ConfigError
 from medha.parallel.launch import is_first_rank
-from medha.parallel.ring import Moving
 from medha.params import SamplingParams
 from medha.profile.steps import FIRST_SLOT
 from medha.records import RankRecords
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
+from medha.worker.swap import Wait
 from tools.command import main
 from tools.live import random_llama
 
@@ -42,10 +42,16 @@ def patch() -> None:
     """Let every other run of this process move history late."""
     begin = Runner._move
 
-    def move(self: Runner, step: StepInput, layer: int) -> Moving | None:
+    def move(self: Runner, step: StepInput, layer: int) -> Wait | None:
         if overlaps(step.batch.batch_id) or not (step.sends or step.receives) or layer == len(self.cache.k):
             return begin(self, step, layer)
-        return lambda: cast(Moving, begin(self, step, layer))()  # once its end is waited for
+
+        def late() -> None:  # once its end is waited for
+            with self.recorder.waiting("shift"):
+                land = begin(self, step, layer)
+            cast(Wait, land)()
+
+        return late
 
     Runner._move = move  # type: ignore[method-assign]
 

@@ -73,26 +73,23 @@ class ScalingOptions:
     def __post_init__(self) -> None:
         is_step = self.mode != "prefill"
         has_ring = RING in self.attention
-        usual = {
-            "layouts": ("kvp2",) if is_step or has_ring else ("spp2",),
-            "lengths": (65536,) if is_step else (16384,),
-        }
-        for name, value in {**usual, "chunk_size": 64 if is_step else 512}.items():
+        layouts, lengths = ("kvp2",) if is_step or has_ring else ("spp2",), (65536,) if is_step else (16384,)
+        usual = {"layouts": layouts, "lengths": lengths, "chunk_size": 64 if is_step else 512}
+        for name, value in usual.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
         if not self.attention or set(self.attention) - {GATHER, RING}:
             raise ConfigError(f"attention={','.join(self.attention)!r}; accepted: gather, ring, or both")
         if has_ring and self.mode == "decode":
             raise ConfigError("attention='ring' with mode='decode'; accepted: prefill and chunk, as decodes gather")
-        for name in self.layouts if has_ring else ():
-            least = PIECES * (kvp := parse_layout(name).kvp)
-            if kvp < 2 or (self.chunk_size or 0) < least:
+        for name, layout in self.all_layouts.items():
+            least = (layout.kvp - 1) * _BLOCK_SIZE
+            is_short = layout.kvp < 2 or (self.chunk_size or 0) < PIECES * layout.kvp
+            if has_ring and is_short and name != ONE_RANK:
                 raise ConfigError(
                     f"attention='ring' on {name} with chunks of {self.chunk_size}; accepted: kvp of 2 at least, and "
                     f"{PIECES} tokens a group"
                 )
-        for layout in self.all_layouts.values():
-            least = (layout.kvp - 1) * _BLOCK_SIZE
             if is_step and min(self.lengths) <= least:
                 raise ConfigError(
                     f"{min(self.lengths)} tokens over {layout.kvp} groups in blocks of {_BLOCK_SIZE} leave one without "

@@ -268,30 +268,23 @@ class SchedulerConfig:
         if self.scheduler != "medha" and self.admission != "all":
             what = f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make"
             raise ConfigError(f"{what}; accepted: all")
+        if self.ring and self.scheduler != "medha":
+            raise ConfigError(f"ring with scheduler={self.scheduler!r}; accepted: medha")
+        kept = ("prefix_caching", "overcommit", "num_swap_blocks")  # or moved, or preempted: nothing that is dealt is
         if self.ring:
-            self._check_ring()
-        if self.scheduler == CDSP:
-            self._check_dealt()
+            self._do_without("ring", *kept)
+        if self.scheduler == CDSP:  # its chunks are as long as planned
+            self._do_without("scheduler='cdsp'", *kept, "async_scheduling", "chunk_size", "depth")
         elif self.scheduler != "medha" and self.chunk_size is None:
             object.__setattr__(self, "chunk_size", self.max_batch_tokens if self.scheduler == "vllm" else 512)
 
-    def _check_ring(self) -> None:
-        """Refuse what requests that are dealt over their groups do not have."""
-        if self.scheduler != "medha":
-            raise ConfigError(f"ring with scheduler={self.scheduler!r}; accepted: medha")
-        for name in ("prefix_caching", "overcommit", "num_swap_blocks"):
+    def _do_without(self, what: str, *names: str) -> None:
+        """Refuse options that something does not have, and turn those off that are on where nothing is said."""
+        for name in names:
             if getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)!r} with ring; accepted: without it")
-        object.__setattr__(self, "prefix_caching", False)
-
-    def _check_dealt(self) -> None:
-        """Refuse what dealt chunks do not have: they are as long as planned, and are not kept, moved or preempted."""
-        refused = ("prefix_caching", "overcommit", "num_swap_blocks", "async_scheduling", "chunk_size", "depth")
-        for name in refused:
-            if getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)!r} with scheduler='cdsp'; accepted: without it")
-        for name in ("prefix_caching", "async_scheduling"):
-            object.__setattr__(self, name, False)
+                raise ConfigError(f"{name}={getattr(self, name)!r} with {what}; accepted: without it")
+            if name in ("prefix_caching", "async_scheduling"):
+                object.__setattr__(self, name, False)
 
     @property
     def yielded_share(self) -> float:

@@ -6,9 +6,9 @@ each SP size s, the number of groups that a chunk is dealt to, the seconds of L 
     P(s, C, L) = a + b L + c C L + d L^2 + e C
 
 The last term is ours: between nodes a small chunk does not hide the transfer of its history. The coefficients of a size
-are fitted to measured chunks, or to computed ones (:func:`dealt_chunk_s`, and of a hardware spec
-:meth:`medha.sim.replica.Replica.ring_chunk_s`), by relative error and none below 0. Where no chunk has a history (the
-paper's Table 1), e = 0 and c = 2 d: a token of history is read like one before it in the chunk.
+are fitted to measured chunks, or to computed ones (:func:`dealt_chunk_s`), by relative error and none below 0. Where no
+chunk has a history (the paper's Table 1), e = 0 and c = 2 d: a token of history is read like one before it in the
+chunk.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -51,19 +52,17 @@ def fit_chunk_times(chunks: Mapping[int, Sequence[Chunk]], *, groups_per_node: i
     Raises:
         ConfigError: a size has fewer chunks than coefficients.
     """
-    sizes = tuple(sorted(chunks))
-    return ChunkTimes(sizes, tuple(_fit(size, chunks[size]) for size in sizes), groups_per_node)
-
-
-def _fit(size: int, chunks: Sequence[Chunk]) -> tuple[float, float, float, float, float]:
-    history, tokens, seconds = np.array(chunks, dtype=np.float64).T
-    has_history = bool(history.any())
-    parts = [np.ones_like(tokens), tokens, tokens * tokens, *([history * tokens, history] if has_history else [])]
-    if len(tokens) < len(parts):
-        raise ConfigError(f"SP size {size} has {len(tokens)} chunks to fit; accepted: at least {len(parts)}")
-    a, b, d, *rest = relative_fit(parts, seconds).tolist()
-    c, e = rest or (2 * d, 0.0)
-    return a, b, c, d, e
+    found = []
+    for size in sorted(chunks):
+        history, tokens, seconds = np.array(chunks[size], dtype=np.float64).T
+        parts = [np.ones_like(tokens), tokens, tokens * tokens]
+        parts += [history * tokens, history] if history.any() else []
+        if len(tokens) < len(parts):
+            raise ConfigError(f"SP size {size} has {len(tokens)} chunks to fit; accepted: at least {len(parts)}")
+        a, b, d, *rest = relative_fit(parts, seconds).tolist()
+        c, e = rest or (2 * d, 0.0)
+        found.append((a, b, c, d, e))
+    return ChunkTimes(tuple(sorted(chunks)), tuple(found), groups_per_node)
 
 
 def relative_fit(columns: Sequence[Floats], seconds: Floats) -> Floats:
@@ -89,13 +88,15 @@ def dealt_chunk_s(predictor: Predictor, *, size: int, history: int, tokens: int)
 
 
 def fitted_times(
-    seconds: Callable[..., float], sizes: Sequence[int], *, longest: int, groups_per_node: int = 8
+    predictor_over: Callable[[int], Predictor], sizes: Sequence[int], *, longest: int, groups_per_node: int = 8
 ) -> ChunkTimes:
-    """Eq. 1 of some SP sizes, fitted to :func:`dealt_chunk_s` or what a replica computes on chunks of up to ``longest``
-    tokens that end there at the latest."""
+    """Eq. 1 of some SP sizes, fitted to :func:`dealt_chunk_s` of chunks of up to ``longest`` tokens that end there at
+    the latest."""
     lengths = sorted({max(longest >> halvings, 1) for halvings in range(_HALVINGS)})
     grid = [(int(share * n), n) for n in lengths for share in _HISTORIES if (share + 1) * n <= longest]
-    chunks = {
-        size: [(history, n, seconds(size=size, history=history, tokens=n)) for history, n in grid] for size in sizes
-    }
-    return fit_chunk_times(chunks, groups_per_node=groups_per_node)
+
+    def chunks(size: int) -> list[Chunk]:
+        seconds = partial(dealt_chunk_s, predictor_over(size), size=size)
+        return [(history, n, seconds(history=history, tokens=n)) for history, n in grid]
+
+    return fit_chunk_times({size: chunks(size) for size in sizes}, groups_per_node=groups_per_node)

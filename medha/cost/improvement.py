@@ -3,7 +3,8 @@
 Source: Tetris, sections 5.1 and 7.1. Under light load a small rate is best, as groups would idle; under heavy load a
 larger one, as groups that one request gets the next has to wait for. So the rate that gives the least mean TTFT is
 found ahead for each load, by ``python -m tools.best_rates``. The table says for which machine, model and layout it was
-made. :class:`LoadWindow` reads the load of the last minute, every 30 s, and takes the nearest entry.
+made. :class:`LoadWindow` reads the load of the last minute, every 30 s, and takes the nearest entry. While less than
+30 s are known it reads whenever that has doubled: what comes first would else be taken for light load.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class LoadWindow:
         """A request has arrived."""
         if self._table is None:
             return
-        if arrival_s >= self._next_s:
+        if arrival_s > self._next_s:
             while self._arrivals_s and self._arrivals_s[0] <= arrival_s - _WINDOW_S:
                 self._arrivals_s.popleft()
-            since_s = min(_WINDOW_S, arrival_s - self._arrivals_s[0]) if self._arrivals_s else _WINDOW_S
-            self.rate = self._table.at(len(self._arrivals_s) / since_s)
-            self._next_s = arrival_s + _UPDATE_S
+            known_s = arrival_s - self._arrivals_s[0] if self._arrivals_s else 0.0
+            self.rate = self._table.at(len(self._arrivals_s) / known_s if known_s else 0.0)
+            self._next_s = arrival_s + min(known_s, _UPDATE_S)
         self._arrivals_s.append(arrival_s)

@@ -81,7 +81,7 @@ class Predictor:
             decodes = Decodes.of(decodes) if decodes else None
         tick = Tick(self, decodes)
         for chunk in chunks:
-            tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples, ring=chunk.ring)
+            tick.add(chunk)
         return tick
 
     def predict(self, rows: Sequence[Work]) -> float:
@@ -122,7 +122,7 @@ def ring_or_gather_s(ticks: Sequence[Tick], position: int, q_len: int, *, first:
     if q_len >= PIECES * count:
         work = dealt_work(row)
         ring_s = max(tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for tick in ticks)
-    if q_len <= ticks[0].most_tokens:
+    if q_len <= ticks[0]._tiles.max_tokens:
         gather_s = max(tick.with_chunk(q_len, position // count, run=row.span) for tick in ticks)
     return ring_s, gather_s
 
@@ -158,11 +158,6 @@ class Tick:
             self._count_decodes(predictor, decodes)
 
     @property
-    def most_tokens(self) -> int:
-        """Of a chunk."""
-        return self._tiles.max_tokens
-
-    @property
     def kind(self) -> Kind:
         """What the batch is by now; an empty one counts as prefill."""
         if not self._num_decodes:
@@ -180,8 +175,9 @@ class Tick:
         """Corrected seconds of the batch if this chunk, of at most ``max_tokens`` of the predictor, were added."""
         return self._corrected(self._raw(q_len, *self._of_chunk(kv_before, run, samples, ring, q_len)))
 
-    def add(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False, ring: int = 1) -> None:
-        """Add a chunk; arguments as of :meth:`with_chunk`."""
+    def add(self, chunk: Work) -> None:
+        """Add a chunk."""
+        q_len, kv_before, _, run, samples, ring = chunk
         parts = a, kv, merge_s, fixed_s = self._of_chunk(kv_before, run, samples, ring, q_len)
         self.seconds = self._corrected(self._raw(q_len, *parts))
         tile = -(-q_len // self._tiles.tile)

@@ -184,7 +184,11 @@ def stage_coefficients(
 
 
 def ring_cost(spec: HardwareSpec, shard: Shard, link: LinkRates) -> RingCost:
-    """What a chunk that is dealt to groups takes beside its computation; ``link`` joins a group and the next."""
+    """What a chunk that is dealt to groups takes beside its computation; ``link`` joins a group and the next.
+
+    Of a step counts what the transfer is not hidden behind attention, and ``ring_step_s``, which one column of Tetris's
+    Table 1 sets for GPUs: 4,096 tokens on A100s leave 0.25, 0.52, 0.73 and 0.68 ms at 2, 4, 8 and 16 ranks.
+    """
     block_bytes = 2 * shard.kv_heads * shard.model.head_dim * shard.dtype_bytes
     sends = Link(shard.layers, link.alpha_s, link.bytes_per_s, block_bytes)
     return RingCost(sends, spec.ring_step_s, spec.hides_sends)

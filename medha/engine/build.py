@@ -19,7 +19,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from medha.config import CDSP, EngineConfig, ModelConfig
-from medha.cost.chunk_times import dealt_chunk_s, fitted_times
+from medha.cost.chunk_times import fitted_times
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor
@@ -193,9 +193,8 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
     instances: list[DecodeInstance] = []
     if has_instances:
         alone = dataclasses.replace(config, parallel=config.parallel.of_group(config.parallel.kvp), profile=None)
-        changes = {"scheduler": "medha", "max_kv_per_group": None, "ring": False}
         is_async = config.scheduler.scheduler == CDSP or config.scheduler.async_scheduling
-        alone = _scheduling(alone, async_scheduling=is_async, **changes)
+        alone = _scheduling(alone, async_scheduling=is_async, scheduler="medha", max_kv_per_group=None, ring=False)
         if alone.parallel != dataclasses.replace(config.parallel.of_group(0), kvp=1):  # else they hold for it as well
             coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
         instances = [
@@ -229,18 +228,16 @@ class _KVPools(NamedTuple):
 
     here: int
     of_prefills: int
-    of_decodes: int  # as the others where there are no decode instances
+    of_decodes: int  # where there are decode instances
 
     @classmethod
     def of(cls, config: EngineConfig, ranks: Ranks | None, num_blocks: int) -> _KVPools:
         """From how many this rank has room for; every rank calls it."""
-        if ranks is None or not config.parallel.decode_replicas:
-            return cls(*[num_blocks if ranks is None else over_ranks(ranks, num_blocks, ReduceOp.MIN)] * 3)
+        if ranks is None:
+            return cls(num_blocks, num_blocks, num_blocks)
         decodes, most = ranks.group >= config.parallel.kvp, 2**62
-        of_prefills, of_decodes = (
-            over_ranks(ranks, num_blocks if decodes == of_kind else most, ReduceOp.MIN) for of_kind in (False, True)
-        )
-        return cls(of_decodes if decodes else of_prefills, of_prefills, of_decodes)
+        rooms = [over_ranks(ranks, num_blocks if decodes == kind else most, ReduceOp.MIN) for kind in (False, True)]
+        return cls(rooms[decodes], *rooms)
 
 
 def _check_pools(config: EngineConfig, pools: _KVPools, num_host_blocks: int) -> None:
@@ -267,7 +264,7 @@ def _build_scheduler(
     completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **sizes)
     dealing = None
     if completed.scheduler == CDSP:
-        times = partial(fitted_times, partial(dealt_chunk_s, predictor), longest=longest)
+        times = partial(fitted_times, lambda _: predictor, longest=longest)
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         hardware = spec_of_device(gpu, torch.get_num_threads()).name
         dealing = Dealing.of(completed, config.parallel, times, hardware=hardware, model=shape_name(model))

@@ -198,11 +198,10 @@ class DrivingRunner:
             held, batch: as of :meth:`medha.worker.transfer.TransferLine.begin`.
         """
         assert self._transfers is not None and self.news is not None, "there are decode instances"
-        wake = self.news.set
-        receipt = self._transfers.receipt(batch)
-        receipt.add_done_callback(lambda _: wake())
-        ranks = self.ranks.of_groups([*(group for group, _ in held), batch.shared[0].group])
+        wake, ranks = self.news.set, self.ranks.of_groups([*(group for group, _ in held), batch.shared[0].group])
         with failures_named(self.ranks.monitor, batch):
+            receipt = self._transfers.receipt(batch)
+            receipt.add_done_callback(lambda _: wake())
             message = Message("handover", {"token": token, "held": held}, batch)
             self._sender.send(message, only=[rank for rank in ranks if rank != 0])
         if 0 in ranks:

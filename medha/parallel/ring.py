@@ -21,23 +21,22 @@ import torch.distributed as dist
 from medha.attention.merge import merge_partials
 from medha.parallel.kvp import Merge, Partial, Shared
 
-Moving = Callable[[], list[torch.Tensor]]
-"""Of history on its way: waits for it, and gives what was received, in order, then what was sent."""
+
+def buffer_of(buffers: list[torch.Tensor], number: int, size: int) -> torch.Tensor:
+    """So many numbers of the one whose turn it is; its memory is kept for the next time."""
+    index = number % len(buffers)
+    if len(buffers[index]) < size:
+        buffers[index] = buffers[index].new_empty(size)
+    return buffers[index][:size]
 
 
 class Ring:
-    """Rings over runs of KV-parallel groups, those of ``merge``."""
+    """Rings over runs of KV-parallel groups, those of ``merge``, for blocks of the dtype and on the device of
+    ``like``."""
 
-    def __init__(self, merge: Merge) -> None:
+    def __init__(self, merge: Merge, like: torch.Tensor) -> None:
         self._group, self._digests, self._ranks, self._own = merge.group, merge.digests, merge.ranks, merge.own
-        self._buffers: list[torch.Tensor | None] = [None, None]
-
-    def buffer(self, index: int, size: int, like: torch.Tensor) -> torch.Tensor:
-        """So many numbers of one of the two buffers, in the dtype and on the device of ``like``."""
-        kept = self._buffers[index]
-        if kept is None or len(kept) < size:
-            kept = self._buffers[index] = like.new_empty(size)
-        return kept[:size]
+        self.buffers = [like.new_empty(0), like.new_empty(0)]
 
     def attend(
         self,
@@ -67,37 +66,38 @@ class Ring:
         first, last = shared.run
         count, index = 1 + last - first, self._own - first
         previous, following = (self._ranks[first + (index + step) % count] for step in (-1, 1))
-        theirs: Callable[[], list[int]] | None = None
         if compare:
-            theirs = self._digests.post(previous)
+            digest = self._digests.post(previous)
             self._digests.send(shared.batch_id, shared.digest, following)
         partials: list[Partial] = []
         for step in range(count):
             owner, works = (index - step) % count, []
             if step + 1 < count:
-                arriving = self.buffer((step + 1) % 2, sizes[owner - 1], block)
+                arriving = buffer_of(self.buffers, step + 1, sizes[owner - 1])
                 receive = dist.P2POp(dist.irecv, arriving, previous, self._group)
                 works = dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, block, following, self._group)])
             partials.append(attend(owner, block))
             with waiting():
-                if theirs is not None:
-                    shared.check((index - 1) % count + first, theirs())
-                    theirs = None
+                if compare and step == 0:
+                    shared.check((index - 1) % count + first, digest())
                 for work in works:
                     work.wait()
             if works:
                 block = arriving
         return merge_partials(partials)[0]
 
-    def move(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> Moving:
-        """Begin to send history to some groups and to receive it from others, in the order of the shifts."""
+    def move(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+    ) -> Callable[[], None]:
+        """Begin to send history to some groups and to receive it from others, in the order of the shifts; what is
+        returned waits for all of it."""
         ops = [dist.P2POp(dist.irecv, tensor, self._ranks[group], self._group) for group, tensor in receives]
         ops += [dist.P2POp(dist.isend, tensor, self._ranks[group], self._group) for group, tensor in sends]
-        works, tensors = dist.batch_isend_irecv(ops), [tensor for _, tensor in (*receives, *sends)]
+        works = dist.batch_isend_irecv(ops)
 
-        def arrived() -> list[torch.Tensor]:
+        def wait() -> None:
             for work in works:
                 work.wait()
-            return tensors  # those that were sent too, which have to live so long
+            ops.clear()  # what is sent has to live so long
 
-        return arrived
+        return wait

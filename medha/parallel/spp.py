@@ -37,9 +37,9 @@ _WARMING = Batch(-1, (Row(0, 0, 1, is_decode=False, samples=False),))
 class Digests:
     """Tells other ranks which batch a transfer is of, and hears it from them, over gloo: its id and digest."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._sends = Sends(group, _DIGESTS_TAG, _DIGESTS_IN_FLIGHT)
+    def __init__(self, group: dist.ProcessGroup, tag: int = _DIGESTS_TAG) -> None:
+        self._group, self._tag = group, tag
+        self._sends = Sends(group, tag, _DIGESTS_IN_FLIGHT)
 
     def send(self, batch_id: int, digest: int, rank: int) -> None:
         """Tell a rank."""
@@ -47,7 +47,7 @@ class Digests:
 
     def post(self, rank: int) -> Callable[[], list[int]]:
         """Post the receive of a rank's next; what is returned waits for it."""
-        received = post_receive(torch.empty(2, dtype=torch.int64), rank, self._group, _DIGESTS_TAG)
+        received = post_receive(torch.empty(2, dtype=torch.int64), rank, self._group, self._tag)
         return lambda: received().tolist()
 
     def drain(self) -> None:

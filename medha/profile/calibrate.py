@@ -144,13 +144,13 @@ def fit(
     *,
     stage: int,
     dtype_bytes: int,
-    merges: Sequence[tuple[int, int, float]] = (),
+    merges: Sequence[tuple[Row, float]] = (),
     dealt: Sequence[tuple[Row, float]] = (),
 ) -> Coefficients:
     """Coefficients of the stage that was measured.
 
-    ``rows`` are steps on one group; ``dtype_bytes`` is of a weight; ``merges`` are (tokens, groups, seconds) of shared
-    steps; ``dealt`` are chunks that were dealt, and their seconds.
+    ``rows`` are steps on one group; ``dtype_bytes`` is of a weight; ``merges`` are chunks on several groups and the
+    seconds of their merges, ``dealt`` those that were dealt and their seconds.
     """
     num_layers = len(parallel.layers_of(stage, model.num_layers))
     chunk_rows = [row for row in rows if not row.step[0].is_decode]
@@ -165,7 +165,7 @@ def fit(
     )
     kvp = None
     if merges:  # what a rank receives grows with the groups beyond its own
-        sent = [(tokens * (groups - 1), seconds, seconds) for tokens, groups, seconds in merges]
+        sent = [(row.q_len * (row.num_groups - 1), seconds, seconds) for row, seconds in merges]
         kvp = _link(sent, num_layers, model.num_heads / parallel.tp * (model.head_dim * dtype_bytes + 4))
     found = Coefficients(
         key=key,
@@ -190,8 +190,8 @@ def _beyond(alone: Coefficients, dealt: Sequence[tuple[Row, float]]) -> list[tup
         runs[row].append(seconds)
     found = []
     for row, every in runs.items():
-        work, seconds = dealt_work(row), statistics.median(every)
-        beyond_s = seconds - predictor.tick().with_chunk(work.q_len, work.kv_before)
+        seconds = statistics.median(every)
+        beyond_s = seconds - predictor.predict([dealt_work(row)])
         found.append((row.kv_len / row.num_groups, beyond_s / (row.num_groups - 1), seconds))
     return found
 
@@ -302,7 +302,13 @@ def _fitted(
     stages = [by_rank[parallel.rank_of(stage=stage, tp_rank=0)] for stage in range(parallel.spp)]
     stage, rows = slowest_stage(stages, own)
     groups = [by_rank[parallel.rank_of(stage=stage, tp_rank=0, kvp_rank=group)] for group in range(parallel.kvp)]
-    shared = {batch_id: step[0] for batch_id, step in steps.items() if step[0].num_groups > 1}
+    merges, dealt = list[tuple[Row, float]](), list[tuple[Row, float]]()
+    for batch_id, (row, *_) in steps.items():
+        times = [one[batch_id] for one in groups if batch_id in one]
+        if row.is_dealt:
+            dealt.append((row, max(time.busy_s for time in times)))
+        elif row.is_shared:  # the group that comes last waits for nobody
+            merges.append((row, min(time.merge_s for time in times)))
     return fit(
         rows,
         role.engine.scheduler.predictor.coefficients.key,
@@ -310,13 +316,6 @@ def _fitted(
         parallel,
         stage=stage,
         dtype_bytes=role.runner.cache.k[0].dtype.itemsize,
-        merges=[
-            # the group that comes last waits for nobody
-            (row.q_len, row.num_groups, min(times[i].merge_s for times in groups if i in times))
-            for i, row in shared.items()
-            if not row.is_dealt
-        ],
-        dealt=[
-            (row, max(times[i].busy_s for times in groups if i in times)) for i, row in shared.items() if row.is_dealt
-        ],
+        merges=merges,
+        dealt=dealt,
     )

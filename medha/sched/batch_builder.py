@@ -392,7 +392,7 @@ class BatchBuilder:
 
     def width(self, state: State) -> int:
         """Groups of a request's first chunk: of its span where it is dealt, else one."""
-        if not self.memory.deals:
+        if self.memory.deal_pays is None:
             return 1
         return len(self.memory.dealt_reservation(state.request.num_kv_tokens, state.request.num_prompt_tokens) or [0])
 

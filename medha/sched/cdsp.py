@@ -1,9 +1,9 @@
 """Chunkwise dynamic sequence parallelism (CDSP): on how many groups, and which, each part of a prompt is read.
 
 Source: Tetris ("Optimizing Long-context LLM Serving via Fine-grained Sequence Parallelism"), section 5.1, Algorithms 1
-to 3. A chunk is dealt to a *run*, neighbouring KVP groups, each of which computes an even share of its tokens. A plan
-is a list of chunks, each on a run that contains the one before and is larger: the first begins on groups that are idle
-while others are busy. Groups have a queue time, the seconds until what they were given is done.
+to 3. A plan is a list of chunks, each dealt evenly to a *run*, neighbouring KVP groups, that contains the one before
+and is larger: the first begins on groups that are idle while others are busy. The queue time of a group is the seconds
+until what it was given is done.
 
 - :meth:`Planner.plan` is Algorithm 1: the prompt as a single chunk bounds the SP size; then each pair of a size for the
   next chunk and a larger one for what follows is tried, and what follows is planned likewise.
@@ -16,9 +16,9 @@ Departures, and why:
 
 - Instances are neighbouring groups, within a node while they fit and else whole nodes, not any set: rows and process
   groups are of runs. Where only one size is allowed, runs begin at its multiples, as fixed groups do.
-- After a chunk of e seconds Eq. 2 lessens every queue by e and empties its own run's. That is the queue at arrival less
-  the seconds of all chunks before, at least 0, for any run that contains theirs; so one table of the queues serves the
-  whole search. Of runs that are equally soon free, the one that was at arrival is taken.
+- After a chunk of e seconds Eq. 2 lessens every queue by e and empties its own run's: for any run that contains those
+  of all chunks before, that is its queue at arrival less their seconds, at least 0. So one table of the queues serves
+  the whole search. Of runs that are equally soon free, the one that was at arrival is taken.
 - The least chunk, which the paper leaves open, has two tokens for each of its groups: the pieces of a zigzag.
 """
 
@@ -103,16 +103,13 @@ class Planner:
         search = _Search(self, np.asarray(queue_s, dtype=np.float64), 1.0 - rate)
         return Plan(*search.best(_Rest(num_tokens, 0, None, 0.0), low, len(self.times.sizes) - 1, self.max_chunks))
 
-    def finish_s(self, queue_s: list[float], chunks: Sequence[Chunk]) -> list[tuple[float, float]]:
-        """When each chunk of a plan begins and ends, as predicted; ``queue_s`` is updated in place."""
-        spans, history = [], 0
+    def occupy(self, queue_s: list[float], chunks: Sequence[Chunk]) -> None:
+        """Let the chunks of a plan take their time, as predicted, of ``queue_s``, in place."""
+        history = 0
         for num_tokens, first, size in chunks:
-            start_s = max(queue_s[first : first + size])
-            end_s = start_s + self.times.seconds(size, history, num_tokens)
+            end_s = max(queue_s[first : first + size]) + self.times.seconds(size, history, num_tokens)
             queue_s[first : first + size] = [end_s] * size
-            spans.append((start_s, end_s))
             history += num_tokens
-        return spans
 
 
 class _Rest(NamedTuple):

@@ -2,21 +2,19 @@
 
 A task is a chunk of a plan (:mod:`medha.sched.cdsp`) on its run of groups. Each group works through its tasks in the
 order in which they were planned; a task begins when all groups of its run have come to it. So batches that share no
-group run beside each other, and the scheduler has one in flight a group. Every prefill has its groups to itself, and
-decodes are elsewhere.
+group run beside each other, one in flight a group, every prefill has its groups to itself, and decodes are elsewhere.
 
 As published a request is planned when it arrives, and its plan is kept (``plan_order`` ``arrival``). With a policy as
-``plan_order`` the requests that have not started are planned anew at each decision, in the policy's order, each around
-the plans before it; who can begin now does, and then keeps its plan. So slack decides who is planned first, and nobody
-is bound to groups before it uses them.
+``plan_order`` those that have not started are planned anew at each decision, in the policy's order, each around the
+plans before it; who can begin now does, and then keeps its plan. So nobody is bound to groups before it uses them.
 
-The queue time of a group is what its lane is predicted to take. When a task took another time than predicted, begins
-later, or should be over, all lanes are timed anew: tasks in flight from when they began, the others behind them; one
-that should be over is taken to need as long again as it is late. Where one takes far longer than predicted and another
+The queue time of a group is what its lane is predicted to take, from what is known when somebody is planned: tasks in
+flight from when they began, the others behind them; one that should be over is taken to need as long again as it is
+late. Where one takes far longer than predicted and another
 group is idle, whoever has not started is planned anew, also with ``arrival``: else they would queue behind it.
 
-KV memory: a plan needs its largest even share of tokens on each group of its last run. That is set aside when the plan
-is made, and where it is not there nobody is planned until it is. So a plan that is kept waits for tasks before its own
+A plan needs memory for its largest even share of tokens on each group of its last run. That is set aside when the plan
+is made, and where it is not there nobody is planned until it is: a plan that is kept waits for tasks before its own
 alone.
 """
 
@@ -41,7 +39,7 @@ from medha.sched.queue import Queue, State
 ARRIVAL = "arrival"
 _FIRST = 64  # requests that are planned anew at a decision
 _FAR = 2.0  # times the predicted seconds of a task, from which others are planned anew
-_EXACT = 1e-6  # seconds by which a task may be off its prediction before lanes are timed anew
+_SOON_S = 1e-6  # within which a group that is free counts as idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ class _Task:
     state: State
     chunk: Chunk
     seconds: float  # predicted, uncorrected
-    start_s: float  # predicted, or known
+    start_s: float = 0.0  # once it is in flight
 
 
 class CdspPacker(Packer):
@@ -100,8 +98,6 @@ class CdspPacker(Packer):
         self._ranking = None if config.plan_order == ARRIVAL else load_policy(config.plan_order)
         self._running: list[_Task] = []  # in flight
         self._waiting: list[_Task] = []  # those of a group are in the order in which it works through them
-        self._free_s = [0.0] * dealing.planner.num_groups  # when each lane is done
-        self._is_stale = False  # the lanes are to be timed anew
 
     def added(self, request: SchedulerRequest) -> None:
         self.load.arrived(request.arrival_s)
@@ -110,20 +106,20 @@ class CdspPacker(Packer):
         now_s, factor = builder.now_s, self.predictor.factor("prefill")
         self.prediction = None
         late = max(((now_s - task.start_s) / (task.seconds * factor) for task in self._running), default=0.0)
-        if late > _FAR and len(self._busy()) < len(self._free_s):
+        if late > _FAR and len(self._busy()) < self.planner.num_groups:
             self._drop({task.state.slot for task in self._waiting if not task.state.has_started})
-        if self._is_stale or any(task.start_s + task.seconds * factor < now_s - _EXACT for task in self._running):
-            self._time_anew(now_s, factor)
         if self._ranking is None:
             unplanned = takewhile(lambda state: not self.memory.is_bound(state.slot), reversed(queue.waiting.values()))
-            for state in list(unplanned)[::-1]:
-                if not self._commit(state, self._chunks(state, self._queue_s(now_s, factor)), now_s, factor):
+            states = list(unplanned)[::-1]
+            queue_s = self._queue_s(now_s, factor) if states else []
+            for state in states:
+                if not self._commit(state, chunks := self._chunks(state, queue_s)):
                     break
+                self.planner.occupy(queue_s, chunks)
         task = self._ready()
         if task is None and self._ranking is not None and self._plan_anew(queue, builder, factor):
             task = self._ready()
         if task is not None:
-            self._is_stale |= abs(now_s - task.start_s) > _EXACT
             task.start_s = now_s
             self._waiting.remove(task)
             self._running.append(task)
@@ -131,10 +127,8 @@ class CdspPacker(Packer):
             self.prediction = Prediction("prefill", task.seconds * factor, factor, task.seconds * factor)
 
     def completed(self, batch: Batch, busy_s: float) -> None:
-        for row in batch.rows:
-            task = next(task for task in self._running if task.state.slot == row.slot)
-            self._running.remove(task)
-            self._is_stale |= abs(busy_s - task.seconds * self.predictor.factor("prefill")) > _EXACT
+        (row,) = batch.rows
+        self._running = [task for task in self._running if task.state.slot != row.slot]
 
     def cancelled(self, slot: int) -> None:
         self._drop({slot})
@@ -143,31 +137,35 @@ class CdspPacker(Packer):
         """Forget the plans of some requests, but what is in flight."""
         gone = {task.state.slot: task.state for task in self._waiting if task.state.slot in slots}
         self._waiting = [task for task in self._waiting if task.state.slot not in gone]
-        self._is_stale |= bool(gone)
         for slot, state in gone.items():
             if not state.has_started:
                 self.memory.release(slot)
 
     def _queue_s(self, now_s: float, factor: float) -> list[float]:
-        """Uncorrected seconds until each group is free."""
-        return [max(free_s - now_s, 0.0) / factor for free_s in self._free_s]
+        """Uncorrected seconds until each group is free, from what is known now."""
+        free_s = [now_s] * self.planner.num_groups
+        in_flight = len(self._running)
+        for index, task in enumerate((*self._running, *self._waiting)):
+            _, first, size = task.chunk
+            start_s = task.start_s if index < in_flight else max(free_s[first : first + size])
+            end_s = start_s + task.seconds * factor
+            free_s[first : first + size] = [end_s + 2 * max(now_s - end_s, 0.0)] * size
+        return [(one_s - now_s) / factor for one_s in free_s]
 
     def _chunks(self, state: State, queue_s: list[float]) -> tuple[Chunk, ...]:
         least = -(-state.request.num_kv_tokens // self.memory.max_share)
         return self.planner.plan(state.num_prefill_tokens, queue_s, self.load.rate, least_size=least).chunks
 
-    def _commit(self, state: State, chunks: tuple[Chunk, ...], now_s: float, factor: float) -> bool:
+    def _commit(self, state: State, chunks: tuple[Chunk, ...]) -> bool:
         """Keep a plan: its tasks join the lanes; False where its memory is not there."""
-        ends = accumulate(chunk.num_tokens for chunk in chunks)
+        ends = list(accumulate(chunk.num_tokens for chunk in chunks))
         tokens = max(-(-end // chunk.size) for end, chunk in zip(ends, chunks, strict=True))
         share = -(-(tokens + self.memory.block_size + PIECES) // self.memory.block_size)  # even to a block, and a piece
         if not self.memory.set_aside(state.slot, chunks[-1].groups, share):
             return False
-        spans_s = self.planner.finish_s(self._queue_s(now_s, factor), chunks)
-        for chunk, (start_s, end_s) in zip(chunks, spans_s, strict=True):
-            self._waiting.append(_Task(state, chunk, end_s - start_s, now_s + start_s * factor))
-            for group in chunk.groups:
-                self._free_s[group] = now_s + end_s * factor
+        for end, chunk in zip(ends, chunks, strict=True):
+            seconds = self.planner.times.seconds(chunk.size, end - chunk.num_tokens, chunk.num_tokens)
+            self._waiting.append(_Task(state, chunk, seconds))
         return True
 
     def _plan_anew(self, queue: Queue, builder: BatchBuilder, factor: float) -> bool:
@@ -175,7 +173,7 @@ class CdspPacker(Packer):
         assert self._ranking is not None
         queue_s = self._queue_s(builder.now_s, factor)
         for group in self._busy():  # a task that should be over and is not will not be for a little while
-            queue_s[group] = max(queue_s[group], 2 * _EXACT)
+            queue_s[group] = max(queue_s[group], 2 * _SOON_S)
         rows = order(
             self._ranking,
             queue.columns(factor),
@@ -187,12 +185,12 @@ class CdspPacker(Packer):
             behind=queue.tenants.ahead(queue.column("tenant")) if queue.tenants.are_several else None,
         )
         for state in queue.states_of_rows(rows):
-            if min(queue_s) > _EXACT:
+            if min(queue_s) > _SOON_S:
                 break
             chunks = self._chunks(state, queue_s)
-            if max(queue_s[group] for group in chunks[0].groups) <= _EXACT:
-                return self._commit(state, chunks, builder.now_s, factor)
-            self.planner.finish_s(queue_s, chunks)
+            if max(queue_s[group] for group in chunks[0].groups) <= _SOON_S:
+                return self._commit(state, chunks)
+            self.planner.occupy(queue_s, chunks)
         return False
 
     def _ready(self) -> _Task | None:
@@ -202,20 +200,10 @@ class CdspPacker(Packer):
             if before.isdisjoint(task.chunk.groups):
                 ready.append(task)
             before.update(task.chunk.groups)
-            if len(before) == len(self._free_s):
+            if len(before) == self.planner.num_groups:
                 break
         return min(ready, key=lambda task: task.chunk.first, default=None)
 
     def _busy(self) -> set[int]:
         """The groups on which a task is in flight."""
         return {group for task in self._running for group in task.chunk.groups}
-
-    def _time_anew(self, now_s: float, factor: float) -> None:
-        """When each task begins, and each lane is done, from what is known now."""
-        self._is_stale, self._free_s = False, [now_s] * len(self._free_s)
-        for task in (*self._running, *self._waiting):
-            first, size = task.chunk.first, task.chunk.size
-            if task not in self._running:
-                task.start_s = max(self._free_s[first : first + size])
-            end_s = task.start_s + task.seconds * factor
-            self._free_s[first : first + size] = [end_s + 2 * max(now_s - end_s, 0.0)] * size

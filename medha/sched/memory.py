@@ -45,7 +45,6 @@ class KVMemory:
         num_groups: KV-parallel groups.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
         overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
-        deals: requests that need several groups are dealt, where that pays and the pools have room for it.
         prefix_eviction, prefix_cost_s: as of :class:`medha.sched.prefix.PrefixCache`.
 
     Attributes:
@@ -62,7 +61,6 @@ class KVMemory:
         overcommit: bool = False,
         num_swap_blocks: int = 0,
         swap_block_s: float = 0.0,
-        deals: bool = False,
         prefix_eviction: str = "lru",
         prefix_cost_s: Callable[[int], float] = lambda depth: 1.0,
     ) -> None:
@@ -80,8 +78,8 @@ class KVMemory:
         self.max_span: int | None = None  # groups of one request at most, where all are dealt
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
-        self.deals = deals
-        self.deal_pays: Callable[[int, int], bool] = lambda num_prompt, count: True  # a prompt, over so many groups
+        # whether a prompt is dealt that needs so many groups, if the pools have room for it; None: none is
+        self.deal_pays: Callable[[int, int], bool] | None = None
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
         self.prefix = PrefixCache(
@@ -148,7 +146,7 @@ class KVMemory:
         tokens too, and chunks that are gathered, as long as it is two blocks ahead at most.
         """
         count, size = len(self.reservation(num_tokens)), self.block_size
-        if not self.deals or count == 1 or not self.deal_pays(num_prompt, count):
+        if self.deal_pays is None or count == 1 or not self.deal_pays(num_prompt, count):
             return None
         share, spare = -(-num_tokens // count), size + PIECES
         last = -(-num_prompt // count) + num_tokens - num_prompt + 2 * spare + PIECES * count
@@ -159,8 +157,8 @@ class KVMemory:
         dealt = None if num_prompt is None else self.dealt_reservation(num_tokens, num_prompt)
         if dealt is None or num_prompt is None:
             most = most or self.max_kv_per_group
-            return Account.of(first, self.reservation(num_tokens, most), most)
-        return Account.of(first, dealt, num_outputs=num_tokens - num_prompt)
+            return Account(first, self.reservation(num_tokens, most), most)
+        return Account(first, dealt, num_outputs=num_tokens - num_prompt)
 
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
@@ -194,7 +192,7 @@ class KVMemory:
         """
         account, needed = self._account(first, num_tokens, num_prompt, most), {first: -(-kv_len // self.block_size)}
         if account.tokens is not None and row is not None:
-            needed = account.dealt_needs(row, self.block_size)
+            needed = account.needs(row, self.block_size)
         return self._is_safe(account, needed, set_aside=set_aside, is_new=True, gone=gone)
 
     def start(
@@ -234,7 +232,7 @@ class KVMemory:
         """
         if any(self._set_aside[group] + num_blocks > self.num_free(group) for group in groups):
             return False
-        account = self._accounts[slot] = Account.of(groups.start, [num_blocks] * len(groups), num_outputs=0)
+        account = self._accounts[slot] = Account(groups.start, [num_blocks] * len(groups), num_outputs=0)
         account.is_set_aside = True
         self._count(account, +1)
         return True
@@ -246,35 +244,8 @@ class KVMemory:
     def gather_room(self, slot: int, num_tokens: int, num_prompt: int) -> int:
         """Tokens of a dealt request's prompt that its last group may take, beyond those that are dealt to it."""
         account = self._accounts.get(slot) or self._account(0, num_tokens, num_prompt)
-        assert account.tokens is not None, "a dealt request"
+        assert account.tokens is not None and account.num_outputs is not None, "a dealt request"
         return account.reserved[-1] * self.block_size - account.num_outputs - account.tokens[-1]
-
-    def _deal(self, account: Account, row: Row) -> list[Extent]:
-        """Allocate what a row of a dealt request fills, and take back what history leaves."""
-        assert account.tokens is not None, "a dealt request"
-        extents = []
-        for group, tokens in account.after(row, self.block_size):
-            index = group - account.first
-            change = -(-tokens // self.block_size) - account.held[index]
-            if change < 0:
-                gone = self.pools[group].cut_off(row.slot, account.held[index] + change)
-                self._cut += [(group, *run) for run in gone]
-            elif change > 0:
-                rest = account.reserved[index] - account.held[index]
-                extents += self.pools[group].allocate(row.slot, change, reserved=rest)
-            account.held[index] += change
-            account.tokens[index] = tokens
-            self._open[group] -= change
-            self._set_aside[group] -= change * account.is_set_aside
-        self._set_rest_aside(account, row)
-        return extents
-
-    def _set_rest_aside(self, account: Account, row: Row) -> None:
-        """With the last chunk of a prompt nobody else may take the rest of its reservation."""
-        if row.samples and not account.is_set_aside:
-            account.is_set_aside = True
-            for group, blocks in account.rest():
-                self._set_aside[group] += blocks
 
     def undo_start(self, slot: int, hit: Hit) -> None:
         """As if a request had not started, which has taken nothing beyond its hit."""
@@ -375,41 +346,46 @@ class KVMemory:
         account = self._accounts[row.slot]
         if account.is_set_aside and not self.overcommit:
             return True
+        needs = account.needs(row, self.block_size)
         if account.tokens is not None:
-            needs = account.dealt_needs(row, self.block_size)
             if any(needs.get(g, 0) > max(rest, 0) for g, rest in account.rest()):
                 return False
-            return self._is_safe(account, needs, set_aside=row.samples, gone=gone)
-        needed = account.needed(row, self.block_size)
-        if needed <= 0 and (self.overcommit or not row.samples):
+        elif needs[row.writer] <= 0 and (self.overcommit or not row.samples):
             return True
-        return self._is_safe(account, {row.writer: needed}, set_aside=row.samples, gone=gone)
+        return self._is_safe(account, needs, set_aside=row.samples, gone=gone)
 
     def take(self, row: Row) -> list[Extent]:
-        """Allocate the blocks that a row fills."""
-        account = self._accounts[row.slot]
+        """Allocate the blocks that a row fills, and take back those that history leaves."""
+        account, extents = self._accounts[row.slot], list[Extent]()
+        needs = account.needs(row, self.block_size)
         if account.tokens is not None:
-            return self._deal(account, row)
-        needed = account.needed(row, self.block_size)
-        if needed <= 0 and account.is_set_aside:
-            return []  # a decode within its last block, as most are
-        if row.num_groups > len(account.starts):
+            for group, tokens in account.after(row, self.block_size):
+                account.tokens[group - account.first] = tokens
+        elif row.num_groups > len(account.starts):
             account.starts.append(row.position)
             account.end = None
-        extents = []
-        if needed > 0:
-            index, group = row.num_groups - 1, row.writer
-            rest = account.reserved[index] - account.held[index]
-            extents = self._allocate(account, row, needed, rest)
-            account.held[index] += needed
-            self._open[group] -= needed
-            self._set_aside[group] -= needed * account.is_set_aside
-        self._set_rest_aside(account, row)
+        for group, blocks in needs.items():
+            index = group - account.first
+            if blocks > 0:
+                extents += self._allocate(account, row, group, blocks)
+            elif blocks < 0 and account.tokens is not None:  # history leaves
+                gone = self.pools[group].cut_off(row.slot, account.held[index] + blocks)
+                self._cut += [(group, *run) for run in gone]
+            else:
+                continue
+            account.held[index] += blocks
+            self._open[group] -= blocks
+            self._set_aside[group] -= blocks * account.is_set_aside
+        if row.samples and not account.is_set_aside:  # nobody else may take the rest of its reservation
+            account.is_set_aside = True
+            for group, blocks in account.rest():
+                self._set_aside[group] += blocks
         return extents
 
-    def _allocate(self, account: Account, row: Row, needed: int, rest: int) -> list[Extent]:
-        """``needed`` blocks for a row, of the ``rest`` of what is reserved on its group."""
-        group, pool, idle = row.writer, self.pools[row.writer], self.prefix.num_idle
+    def _allocate(self, account: Account, row: Row, group: int, needed: int) -> list[Extent]:
+        """``needed`` blocks of a group for a row."""
+        rest = account.reserved[group - account.first] - account.held[group - account.first]
+        pool, idle = self.pools[group], self.prefix.num_idle
         open_ = pool.num_open(row.slot) if idle[group] else rest
         if open_ < rest:  # room for what it will fill next too, so that this lies together
             ahead = 0 if account.chain is None else max(len(account.chain) * self.prefix.unit - row.position, 0)

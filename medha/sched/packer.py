@@ -339,14 +339,13 @@ class MedhaPacker(Packer):
             if is_long:
                 group.long_slot = state.slot
             if row.is_dealt:
-                work = dealt_work(row, index)
-                group.tick.add(work.q_len, work.kv_before, samples=work.samples, ring=work.ring)
+                group.tick.add(dealt_work(row, index))
                 continue
             kv = builder.memory.kv_before(state.slot, position, index)
             if index < row.writer:
                 kv += joined  # which attends with what is added, though its keys are elsewhere
             run = row.span if row.is_shared else None
-            group.tick.add(q_len, kv, run=run, samples=row.samples and index == row.group)
+            group.tick.add(Work(q_len, kv, False, run, row.samples and index == row.group))
             group.is_joined |= has_chunk
         return True
 

@@ -69,7 +69,6 @@ class Scheduler:
             overcommit=config.overcommit,
             num_swap_blocks=config.num_swap_blocks,
             swap_block_s=config.swap_block_s,
-            deals=config.ring,
             prefix_eviction=config.prefix_eviction,
             prefix_cost_s=self._block_s,
         )

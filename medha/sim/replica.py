@@ -13,7 +13,7 @@ from medha.cost.chunk_times import fitted_times
 from medha.cost.hardware import HardwareSpec
 from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
-from medha.cost.roofline import MAX_SAMPLES, Shard, chunk_slope_s, ring_cost, shape_name, stage_coefficients
+from medha.cost.roofline import MAX_SAMPLES, Shard, ring_cost, shape_name, stage_coefficients
 from medha.errors import ConfigError, hint
 from medha.models.hf_config import load_model_config
 from medha.sched.lanes import Dealing
@@ -59,8 +59,7 @@ class Replica:
     def build(self, *, on_segment: Callable[[Segment], None] | None = None) -> tuple[Scheduler, Pipeline]:
         """A fresh scheduler, and the stages that run what it decides; ConfigError if something does not fit."""
         stages, num_blocks = self.stages(), self.kv_blocks()
-        slowest = slowest_of(stages)
-        predictor = Predictor(slowest.coefficients, max_tokens=slowest.max_tokens)
+        predictor = slowest_of(stages).uncorrected()
         pool = {"num_blocks": num_blocks, "block_size": self.block_size}
         config = complete_config(self.scheduler, predictor, self.parallel, longest=self.max_model_len, **pool)
         if config.async_scheduling is None:
@@ -74,32 +73,18 @@ class Replica:
 
     def dealing(self, predictor: Predictor) -> Dealing:
         """What deals chunks; ``predictor`` is of a group. ConfigError for wrong SP sizes or rates of another."""
-        seconds = partial(self.ring_chunk_s, predictor)
         in_a_node = max(self.spec.gpus_per_node // self.parallel.tp, 1)
-        times = partial(fitted_times, seconds, longest=self.max_model_len, groups_per_node=in_a_node)
+        over = partial(self.predictor_over, predictor=predictor)
+        times = partial(fitted_times, over, longest=self.max_model_len, groups_per_node=in_a_node)
         named = {"hardware": self.spec.name, "model": shape_name(self.model)}
         return Dealing.of(self.scheduler, self.parallel, times, **named)
 
-    def ring_chunk_s(self, predictor: Predictor, *, size: int, history: int, tokens: int) -> float:
-        """Seconds of a chunk with ring attention over ``size`` groups (Tetris, section 5.1).
-
-        Each rank takes its share in zigzag pieces, so that all see the history and half of the chunk in the mean; keys
-        and values go around in ``size - 1`` steps. Of a step counts what the transfer is not hidden behind attention,
-        and a fixed ``ring_step_s`` of the hardware spec (launches, merge, neighbours), which one column of the paper's
-        Table 1 sets for GPUs: 4,096 tokens on A100s leave 0.25, 0.52, 0.73 and 0.68 ms at 2, 4, 8 and 16 ranks.
-
-        ``predictor`` is of one stage that holds the whole model, in batches as long as a rank's share of the chunk.
-        """
-        own = -(-tokens // size)
-        alone_s = predictor.tick().with_chunk(own, history + (tokens - own) // 2, samples=True)
-        if size == 1:
-            return alone_s
-        spec, shard = self.spec, Shard.of(self.model, self.parallel, 0)
-        heads = {"heads": shard.heads, "kv_heads": shard.kv_heads, "head_dim": self.model.head_dim}
-        slope_s = float(chunk_slope_s(spec, own, **heads))
-        link = spec.send if size * self.parallel.tp <= spec.gpus_per_node else spec.node_send
-        cost = ring_cost(spec, shard, link)
-        return alone_s + cost.seconds(shard.layers * slope_s, size=size, history=history, tokens=tokens)
+    def predictor_over(self, size: int, *, predictor: Predictor) -> Predictor:
+        """Of chunks that are dealt to so many groups, in a node where they fit; ``predictor`` is of one stage, which
+        holds the whole model."""
+        link = self.spec.send if size * self.parallel.tp <= self.spec.gpus_per_node else self.spec.node_send
+        ring = ring_cost(self.spec, Shard.of(self.model, self.parallel, 0), link)
+        return Predictor(replace(predictor.coefficients, ring=ring), max_tokens=predictor.max_tokens)
 
 
 def spec_fields(spec: HardwareSpec) -> dict[str, str]:

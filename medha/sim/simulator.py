@@ -86,9 +86,12 @@ class Simulation:
                 self._next = next(self._arrivals, None)
             self._fill()
             if self._in_flight:
-                if self._lanes and self._next is not None and self._arrival_s() < self._bring_first():
-                    self.now_s = max(self.now_s, self._arrival_s())
-                    continue
+                if self._lanes:
+                    ends_s = [passage.end_s for _, passage in self._in_flight]
+                    self._in_flight.rotate(-ends_s.index(min(ends_s)))  # the one that is done first comes first
+                    if self._next is not None and self._arrival_s() < min(ends_s):
+                        self.now_s = max(self.now_s, self._arrival_s())
+                        continue
                 self._complete()
             elif self._next is not None:
                 self.now_s = min(max(self.now_s, self._arrival_s()), self._stop_s)
@@ -96,12 +99,6 @@ class Simulation:
                 raise RuntimeError(f"the scheduler runs none of {len(self._live)} unfinished requests")
             else:
                 break
-
-    def _bring_first(self) -> float:
-        """Bring the batch that is done first to the front; returns when that is."""
-        first = min(range(len(self._in_flight)), key=lambda at: self._in_flight[at][1].end_s)
-        self._in_flight.rotate(-first)
-        return self._in_flight[0][1].end_s
 
     def _arrival_s(self) -> float:
         """Of the next request."""
@@ -159,8 +156,6 @@ class Simulation:
                 self.now_s = max(self.now_s, passage.first_end_s)
 
     def _complete(self) -> None:
-        if self._lanes:
-            self._bring_first()
         batch, passage = self._in_flight.popleft()
         self.now_s = now_s = max(self.now_s, passage.end_s)
         last_tokens_s: list[float] = []

@@ -38,7 +38,7 @@ from medha.batch import Batch
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, Partial, shared_rows
-from medha.parallel.ring import Moving, Ring
+from medha.parallel.ring import Ring, buffer_of
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
 from medha.records import Recorder
@@ -73,7 +73,7 @@ class Runner:
     def __post_init__(self) -> None:
         self.recorder = Recorder()  # what ran when; where the device runs behind the host, when it was launched
         self.slots = Slots(self.cache.block_size, self.group)
-        self.ring = None if self.merge is None else Ring(self.merge)
+        self.ring = None if self.merge is None else Ring(self.merge, self.cache.k[0])
         # of each slot, int64 on the device, where tokens are embedded
         self.last_tokens = torch.zeros(64, dtype=torch.int64, device=self.device)
         self._rope = self.model.config.rope
@@ -296,7 +296,7 @@ class Runner:
             self.cache.copy(layer, step.copies)
             nonlocal moving
             if moving is not None:
-                self._land(step, layer, moving)
+                moving()
             self.cache.write(layer, k_TKH, v_TKH, targets, kept=sent.kept)
             pools = self.cache.k[layer], self.cache.v[layer]
             pending = None
@@ -323,7 +323,7 @@ class Runner:
         assert self.ring is not None, "rows are dealt where there are several groups"
         q_TNH, pools = q_TNH[rows.shared.tokens], (self.cache.k[layer], self.cache.v[layer])
         sizes = [self.cache.block_size_of(tokens) for tokens in rows.block_tokens]
-        packed = self.cache.pack(layer, rows.packed, self.ring.buffer(0, sizes[rows.own], pools[0]))
+        packed = self.cache.pack(layer, rows.packed, buffer_of(self.ring.buffers, 0, sizes[rows.own]))
 
         def over(owner: int, block: torch.Tensor) -> Partial:
             return self.backend.run(q_TNH, *(pools if owner == rows.own else self.cache.block(block)), plans[owner])
@@ -331,8 +331,9 @@ class Runner:
         waiting = partial(self.recorder.waiting, "merge")
         return self.ring.attend(rows.shared, packed, sizes, over, compare=layer == 0, waiting=waiting)
 
-    def _move(self, step: StepInput, layer: int) -> Moving | None:
-        """Begin to move a layer's history between groups, if some is to move before the dealt rows run."""
+    def _move(self, step: StepInput, layer: int) -> Wait | None:
+        """Begin to move a layer's history between groups, if some is to move before the dealt rows run; what is
+        returned waits for it, and puts what has come into its pool."""
         if not (step.sends or step.receives) or layer == len(self.cache.k):
             return None
         assert self.ring is not None, "history moves where there are several groups"
@@ -341,11 +342,13 @@ class Runner:
             return self.cache.k[layer].new_empty(self.cache.block_size_of(move.num_tokens))
 
         sends = [(move.group, self.cache.pack(layer, move.runs, memory(move))) for move in step.sends]
-        return self.ring.move(sends, [(move.group, memory(move)) for move in step.receives])
+        receives = [(move.group, memory(move)) for move in step.receives]
+        wait = self.ring.move(sends, receives)
 
-    def _land(self, step: StepInput, layer: int, moving: Moving) -> None:
-        """Put a layer's history that has come into its pool."""
-        with self.recorder.waiting("shift"):
-            arrived = moving()
-        for move, memory in zip(step.receives, arrived, strict=False):
-            self.cache.unpack(layer, move.runs, memory)
+        def land() -> None:
+            with self.recorder.waiting("shift"):
+                wait()
+            for move, (_, block) in zip(step.receives, receives, strict=True):
+                self.cache.unpack(layer, move.runs, block)
+
+        return land

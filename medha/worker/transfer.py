@@ -1,9 +1,15 @@
-"""Keys and values on their way to a decode instance: in a thread of its own on each rank, beside the compute.
+"""Hand-over: keys and values on their way to a decode instance, in a thread of each rank, beside the compute.
 
-What goes where is :mod:`medha.parallel.handover`. All ranks send and receive the messages of the requests that are
-handed over in one order: request after request, and of each layer after layer, part after part, piece after piece. So
-the first message that is not over has both its ends waiting for it, and none waits for ever. A rank has a few staging
-buffers, each of a piece of one layer, and as many messages on their way.
+Tetris (see :mod:`medha.sched.cdsp`) prefills and decodes on instances of different tensor-parallel sizes. A rank has of
+a request's KV the layers of its stage, the KV heads of its tensor-parallel share and the tokens of its group; a rank of
+the decode instance takes all layers, its own heads, and the tokens of all groups. What passes between two ranks is
+where these meet. Where there are fewer KV heads than ranks, ranks hold the same head: several take it, each from
+another of those that have it, as far as there are as many. Decodes read history unmasked and keys carry their
+positions, so a table may have its tokens in any order: here group behind group, each as it lay.
+
+All ranks send and receive the messages in one order: request after request, layer after layer, part after part, piece
+after piece. So the first that is not over has both its ends waiting for it, and none waits for ever. A rank has a few
+staging buffers, each of a piece of one layer, and as many messages on their way.
 
 On CUDA the copies run on a stream of their own, behind the compute launched before the hand-over was heard of; this has
 not run on a GPU.
@@ -15,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -23,10 +29,12 @@ import torch.distributed as dist
 
 from medha.attention.staging import record_event
 from medha.batch import Batch
-from medha.errors import PlanDivergenceError, RankFailedError
-from medha.parallel.handover import Part, parts_of
+from medha.config import ParallelConfig
+from medha.errors import RankFailedError
 from medha.parallel.health import tell_failure
 from medha.parallel.mesh import Ranks
+from medha.parallel.ring import buffer_of
+from medha.parallel.spp import Digests, check_digest
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.shard import ModelShard
@@ -36,6 +44,58 @@ from medha.worker.swap import Run
 
 _RECEIPTS_TAG = 4  # the report group's others are in medha/engine/wire.py
 PIECE_TOKENS = 1 << 14  # 64 MiB of 8 heads of 128 in 16 bits
+
+
+class Part(NamedTuple):
+    """What one rank sends of a request's KV to one rank of a decode instance: all tokens of its group."""
+
+    source: int  # global ranks
+    target: int
+    layers: range  # in the whole model
+    heads: range  # KV heads of the model
+    start: int  # of the first token among those of the request on the target
+    num_tokens: int
+
+
+def kv_heads_of(tp_rank: int, tp: int, num_kv_heads: int) -> range:
+    """The KV heads that a tensor-parallel rank holds: a share of them, or one that others have too."""
+    head = tp_rank * num_kv_heads // tp
+    return range(head, head + max(1, num_kv_heads // tp))
+
+
+def parts_of(
+    config: ParallelConfig,
+    held: Sequence[tuple[int, int]],
+    target: int,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+) -> list[Part]:
+    """What passes between ranks when a decode instance takes over a request.
+
+    Args:
+        config: of the job.
+        held: the KV-parallel groups that hold its KV, and how many tokens each.
+        target: group of the decode instance.
+
+    Returns:
+        The parts in the order in which all ranks send and receive those of a layer: by layers, group, head and rank.
+    """
+    tp, decode_tp = config.tp, config.of_group(target).tp
+    copies = max(1, tp // num_kv_heads)  # ranks of the source that hold the same head
+    ends = accumulate(count for _, count in held)
+    holders = [(group, count, end - count) for (group, count), end in zip(held, ends, strict=True)]
+    parts = []
+    for stage, (group, count, start), to, rank in product(range(config.spp), holders, range(decode_tp), range(tp)):
+        given, wanted = kv_heads_of(rank, tp, num_kv_heads), kv_heads_of(to, decode_tp, num_kv_heads)
+        heads = range(max(given.start, wanted.start), min(given.stop, wanted.stop))
+        if not heads or rank % copies != to % copies:  # of ranks with the same head each gives it to others
+            continue
+        source = config.rank_of(stage=stage, tp_rank=rank, kvp_rank=group)
+        its_target = config.rank_of(stage=0, tp_rank=to, kvp_rank=target)
+        layers = config.layers_of(stage, num_layers)
+        parts.append(Part(source, its_target, layers, heads, start, count))
+    return parts
 
 
 class Piece(NamedTuple):
@@ -49,24 +109,21 @@ class Piece(NamedTuple):
     runs: Sequence[Run]  # from where in the pool to where in the buffer
 
 
-def pieces_of(parts: Sequence[Part], rank: int, slots: Slots, slot: int, first_layer: int) -> Iterator[Piece]:
-    """The messages of a hand-over that a rank sends or receives, in order; ``first_layer`` is the first held here."""
-    for layers in sorted({part.layers for part in parts}, key=lambda layers: layers.start):
-        own = [part for part in parts if part.layers == layers and rank in (part.source, part.target)]
-        runs = {part: _runs(slots, slot, 0 if part.source == rank else part.start, part.num_tokens) for part in own}
-        for layer in layers:
-            for part in own:
-                is_sent = part.source == rank
-                first, other = (part.source_head, part.target) if is_sent else (part.target_head, part.source)
-                heads = range(first, first + len(part.heads))
-                for count, its_runs in runs[part]:
-                    yield Piece(is_sent, other, layer - first_layer, heads, count, its_runs)
-
-
-def _runs(slots: Slots, slot: int, start: int, num_tokens: int) -> list[tuple[int, list[Run]]]:
-    """Where the tokens of each piece lie, and how many there are."""
-    bounds = [*range(start, start + num_tokens, PIECE_TOKENS), start + num_tokens]
-    return [(end - at, slots.tokens(slot, at, end)) for at, end in pairwise(bounds)]
+def pieces_of(parts: Sequence[Part], rank: int, shard: ModelShard, slots: Slots, slot: int) -> Iterator[Piece]:
+    """The messages of a hand-over that a rank with this part of the model sends or receives, in order."""
+    own = [part for part in parts if rank in (part.source, part.target)]
+    runs: dict[Part, list[tuple[int, list[Run]]]] = {}
+    for part in own:
+        start = 0 if part.source == rank else part.start
+        bounds = [*range(start, start + part.num_tokens, PIECE_TOKENS), start + part.num_tokens]
+        runs[part] = [(end - at, slots.tokens(slot, at, end)) for at, end in pairwise(bounds)]
+    first_head = kv_heads_of(shard.tp_rank, shard.tp, shard.whole.num_kv_heads).start
+    for layers, its_parts in groupby(own, key=lambda part: part.layers):
+        for layer, part in product(layers, list(its_parts)):
+            is_sent, heads = part.source == rank, range(part.heads.start - first_head, part.heads.stop - first_head)
+            other, layer_here = part.target if is_sent else part.source, layer - shard.layers.start
+            for count, its_runs in runs[part]:
+                yield Piece(is_sent, other, layer_here, heads, count, its_runs)
 
 
 class Transfers:
@@ -82,10 +139,7 @@ class Transfers:
     def __init__(
         self, cache: KVCache, group: dist.ProcessGroup, *, num_buffers: int, failed: Callable[[Exception], object]
     ) -> None:
-        self._cache = cache
-        self._group = group
-        self._failed = failed
-        self._device = cache.k[0].device
+        self._cache, self._group, self._failed, self._device = cache, group, failed, cache.k[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._buffers = [cache.k[0].new_empty(0) for _ in range(num_buffers)]
         self._lane = Lane("medha-transfer")
@@ -111,53 +165,45 @@ class Transfers:
 
     @torch.inference_mode()
     def _run(self, pieces: Sequence[Piece], ready: torch.cuda.Event | None) -> None:
-        free, posted = deque(range(len(self._buffers))), deque[tuple[Piece, int, torch.Tensor, dist.Work]]()
+        posted = deque[tuple[Piece, torch.Tensor, dist.Work]]()
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
-            for piece in pieces:
-                if not free:
-                    free.append(self._end(*posted.popleft()))
-                buffer = self._buffer(index := free.popleft(), piece)
+            for number, piece in enumerate(pieces):
+                if len(posted) == len(self._buffers):
+                    self._end(*posted.popleft())
+                size = self._cache.block_size_of(piece.num_tokens, len(piece.heads))
+                buffer = buffer_of(self._buffers, number, size)
                 if piece.is_sent:
                     self._cache.pack(piece.layer, piece.runs, buffer, piece.heads)
                 pass_on = dist.isend if piece.is_sent else dist.irecv
                 work = pass_on(buffer, piece.rank, group=self._group)
                 assert work is not None, "all ranks are in the group"
-                posted.append((piece, index, buffer, work))
+                posted.append((piece, buffer, work))
             while posted:
                 self._end(*posted.popleft())
             if self._stream is not None:
                 self._stream.synchronize()
 
-    def _end(self, piece: Piece, index: int, buffer: torch.Tensor, work: dist.Work) -> int:
-        """Wait for a message, and put what was received into the pool; returns whose buffer is free then."""
+    def _end(self, piece: Piece, buffer: torch.Tensor, work: dist.Work) -> None:
+        """Wait for a message, and put what was received into the pool."""
         work.wait()
         if not piece.is_sent:
             self._cache.unpack(piece.layer, piece.runs, buffer, piece.heads)
-        return index
-
-    def _buffer(self, index: int, piece: Piece) -> torch.Tensor:
-        """So much of a staging buffer as a message takes; its memory is kept for the next ones."""
-        size = self._cache.block_size_of(piece.num_tokens, len(piece.heads))
-        if len(self._buffers[index]) < size:
-            self._buffers[index] = self._buffers[index].new_empty(size)
-        return self._buffers[index][:size]
 
 
 class TransferLine:
     """A rank's end of hand-overs: what it sends and receives, and the receipts of the decode ranks on rank 0."""
 
     def __init__(self, ranks: Ranks, runner: Runner, shard: ModelShard) -> None:
-        self._ranks = ranks
-        self._runner = runner
-        self._shard = shard
+        self._ranks, self._runner, self._shard = ranks, runner, shard
         assert ranks.transfer_group is not None, "there are decode instances"
         buffers = ranks.config.transfer_buffers
         self._transfers = Transfers(runner.cache, ranks.transfer_group, num_buffers=buffers, failed=self._failed)
+        self._receipts = Digests(ranks.report_group, _RECEIPTS_TAG)
         # on rank 0: who waits for the receipts of each instance, which come in order
         groups = range(ranks.config.kvp, ranks.config.num_groups) if ranks.rank == 0 else ()
-        self._receipts = {group: Lane(f"medha-receipts-{group}") for group in groups}
+        self._awaited = {group: Lane(f"medha-receipts-{group}") for group in groups}
 
     def begin(self, held: Sequence[tuple[int, int]], batch: Batch) -> None:
         """Begin to send or receive what concerns this rank of a request that is handed over, behind the batches
@@ -173,35 +219,34 @@ class TransferLine:
         shard = self._shard
         sizes = {"num_layers": shard.whole.num_layers, "num_kv_heads": shard.whole.num_kv_heads}
         parts = parts_of(self._ranks.config, held, target, **sizes)
-        pieces = list(pieces_of(parts, self._ranks.rank, self._runner.slots, slot, shard.layers.start))
-        receipt = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
+        pieces = list(pieces_of(parts, self._ranks.rank, shard, self._runner.slots, slot))
 
         def done() -> None:
             if self._ranks.group == target:
-                dist.send(receipt, dst=0, group=self._ranks.report_group, tag=_RECEIPTS_TAG)
+                self._receipts.send(batch.batch_id, batch.digest(), 0)
 
         self._transfers.start(pieces, done)
 
     def receipt(self, batch: Batch) -> Future[None]:
         """On rank 0: what is done when every rank of the decode instance has what a hand-over brings it."""
         target = batch.shared[0].group
+        posted = [(rank, self._receipts.post(rank)) for rank in self._ranks.of_groups([target])]
 
         def wait() -> None:
-            ours, theirs = [batch.batch_id, batch.digest()], torch.empty(2, dtype=torch.int64)
-            for rank in self._ranks.of_groups([target]):
+            for rank, received in posted:
                 try:
-                    dist.recv(theirs, src=rank, group=self._ranks.report_group, tag=_RECEIPTS_TAG)
+                    theirs = received()
                 except Exception as error:
                     raise RankFailedError(self._failed(error)) from None
-                if theirs.tolist() != ours:
-                    raise PlanDivergenceError(f"rank {rank} took over {theirs.tolist()} where {ours} was sent")
+                check_digest([batch.batch_id, batch.digest()], theirs, f"rank {rank} took over")
 
-        return self._receipts[target].submit(wait)
+        return self._awaited[target].submit(wait)
 
     def close(self) -> None:
         """Wait for what has begun."""
         self._transfers.close()
-        for lane in self._receipts.values():
+        self._receipts.drain()
+        for lane in self._awaited.values():
             lane.close()
 
     def _failed(self, error: Exception) -> str:

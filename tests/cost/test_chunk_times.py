@@ -7,8 +7,8 @@ import pytest
 
 from examples.reproduce.baselines.tetris import BETWEEN_NODES, CELLS, table_times
 from medha.config import ParallelConfig
-from medha.cost.chunk_times import ChunkTimes, fit_chunk_times, fitted_times
-from medha.cost.hardware import LinkRates, load_spec
+from medha.cost.chunk_times import ChunkTimes, dealt_chunk_s, fit_chunk_times, fitted_times
+from medha.cost.hardware import HardwareSpec, LinkRates, load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
@@ -40,12 +40,17 @@ def predictor() -> Predictor:
     return Predictor(stage_coefficients(SPEC, MODEL, ParallelConfig(), 0), max_tokens=1 << 18)
 
 
+def ring_chunk_s(spec: HardwareSpec, kvp: int, *, size: int, history: int, tokens: int) -> float:
+    over = Replica(spec, MODEL, ParallelConfig(kvp=kvp)).predictor_over(size, predictor=predictor())
+    return dealt_chunk_s(over, size=size, history=history, tokens=tokens)
+
+
 def test_the_ring_is_met_by_its_fit() -> None:
-    one, layout = predictor(), ParallelConfig(kvp=16)
-    times = fitted_times(partial(Replica(SPEC, MODEL, layout).ring_chunk_s, one), (1, 2, 4, 8, 16), longest=190_000)
+    over = partial(Replica(SPEC, MODEL, ParallelConfig(kvp=16)).predictor_over, predictor=predictor())
+    times = fitted_times(over, (1, 2, 4, 8, 16), longest=190_000)
     for size in times.sizes:
         for history, n in ((0, 1024), (0, 16384), (16384, 4096), (65536, 4096), (65536, 65536), (0, 131072)):
-            ours = Replica(SPEC, MODEL, layout).ring_chunk_s(one, size=size, history=history, tokens=n)
+            ours = ring_chunk_s(SPEC, 16, size=size, history=history, tokens=n)
             assert times.seconds(size, history, n) == pytest.approx(ours, rel=0.03), (size, history, n)
 
 
@@ -53,33 +58,24 @@ def test_the_ring_against_table_1() -> None:
     """As the striped ring of the reproduction: 6 to 15 % of it is the spec's single rank. The testbed's links have the
     share of their published rate that the H100 spec has."""
     spec = replace(SPEC, node_send=BETWEEN_NODES)
-    one, off = predictor(), []
-    for (size, n), s in CELLS.items():
-        ours = Replica(spec, MODEL, ParallelConfig(kvp=16)).ring_chunk_s(one, size=size, history=0, tokens=n)
-        off.append(abs(ours / s - 1))
+    off = [abs(ring_chunk_s(spec, 16, size=size, history=0, tokens=n) / s - 1) for (size, n), s in CELLS.items()]
     assert sorted(off)[len(off) // 2] < 0.13 and sorted(off)[-4] < 0.16 and max(off) < 0.3
 
 
 def test_what_shows_of_a_transfer_grows_with_a_slow_link() -> None:
-    one, layout = predictor(), ParallelConfig(kvp=2)
     slow = replace(SPEC, send=LinkRates(1e-3, 1e9))
     ring = {"size": 2, "history": 0, "tokens": 4096}
-    exposed_s = Replica(slow, MODEL, layout).ring_chunk_s(one, **ring) - Replica(SPEC, MODEL, layout).ring_chunk_s(
-        one, **ring
-    )
-    assert exposed_s > 32 * 1e-3
-    assert Replica(SPEC, MODEL, layout).ring_chunk_s(one, size=1, history=0, tokens=4096) == one.tick().with_chunk(
-        4096, 0, samples=True
-    )
+    assert ring_chunk_s(slow, 2, **ring) - ring_chunk_s(SPEC, 2, **ring) > 32 * 1e-3
+    alone_s = predictor().tick().with_chunk(4096, 0, samples=True)
+    assert ring_chunk_s(SPEC, 2, size=1, history=0, tokens=4096) == alone_s
 
 
 def test_where_cores_that_compute_send_all_of_a_transfer_shows() -> None:
-    one, layout = predictor(), ParallelConfig(kvp=2)
     plain = replace(SPEC, hides_sends=False, ring_step_s=2e-3, send=LinkRates(1e-3, 1e9))
-    ring = {"size": 2, "history": 16384, "tokens": 4096}
-    alone_s = one.tick().with_chunk(2048, 16384 + 1024, samples=True)
+    alone_s = predictor().tick().with_chunk(2048, 16384 + 1024, samples=True)
     sent_s = 1e-3 + (16384 + 4096) / 2 * 2 * 8 * 128 * 2 / 1e9
-    assert Replica(plain, MODEL, layout).ring_chunk_s(one, **ring) - alone_s == pytest.approx(32 * (2e-3 + sent_s))
+    with_ring_s = ring_chunk_s(plain, 2, size=2, history=16384, tokens=4096)
+    assert with_ring_s - alone_s == pytest.approx(32 * (2e-3 + sent_s))
 
 
 def test_fewer_chunks_than_coefficients_are_refused() -> None:

@@ -26,7 +26,7 @@ def ticks(draw: st.DrawFn) -> Tick:
         predictor.observe(kind, 1.0, draw(st.floats(0.01, 100.0)))  # type: ignore[arg-type]
     tick = predictor.tick([Work(1, kv, True, run) for kv, run in draw(st.lists(st.tuples(LENGTHS, RUNS), max_size=4))])
     for q_len, kv, run in draw(st.lists(st.tuples(st.integers(1, 256), LENGTHS, RUNS), max_size=2)):
-        tick.add(q_len, kv, run=run)
+        tick.add(Work(q_len, kv, False, run))
     return tick
 
 
@@ -152,7 +152,7 @@ def test_the_head_runs_on_sampled_rows() -> None:
     tick = Predictor(stage).tick([Work(1, 0, True)])
     assert tick.seconds - Predictor(PLAIN).tick([Work(1, 0, True)]).seconds == pytest.approx(5e-3)
     assert tick.with_chunk(16, 0, samples=True) - tick.with_chunk(16, 0) == pytest.approx(1e-3)
-    tick.add(16, 0, samples=True)
+    tick.add(Work(16, 0, False, samples=True))
     assert tick.with_chunk(16, 0, samples=True) - tick.with_chunk(16, 0) == pytest.approx(1e-3)
     alone = Predictor(stage).tick()
     assert alone.with_chunk(16, 0, samples=True) - alone.with_chunk(16, 0) == pytest.approx(5e-3)

@@ -20,9 +20,10 @@ from medha.config import ParallelConfig
 from medha.errors import PlanDivergenceError
 from medha.parallel.kvp import Merge, Shared, shared_rows
 from medha.parallel.mesh import make_merge_group
-from medha.parallel.ring import Ring
+from medha.parallel.ring import Ring, buffer_of
 from medha.parallel.spp import Digests
 from medha.params import SamplingParams
+from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
@@ -52,7 +53,7 @@ def wrong_piece(patch: pytest.MonkeyPatch) -> None:
 
 def lost_shift(patch: pytest.MonkeyPatch) -> None:
     """History that should have moved is not received."""
-    patch.setattr(Runner, "_land", lambda self, step, layer, moving: moving())
+    patch.setattr(KVCache, "unpack", lambda *_: None)
 
 
 def wrong_buffer(patch: pytest.MonkeyPatch) -> None:
@@ -61,8 +62,8 @@ def wrong_buffer(patch: pytest.MonkeyPatch) -> None:
 
     def mistaken(self: Ring, shared: Shared, own: torch.Tensor, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
         def other(owner: int, block: torch.Tensor) -> Any:
-            is_second = block.data_ptr() == self.buffer(1, 1, block).data_ptr()
-            return over(owner, self.buffer(1 - is_second, len(block), block))
+            is_second = block.data_ptr() == self.buffers[1].data_ptr()
+            return over(owner, buffer_of(self.buffers, 1 - is_second, len(block)))
 
         return attend(self, shared, own, sizes, other, **more)
 
@@ -249,7 +250,7 @@ def deal_different_rows(row: Row, odd: int) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=TIMEOUT_S))
     assert group is not None
-    ring = Ring(Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank))
+    ring = Ring(Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank), torch.zeros(0))
     deals = tuple(Deal(row.slot, g, 4, 4 + (rank == odd)) for g in row.groups)
     (shared,) = shared_rows(Batch(7, (row,), deals=deals, group=rank), dealt=True)
     part = torch.zeros(shared.tokens.stop, 2, 8), torch.zeros(shared.tokens.stop, 2)

@@ -32,7 +32,7 @@ def served(planner: Planner, queue_s: list[float], prompts: list[int], rate: flo
     plans = []
     for prompt in prompts:
         plans.append(planner.plan(prompt, queue_s, rate))
-        planner.finish_s(queue_s, plans[-1].chunks)
+        planner.occupy(queue_s, plans[-1].chunks)
     return plans
 
 
@@ -48,7 +48,7 @@ def test_section_2_4_greedy_expansion() -> None:
 
 def test_section_2_4_request_level_allocation() -> None:
     planner, queue_s = Planner(EXAMPLE, 16, max_chunks=1), [0.0] * 16
-    planner.finish_s(queue_s, planner.plan(16 * K, queue_s, 0.0).chunks)
+    planner.occupy(queue_s, planner.plan(16 * K, queue_s, 0.0).chunks)
     assert queue_s == pytest.approx([0.31] * 8 + [0.0] * 8)
     wide = planner.plan(128 * K, queue_s, 0.0)
     assert wide.chunks == (Chunk(128 * K, 0, 16),)  # eight instances are idle for 0.31 s
@@ -169,8 +169,9 @@ def check(plan: Plan, prompt: int, planner: Planner, queue_s: list[float]) -> No
     for one, after in zip(plan.chunks, plan.chunks[1:], strict=False):
         assert after.first <= one.first and one.first + one.size <= after.first + after.size
         assert one.size < after.size and one.num_tokens >= PIECES * one.size
-    spans = planner.finish_s(list(queue_s), plan.chunks)
-    assert spans[-1][1] == pytest.approx(plan.ttft_s, rel=1e-9)
+    free_s = list(queue_s)
+    planner.occupy(free_s, plan.chunks)
+    assert free_s[plan.chunks[-1].first] == pytest.approx(plan.ttft_s, rel=1e-9)
 
 
 def test_one_size_is_fixed_groups() -> None:

@@ -181,8 +181,8 @@ def test_queue_times_follow_what_happens() -> None:
             end_s = began_s + task.seconds * factor
             for group in task.chunk.groups:
                 free_s[group] = max(end_s, 2 * arrival_s - end_s)
-        ours = driver.packer._queue_s(arrival_s, 1.0)
-        assert ours == pytest.approx([one - arrival_s for one in free_s], abs=1e-4)
+        ours = driver.packer._queue_s(arrival_s, factor)
+        assert ours == pytest.approx([(one - arrival_s) / factor for one in free_s], abs=1e-4)
         driver.add(slot, prompt)
     driver.finish()
     assert num_late
@@ -275,8 +275,13 @@ def test_the_rate_follows_the_load_of_the_last_minute() -> None:
         for arrival_s in (second, second + 0.5) if second < 200 else (second,) * (second % 2):
             window.arrived(float(arrival_s))
         rates.append(window.rate)
-    assert rates[10] == 0.1 and rates[35] == rates[190] == 0.7 and rates[300] == 0.1
+    assert rates[0] == rates[10] == rates[190] == 0.7 and rates[300] == 0.1
     assert 0.3 in rates[200:300]
+    window.arrived(1000.0)
+    window.arrived(1000.0)
+    assert window.rate == 0.1  # whom nobody has come before
+    window.arrived(1000.1)
+    assert window.rate == 0.7
     assert LoadWindow(0.25).rate == 0.25
 
 
