@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from rich.text import Text
 
+from medha.config import CDSP, SchedulerConfig
 from medha.outputs import CompletionOutput, RequestOutput
 
 logger = logging.getLogger("medha")
@@ -171,3 +172,21 @@ def _short_id(request_id: str) -> str:
 def one_line(text: str) -> str:
     """Text without line breaks, and without control characters, which a terminal would obey."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", "·", text.replace("\n", "⏎"))
+
+
+def budget_text(config: SchedulerConfig, *, has_tpot: bool) -> str:
+    """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
+    if config.scheduler == CDSP:
+        sizes = "any SP size" if config.sp_sizes is None else f"SP {', '.join(map(str, config.sp_sizes))}"
+        return f"scheduler cdsp: chunks as planned, {sizes}; every prefill has its groups to itself"
+    if config.scheduler != "medha":
+        whole = config.scheduler in ("static", "orca")
+        chunks = "whole prompts" if whole else f"chunks of at most {config.chunk_size:,}"
+        return f"scheduler {config.scheduler}: batches of at most {config.max_batch_tokens:,} tokens, {chunks}"
+    if config.t_target_s is not None:
+        return f"a batch may take {config.t_target_s:g} s (t_target_s)"
+    quantum = "what an efficient chunk takes" if config.quantum_s is None else f"{config.quantum_s:g} s"
+    if has_tpot:
+        return f"a batch may take what its decodes' TPOT objectives leave, else {quantum} (quantum_s)"
+    why = "quantum_s, as there is no TPOT objective"
+    return f"a batch may take {quantum} ({why}), and so may a token beside prefills"

@@ -269,29 +269,23 @@ class SchedulerConfig:
             what = f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make"
             raise ConfigError(f"{what}; accepted: all")
         if self.ring:
-            self._check_ring()
-        if self.scheduler == CDSP:
-            self._check_dealt()
+            if self.scheduler != "medha":
+                raise ConfigError(f"ring with scheduler={self.scheduler!r}; accepted: medha")
+            self._refuse("ring", "prefix_caching", "overcommit", "num_swap_blocks")
+            object.__setattr__(self, "prefix_caching", False)
+        if self.scheduler == CDSP:  # dealt chunks are as long as planned, and are not kept, moved or preempted
+            refused = ("prefix_caching", "overcommit", "num_swap_blocks", "async_scheduling", "chunk_size", "depth")
+            self._refuse("scheduler='cdsp'", *refused)
+            for name in ("prefix_caching", "async_scheduling"):
+                object.__setattr__(self, name, False)
         elif self.scheduler != "medha" and self.chunk_size is None:
             object.__setattr__(self, "chunk_size", self.max_batch_tokens if self.scheduler == "vllm" else 512)
 
-    def _check_ring(self) -> None:
-        """Refuse what requests that are dealt over their groups do not have."""
-        if self.scheduler != "medha":
-            raise ConfigError(f"ring with scheduler={self.scheduler!r}; accepted: medha")
-        for name in ("prefix_caching", "overcommit", "num_swap_blocks"):
+    def _refuse(self, what: str, *names: str) -> None:
+        """Refuse options that ``what`` does not have."""
+        for name in names:
             if getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)!r} with ring; accepted: without it")
-        object.__setattr__(self, "prefix_caching", False)
-
-    def _check_dealt(self) -> None:
-        """Refuse what dealt chunks do not have: they are as long as planned, and are not kept, moved or preempted."""
-        refused = ("prefix_caching", "overcommit", "num_swap_blocks", "async_scheduling", "chunk_size", "depth")
-        for name in refused:
-            if getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)!r} with scheduler='cdsp'; accepted: without it")
-        for name in ("prefix_caching", "async_scheduling"):
-            object.__setattr__(self, name, False)
+                raise ConfigError(f"{name}={getattr(self, name)!r} with {what}; accepted: without it")
 
     @property
     def yielded_share(self) -> float:
@@ -326,23 +320,6 @@ class SchedulerConfig:
         if self.scheduler == CDSP and parallel.spp > 1:
             what = f"spp={parallel.spp} with scheduler='cdsp'"
             raise ConfigError(f"{what}; accepted: 1, as its chunks are of whole groups")
-
-    def budget_text(self, *, has_tpot: bool) -> str:
-        """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
-        if self.scheduler == CDSP:
-            sizes = "any SP size" if self.sp_sizes is None else f"SP {', '.join(map(str, self.sp_sizes))}"
-            return f"scheduler cdsp: chunks as planned, {sizes}; every prefill has its groups to itself"
-        if self.scheduler != "medha":
-            whole = self.scheduler in ("static", "orca")
-            chunks = "whole prompts" if whole else f"chunks of at most {self.chunk_size:,}"
-            return f"scheduler {self.scheduler}: batches of at most {self.max_batch_tokens:,} tokens, {chunks}"
-        if self.t_target_s is not None:
-            return f"a batch may take {self.t_target_s:g} s (t_target_s)"
-        quantum = "what an efficient chunk takes" if self.quantum_s is None else f"{self.quantum_s:g} s"
-        if has_tpot:
-            return f"a batch may take what its decodes' TPOT objectives leave, else {quantum} (quantum_s)"
-        why = "quantum_s, as there is no TPOT objective"
-        return f"a batch may take {quantum} ({why}), and so may a token beside prefills"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from medha.cli import command
-from medha.cli.display import Display, StreamedText, print_explanation
+from medha.cli.display import Display, StreamedText, budget_text, print_explanation
 from medha.cli.files import emptied, opened, unwritable_reported
 from medha.cli.options import ENGINE, MODEL, SAMPLING, LogLevel, but, engine_options, takes
 from medha.cli.report import report_console
@@ -155,7 +155,7 @@ def _serve(
     output, timeline, journal = opened_files
     json_lines, live = given["json_lines"], not given["no_progress"]
     trace = None if timeline is None else Timeline()
-    logger.info("%s", config.scheduler.budget_text(has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
+    logger.info("%s", budget_text(config.scheduler, has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
     logger.info("loading %s", config.model)
     role = build_role(config, timeline=trace)
     engine = role.engine
