@@ -31,8 +31,8 @@ Shows = Mapping[str, Sequence[str]]
 
 _Verbs = Mapping[str, tuple[str, str]]
 VERBS: _Verbs = {
-    "latency": ("latency", "One request at a time, over prompt lengths: TTFT, between tokens, end to end."),
-    "throughput": ("throughput", "Requests that are all there from the start: requests and tokens a second."),
+    "latency": ("offline", "One request at a time, over prompt lengths: TTFT, between tokens, end to end."),
+    "throughput": ("offline", "Requests that are all there from the start: requests and tokens a second."),
     "serve": ("serve", "Requests arrive at a live engine: TTFT, TPOT, ITL, E2EL, goodput."),
     "compare": ("compare", "The same weights and prompts through medha and through another engine."),
     "scaling": ("scaling", "Several ranks against one."),
