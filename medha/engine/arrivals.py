@@ -148,7 +148,7 @@ def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:
     if arrival.error is not None:
         raise arrival.error
     objectives = {"slo": arrival.slo, "priority": arrival.priority, "tenant": arrival.tenant}
-    return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)  # type: ignore[arg-type]
+    return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)
 
 
 class Joiner:

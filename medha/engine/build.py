@@ -228,18 +228,17 @@ class _KVPools(NamedTuple):
 
     here: int
     of_prefills: int
-    of_decodes: int  # as the others where there are no decode instances
+    of_decodes: int  # of no meaning where there are no decode instances
 
     @classmethod
     def of(cls, config: EngineConfig, ranks: Ranks | None, num_blocks: int) -> _KVPools:
         """From how many this rank has room for; every rank calls it."""
-        if ranks is None or not config.parallel.decode_replicas:
-            return cls(*[num_blocks if ranks is None else over_ranks(ranks, num_blocks, ReduceOp.MIN)] * 3)
-        decodes, most = ranks.group >= config.parallel.kvp, 2**62
-        of_prefills, of_decodes = (
-            over_ranks(ranks, num_blocks if decodes == of_kind else most, ReduceOp.MIN) for of_kind in (False, True)
-        )
-        return cls(of_decodes if decodes else of_prefills, of_prefills, of_decodes)
+        if ranks is None:
+            return cls(num_blocks, num_blocks, num_blocks)
+        decodes = ranks.group >= config.parallel.kvp
+        offers = (num_blocks if decodes == of_kind else 2**62 for of_kind in (False, True))
+        found = [over_ranks(ranks, offer, ReduceOp.MIN) for offer in offers]
+        return cls(found[decodes], *found)
 
 
 def _check_pools(config: EngineConfig, pools: _KVPools, num_host_blocks: int) -> None:

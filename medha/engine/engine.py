@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
-from typing import TextIO
+from typing import Any, TextIO
 
 from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
@@ -189,25 +189,14 @@ class Engine:
         prepared = self.prepare(request_id, prompt, params, slo=slo, priority=priority, tenant=tenant)
         self.add_prepared(prepared, arrival_s=arrival_s)
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        slo: SLO | None = None,
-        priority: str = "normal",
-        tenant: str = "",
-    ) -> Request:
-        """Tokenise and check a request without queueing it, in any thread; as :meth:`add_request`."""
+    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **wanted: Any) -> Request:
+        """Tokenise and check a request without queueing it, in any thread; as :meth:`add_request`, of whose keywords
+        ``wanted`` are ``slo``, ``priority`` and ``tenant``."""
         if self._dead is not None:
             raise self._dead
         kv = self.scheduler.memory
-        return prepare_request(
-            request_id, prompt, params, slo, priority, tenant,
-            limits=self.limits, tokenizer=self.tokenizer, kv=kv, prefix=self._prefix,
-            decode_kv=self.hand_overs.largest,
-        )  # fmt: skip
+        knows = {"limits": self.limits, "tokenizer": self.tokenizer, "prefix": self._prefix}
+        return prepare_request(request_id, prompt, params, **wanted, **knows, kv=kv, decode_kv=self.hand_overs.largest)
 
     @in_turn
     def add_prepared(
