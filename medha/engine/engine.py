@@ -195,7 +195,7 @@ class Engine:
         if self._dead is not None:
             raise self._dead
         kv = self.scheduler.memory
-        knows = {"limits": self.limits, "tokenizer": self.tokenizer, "prefix": self._prefix}
+        knows: dict[str, Any] = {"limits": self.limits, "tokenizer": self.tokenizer, "prefix": self._prefix}
         return prepare_request(request_id, prompt, params, **wanted, **knows, kv=kv, decode_kv=self.hand_overs.largest)
 
     @in_turn
