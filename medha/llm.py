@@ -27,11 +27,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from medha.cli.files import emptied, opened
 from medha.config import EngineConfig
 from medha.engine.admission import Prompt, is_prompt, listed, spread
-from medha.engine.arrivals import Preparing
 from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.engine.journal import check_recordable
 from medha.engine.request import Request
+from medha.engine.threads import Preparing
 from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from medha.cli.display import budget_text
 from medha.config import (
     OPTION_ALIASES,
     CacheConfig,
@@ -133,7 +134,7 @@ def test_vllm_has_the_budget_of_the_batch_alone() -> None:
     ],
 )
 def test_the_time_of_a_batch_in_words(options: dict[str, Any], has_tpot: bool, text: str) -> None:
-    assert SchedulerConfig(**options).budget_text(has_tpot=has_tpot).startswith(text)
+    assert budget_text(SchedulerConfig(**options), has_tpot=has_tpot).startswith(text)
 
 
 def test_an_unknown_option_is_refused_with_what_is_near() -> None:

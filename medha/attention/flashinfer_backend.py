@@ -22,7 +22,7 @@ import importlib.util
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from itertools import groupby
 from typing import Any, Literal
 
@@ -277,29 +277,22 @@ class FlashInferBackend(AttentionBackend):
         return self._wrappers[-1]
 
 
+@dataclass(eq=False, repr=False)
 class FixedDecodes:
-    """Attention of so many decodes that a CUDA graph can hold; planned anew before each replay, outside of it.
+    """Attention of so many decodes that a CUDA graph can hold; planned anew before each replay, outside of it."""
 
-    Args:
-        indices: int32 on the device, where the page table will lie.
-        most_decodes: the largest batch size of all; made first, so that they share one workspace.
-    """
+    backend: InitVar[FlashInferBackend]
+    shape: LayerShape
+    batch_size: int
+    indices: torch.Tensor  # int32 on the device, where the page table will lie
+    _: KW_ONLY
+    most_decodes: InitVar[int]  # the largest batch size of all; made first, so that they share one workspace
 
-    def __init__(
-        self,
-        backend: FlashInferBackend,
-        shape: LayerShape,
-        batch_size: int,
-        indices: torch.Tensor,
-        *,
-        most_decodes: int,
-    ) -> None:
-        workspace = backend.workspace(shape, indices.device, num_decodes=most_decodes)
-        self._shape = shape
-        self._batch_size = batch_size
-        self._indices = indices
+    def __post_init__(self, backend: FlashInferBackend, most_decodes: int) -> None:
+        indices, batch_size = self.indices, self.batch_size
+        workspace = backend.workspace(self.shape, indices.device, num_decodes=most_decodes)
         self._page_size = backend.block_size
-        self._split = KVSplit(shape, backend.num_sms, backend.block_size)
+        self._split = KVSplit(self.shape, backend.num_sms, backend.block_size)
         made = backend.api.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
@@ -317,18 +310,18 @@ class FixedDecodes:
 
         The rows have one query each and keys, and are as many as the graph has; their pages lie in the buffer.
         """
-        assert len(rows) == self._batch_size, f"{len(rows)} decodes in a graph of {self._batch_size}"
-        tables, (sizes, dtypes) = _tables(rows, self._indices, 0, len(rows)), _sizes(self._shape, rows.page_size)
+        assert len(rows) == self.batch_size, f"{len(rows)} decodes in a graph of {self.batch_size}"
+        tables, (sizes, dtypes) = _tables(rows, self.indices, 0, len(rows)), _sizes(self.shape, rows.page_size)
         pages = np.diff(rows.page_indptr)
-        part = self._split.graph_part_pages(pages, self._batch_size)
+        part = self._split.graph_part_pages(pages, self.batch_size)
         # Where no row is cut, a plan of ours would not be one with parts, which is what was captured.
         how = {"fixed_split_size": part} if part < pages.max() else {}
-        self._wrapper.plan(self, self._indices.device, *tables, *sizes, **dtypes, **how)
+        self._wrapper.plan(self, self.indices.device, *tables, *sizes, **dtypes, **how)
 
     def starves(self, rows: AttentionRows) -> bool:
         """Whether decodes, at most as many as the graph has, should run without it: it cuts the longest of them into
         less than half of the parts."""
-        return self._split.starves_in_graph(np.diff(rows.page_indptr), self._batch_size)
+        return self._split.starves_in_graph(np.diff(rows.page_indptr), self.batch_size)
 
     def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
         """Attention of every row, out_BNH; can be captured."""

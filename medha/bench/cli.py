@@ -31,8 +31,8 @@ Shows = Mapping[str, Sequence[str]]
 
 _Verbs = Mapping[str, tuple[str, str]]
 VERBS: _Verbs = {
-    "latency": ("latency", "One request at a time, over prompt lengths: TTFT, between tokens, end to end."),
-    "throughput": ("throughput", "Requests that are all there from the start: requests and tokens a second."),
+    "latency": ("offline", "One request at a time, over prompt lengths: TTFT, between tokens, end to end."),
+    "throughput": ("offline", "Requests that are all there from the start: requests and tokens a second."),
     "serve": ("serve", "Requests arrive at a live engine: TTFT, TPOT, ITL, E2EL, goodput."),
     "compare": ("compare", "The same weights and prompts through medha and through another engine."),
     "scaling": ("scaling", "Several ranks against one."),
@@ -121,7 +121,7 @@ def _made(cls: type, given: Mapping[str, Any], engine: Mapping[str, Any]) -> Any
 def _run(path: Any, options: Any, measure: Callable[..., Report | None], shows: Shows, notes: Sequence[str]) -> int:
     """Measure on this rank; rank 0 writes the report and prints a part of it. Returns 0, or 3 where requests have
     failed, or tokens are wrong."""
-    from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
+    from medha.cli.report import check_writable, deliver, progress
 
     check_writable(path)
     if not is_first_rank():
@@ -132,27 +132,19 @@ def _run(path: Any, options: Any, measure: Callable[..., Report | None], shows: 
         report = measure(options)
     assert report is not None, "rank 0 has the report"
     report["load_before_after"] = [load, os.getloadavg()[0]]
-    write_report(path, report)
-    if path != STDOUT:
-        entries = {
-            name: [{key: row[key] for key in columns if key in row} for row in report[name]]
-            if columns
-            else report[name]
-            for name, columns in shows.items()
-            if name in report
-        }
-        runs = [f"median of {options.runs} after {options.warmup} warm-up"] if hasattr(options, "runs") else []
-        where = [str(report[name]) for name in ("dtype", "device") if name in report]
-        if report.get("num_ranks", 1) > 1:
-            where.append(f"{report['num_ranks']} ranks")
-        lines = [
-            *report.get("notes", ()),
-            *runs,
-            *notes,
-            f"load average {load:.1f} before, {report['load_before_after'][1]:.1f} after",
-        ]
-        title = "; ".join([str(report.get("title", report["benchmark"])), *where])
-        print_report({**entries, "notes": lines, "environment": report["environment"]}, title=title)
+    entries = {
+        name: [{key: row[key] for key in columns if key in row} for row in report[name]] if columns else report[name]
+        for name, columns in shows.items()
+        if name in report
+    }
+    runs = [f"median of {options.runs} after {options.warmup} warm-up"] if hasattr(options, "runs") else []
+    load_text = f"load average {load:.1f} before, {report['load_before_after'][1]:.1f} after"
+    lines = [*report.get("notes", ()), *runs, *notes, load_text]
+    where = [str(report[name]) for name in ("dtype", "device") if name in report]
+    if report.get("num_ranks", 1) > 1:
+        where.append(f"{report['num_ranks']} ranks")
+    title = "; ".join([str(report.get("title", report["benchmark"])), *where])
+    deliver(report, path, shown={"title": title, **entries, "notes": lines, "environment": report["environment"]})
     return FAILED_REQUESTS if report.get("failed") or report.get("num_wrong") else 0
 
 

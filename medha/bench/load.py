@@ -1,18 +1,15 @@
 """Puts a load on a live engine: the requests of a workload, their arrivals in time.
 
-A workload is a trace from a file, or drawn; its prompts are random. :func:`~medha.engine.arrivals.drive` serves a list
-of arrivals; here a number of requests at once may be the limit, and the time of every token is kept: when it is on the
+A workload is a trace from a file, or drawn; its prompts are random. The time of every token is kept: when it is on the
 host, so that what a device had to do for it is over.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +21,9 @@ from medha.batch import Batch
 from medha.bench.cli import COUNT, of_load
 from medha.bench.harness import random_prompt
 from medha.config.fields import number
-from medha.engine.arrivals import Arrival, prepare_arrival
+from medha.engine.arrivals import Arrival, drive
 from medha.engine.engine import Engine
-from medha.errors import ConfigError, EngineDeadError, MedhaError
+from medha.errors import ConfigError
 from medha.outputs import RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams
 from medha.sched.decision import Prediction
@@ -36,7 +33,6 @@ from medha.workload.synth import retimed, synthesize
 from medha.workload.trace import Trace
 
 NO_SLO = SLO()
-_MAX_SLEEP_S = 0.1
 _RATE = number("requests a second above 0, or inf", lambda value: value > 0)
 
 
@@ -110,51 +106,20 @@ def serve_load(engine: Engine, arrivals: Sequence[Arrival], *, max_concurrency: 
     Args:
         engine: idle. The parameters of all requests are of :func:`fixed_output`, and their prompts are token ids.
         arrivals: in order of ``arrival_s``.
-        max_concurrency: requests at once; who comes while there are so many arrives when one of them ends.
+        max_concurrency: as ``most`` of :func:`~medha.engine.arrivals.drive`.
 
     Raises:
         EngineDeadError: a step failed.
     """
-    start_s, most = engine.now(), max_concurrency or len(arrivals)
-    upcoming = deque(arrivals)
-    sent: dict[str, tuple[int, list[float]]] = {}  # prompt tokens, and the times of the tokens
-    running: set[str] = set()
-    done: dict[str, Outcome] = {}
-    room_s = 0.0  # since when there is room for one more
-
-    def take(output: RequestOutput, now_s: float) -> None:
-        nonlocal room_s
-        name = output.request_id
-        sent[name][1].extend([now_s] * len(output.outputs[0].token_ids))
-        if output.finished:
-            done[name] = _outcome(output, *sent.pop(name), start_s)
-            room_s = now_s - start_s if len(running) == most else room_s
-            running.discard(name)
-
-    def send(arrival: Arrival) -> None:
-        name, at_s = arrival.request_id, start_s + arrival.arrival_s
-        sent[name] = len(arrival.prompt), []
-        try:
-            engine.add_prepared(prepare_arrival(engine, arrival), arrival_s=at_s)
-        except EngineDeadError:
-            raise
-        except MedhaError as error:
-            now_s = engine.now()
-            take(arrival.unserved(start_s, error=error, now_s=now_s), now_s)
-
-    while upcoming or running:
-        now_s = engine.now() - start_s
-        while upcoming and upcoming[0].arrival_s <= now_s and len(running) < most:
-            arrival = upcoming.popleft()
-            running.add(arrival.request_id)
-            send(replace(arrival, arrival_s=max(arrival.arrival_s, room_s)))
-        if engine.has_unfinished:
-            outputs, now_s = engine.step(), engine.now()
-            for output in outputs:
-                take(output, now_s)
-        elif upcoming:
-            time.sleep(min(_MAX_SLEEP_S, max(0.0, upcoming[0].arrival_s - (engine.now() - start_s))))
-    outcomes = tuple(done.pop(arrival.request_id) for arrival in arrivals)
+    start_s = engine.now()
+    times: dict[str, list[float]] = {one.request_id: [] for one in arrivals}  # of the tokens
+    last: dict[str, RequestOutput] = {}
+    for output in drive(engine, arrivals, start_s=start_s, most=max_concurrency):
+        times[output.request_id] += [engine.now()] * len(output.outputs[0].token_ids)
+        last[output.request_id] = output
+    outcomes = tuple(
+        _outcome(last[one.request_id], len(one.prompt), times[one.request_id], start_s) for one in arrivals
+    )
     return Served(outcomes, max((one.end_s for one in outcomes), default=0.0))
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Self, TextIO
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from rich.text import Text
 
+from medha.config import CDSP, SchedulerConfig
 from medha.outputs import CompletionOutput, RequestOutput
 
 logger = logging.getLogger("medha")
@@ -27,33 +29,25 @@ _LONG_PROMPT = 4096  # tokens of those that get a bar
 _ID_WIDTH = 16
 
 
+@dataclass(eq=False, repr=False)
 class Display:
-    """Many requests at once: a line for each that ends and, on a terminal, how far those are that run.
+    """Many requests at once: a line for each that ends and, on a terminal, how far those are that run."""
 
-    Args:
-        prefills: (request id, tokens read, tokens in all) of each prompt under way of at least so many tokens.
-        lines: where a line for each finished request is printed, if anywhere.
-        live: where bars are drawn, if it is a terminal.
-        num_requests: how many there will be; more than one are counted.
-    """
+    prefills: Callable[[int], Sequence[tuple[str, int, int]]]  # of prompts of so many tokens: id, tokens read, in all
+    _: KW_ONLY
+    lines: Console | None  # where a line for each finished request is printed
+    live: InitVar[Console | None]  # where bars are drawn, if it is a terminal
+    num_requests: InitVar[int]  # how many there will be; more than one are counted
 
-    def __init__(
-        self,
-        prefills: Callable[[int], Sequence[tuple[str, int, int]]],
-        *,
-        lines: Console | None,
-        live: Console | None,
-        num_requests: int,
-    ) -> None:
-        self._prefills, self._lines = prefills, lines
+    def __post_init__(self, live: Console | None, num_requests: int) -> None:
         self._tasks: dict[str, TaskID] = {}
         self._last_refresh = 0.0
         self._bars: Progress | None = None
         if live is not None and live.is_terminal:
             self._bars = _bars(live)
             self._count = self._bars.add_task("requests done", total=num_requests, rate="", visible=num_requests > 1)
-            if lines is not None and lines.is_terminal:
-                self._lines = live  # all that reaches the terminal must pass the console that redraws a part of it
+            if self.lines is not None and self.lines.is_terminal:
+                self.lines = live  # all that reaches the terminal must pass the console that redraws a part of it
 
     def __enter__(self) -> Self:
         if self._bars is not None:
@@ -71,10 +65,10 @@ class Display:
         """Take a request that has ended, with all of its tokens."""
         if self._bars is not None:
             self._bars.advance(self._count)
-        if self._lines is not None:
+        if self.lines is not None:
             name, text, note = map(one_line, (whole.request_id, shown_text(whole.outputs[0]), _note(whole)))
             line = Text.assemble((name, "cyan"), "  ", text, (f"  [{note}]", "red" if whole.error else "dim"))
-            self._lines.print(line, soft_wrap=True)
+            self.lines.print(line, soft_wrap=True)
 
     def refresh(self) -> None:
         """Redraw, at most eight times a second; call after each step."""
@@ -82,7 +76,7 @@ class Display:
         if bars is None or now - self._last_refresh < _REFRESH_S:
             return
         self._last_refresh = now
-        shown = {name: (done, total) for name, done, total in self._prefills(_LONG_PROMPT)[:_MAX_ROWS]}
+        shown = {name: (done, total) for name, done, total in self.prefills(_LONG_PROMPT)[:_MAX_ROWS]}
         for name in self._tasks.keys() - shown.keys():
             bars.remove_task(self._tasks.pop(name))
         for name, (done, total) in shown.items():
@@ -171,3 +165,21 @@ def _short_id(request_id: str) -> str:
 def one_line(text: str) -> str:
     """Text without line breaks, and without control characters, which a terminal would obey."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", "·", text.replace("\n", "⏎"))
+
+
+def budget_text(config: SchedulerConfig, *, has_tpot: bool) -> str:
+    """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
+    if config.scheduler == CDSP:
+        sizes = "any SP size" if config.sp_sizes is None else f"SP {', '.join(map(str, config.sp_sizes))}"
+        return f"scheduler cdsp: chunks as planned, {sizes}; every prefill has its groups to itself"
+    if config.scheduler != "medha":
+        whole = config.scheduler in ("static", "orca")
+        chunks = "whole prompts" if whole else f"chunks of at most {config.chunk_size:,}"
+        return f"scheduler {config.scheduler}: batches of at most {config.max_batch_tokens:,} tokens, {chunks}"
+    if config.t_target_s is not None:
+        return f"a batch may take {config.t_target_s:g} s (t_target_s)"
+    quantum = "what an efficient chunk takes" if config.quantum_s is None else f"{config.quantum_s:g} s"
+    if has_tpot:
+        return f"a batch may take what its decodes' TPOT objectives leave, else {quantum} (quantum_s)"
+    why = "quantum_s, as there is no TPOT objective"
+    return f"a batch may take {quantum} ({why}), and so may a token beside prefills"

@@ -111,11 +111,13 @@ def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
         unfinished.replace(path)
 
 
-def deliver(report: Mapping[str, Any], path: Path | None, *, title: str = "") -> None:
-    """Write a report where ``--output-json`` says, and print it unless that is stdout."""
+def deliver(
+    report: Mapping[str, Any], path: Path | None, *, shown: Mapping[str, Any] | None = None, title: str = ""
+) -> None:
+    """Write a report where ``--output-json`` says and, unless that is stdout, print it, or what is ``shown`` of it."""
     write_report(path, report)
     if path != STDOUT:
-        print_report(report, title=title)
+        print_report(report if shown is None else shown, title=title)
 
 
 def report_console() -> Console:

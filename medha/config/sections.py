@@ -320,23 +320,6 @@ class SchedulerConfig:
             what = f"spp={parallel.spp} with scheduler='cdsp'"
             raise ConfigError(f"{what}; accepted: 1, as its chunks are of whole groups")
 
-    def budget_text(self, *, has_tpot: bool) -> str:
-        """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
-        if self.scheduler == CDSP:
-            sizes = "any SP size" if self.sp_sizes is None else f"SP {', '.join(map(str, self.sp_sizes))}"
-            return f"scheduler cdsp: chunks as planned, {sizes}; every prefill has its groups to itself"
-        if self.scheduler != "medha":
-            whole = self.scheduler in ("static", "orca")
-            chunks = "whole prompts" if whole else f"chunks of at most {self.chunk_size:,}"
-            return f"scheduler {self.scheduler}: batches of at most {self.max_batch_tokens:,} tokens, {chunks}"
-        if self.t_target_s is not None:
-            return f"a batch may take {self.t_target_s:g} s (t_target_s)"
-        quantum = "what an efficient chunk takes" if self.quantum_s is None else f"{self.quantum_s:g} s"
-        if has_tpot:
-            return f"a batch may take what its decodes' TPOT objectives leave, else {quantum} (quantum_s)"
-        why = "quantum_s, as there is no TPOT objective"
-        return f"a batch may take {quantum} ({why}), and so may a token beside prefills"
-
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:

@@ -1,7 +1,6 @@
 """Runs an engine over requests that arrive in time: feed what is due, step, hand on what changed.
 
-Prompts are tokenised in threads, never where the engine steps: it goes on meanwhile, and takes a request when it is
-ready. A prompt of millions of characters is overtaken by the short ones that arrive after it.
+Prompts are prepared in threads (:mod:`medha.engine.threads`) while the engine steps.
 """
 
 from __future__ import annotations
@@ -9,14 +8,15 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from medha.engine.threads import Preparing
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import CompletionOutput, RequestOutput, unserved
 from medha.params import SLO, SamplingParams
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from medha.engine.request import Request
 
 T = TypeVar("T")
-
-LONG_PROMPT = 100_000
-"""Characters or ids of the longest prompt that is prepared among the short ones."""
 
 _MAX_SLEEP_S = 0.1
 _MOST_BEGUN = 256  # of the arrivals that are due, between two steps
@@ -66,6 +63,8 @@ def drive(
     *,
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[], None] = lambda: None,
+    start_s: float | None = None,
+    most: int | None = None,
 ) -> Iterator[RequestOutput]:
     """Serve arrivals to the end, yielding outputs as they change; each has one finished output, a refused one with its
     error.
@@ -75,14 +74,20 @@ def drive(
         arrivals: in order of ``arrival_s``.
         should_stop: asked between steps; once true, everything unfinished is aborted and yielded.
         on_step: called after each step; it may add requests of its own.
+        start_s: from which arrivals count, on the engine's clock; by default the present.
+        most: requests at once; who comes while there are so many arrives when one of them ends.
 
     Raises:
         EngineDeadError: a step failed; the unfinished requests have been yielded before.
     """
-    start = engine.now()
+    start = engine.now() if start_s is None else start_s
+    room_s = 0.0  # since when there is room for one more
     upcoming = deque(arrivals)
-    pending: dict[futures.Future[Request], Arrival] = {}  # being prepared
-    prepared: queue.SimpleQueue[futures.Future[Request]] = queue.SimpleQueue()
+    pending: dict[Future[Request], Arrival] = {}  # being prepared
+    prepared: queue.SimpleQueue[Future[Request]] = queue.SimpleQueue()
+
+    def is_full() -> bool:
+        return most is not None and len(pending) + engine.num_unfinished >= most
 
     def unserved(error: EngineDeadError | None = None) -> Iterator[RequestOutput]:
         yield from (arrival.unserved(start, error=error) for arrival in (*pending.values(), *upcoming))
@@ -95,15 +100,16 @@ def drive(
                 engine.abort_all()
                 yield from unserved()
             for _ in range(min(len(upcoming), _MOST_BEGUN)):
-                if upcoming[0].arrival_s > engine.now() - start:
+                if upcoming[0].arrival_s > engine.now() - start or is_full():
                     break
                 arrival = upcoming.popleft()
+                arrival = replace(arrival, arrival_s=max(arrival.arrival_s, room_s))
                 begun = preparing.begin(arrival.prompt, partial(prepare_arrival, engine, arrival))
                 pending[begun] = arrival
                 begun.add_done_callback(prepared.put)
                 begun.add_done_callback(lambda _: engine.wake())
-            wait_s = _MAX_SLEEP_S
-            if upcoming:
+            wait_s, was_full = _MAX_SLEEP_S, is_full()
+            if upcoming and not was_full:
                 wait_s = min(wait_s, max(upcoming[0].arrival_s - (engine.now() - start), 0.0))
             is_idle = not engine.has_unfinished
             if is_idle and upcoming and not pending:
@@ -121,6 +127,8 @@ def drive(
                 if engine.has_unfinished:
                     yield from engine.step(wait_s=wait_s)
                     on_step()
+                if was_full and not is_full():
+                    room_s = engine.now() - start
             except EngineDeadError as error:
                 yield from error.outputs
                 yield from unserved(error)
@@ -135,44 +143,12 @@ def taken(things: queue.SimpleQueue[T], wait_s: float) -> Iterator[T]:
             wait_s = 0.0
 
 
-class Preparing:
-    """Prepares requests in threads, long prompts in one and the others in another; the engine goes on meanwhile."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
-        self._begun: set[futures.Future[Any]] = set()  # and not done
-
-    def close(self) -> None:
-        """Give up what is not done."""
-        for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)
-        if self._begun and self._engine.tokenizer is not None:
-            self._engine.tokenizer.interrupt()  # the end of the process would wait for it
-
-    def begin(self, prompt: Any, prepare: Callable[[], T]) -> futures.Future[T]:
-        """Prepare something of a prompt, after those that are as long or short."""
-        begun = self._threads[prompt_size(prompt) > LONG_PROMPT].submit(prepare)
-        self._begun.add(begun)
-        begun.add_done_callback(self._begun.discard)
-        return begun
-
-
 def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:
     """Tokenise and check an arrival, in any thread; raises its own error, or as :meth:`Engine.prepare`."""
     if arrival.error is not None:
         raise arrival.error
     objectives = {"slo": arrival.slo, "priority": arrival.priority, "tenant": arrival.tenant}
-    return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)  # type: ignore[arg-type]
-
-
-def prompt_size(prompt: Any) -> int:
-    """Characters or ids of a prompt, or of the longest part of what it holds at any depth that a form has."""
-    if isinstance(prompt, Mapping):
-        return max(map(prompt_size, prompt.values()), default=0)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return max(map(prompt_size, prompt))
-    return len(prompt) if getattr(prompt, "ndim", 1) > 0 and hasattr(prompt, "__len__") else 0
+    return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)
 
 
 class Joiner:

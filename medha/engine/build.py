@@ -212,8 +212,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
         return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender, lanes=lanes, transfers=transfers)
-    most = config.parallel.transfer_buffers
-    hand_overs = HandOvers(instances, most, driven.hand_over) if instances else None
+    hand_overs = HandOvers(instances, config.parallel.transfer_buffers, driven.hand_over)
     engine = Engine(driven, scheduler, limits, hand_overs=hand_overs, news=driven.news, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe

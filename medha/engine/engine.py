@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TextIO
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from typing import Any, TextIO
 
 from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
@@ -25,7 +25,7 @@ from medha.engine.in_flight import InFlight
 from medha.engine.journal import Journal
 from medha.engine.prefix import PrefixIds
 from medha.engine.request import Completion, ModelLimits, Request
-from medha.engine.turns import Turns, in_turn
+from medha.engine.threads import Turns, in_turn
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
 from medha.params import SLO, SamplingParams, check_seconds
@@ -38,6 +38,7 @@ from medha.worker.step import BatchRunner, phase
 _EXTEND_EVERY = 256  # tokens of an output after which others may share them too
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Continuous batching on one model.
 
@@ -45,39 +46,24 @@ class Engine:
     in which they asked. What :meth:`step` returns goes to the thread that called it. Two calls wait for nobody:
     :meth:`prepare`, which changes nothing, and :meth:`fail`.
 
-    Args:
-        runner: runs batches.
-        scheduler: decides them; :meth:`abandon` puts a new one of the same configuration in its place.
-        limits: what requests are checked against.
-        tokenizer: None serves token ids alone, with ``text`` None.
-        clock: monotonic seconds; the engine's time starts at 0.
-        timeline: records what ran when, if given.
-        hand_overs: to the decode instances, where there are some; ``scheduler`` has the prefills alone then.
-        news: set by the runner when a batch may have come to be done; None where batches complete in order.
-
     Attributes:
         turns: who has the engine; held from one call to the next (``with engine.turns:``) it lets nobody between.
         on_step: called with each batch that is done, what was predicted of it before it was sent (None where the
             scheduler predicts nothing) and its busy seconds.
     """
 
-    def __init__(
-        self,
-        runner: BatchRunner,
-        scheduler: Scheduler,
-        limits: ModelLimits,
-        *,
-        tokenizer: Tokenizer | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        timeline: StepLog | None = None,
-        hand_overs: HandOvers | None = None,
-        news: threading.Event | None = None,
-    ) -> None:
-        self.runner = runner
-        self.scheduler = scheduler
-        self.limits = limits
-        self.tokenizer = tokenizer
-        self.timeline = timeline
+    runner: BatchRunner
+    scheduler: Scheduler  # of the prefills alone where there are decode instances; abandon() makes a new one
+    limits: ModelLimits  # what requests are checked against
+    _: KW_ONLY
+    tokenizer: Tokenizer | None = None  # None serves token ids alone, with ``text`` None
+    clock: InitVar[Callable[[], float]] = time.perf_counter  # monotonic seconds; the engine's time starts at 0
+    timeline: StepLog | None = None  # records what ran when
+    hand_overs: HandOvers = field(default_factory=HandOvers)  # to the decode instances
+    news: InitVar[threading.Event | None] = None  # set when a batch may be done; None where they complete in order
+
+    def __post_init__(self, clock: Callable[[], float], news: threading.Event | None) -> None:
+        scheduler = self.scheduler
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
         num_groups = scheduler.memory.num_groups
         lanes = (None,) if news is None else range(num_groups)
@@ -90,7 +76,6 @@ class Engine:
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight = InFlight(news)
-        self.hand_overs = HandOvers() if hand_overs is None else hand_overs
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
@@ -204,25 +189,14 @@ class Engine:
         prepared = self.prepare(request_id, prompt, params, slo=slo, priority=priority, tenant=tenant)
         self.add_prepared(prepared, arrival_s=arrival_s)
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        slo: SLO | None = None,
-        priority: str = "normal",
-        tenant: str = "",
-    ) -> Request:
-        """Tokenise and check a request without queueing it, in any thread; as :meth:`add_request`."""
+    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **wanted: Any) -> Request:
+        """Tokenise and check a request without queueing it, in any thread; as :meth:`add_request`, of whose keywords
+        ``wanted`` are ``slo``, ``priority`` and ``tenant``."""
         if self._dead is not None:
             raise self._dead
         kv = self.scheduler.memory
-        return prepare_request(
-            request_id, prompt, params, slo, priority, tenant,
-            limits=self.limits, tokenizer=self.tokenizer, kv=kv, prefix=self._prefix,
-            decode_kv=self.hand_overs.largest,
-        )  # fmt: skip
+        knows: dict[str, Any] = {"limits": self.limits, "tokenizer": self.tokenizer, "prefix": self._prefix}
+        return prepare_request(request_id, prompt, params, **wanted, **knows, kv=kv, decode_kv=self.hand_overs.largest)
 
     @in_turn
     def add_prepared(

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,36 +43,22 @@ class ModelLimits:
     most_new_tokens: int | None = None  # of a completion, where that is bounded apart
 
 
+@dataclass(eq=False, repr=False)
 class Request:
-    """A request that has been tokenised and checked; once it is queued it has completions.
+    """A request that has been tokenised and checked; once it is queued it has completions."""
 
-    Args:
-        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
-        prompt_ids: its tokens, a copy of our own; 10M of them are 40 MB. The runner reads this array, without a copy.
-        params: every field has a value, and ``max_tokens`` fits the room after the prompt.
-    """
+    request_id: str
+    prompt: str | None  # its text, that of messages as the chat template wrote it; None where ids were given
+    prompt_ids: npt.NDArray[np.int32]  # its tokens, a copy of our own; the runner reads this array, without a copy
+    params: SamplingParams  # every field has a value, and max_tokens fits the room after the prompt
+    slo: SLO | None = None
+    priority: str = "normal"
+    tenant: str = ""
+    prefix: bytes = b""  # ids of its prompt's units, where what is computed of it is shared
+    completions: tuple[Completion, ...] = ()  # by index; none until it begins
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_ids: npt.NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        slo: SLO | None = None,
-        priority: str = "normal",
-        tenant: str = "",
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_ids = prompt_ids
-        self.params = params
-        self.slo = slo
-        self.priority = priority
-        self.tenant = tenant
-        self.prefix = b""  # ids of its prompt's units, where what is computed of it is shared
-        self.completions: tuple[Completion, ...] = ()  # by index; none until it begins
-        self.num_running = params.n  # completions that have not ended
+    def __post_init__(self) -> None:
+        self.num_running = self.params.n  # completions that have not ended
 
     @property
     def max_tokens(self) -> int:
@@ -148,6 +134,7 @@ class Request:
         return total
 
 
+@dataclass(eq=False, repr=False)
 class Completion:
     """One of the completions of a request: what it has produced, and when it ends.
 
@@ -155,19 +142,15 @@ class Completion:
         end_ids: end-of-sequence and stop ids; one of them ends it.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        index: int,
-        slot: int,
-        arrival_s: float,
-        limits: ModelLimits,
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        params, slo = request.params, request.slo or SLO()
-        self.request = request
-        self.index = index
-        self.slot = slot  # its handle in scheduler and runner
+    request: Request
+    index: int
+    slot: int  # its handle in scheduler and runner
+    arrival_s: InitVar[float]
+    limits: InitVar[ModelLimits]
+    tokenizer: Tokenizer | None
+
+    def __post_init__(self, arrival_s: float, limits: ModelLimits) -> None:
+        request, params, slo = self.request, self.request.params, self.request.slo or SLO()
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
         self.end_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
         self.metrics = RequestMetrics(arrival_s, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
@@ -178,11 +161,10 @@ class Completion:
         self.finish_reason: FinishReason | None = None  # why it has ended; None while it runs
         self.error: Exception | None = None
         self._stop_reason: str | int | None = None
-        self._tokenizer = tokenizer
         self._max_tokens = request.max_tokens
         self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None and params.detokenize:
-            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        if self.tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
         # else it is decoded at the end
         self._streams_text = self._detokenizer is not None and bool(request.reports_progress or params.stop_strings)
         self._hides_end = False  # its last token is not part of the text
@@ -265,12 +247,8 @@ class Completion:
             self._hides_end = not self.request.params.include_stop_str_in_output
         if self._streams_text and not self._hides_end:
             assert self._detokenizer is not None, "text is streamed where there is any"
-            text = self._detokenizer.push(token)
-            if self._has_stops:
-                self._add_text(text)
-            elif text:
-                self._pieces.append(text)
-        if ends or (self._has_stops and self._stops.matched is not None):
+            self._add_text(self._detokenizer.push(token))
+        if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
         elif len(ids) >= self._max_tokens:
@@ -335,7 +313,7 @@ class Completion:
             self._pieces.append(piece)
 
     def _text_of(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def pieces(length: int) -> Iterator[slice]:

@@ -216,7 +216,13 @@ class TokenLine:
 
     def _wait_for(self, step: StepInput) -> None:
         """Note the tokens that a step's decodes embed, once they are here."""
-        for _ in range(max(self._num_needed(step), len(self._receives) - _TOKENS_IN_FLIGHT)):
+        wanted, queued = set(step.decode_slots.tolist()), list(self._receives)  # a copy, as another thread posts more
+        needed = [
+            at
+            for at, (batch_id, slots, _) in enumerate(queued, start=1)
+            if batch_id < step.batch.batch_id and not wanted.isdisjoint(slots)
+        ]
+        for _ in range(max([0, *needed, len(queued) - _TOKENS_IN_FLIGHT])):
             batch_id, slots, received = self._receives.popleft()
             tokens = received()
             # A slot may have been given to another request meanwhile, of which this rank draws itself.
@@ -225,17 +231,6 @@ class TokenLine:
                 self._runner.note_tokens([slots[at] for at in kept], tokens[kept])
         if self._ranks.is_sampler:
             self._drawn_here.update(dict.fromkeys(step.drawn_slots.tolist(), step.batch.batch_id))
-
-    def _num_needed(self, step: StepInput) -> int:
-        """How many of the oldest receives are to be waited for before a step."""
-        wanted = set(step.decode_slots.tolist())
-        # A copy: another thread posts more meanwhile.
-        before = (
-            at
-            for at, (batch_id, slots, _) in enumerate(list(self._receives), start=1)
-            if batch_id < step.batch.batch_id and not wanted.isdisjoint(slots)
-        )
-        return max(before, default=0)
 
     def _send(self, batch: Batch, result: StepResult) -> None:
         """Send what was sampled here after a batch's rows."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from medha.cli import command
-from medha.cli.display import Display, StreamedText, print_explanation
+from medha.cli.display import Display, StreamedText, budget_text, print_explanation
 from medha.cli.files import emptied, opened, unwritable_reported
 from medha.cli.options import ENGINE, MODEL, SAMPLING, LogLevel, but, engine_options, takes
 from medha.cli.report import report_console
@@ -155,7 +155,7 @@ def _serve(
     output, timeline, journal = opened_files
     json_lines, live = given["json_lines"], not given["no_progress"]
     trace = None if timeline is None else Timeline()
-    logger.info("%s", config.scheduler.budget_text(has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
+    logger.info("%s", budget_text(config.scheduler, has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
     logger.info("loading %s", config.model)
     role = build_role(config, timeline=trace)
     engine = role.engine
@@ -167,7 +167,9 @@ def _serve(
             engine.record(emptied(journal))
         interrupted = stack.enter_context(command.first_interrupt())
         stack.enter_context(command.state_on_signal(role.describe))
-        stdout_failure = stack.enter_context(_lasting_stdout())
+        stdout, stdout_failure = command.lossy(sys.stdout)
+        stack.enter_context(redirect_stdout(stdout))
+        stack.callback(stdout.flush)
         view = _view(engine, arrivals, json_lines=json_lines, live=live)
         stack.enter_context(view)
         files = [] if output is None else [emptied(output) if given["overwrite"] else output]
@@ -210,19 +212,6 @@ def _end_of(num_failed: int, lost: OSError | None, *, has_file: bool) -> int:
         with unwritable_reported("stdout"):
             raise lost
     return command.FAILED_REQUESTS if num_failed else 0
-
-
-@contextmanager
-def _lasting_stdout() -> Iterator[Callable[[], OSError | None]]:
-    """Within, stdout takes everything; yields what tells why it is lost since when."""
-    before = sys.stdout
-    sys.stdout, failure = command.lossy(before)
-    try:
-        yield failure
-    finally:
-        if sys.stdout is not before:
-            sys.stdout.flush()
-        sys.stdout = before
 
 
 def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live: bool) -> Display:

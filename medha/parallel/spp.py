@@ -106,9 +106,11 @@ class StagePipe:
         if self.previous is None:
             return
         free, used = self._free_receives.pop() if self._free_receives else (None, None)
-        slice_1W = self._sized(batch, free)
-        if slice_1W is None:
-            slice_1W = self._like.new_empty(1, self._width(batch))
+        width = self._width(batch)
+        if free is not None and free.untyped_storage().nbytes() >= width * self.dtype.itemsize:
+            slice_1W = free.as_strided((1, width), (width, 1), 0)
+        else:  # a smaller one is dropped, so their number does not grow
+            slice_1W = self._like.new_empty(1, width)
             used = record_event(self.device)  # whoever had this memory before may still use it
         with self._beside(used):
             part = post_receive(slice_1W, self.previous, self.group, 0)
@@ -147,14 +149,6 @@ class StagePipe:
     def _width(self, batch: Batch) -> int:
         """Numbers of a rank's slice of a batch."""
         return -(-batch.num_tokens * self.dim // self.tp)
-
-    def _sized(self, batch: Batch, free: torch.Tensor | None) -> torch.Tensor | None:
-        """A slice of exactly a batch's size in the storage of a free one; None if there is none that is large enough,
-        which is dropped, so their number does not grow."""
-        width = self._width(batch)
-        if free is None or free.untyped_storage().nbytes() < width * self.dtype.itemsize:
-            return None
-        return free.as_strided((1, width), (width, 1), 0)
 
     def _beside(self, used: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """Within, what is issued waits for ``used`` and not for the compute launched so far."""

@@ -6,7 +6,6 @@ seconds of a part are those from when the device comes to it until it has passed
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from medha.attention.staging import record_event
-from medha.parallel.mesh import Ranks
+from medha.parallel.mesh import Ranks, wait_for_all
 from medha.records import BatchRecord
 from medha.worker.runner import Runner
 from medha.worker.step import PendingStep
 from medha.worker.step_input import StepInput
 
 Mark = float | torch.cuda.Event
+_LIMIT_S = 600.0  # for the slowest rank to come
 
 
 class StageTime(NamedTuple):
@@ -123,10 +123,7 @@ def _stage_time(record: BatchRecord, marks: _Marks) -> StageTime:
 
 
 def gathered(ranks: Ranks, mine: Mapping[int, StageTime]) -> list[dict[int, StageTime]]:
-    """What every rank measured, by rank, on rank 0, which waits for it; the others give theirs and get nothing."""
-    store = ranks.job.store
-    if ranks.rank != 0:
-        store.set(f"profile/{ranks.rank}", json.dumps([[batch_id, *one] for batch_id, one in mine.items()]))
-        return []
-    others = [json.loads(store.get(f"profile/{rank}")) for rank in range(1, ranks.config.world_size)]
-    return [dict(mine), *({int(row[0]): StageTime(*row[1:]) for row in rows} for rows in others)]
+    """What every rank measured, by rank; each of them calls it."""
+    rows = [[batch_id, *one] for batch_id, one in mine.items()]
+    everyone = wait_for_all(ranks.job, "profile", rows, limit_s=_LIMIT_S)
+    return [{int(row[0]): StageTime(*row[1:]) for row in its_rows} for its_rows in everyone]

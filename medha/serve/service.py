@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from medha.engine.arrivals import Arrival, Preparing, prepare_arrival, prompt_size, taken, together
+from medha.engine.arrivals import Arrival, prepare_arrival, taken, together
 from medha.engine.engine import Engine
 from medha.engine.request import Completion, Request
+from medha.engine.threads import Preparing, prompt_size
 from medha.errors import EngineDeadError, MedhaError, not_accepted
 from medha.outputs import RequestOutput
 from medha.serve.protocol import ApiError, stopped

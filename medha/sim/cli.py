@@ -68,7 +68,7 @@ def simulate(
     Several schedulers, policies or rates in one call are compared on the same arrivals and lengths. Without arguments
     a small comparison runs.
     """
-    from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
+    from medha.cli.report import check_writable, deliver, progress
     from medha.sim.study import NOTES, about, config_of, remarks, run_all, shown, systems_of
 
     start_logging("warning")
@@ -89,15 +89,12 @@ def simulate(
         "config": config_of(systems[0].replica, given),
         "runs": reports,
     }
-    write_report(output_json, report)
+    title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
+    deliver(report, output_json, shown={"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES]})
     if timeline is not None:
         from medha.sim.outcome import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
-    notes = [*remarks(reports), *NOTES]
-    if output_json != STDOUT:
-        title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
-        print_report({"title": title, **shown(reports), "notes": notes})
     _print_wall(runs)
     if interrupted:
         return exit_code(KeyboardInterrupt())
@@ -135,7 +132,7 @@ def plan(
 
     Every product of replicas, tp (inside a node), spp and kvp that uses all of them is simulated.
     """
-    from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
+    from medha.cli.report import check_writable, deliver, progress
     from medha.cost.hardware import load_spec
     from medha.sim.plan import Goal, Planner, report_of, shown
     from medha.sim.replica import find_model
@@ -157,7 +154,6 @@ def plan(
     with progress("simulating layouts", len(planner.layouts())) as done:
         candidates = planner.plan(done)
     options = {"model": model, "hardware": hardware}
-    write_report(output_json, report_of(planner, options, candidates))
-    if output_json != STDOUT:
-        print_report(shown(planner, options, candidates, top=top))
+    shown_of = shown(planner, options, candidates, top=top)
+    deliver(report_of(planner, options, candidates), output_json, shown=shown_of)
     return 0 if candidates[0]["meets"] else NONE_MEETS

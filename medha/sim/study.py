@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from medha.cli.display import budget_text
 from medha.config import CDSP, CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
 from medha.config.fields import POSITIVE, number_or_text, read_option, words
 from medha.cost.hardware import load_spec
@@ -122,7 +123,7 @@ def about(systems: Sequence[System], given: Mapping[str, Any]) -> list[str]:
         f"and {int(trace.output_tokens.sum()):,} output tokens"
         + " at the first rate"
         * (len({system.qps for system in systems}) > 1),
-        *dict.fromkeys(system.replica.scheduler.budget_text(has_tpot=has_tpot) for system in systems),
+        *dict.fromkeys(budget_text(system.replica.scheduler, has_tpot=has_tpot) for system in systems),
     ]
 
 

@@ -6,7 +6,6 @@ not work.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -103,29 +102,19 @@ def attempted(check: str, rows: Iterable[Row]) -> list[Row]:
         return [failed(check, error)]
 
 
-class Crew:
-    """All ranks, or this process alone.
+def gathered(job: Job | None, name: str, value: Any) -> list[Any]:
+    """A JSON value of every rank, rank 0's first, or of this process alone; every rank calls it, once for each name.
 
-    Args:
-        job: how the ranks met; None where there is one process.
+    Raises:
+        RankFailedError: a rank has failed.
     """
+    return [value] if job is None else wait_for_all(job, name, value, limit_s=_LIMIT_S)
 
-    def __init__(self, job: Job | None) -> None:
-        self.job = job
 
-    def gather(self, name: str, value: Any) -> list[Any]:
-        """A JSON value of every rank, rank 0's first; every rank calls it, once for each name.
-
-        Raises:
-            RankFailedError: a rank has failed.
-        """
-        if self.job is None:
-            return [json.loads(json.dumps(value))]
-        return wait_for_all(self.job, name, value, limit_s=_LIMIT_S)
-
-    def worst(self, name: str, rows: Sequence[Row]) -> list[Row]:
-        """The rows of all ranks, of each the one from the rank where it is worst; every rank calls it."""
-        return worst_of([[Row(**row) for row in rows] for rows in self.gather(name, [asdict(row) for row in rows])])
+def worst(job: Job | None, name: str, rows: Sequence[Row]) -> list[Row]:
+    """The rows of all ranks, of each the one from the rank where it is worst; every rank calls it."""
+    everyone = gathered(job, name, [asdict(row) for row in rows])
+    return worst_of([[Row(**row) for row in its_rows] for its_rows in everyone])
 
 
 def worst_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[Row]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -23,20 +23,10 @@ from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.health import failures_named
 from medha.parallel.launch import Launch, is_first_rank
-from medha.parallel.mesh import check_same_everywhere, meet
+from medha.parallel.mesh import Job, check_same_everywhere, meet
 from medha.parallel.own_ranks import job_folder
 from medha.verify.kernels import attention_rows, merge_rows
-from medha.verify.rows import (
-    FAIL,
-    NOT_RUN,
-    PASS,
-    Crew,
-    Row,
-    Setting,
-    attempted,
-    failed,
-    timed,
-)
+from medha.verify.rows import FAIL, NOT_RUN, PASS, Row, Setting, attempted, failed, gathered, timed, worst
 from medha.verify.serving import Show, needle_rows, parity_rows, random_llama
 from medha.worker.shard import TORCH_DTYPES, choose_backend, own_device, pick_device
 
@@ -132,9 +122,7 @@ def run_checks(setting: Setting, launch: Launch | None, add: Add, show: Show = l
 
 def _check_basics(setting: Setting, launch: Launch | None, add: Add) -> None:
     """All that needs no engine."""
-    job = None if launch is None else meet(setting.parallel, launch)
-    crew = Crew(job)
-    with nullcontext() if job is None else failures_named(job.monitor, activity="verify"):
+    with _met(setting, launch) as job:
         if job is not None:
             versions = {"python": platform.python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda}
             check_same_everywhere(job, {"options": setting, **versions})
@@ -146,19 +134,25 @@ def _check_basics(setting: Setting, launch: Launch | None, add: Add) -> None:
         }
         backend = backends[dtype]
         found = chain.from_iterable(attention_rows(one, device, [each]) for each, one in backends.items())
-        add(crew.worst("attention", attempted("attention", found)))
+        add(worst(job, "attention", attempted("attention", found)))
         num_parts = sorted({max(2, setting.parallel.kvp), 3})
-        add(crew.worst("merge", attempted("merge", merge_rows(backend, device, dtype, num_parts=num_parts))))
-        if job is not None:
-            job.monitor.leave()
+        merged = merge_rows(backend, device, dtype, num_parts=num_parts)
+        add(worst(job, "merge", attempted("merge", merged)))
 
 
 def _of_every_rank(setting: Setting, launch: Launch | None, value: Any) -> list[Any]:
     """A value of each rank, after the engine has left its groups."""
+    with _met(setting, launch) as job:
+        return gathered(job, "values", value)
+
+
+@contextmanager
+def _met(setting: Setting, launch: Launch | None) -> Iterator[Job | None]:
+    """Within, the ranks have met without an engine; what is yielded is None where there is one process."""
     if launch is None:
-        return [value]
+        yield None
+        return
     job = meet(setting.parallel, launch)
     with failures_named(job.monitor, activity="verify"):
-        values = Crew(job).gather("values", value)
+        yield job
         job.monitor.leave()
-    return values

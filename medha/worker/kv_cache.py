@@ -9,6 +9,7 @@ tokens outermost (the layout of paged kernels).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,31 +30,27 @@ def new_pool(
     return torch.empty(*shape_PKH, dtype=dtype, device=device, pin_memory=is_pinned)
 
 
+@dataclass(eq=False, repr=False)
 class KVCache:
-    """Pools of keys and values, ``k`` and ``v``: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer,
-    of the heads of one rank (``shape``).
+    """Pools of keys and values, ``k`` and ``v``: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
 
     On the CPU the system commits pages as they are first written. With ``has_scratch`` one more block lies behind the
     pool, which no table names: what rows that only fill a batch up read and write. ConfigError where the memory cannot
     be had.
     """
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        device: torch.device,
-        has_scratch: bool = False,
-    ) -> None:
-        self.shape = shape
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.has_scratch = has_scratch
+    shape: LayerShape  # of the heads of one rank
+    _: KW_ONLY
+    num_layers: InitVar[int]
+    num_blocks: int
+    block_size: int
+    device: InitVar[torch.device]
+    has_scratch: bool = False
+
+    def __post_init__(self, num_layers: int, device: torch.device) -> None:
         self.append: Callable[..., None] | None = None  # FlashInfer's append_paged_kv_cache, with its table of pages
-        whole = (num_blocks + has_scratch) * block_size, shape.num_kv_heads, shape.head_dim
+        shape, num_blocks, block_size = self.shape, self.num_blocks, self.block_size
+        whole = (num_blocks + self.has_scratch) * block_size, shape.num_kv_heads, shape.head_dim
         try:
             self.k, self.v = ([new_pool(whole, shape.dtype, device) for _ in range(num_layers)] for _ in range(2))
         except RuntimeError as error:

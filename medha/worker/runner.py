@@ -142,13 +142,13 @@ class Runner:
         """Prepare a batch on the one rank that there is; it runs now where the device runs behind the host, else when
         its result is asked for, after those before it."""
         step = self.prepare(batch, self.chunk_ids(batch))
-        begin = partial(self._run_alone, step)
-        return begin() if self.device.type == "cuda" else PendingStep(lambda: begin().result())
 
-    def _run_alone(self, step: StepInput) -> PendingStep:
-        pending = self.run(step)
-        assert pending is not None, "a rank with the whole model samples"
-        return pending
+        def begin() -> PendingStep:
+            pending = self.run(step)
+            assert pending is not None, "a rank with the whole model samples"
+            return pending
+
+        return begin() if self.device.type == "cuda" else PendingStep(lambda: begin().result())
 
     def prepare(self, batch: Batch, chunk_ids: npt.NDArray[np.int32] | None) -> StepInput:
         """Make a batch ready to run: on the host alone, in the order of the batches.
@@ -182,7 +182,7 @@ class Runner:
                 copies[-1]()
             return None
         self._make_room(len(self.slots.held))
-        graphs = self._graphs_for(step)
+        graphs = self.graphs if self.graphs is not None and self.graphs.holds(step) else None
         out, slots, greedy = self._eager(step, copies) if graphs is None else self._replay(graphs, step, copies)
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
@@ -240,10 +240,6 @@ class Runner:
                     first = max(span.start - len(prompt), 0)
                     parts.append(np.array(self._drawn[row.slot][first : span.stop - len(prompt)], np.int32))
         return np.concatenate(parts)
-
-    def _graphs_for(self, step: StepInput) -> DecodeGraphs | None:
-        """The graphs, if one of them holds a step."""
-        return self.graphs if self.graphs is not None and self.graphs.holds(step) else None
 
     def _replay(self, graphs: DecodeGraphs, step: StepInput, copies: list[Wait]) -> _Ran:
         """As :meth:`_eager`, from a graph, which waits for all copies."""

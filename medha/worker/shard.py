@@ -123,30 +123,25 @@ def build_runner(
 def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[str, Any]:
     """What a runner takes to be one of several; every rank calls it, as communicators are used for the first time."""
     digests = Digests(ranks.report_group)
-    pipe = make_pipe(ranks, digests, dim=shard.model.hidden_size, dtype=shard.dtype, device=device)
-    merge = None
-    if ranks.merge_group is not None:
-        merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
-        merge.warm(device)
-    pipe.warm()
-    return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
-
-
-def make_pipe(ranks: Ranks, digests: Digests, *, dim: int, dtype: torch.dtype, device: torch.device) -> StagePipe:
-    """A rank's pipe to the next stage, from the one before."""
-    return StagePipe(
+    pipe = StagePipe(
         ranks.pipe_group,
         digests,
         previous=ranks.neighbour(-1),
         following=ranks.neighbour(1),
-        dim=dim,
-        dtype=dtype,
+        dim=shard.model.hidden_size,
+        dtype=shard.dtype,
         device=device,
         num_buffers=ranks.layout.spp + 1,
         tp=ranks.layout.tp,
         tp_rank=ranks.tp_rank,
         all_gather=all_gather_over(ranks.tp_group) if ranks.layout.tp > 1 else None,
     )
+    merge = None
+    if ranks.merge_group is not None:
+        merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
+        merge.warm(device)
+    pipe.warm()
+    return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
 
 
 def agreed(ranks: Ranks | None, what: str, wrong: str | None) -> str | None:

@@ -8,8 +8,8 @@ import pytest
 
 from medha.bench.cli import Report, app
 from medha.bench.harness import Local, Subject, count_parameters, on_ranks
-from medha.bench.latency import useful_flops
 from medha.bench.load import fixed_output, serve_load
+from medha.bench.offline import useful_flops
 from medha.cli.command import run_app
 from medha.engine.arrivals import Arrival
 from tests.bench.shapes import ON_TINY, TINY

@@ -7,7 +7,7 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.load import Workload
-from medha.bench.throughput import throughput_fields
+from medha.bench.offline import throughput_fields
 from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY
 

@@ -13,9 +13,10 @@ import torch
 import medha.engine.arrivals
 from medha.batch import Batch
 from medha.config import EngineConfig
-from medha.engine.arrivals import LONG_PROMPT, Arrival, drive, prompt_size
+from medha.engine.arrivals import Arrival, drive
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
+from medha.engine.threads import LONG_PROMPT, prompt_size
 from medha.errors import ContextLengthError, RankFailedError, ValidationError
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams

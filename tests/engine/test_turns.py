@@ -3,7 +3,7 @@
 import threading
 import time
 
-from medha.engine.turns import Turns
+from medha.engine.threads import Turns
 
 
 def test_it_is_re_entrant_and_one_threads_alone() -> None:

@@ -1,0 +1,104 @@
+"""Threads around an engine: they take turns to have it, in the order in which they asked.
+
+Prompts are prepared beside it, never where it steps: it takes a request when that is ready. A prompt of millions of
+characters is overtaken by the short ones that arrive after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from medha.engine.engine import Engine
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LONG_PROMPT = 100_000
+"""Characters or ids of the longest prompt that is prepared among the short ones."""
+
+
+class Turns:
+    """A re-entrant lock. Whoever gives it back and asks again comes after those who wait.
+
+    ``threading.RLock`` promises no order: a thread that steps an engine in a loop would get it back before another one
+    that waits to add a request has woken up.
+    """
+
+    def __init__(self, nudge: Callable[[], None] = lambda: None) -> None:
+        self._nudge = nudge  # called where somebody comes who must wait
+        self._door = threading.Lock()  # held by the one who is next
+        self._room = threading.RLock()  # an interrupt may strike when it is held and no owner noted
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._door:
+                if not self._room.acquire(blocking=False):
+                    self._nudge()
+                    self._room.acquire()
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._room.release()
+
+
+def in_turn(method: Callable[P, R]) -> Callable[P, R]:
+    """A method that changes an engine, which the caller's thread has to itself meanwhile; where an interrupt strikes in
+    it, the requests are lost, the engine is not."""
+
+    @wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        engine: Any = args[0]
+        with engine.turns:
+            try:
+                return method(*args, **options)
+            except Exception:
+                raise
+            except BaseException:
+                engine.abandon()
+                raise
+
+    return call
+
+
+class Preparing:
+    """Prepares requests in threads, long prompts in one and the others in another; the engine goes on meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
+        self._begun: set[futures.Future[Any]] = set()  # and not done
+
+    def close(self) -> None:
+        """Give up what is not done."""
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+        if self._begun and self._engine.tokenizer is not None:
+            self._engine.tokenizer.interrupt()  # the end of the process would wait for it
+
+    def begin(self, prompt: Any, prepare: Callable[[], R]) -> futures.Future[R]:
+        """Prepare something of a prompt, after those that are as long or short."""
+        begun = self._threads[prompt_size(prompt) > LONG_PROMPT].submit(prepare)
+        self._begun.add(begun)
+        begun.add_done_callback(self._begun.discard)
+        return begun
+
+
+def prompt_size(prompt: Any) -> int:
+    """Characters or ids of a prompt, or of the longest part of what it holds at any depth that a form has."""
+    if isinstance(prompt, Mapping):
+        return max(map(prompt_size, prompt.values()), default=0)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        return max(map(prompt_size, prompt))
+    return len(prompt) if getattr(prompt, "ndim", 1) > 0 and hasattr(prompt, "__len__") else 0
