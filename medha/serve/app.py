@@ -142,11 +142,17 @@ class Front:
                 raise ApiError(415, "compressed bodies are not read; accepted: no content-encoding")
         return key or Key()
 
-    # -- bodies ------------------------------------------------------------------------------------------------------
-
-    async def _body(self, request: HttpRequest) -> Json:
-        """The JSON object of a body."""
-        most, body = self._max_body_bytes, bytearray()
+    async def _body(self, request: HttpRequest, key: Key) -> Json:
+        """The JSON object of a body of a key's client; the request counts as open until its answer is over."""
+        service, most, body = self.service, self._max_body_bytes, bytearray()
+        if service.is_draining or service.ended is not None:
+            raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
+        if self.num_open.total() >= self._max_concurrent:
+            raise ApiError(429, f"{self._max_concurrent} requests are open, as many as may be", retry_after="1")
+        if key.max_concurrent is not None and self.num_open[key.tenant] >= key.max_concurrent:
+            raise ApiError(429, f"this API key has {key.max_concurrent} requests open, all it may", retry_after="1")
+        self.num_open[key.tenant] += 1
+        request.state.leave.callback(self.num_open.subtract, [key.tenant])
         size = int(request.headers.get("content-length", most))
         large = ApiError(413, f"the body is too large; accepted: at most {most} bytes")
         if size > most:
@@ -171,33 +177,21 @@ class Front:
             raise ApiError(400, "the body is not a JSON object")
         return found
 
-    def _open(self, request: HttpRequest, key: Key) -> ExitStack:
-        """Count a request of a key as open until its answer is over; returns what is closed then."""
-        service, most = self.service, self._max_concurrent
-        if service.is_draining or service.ended is not None:
-            raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
-        if self.num_open.total() >= most:
-            raise ApiError(429, f"{most} requests are open, as many as may be", retry_after="1")
-        if key.max_concurrent is not None and self.num_open[key.tenant] >= key.max_concurrent:
-            raise ApiError(429, f"this API key has {key.max_concurrent} requests open, all it may", retry_after="1")
-        self.num_open[key.tenant] += 1
-        leave: ExitStack = request.state.leave
-        leave.callback(self.num_open.subtract, [key.tenant])
-        return leave
-
-    # -- completions -------------------------------------------------------------------------------------------------
-
     async def _complete(self, request: HttpRequest, key: Key, *, is_chat: bool) -> ASGIApp:
-        arrival_s, leave = self.service.engine.now(), self._open(request, key)
-        body = await self._body(request)
-        objectives, name = key.objectives(body, request.headers), request.state.name
-        asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
+        arrival_s, leave = self.service.engine.now(), request.state.leave
+        body = await self._body(request, key)
+        body |= key.objectives(body, request.headers)
+        asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=request.state.name)
         self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
         key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
         leave.callback(asyncio.ensure_future(_end_with_client(request, asyncio.current_task())).cancel)
-        answer = await self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
-        leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
-        return _Events(self._stream(asked, answer)) if asked.flags.stream else await self._whole(asked, answer)
+        answer = await self.service.prepare(asked.arrivals, most_tokens=key.max_prompt_tokens)
+        leave.callback(self.service.abort, answer)  # of one that has ended, or was not taken, it does nothing
+        await self.service.enqueue(answer, arrival_s)
+        if not asked.flags.stream:
+            return await self._whole(asked, answer)
+        events = StreamingResponse(self._stream(asked, answer), headers=_SSE)
+        return lambda scope, receive, send: events.stream_response(send)  # a client that leaves is seen to here
 
     def _note_ignored(self, names: Set[str]) -> None:
         """Count fields of a body that nobody knows, and log each of their names once."""
@@ -233,11 +227,8 @@ class Front:
         self.service.ask(self.service.engine.reset_prefix_cache)
         return Response()
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
-
     async def _tokenize(self, request: HttpRequest, key: Key) -> Response:
-        self._open(request, key)
-        body, engine = await self._body(request), self.service.engine
+        body, engine = await self._body(request, key), self.service.engine
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
         special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
         work = partial(tokenise, prompt, self._tokenizer(), size, add_special_tokens=special)
@@ -245,8 +236,7 @@ class Front:
         return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
 
     async def _detokenize(self, request: HttpRequest, key: Key) -> Response:
-        self._open(request, key)
-        body, tokenizer, limits = await self._body(request), self._tokenizer(), self.service.engine.limits
+        body, tokenizer, limits = await self._body(request, key), self._tokenizer(), self.service.engine.limits
         tokens: Any = body.get("tokens")
         if not hasattr(tokens, "__len__") or len(tokens) > limits.max_model_len:
             raise not_accepted("tokens", None, f"a list of at most {limits.max_model_len} token ids")
@@ -301,14 +291,6 @@ async def _end_with_client(request: HttpRequest, task: asyncio.Task[Any] | None)
         pass
     assert task is not None, "a request is answered by a task"
     task.cancel()
-
-
-class _Events(StreamingResponse):
-    """Server-sent events; whoever makes them sees to a client that leaves, for which starlette has further tasks."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
-        await self.stream_response(send)
 
 
 def _event(value: Json) -> bytes:

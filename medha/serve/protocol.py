@@ -108,11 +108,9 @@ class Flags(msgspec.Struct):
     explain: bool | None = None
 
 
-def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None, objectives: Json) -> Asked:
-    """What a body asks for; raises ApiError, ValidationError, its like of msgspec, or UnsupportedFeatureError.
-
-    ``objectives`` are its ``slo``, ``priority`` and ``tenant``; ``request_id`` is how its client calls it.
-    """
+def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None) -> Asked:
+    """What a body asks for, which its client calls ``request_id``; raises ApiError, ValidationError, its like of
+    msgspec, or UnsupportedFeatureError."""
     flags = msgspec.convert(body, Flags)  # which leaves out all else
     if flags.model not in (None, *models):
         known = ", ".join(models)
@@ -132,15 +130,18 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
     rest = {name: value for name, value in fields.items() if name not in (*PROMPT_FORMS, *CHAT_OPTIONS)}
     defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
     defaults |= {"max_tokens": None} if is_chat else {}
-    first = read_fields("", rest | prompts[0] | objectives, defaults)
+    first = read_fields("", rest | prompts[0], defaults)
     assert first.params is not None, "they were read"
     if len(prompts) * first.params.n > MAX_CHOICES:
         raise not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
     name, unique = request_id or uuid.uuid4().hex, uuid.uuid4().hex[:12]  # a client may send its own id twice
     arrivals = tuple(replace(first, request_id=f"{name}-{unique}-{i}", prompt=one) for i, one in enumerate(prompts))
     kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"
-    head = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
-    return Asked(flags, is_chat, arrivals, head | {"model": flags.model or models[0]}, first.params)
+    head: Json = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
+    head |= {"model": flags.model or models[0]}
+    if flags.stream_options is not None and flags.stream_options.include_usage:
+        head["usage"] = None  # until the last chunk has it
+    return Asked(flags, is_chat, arrivals, head, first.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +164,14 @@ class Asked:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         """The answer to a request that does not stream, from the last output of each prompt."""
-        choices = [
-            self._choice(index, one, "message") for index, output in enumerate(outputs) for one in output.outputs
-        ]
+        choices = [self._choice(at, one, "message") for at, output in enumerate(outputs) for one in output.outputs]
         answer = self.head | {"choices": choices, "usage": usage_of(outputs)}
         return answer | (explained(outputs[0]) if self.flags.explain else {})
 
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """What is new of the prompt of an index."""
         news = [one for one in output.outputs if one.token_ids or one.finish_reason is not None]
-        return [self._chunk([self._choice(index, one, "delta")]) for one in news]
+        return [self.head | {"choices": [self._choice(index, one, "delta")]} for one in news]
 
     def progress(self, requests: Sequence[Request], eta_s: float) -> Json:
         """How much of the prompts has been read, in llama.cpp's words, and in how many seconds a token is due."""
@@ -181,31 +180,23 @@ class Asked:
         cached = sum(one.metrics.num_cached_tokens for one in begun)
         total = sum(len(one.prompt_ids) for one in requests)
         progress = {"total": total, "cache": cached, "processed": min(computed, total), "eta_s": eta_s}
-        return self._chunk([]) | {"prompt_progress": progress}
+        return self.head | {"choices": [], "prompt_progress": progress}
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[Json]:
         """What follows the last choice."""
-        chunks = [self._chunk([]) | explained(outputs[0])] if self.flags.explain else []
-        return chunks + ([self._chunk([]) | {"usage": usage_of(outputs)}] if self._includes_usage else [])
-
-    @property
-    def _includes_usage(self) -> bool:
-        return self.flags.stream_options is not None and bool(self.flags.stream_options.include_usage)
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        return {**self.head, "choices": choices} | ({"usage": None} if self._includes_usage else {})
+        more = [explained(outputs[0])] if self.flags.explain else []
+        more += [{"usage": usage_of(outputs)}] if "usage" in self.head else []
+        return [self.head | {"choices": []} | one for one in more]
 
     def _choice(self, index: int, one: CompletionOutput, part: str) -> Json:
         """A choice of the prompt of an index, or what is new of it; of a chat what is said is its ``part``, message or
         delta."""
         at, text = index * self.params.n + one.index, one.text or ""
         logprobs = _logprobs(one, self.params.logprobs, self._num_chars[at], is_chat=self.is_chat)
-        choice: Json = {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-        if self.is_chat:
-            role = {} if at in self._num_chars else {"role": "assistant"}
-            choice |= {part: {**role, "content": text}, "logprobs": logprobs}
-        else:
-            choice |= {"text": text, "logprobs": logprobs}
+        role = {} if at in self._num_chars else {"role": "assistant"}
+        choice: Json = {part: {**role, "content": text}} if self.is_chat else {"text": text}
+        choice |= {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+        choice["logprobs"] = logprobs
         if one.text is None:  # there is no tokenizer
             choice["token_ids"] = one.token_ids
         self._num_chars[at] += len(text)
@@ -236,18 +227,15 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
     the first one has ``offset`` characters."""
     if one.logprobs is None:
         return None
-    drawn = [step[token] for token, step in zip(one.token_ids, one.logprobs, strict=True)]
-    best = [sorted(step.values(), key=lambda each: each.rank)[:most] for step in one.logprobs]
+    steps = zip(one.token_ids, one.logprobs, strict=True)
+    pairs = [(step[token], sorted(step.values(), key=lambda each: each.rank)[:most]) for token, step in steps]
     if is_chat:
-        pairs = zip(drawn, best, strict=True)
-        return {
-            "content": [_chat_logprob(each) | {"top_logprobs": [*map(_chat_logprob, tops)]} for each, tops in pairs]
-        }
-    tokens = [each.decoded_token or "" for each in drawn]
+        return {"content": [_chat_logprob(its) | {"top_logprobs": [*map(_chat_logprob, best)]} for its, best in pairs]}
+    tokens = [token.decoded_token or "" for token, _ in pairs]
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(each.logprob) for each in drawn],
-        "top_logprobs": [{top.decoded_token or "": _finite(top.logprob) for top in tops} for tops in best],
+        "token_logprobs": [_finite(token.logprob) for token, _ in pairs],
+        "top_logprobs": [{each.decoded_token or "": _finite(each.logprob) for each in best} for _, best in pairs],
         "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
     }
 

@@ -34,13 +34,18 @@ _QUICK = 2000  # characters or ids of a prompt that is prepared sooner than a th
 
 
 class Answer:
-    """What has come of the prompts of one HTTP request; of the event loop's thread."""
+    """What has come of the prompts of one HTTP request; of the event loop's thread.
+
+    Attributes:
+        last: the last output of each prompt, in their order; None until all of them were read.
+    """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
+        self.last: list[RequestOutput] | None = None
         self._news = asyncio.Event()
         self._pieces: dict[int, list[RequestOutput]] = {}  # that were not read yet, by the index of a prompt
-        self._last: dict[int, RequestOutput] = {}
+        self._ended: dict[int, RequestOutput] = {}
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what the engine handed out for the prompt of an index."""
@@ -55,20 +60,14 @@ class Answer:
         self._news.clear()
         pieces, self._pieces = self._pieces, {}
         news = [(index, together(some)) for index, some in pieces.items()]
-        self._last |= {index: output for index, output in news if output.finished}
+        self._ended |= {index: output for index, output in news if output.finished}
+        if len(self._ended) == len(self.requests):
+            self.last = [output for _, output in sorted(self._ended.items())]
         return news
-
-    @property
-    def last(self) -> list[RequestOutput] | None:
-        """The last output of each prompt, in their order; None until all of them were read."""
-        return [self._last[i] for i in range(len(self.requests))] if len(self._last) == len(self.requests) else None
 
 
 class Service:
-    """An engine and the requests that the event loop has for it.
-
-    Args:
-        engine: nobody else steps it.
+    """An engine, which nobody else steps, and the requests that the event loop has for it.
 
     Attributes:
         is_draining: no new request is taken.
@@ -82,6 +81,8 @@ class Service:
         self.engine = engine
         self.is_draining = False
         self.ended: EngineDeadError | ApiError | None = None
+        self.num_turns = 0
+        self.preparing = Preparing(engine)
         self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
         self.loop: asyncio.AbstractEventLoop | None = None
         # when how many tokens of a prompt were read, since about as much was read as is left; noted as it is asked for
@@ -89,8 +90,6 @@ class Service:
         self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
-        self.num_turns = 0
-        self.preparing = Preparing(engine)
 
     # -- of the event loop -------------------------------------------------------------------------------------------
 
@@ -98,31 +97,29 @@ class Service:
         """What some work on a prompt returns that may take long, after other such work."""
         return await asyncio.wrap_future(self.preparing.begin(prompt, work))
 
-    async def submit(self, arrivals: Sequence[Arrival], arrival_s: float, *, most_tokens: int | None = None) -> Answer:
-        """Tokenise, check and queue requests, all or none, with prompts of so many tokens together; raises as
-        :meth:`Engine.add_request`. :meth:`abort` must follow where the reader leaves."""
+    async def prepare(self, arrivals: Sequence[Arrival], *, most_tokens: int | None = None) -> Answer:
+        """Tokenise and check requests, with prompts of so many tokens together; raises as :meth:`Engine.prepare`."""
         requests: list[Request] = []
         for arrival in arrivals:
-            self._check_open()
             work = partial(prepare_arrival, self.engine, arrival)
             is_text = "messages" not in arrival.prompt  # a template may take its time
             is_quick = is_text and len(arrivals) == 1 and prompt_size(arrival.prompt) <= _QUICK
             requests.append(work() if is_quick else await self.in_thread(arrival.prompt, work))
             if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
-        answer, self.loop = Answer(requests), asyncio.get_running_loop()
-        added: asyncio.Future[Exception | None] = self.loop.create_future()
-        self.ask(partial(self._add, answer, arrival_s, added))
-        try:
-            while not added.done():  # nobody takes it where the engine's thread is stuck or has ended
-                self._check_open()
-                await asyncio.wait([added], timeout=_IDLE_S)
-            if (refusal := added.result()) is not None:
-                raise refusal
-        except BaseException:
-            self.abort(answer)
-            raise
-        return answer
+        return Answer(requests)
+
+    async def enqueue(self, answer: Answer, arrival_s: float) -> None:
+        """Let the engine's thread queue the requests of an answer; raises as :meth:`Engine.add_request`. Whatever comes
+        of it :meth:`abort` must follow."""
+        self.loop = asyncio.get_running_loop()
+        refusal: asyncio.Future[Exception | None] = self.loop.create_future()
+        self.ask(partial(self._enqueue, answer, arrival_s, refusal))
+        while not refusal.done():  # nobody takes it where the engine's thread is stuck or has ended
+            self._check_open()
+            await asyncio.wait([refusal], timeout=_IDLE_S)
+        if (error := refusal.result()) is not None:
+            raise error
 
     def _check_open(self) -> None:
         if self.ended is not None:
@@ -214,15 +211,15 @@ class Service:
             with suppress(RuntimeError):  # the loop is closed: there is nobody left
                 self.loop.call_soon_threadsafe(self._deliver)
 
-    def _add(self, answer: Answer, arrival_s: float, added: asyncio.Future[Exception | None]) -> None:
-        refusal = None
+    def _enqueue(self, answer: Answer, arrival_s: float, refusal: asyncio.Future[Exception | None]) -> None:
+        error: Exception | None = None
         try:
+            self._check_open()
             for index, request in enumerate(answer.requests):
-                self._check_open()
                 self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._hand_out, answer, index))
-        except (MedhaError, ApiError) as error:  # whoever asked then aborts those that were added
-            refusal = error
-        self._outbox.append(partial(added.set_result, refusal))
+        except (MedhaError, ApiError) as refused:  # whoever asked then aborts those that were added
+            error = refused
+        self._outbox.append(partial(refusal.set_result, error))
         self.flush()
 
     def _hand_out(self, answer: Answer, index: int, output: RequestOutput) -> None:
