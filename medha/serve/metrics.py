@@ -32,8 +32,8 @@ EVENTS_S = 0.25  # between two events
 _MOST_SHOWN = 256  # requests
 
 
-def _between(start_s: float | None, end_s: float | None) -> float | None:
-    return None if start_s is None or end_s is None else end_s - start_s
+def _less(value: float | None, part: float | None) -> float | None:
+    return None if value is None or part is None else value - part
 
 
 def _first_slack_s(its: RequestMetrics) -> float | None:
@@ -44,16 +44,14 @@ def _first_slack_s(its: RequestMetrics) -> float | None:
 
 
 _OF_REQUESTS: Sequence[tuple[str, str, Sequence[float], Callable[[RequestMetrics], float | None]]] = (
-    ("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS, lambda its: its.ttft),
-    ("vllm:request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_SECONDS, lambda its: its.tpot),
-    ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS, lambda its: its.e2e),
-    ("vllm:request_queue_time_seconds", "Arrival to first chunk.", _SECONDS, lambda its: its.queue_time),
-    ("vllm:request_prefill_time_seconds", "First chunk to first token.", _SECONDS,
-     lambda its: _between(its.first_scheduled, its.first_token)),
-    ("vllm:request_decode_time_seconds", "First token to last.", _SECONDS,
-     lambda its: _between(its.first_token, its.finished)),
-    ("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS, lambda its: its.num_prompt_tokens),
-    ("vllm:request_generation_tokens", "Tokens generated.", _TOKENS, lambda its: its.num_output_tokens),
+    ("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS, lambda m: m.ttft),
+    ("vllm:request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_SECONDS, lambda m: m.tpot),
+    ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS, lambda m: m.e2e),
+    ("vllm:request_queue_time_seconds", "Arrival to first chunk.", _SECONDS, lambda m: m.queue_time),
+    ("vllm:request_prefill_time_seconds", "First chunk to token.", _SECONDS, lambda m: _less(m.ttft, m.queue_time)),
+    ("vllm:request_decode_time_seconds", "First token to last.", _SECONDS, lambda m: _less(m.e2e, m.ttft)),
+    ("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS, lambda m: m.num_prompt_tokens),
+    ("vllm:request_generation_tokens", "Tokens generated.", _TOKENS, lambda m: m.num_output_tokens),
     ("medha:first_chunk_slack_seconds", "Slack at a request's first chunk.", _SLACK, _first_slack_s),
 )  # fmt: skip
 """Histograms of requests that have ended: name, help, buckets, and what is observed, if there is any."""

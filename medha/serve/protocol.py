@@ -20,20 +20,11 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from medha import errors
 from medha.engine.admission import listed
 from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import count_logprobs, read_fields
 from medha.engine.request import Request
-from medha.errors import (
-    ChatTemplateError,
-    ContextLengthError,
-    DeadlineError,
-    EngineDeadError,
-    KVCapacityError,
-    UnsupportedFeatureError,
-    ValidationError,
-    not_accepted,
-)
 from medha.outputs import CompletionOutput, Logprob, RequestOutput
 from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
 
@@ -71,22 +62,22 @@ def api_error(error: Exception) -> ApiError:
             return error
         case HTTPException(status_code=status, detail=detail, headers=headers):  # starlette's own
             return ApiError(status, detail, **(headers or {}))
-        case DeadlineError(wait_s=wait_s):
+        case errors.DeadlineError(wait_s=wait_s):
             when = {"x_should_retry": "false"} if wait_s is None else {"retry_after": str(math.ceil(wait_s))}
             return ApiError(429, told, param=param, code="deadline", **when)
-        case ContextLengthError() | KVCapacityError():
+        case errors.ContextLengthError() | errors.KVCapacityError():
             code = "context_length_exceeded"
-        case UnsupportedFeatureError():
+        case errors.UnsupportedFeatureError():
             code = "unsupported"
-        case EngineDeadError():
+        case errors.EngineDeadError():
             return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
         case RecursionError():
             told = "the body is nested too deeply"
         case msgspec.ValidationError():  # tells types and the place
             param = told.rpartition("`$.")[2].rstrip("`") or None
-        case ValidationError(__cause__=ChatTemplateError()):
+        case errors.ValidationError(__cause__=errors.ChatTemplateError()):
             told = "the model has no chat template that takes these messages"
-        case ValidationError():
+        case errors.ValidationError():
             _, found, accepted = told.rpartition("; accepted: ")
             told = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
         case _:
@@ -110,18 +101,18 @@ class Flags(msgspec.Struct):
 
 def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None) -> Asked:
     """What a body asks for, which its client calls ``request_id``; raises ApiError, ValidationError, its like of
-    msgspec, or UnsupportedFeatureError."""
+    msgspec, or errors.UnsupportedFeatureError."""
     flags = msgspec.convert(body, Flags)  # which leaves out all else
     if flags.model not in (None, *models):
         known = ", ".join(models)
         raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
     if flags.stream_options is not None and not flags.stream:
-        raise not_accepted("stream_options", None, "an object, with stream true")
+        raise errors.not_accepted("stream_options", None, "an object, with stream true")
     fields = count_logprobs(body) if is_chat else body
     form = "messages" if is_chat else "prompt" if fields.get("prompt_token_ids") is None else "prompt_token_ids"
     asked: Any = fields.get(form)
     if is_chat and fields.get("tools"):
-        raise UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
+        raise errors.UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
     if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
         raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
     shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
@@ -133,7 +124,7 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
     first = read_fields("", rest | prompts[0], defaults)
     assert first.params is not None, "they were read"
     if len(prompts) * first.params.n > MAX_CHOICES:
-        raise not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
+        raise errors.not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
     name, unique = request_id or uuid.uuid4().hex, uuid.uuid4().hex[:12]  # a client may send its own id twice
     arrivals = tuple(replace(first, request_id=f"{name}-{unique}-{i}", prompt=one) for i, one in enumerate(prompts))
     kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"

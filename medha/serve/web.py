@@ -40,21 +40,10 @@ def bound(host: str, port: int) -> socket.socket:
 @contextmanager
 def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls: Path | None) -> Iterator[None]:
     """Within, serve an app; at the end connections may send what they have. ``tls`` are uvicorn's options for it."""
-    config = uvicorn.Config(
-        app,
-        http=TimedProtocol,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        log_level="critical",
-        server_header=False,
-        limit_concurrency=max_connections,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-        **tls,  # type: ignore[arg-type]
-    )
+    parts = {"http": TimedProtocol, "loop": "asyncio", "ws": "none", "lifespan": "off"}
+    says: dict[str, Any] = {"log_config": None, "log_level": "critical", "server_header": False}
+    limits = {"limit_concurrency": max_connections, "timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(app, **parts, **says, **limits, **tls)
     try:
         config.load()
     except (OSError, ValueError) as error:
