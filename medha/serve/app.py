@@ -30,14 +30,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.engine import Engine
 from medha.engine.jsonl import KNOWN_FIELDS
-from medha.errors import EngineDeadError, MedhaError, not_accepted
-from medha.outputs import RequestOutput
+from medha.errors import EngineDeadError, MedhaError, exit_code, not_accepted
+from medha.parallel.launch import exit_at_once
 from medha.params import CHAT_OPTIONS
 from medha.serve.body import BodyReader
 from medha.serve.keys import Key, key_of
 from medha.serve.metrics import EVENTS_S, PAGE, Metrics, snapshot
-from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error, read_asked, stopped
-from medha.serve.service import Answer, Service
+from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error, read_asked
+from medha.serve.service import END_S, Answer, Service
 
 logger = logging.getLogger("medha")
 
@@ -46,6 +46,7 @@ _BODY_S = 60.0  # for which a client may take to send a body, and a second for e
 _BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
 _MOST_NAMES = 100  # of fields that nobody knows are logged
+_EVERYBODY = Key()
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
 _ERRORS = (ClientDisconnect, MedhaError, RecursionError, msgspec.ValidationError)  # what a request may end with
@@ -124,6 +125,26 @@ class Front:
         self._bodies.interrupt()
         self.service.preparing.close()
 
+    def fail(self, error: EngineDeadError) -> None:
+        """End every request with an error and let streams tell it; for another thread, as the engine's is stuck."""
+        self.service.fail(error)
+        until_s = time.monotonic() + END_S
+        while self.num_open.total() and time.monotonic() < until_s:
+            time.sleep(0.01)
+
+    def watch(self, limit_s: float) -> None:
+        """End the process where requests wait and no batch completes; while it was stopped no time has passed."""
+        service, look_s, stuck_s, num_turns = self.service, min(1.0, limit_s / 4), 0.0, 0
+        while stuck_s < limit_s:
+            is_stuck = service.engine.num_unfinished > 0 and service.num_turns == num_turns
+            stuck_s, num_turns = stuck_s + look_s if is_stuck else 0.0, service.num_turns
+            time.sleep(look_s)
+        if service.ended is None:
+            dead = EngineDeadError(f"no batch has completed for {limit_s:g} s")
+            logger.error("%s:\n%s", dead, service.engine.describe())
+            self.fail(dead)
+            exit_at_once(exit_code(dead))
+
     def _admitted(self, request: HttpRequest, path: str) -> Key:
         """Whose request it is; raises ApiError where it may not come in."""
         headers = request.headers
@@ -132,7 +153,7 @@ class Front:
         if self._hosts and name.lower() not in self._hosts:
             raise ApiError(400, "the Host header names another server; see --allowed-host", code="host")
         key = key_of(self._keys, headers.get("authorization", ""))
-        if key is None and path not in _OPEN_PATHS:
+        if key is None and self._keys and path not in _OPEN_PATHS:
             told = "the API key is missing or wrong; accepted: Authorization: Bearer KEY"
             raise ApiError(401, told, www_authenticate="Bearer")
         if request.method == "POST":
@@ -140,7 +161,7 @@ class Front:
                 raise ApiError(415, "the content type is another; accepted: application/json")
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not read; accepted: no content-encoding")
-        return key or Key()
+        return key or _EVERYBODY
 
     async def _body(self, request: HttpRequest, key: Key) -> Json:
         """The JSON object of a body of a key's client; the request counts as open until its answer is over."""
@@ -154,16 +175,13 @@ class Front:
         self.num_open[key.tenant] += 1
         request.state.leave.callback(self.num_open.subtract, [key.tenant])
         size = int(request.headers.get("content-length", most))
-        large = ApiError(413, f"the body is too large; accepted: at most {most} bytes")
-        if size > most:
-            raise large
         try:
-            async with asyncio.timeout(_BODY_S + size / 1e6):
+            async with asyncio.timeout(_BODY_S + min(size, most) / 1e6):
                 async for part in request.stream():
                     self._num_bytes += len(part)
                     body += part
-                    if len(body) > most:
-                        raise large
+                    if max(size, len(body)) > most:
+                        raise ApiError(413, f"the body is too large; accepted: at most {most} bytes")
                     if self._num_bytes > _BODIES * most:
                         raise ApiError(503, "too many bodies are being read", retry_after="1")
             found = await self._bodies.read(body)
@@ -188,10 +206,14 @@ class Front:
         answer = await self.service.prepare(asked.arrivals, most_tokens=key.max_prompt_tokens)
         leave.callback(self.service.abort, answer)  # of one that has ended, or was not taken, it does nothing
         await self.service.enqueue(answer, arrival_s)
-        if not asked.flags.stream:
-            return await self._whole(asked, answer)
-        events = StreamingResponse(self._stream(asked, answer), headers=_SSE)
-        return lambda scope, receive, send: events.stream_response(send)  # a client that leaves is seen to here
+        if asked.flags.stream:
+            events = StreamingResponse(self._stream(asked, answer), headers=_SSE)
+            return lambda scope, receive, send: events.stream_response(send)  # a client that leaves is seen to here
+        while (outputs := answer.last) is None:
+            await answer.read()
+        if answer.error is not None:
+            raise answer.error
+        return _json(asked.whole(outputs))
 
     def _note_ignored(self, names: Set[str]) -> None:
         """Count fields of a body that nobody knows, and log each of their names once."""
@@ -199,14 +221,6 @@ class Front:
         for name in sorted(names - self._ignored)[: _MOST_NAMES - len(self._ignored)]:
             self._ignored.add(name)
             logger.warning("request field %.80r is ignored", name)
-
-    async def _whole(self, asked: Asked, answer: Answer) -> Response:
-        """The answer when all of it is there."""
-        while (outputs := answer.last) is None:
-            await answer.read()
-        if (error := _error_of(outputs)) is not None:
-            raise error
-        return _json(asked.whole(outputs))
 
     async def _stream(self, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, comments while there is nothing to say, an error in place of the rest."""
@@ -219,8 +233,7 @@ class Front:
             reports &= not news
             if answer.last is None:
                 yield b"".join(map(_event, said)) or b": ping\n\n"
-        error = _error_of(outputs)
-        said += asked.last(outputs) if error is None else [error.body]
+        said += asked.last(outputs) if answer.error is None else [api_error(answer.error).body]
         yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
@@ -240,12 +253,9 @@ class Front:
         tokens: Any = body.get("tokens")
         if not hasattr(tokens, "__len__") or len(tokens) > limits.max_model_len:
             raise not_accepted("tokens", None, f"a list of at most {limits.max_model_len} token ids")
-
-        def text() -> str:
-            ids = checked_ids(tokens, "tokens", limits.vocab_size).tolist()
-            return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-        return _json({"prompt": await self.service.in_thread(tokens, text)})
+        ids = partial(checked_ids, tokens, "tokens", limits.vocab_size)
+        work = lambda: tokenizer.decode(ids().tolist(), skip_special_tokens=False)  # noqa: E731
+        return _json({"prompt": await self.service.in_thread(tokens, work)})
 
     def _tokenizer(self) -> Any:
         if (tokenizer := self.service.engine.tokenizer) is None:
@@ -262,27 +272,16 @@ class Front:
 
     def _state(self, request: HttpRequest, key: Key, *, also_draining: bool) -> Response:
         """Whether the engine lives, and whether it takes requests."""
-        service = self.service
-        if isinstance(service.ended, EngineDeadError):
-            return _json({"status": "dead", "reason": type(service.ended).__name__}, 503)
-        status = 503 if service.is_draining and also_draining else 200
-        return _json({"status": "draining" if service.is_draining else "ok"}, status)
+        ended, is_draining = self.service.ended, self.service.is_draining
+        if isinstance(ended, EngineDeadError):
+            return _json({"status": "dead", "reason": type(ended).__name__}, 503)
+        return _json({"status": "draining" if is_draining else "ok"}, 503 if is_draining and also_draining else 200)
 
     async def _events(self, method: str) -> AsyncIterator[bytes]:
         """What the page draws, some times a second."""
-        service = self.service
-        while method == "GET" and not service.is_draining and service.ended is None:
-            yield _event({"model": self.models[0], **snapshot(service)})
+        while method == "GET" and not (self.service.is_draining or self.service.ended):
+            yield _event({"model": self.models[0], **snapshot(self.service)})
             await asyncio.sleep(EVENTS_S)
-
-
-def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
-    """What went wrong with an answer that somebody still reads; None where nothing did."""
-    errors = [output.error for output in outputs if output.error is not None]
-    if errors:
-        return api_error(errors[0])
-    was_cut = any(one.finish_reason == "abort" for output in outputs for one in output.outputs)
-    return stopped() if was_cut else None
 
 
 async def _end_with_client(request: HttpRequest, task: asyncio.Task[Any] | None) -> None:

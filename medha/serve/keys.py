@@ -65,15 +65,12 @@ def _seconds(name: str, text: str) -> float:
 
 
 def key_of(keys: Sequence[Key], authorization: str) -> Key | None:
-    """Whose a header ``Authorization`` is; None where it is nobody's. Without keys everybody is let in.
-
-    All keys are compared, each in constant time.
-    """
+    """Whose a header ``Authorization`` is, None where it is nobody's. All keys are compared, each in constant time."""
     kind, _, given = authorization.partition(" ")
     secret = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as headers come
     known = [key for key in keys if key.key is not None]
     found = [key for key in known if hmac.compare_digest(str(key.key).strip().encode(), secret)]
-    return found[0] if found else None if keys else Key()
+    return found[0] if found else None
 
 
 def load_keys(plain: Sequence[str], file: Path | None) -> list[Key]:

@@ -31,6 +31,7 @@ from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
 Json = dict[str, Any]
 
 MAX_CHOICES = 512  # completions of one HTTP request
+_LEAST = -9999.0  # of logprobs, as JSON has no infinity; vLLM's number for it
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 
@@ -47,11 +48,6 @@ class ApiError(HTTPException):
     def response(self) -> Response:
         """It as an answer."""
         return Response(msgspec.json.encode(self.body), self.status_code, self.headers, "application/json")
-
-
-def stopped() -> ApiError:
-    """What whoever waits is told when the server ends."""
-    return ApiError(503, "the server has stopped before the answer was whole", code="server_stopped")
 
 
 def api_error(error: Exception) -> ApiError:
@@ -101,7 +97,7 @@ class Flags(msgspec.Struct):
 
 def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None) -> Asked:
     """What a body asks for, which its client calls ``request_id``; raises ApiError, ValidationError, its like of
-    msgspec, or errors.UnsupportedFeatureError."""
+    msgspec, or UnsupportedFeatureError."""
     flags = msgspec.convert(body, Flags)  # which leaves out all else
     if flags.model not in (None, *models):
         known = ", ".join(models)
@@ -118,15 +114,14 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
     shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
     forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
     prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
-    rest = {name: value for name, value in fields.items() if name not in (*PROMPT_FORMS, *CHAT_OPTIONS)}
-    defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
-    defaults |= {"max_tokens": None} if is_chat else {}
-    first = read_fields("", rest | prompts[0], defaults)
+    defaults = {"output_kind": "delta" if flags.stream else "final_only"} | ({"max_tokens": None} if is_chat else {})
+    first = read_fields("", fields | dict.fromkeys((*PROMPT_FORMS, *CHAT_OPTIONS)) | prompts[0], defaults)
     assert first.params is not None, "they were read"
     if len(prompts) * first.params.n > MAX_CHOICES:
         raise errors.not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
-    name, unique = request_id or uuid.uuid4().hex, uuid.uuid4().hex[:12]  # a client may send its own id twice
-    arrivals = tuple(replace(first, request_id=f"{name}-{unique}-{i}", prompt=one) for i, one in enumerate(prompts))
+    own = uuid.uuid4().hex  # as a client may send its own id twice
+    name = request_id or own
+    arrivals = tuple(replace(first, request_id=f"{name}-{own[:12]}-{i}", prompt=one) for i, one in enumerate(prompts))
     kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"
     head: Json = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
     head |= {"model": flags.model or models[0]}
@@ -166,9 +161,8 @@ class Asked:
 
     def progress(self, requests: Sequence[Request], eta_s: float) -> Json:
         """How much of the prompts has been read, in llama.cpp's words, and in how many seconds a token is due."""
-        begun = [one.first for one in requests if one.completions]
-        computed = sum(one.num_computed_tokens for one in begun)
-        cached = sum(one.metrics.num_cached_tokens for one in begun)
+        computed = sum(one.first.num_computed_tokens for one in requests)
+        cached = sum(one.first.metrics.num_cached_tokens for one in requests)
         total = sum(len(one.prompt_ids) for one in requests)
         progress = {"total": total, "cache": cached, "processed": min(computed, total), "eta_s": eta_s}
         return self.head | {"choices": [], "prompt_progress": progress}
@@ -180,8 +174,7 @@ class Asked:
         return [self.head | {"choices": []} | one for one in more]
 
     def _choice(self, index: int, one: CompletionOutput, part: str) -> Json:
-        """A choice of the prompt of an index, or what is new of it; of a chat what is said is its ``part``, message or
-        delta."""
+        """A choice of the prompt of an index, or what is new of it; ``part`` of a chat is its message or delta."""
         at, text = index * self.params.n + one.index, one.text or ""
         logprobs = _logprobs(one, self.params.logprobs, self._num_chars[at], is_chat=self.is_chat)
         role = {} if at in self._num_chars else {"role": "assistant"}
@@ -198,8 +191,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Json:
     """Tokens of some requests that have ended."""
     read = sum(output.metrics.num_prompt_tokens for output in outputs)
     made = sum(output.metrics.num_output_tokens for output in outputs)
-    details = {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
-    total = read + made
+    total, details = read + made, {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": total, "prompt_tokens_details": details}
 
 
@@ -225,16 +217,12 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
     tokens = [token.decoded_token or "" for token, _ in pairs]
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(token.logprob) for token, _ in pairs],
-        "top_logprobs": [{each.decoded_token or "": _finite(each.logprob) for each in best} for _, best in pairs],
+        "token_logprobs": [max(token.logprob, _LEAST) for token, _ in pairs],
+        "top_logprobs": [{each.decoded_token or "": max(each.logprob, _LEAST) for each in best} for _, best in pairs],
         "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
     }
 
 
 def _chat_logprob(each: Logprob) -> Json:
     token = each.decoded_token or ""
-    return {"token": token, "logprob": _finite(each.logprob), "bytes": list(token.encode(errors="replace"))}
-
-
-def _finite(value: float) -> float:
-    return max(value, -9999.0)  # JSON has no infinity; vLLM's number for it
+    return {"token": token, "logprob": max(each.logprob, _LEAST), "bytes": list(token.encode(errors="replace"))}

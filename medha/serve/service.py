@@ -12,9 +12,10 @@ import math
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,13 +25,13 @@ from medha.engine.engine import Engine
 from medha.engine.request import Completion, Request
 from medha.errors import EngineDeadError, MedhaError, not_accepted
 from medha.outputs import RequestOutput
-from medha.serve.protocol import ApiError, stopped
+from medha.serve.protocol import ApiError
 
-T = TypeVar("T")
-
+_STOPPED = ApiError(503, "the server has stopped before the answer was whole", code="server_stopped")
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
+END_S = 1.0  # for which streams may end with what has become of them
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
-_QUICK = 2000  # characters or ids of a prompt that is prepared sooner than a thread has got it
+_QUICK = 2000  # characters or ids of a prompt, no template's, that is prepared sooner than a thread has got it
 
 
 class Answer:
@@ -38,11 +39,13 @@ class Answer:
 
     Attributes:
         last: the last output of each prompt, in their order; None until all of them were read.
+        error: what went wrong with one of these.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
         self.last: list[RequestOutput] | None = None
+        self.error: Exception | None = None
         self._news = asyncio.Event()
         self._pieces: dict[int, list[RequestOutput]] = {}  # that were not read yet, by the index of a prompt
         self._ended: dict[int, RequestOutput] = {}
@@ -60,14 +63,17 @@ class Answer:
         self._news.clear()
         pieces, self._pieces = self._pieces, {}
         news = [(index, together(some)) for index, some in pieces.items()]
-        self._ended |= {index: output for index, output in news if output.finished}
+        for index, output in news:
+            if output.finished:
+                self._ended[index], self.error = output, self.error or output.error
         if len(self._ended) == len(self.requests):
             self.last = [output for _, output in sorted(self._ended.items())]
         return news
 
 
 class Service:
-    """An engine, which nobody else steps, and the requests that the event loop has for it.
+    """An engine, which nobody else steps, and the requests that the event loop has for it, which calls what stands
+    before :meth:`run`; the rest is the engine's thread's.
 
     Attributes:
         is_draining: no new request is taken.
@@ -88,12 +94,10 @@ class Service:
         # when how many tokens of a prompt were read, since about as much was read as is left; noted as it is asked for
         self._marks: WeakKeyDictionary[Completion, deque[tuple[float, int]]] = WeakKeyDictionary()
         self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
 
-    # -- of the event loop -------------------------------------------------------------------------------------------
-
-    async def in_thread(self, prompt: Any, work: Callable[[], T]) -> T:
+    async def in_thread(self, prompt: Any, work: Callable[[], Any]) -> Any:
         """What some work on a prompt returns that may take long, after other such work."""
         return await asyncio.wrap_future(self.preparing.begin(prompt, work))
 
@@ -102,38 +106,33 @@ class Service:
         requests: list[Request] = []
         for arrival in arrivals:
             work = partial(prepare_arrival, self.engine, arrival)
-            is_text = "messages" not in arrival.prompt  # a template may take its time
-            is_quick = is_text and len(arrivals) == 1 and prompt_size(arrival.prompt) <= _QUICK
+            is_quick = len(arrivals) == 1 and "messages" not in arrival.prompt and prompt_size(arrival.prompt) <= _QUICK
             requests.append(work() if is_quick else await self.in_thread(arrival.prompt, work))
             if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
         return Answer(requests)
 
     async def enqueue(self, answer: Answer, arrival_s: float) -> None:
-        """Let the engine's thread queue the requests of an answer; raises as :meth:`Engine.add_request`. Whatever comes
-        of it :meth:`abort` must follow."""
+        """Queue the requests of an answer, which :meth:`abort` must follow; raises as :meth:`Engine.add_request`."""
         self.loop = asyncio.get_running_loop()
-        refusal: asyncio.Future[Exception | None] = self.loop.create_future()
-        self.ask(partial(self._enqueue, answer, arrival_s, refusal))
-        while not refusal.done():  # nobody takes it where the engine's thread is stuck or has ended
-            self._check_open()
-            await asyncio.wait([refusal], timeout=_IDLE_S)
-        if (error := refusal.result()) is not None:
-            raise error
-
-    def _check_open(self) -> None:
-        if self.ended is not None:
-            raise self.ended
+        queued = asyncio.wrap_future(self.ask(partial(self._enqueue, answer, arrival_s)))
+        while not queued.done():  # nobody does it where the engine's thread is stuck or has ended
+            if self.ended is not None:
+                raise self.ended
+            await asyncio.wait([queued], timeout=_IDLE_S)
+        queued.result()
 
     def abort(self, answer: Answer) -> None:
         """End what still runs of an answer, between two steps."""
         for one in answer.requests:
             self.ask(partial(self.engine.abort, one.request_id))
 
-    def ask(self, call: Callable[[], None]) -> None:
+    def ask(self, call: Callable[[], Any]) -> Future[Any]:
         """Let the engine's thread make a call, between two steps."""
-        self._inbox.put(call)
+        made: Future[Any] = Future()
+        self._inbox.put((made, call))
         self.engine.wake()
+        return made
 
     def eta_s(self, requests: Sequence[Request]) -> float:
         """Predicted seconds to the first token of any of some requests, 0 where all are read.
@@ -173,14 +172,15 @@ class Service:
             num_done = one.num_computed_tokens or self.engine.scheduler.num_there(one.slot)
         return self.engine.scheduler.prefill_left_s(num_done, len(one.request.prompt_ids))
 
-    # -- of the engine's thread --------------------------------------------------------------------------------------
-
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Serve until ``should_stop``; raises EngineDeadError where a step failed, when its requests have ended."""
         try:
             while not should_stop():
-                for call in taken(self._inbox, 0.0 if self.engine.has_unfinished else _IDLE_S):
-                    call()
+                for made, call in taken(self._inbox, 0.0 if self.engine.has_unfinished else _IDLE_S):
+                    try:
+                        made.set_result(call())
+                    except (MedhaError, ApiError) as error:
+                        made.set_exception(error)
                 if self.engine.has_unfinished:
                     self.engine.advance(_IDLE_S)
                 self.num_turns += 1
@@ -195,7 +195,7 @@ class Service:
     def cut(self) -> None:
         """End every request now, as the server stops."""
         if self.ended is None:
-            self.ended = stopped()
+            self.ended = _STOPPED
             self.engine.abort_all()
         self.flush()
 
@@ -211,20 +211,17 @@ class Service:
             with suppress(RuntimeError):  # the loop is closed: there is nobody left
                 self.loop.call_soon_threadsafe(self._deliver)
 
-    def _enqueue(self, answer: Answer, arrival_s: float, refusal: asyncio.Future[Exception | None]) -> None:
-        error: Exception | None = None
-        try:
-            self._check_open()
-            for index, request in enumerate(answer.requests):
-                self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._hand_out, answer, index))
-        except (MedhaError, ApiError) as refused:  # whoever asked then aborts those that were added
-            error = refused
-        self._outbox.append(partial(refusal.set_result, error))
-        self.flush()
+    def _enqueue(self, answer: Answer, arrival_s: float) -> None:
+        if self.ended is not None:
+            raise self.ended
+        for index, request in enumerate(answer.requests):
+            self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._hand_out, answer, index))
 
     def _hand_out(self, answer: Answer, index: int, output: RequestOutput) -> None:
         self._outbox.append(partial(answer.put, index, output))
         if output.finished:
+            if any(one.finish_reason == "abort" for one in output.outputs):  # of one who still reads
+                output.error = _STOPPED
             self._outbox.append(partial(self.on_end, answer.requests[index], output))
 
     def _deliver(self) -> None:
