@@ -28,6 +28,7 @@ from medha.outputs import RequestOutput
 from medha.serve.protocol import ApiError
 
 _STOPPED = ApiError(503, "the server has stopped before the answer was whole", code="server_stopped")
+_RECENT = 3.0  # what was read counts half for an ETA once 1/3 of what is left has been read after it
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
 END_S = 1.0  # for which streams may end with what has become of them
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
@@ -91,8 +92,8 @@ class Service:
         self.preparing = Preparing(engine)
         self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
         self.loop: asyncio.AbstractEventLoop | None = None
-        # when how many tokens of a prompt were read, since about as much was read as is left; noted as it is asked for
-        self._marks: WeakKeyDictionary[Completion, deque[tuple[float, int]]] = WeakKeyDictionary()
+        # of a prompt, as it is asked for: when how many tokens were read, seconds that took of late, and alone would
+        self._paces: WeakKeyDictionary[Completion, tuple[float, int, float, float]] = WeakKeyDictionary()
         self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
@@ -135,27 +136,24 @@ class Service:
         return made
 
     def eta_s(self, requests: Sequence[Request]) -> float:
-        """Predicted seconds to the first token of any of some requests, 0 where all are read.
-
-        Of a prompt that is being read, what is left takes as much longer than alone as the last that was read, as much
-        or all, did. One that waits is behind those with less left to read, as the default policy has it.
-        """
+        """Predicted seconds to the first token of any of some requests, 0 where all are read. What is left of a prompt
+        takes as much longer than alone as what was read of late did; one that waits is behind those with less left."""
         return min((self._eta_s(one) for one in _unread(requests)), default=0.0)
 
     def _eta_s(self, one: Completion) -> float:
-        left_s, begun_s, done_s = self.left_s(one), one.metrics.first_scheduled, 0.0
-        if begun_s is not None:
-            marks = self._marks.setdefault(one, deque([(begun_s, one.metrics.num_cached_tokens)]))
-            if marks[-1][1] > one.num_computed_tokens:  # it gave way
-                marks.clear()
-                marks.append((self.engine.now(), one.num_computed_tokens))
-            marks.append((one.computed_s, one.num_computed_tokens))
-            while len(marks) > 2 and self.left_s(one, marks[1][1]) >= 2 * left_s:
-                marks.popleft()
-            done_s = self.left_s(one, marks[0][1]) - left_s
-        if done_s <= 0:
+        left_s, begun_s = self.left_s(one), one.metrics.first_scheduled
+        at_s, num_read, took_s, alone_s = self._paces.get(one, (begun_s, one.metrics.num_cached_tokens, 0.0, 0.0))
+        if at_s is not None and one.num_computed_tokens != num_read:
+            step_s = self.left_s(one, num_read) - left_s
+            if step_s > 0:
+                kept = left_s / (left_s + _RECENT * step_s)
+                took_s, alone_s, at_s = kept * took_s + one.computed_s - at_s, kept * alone_s + step_s, one.computed_s
+            else:  # it gave way
+                took_s, alone_s, at_s = 0.0, 0.0, self.engine.now()
+            self._paces[one] = at_s, one.num_computed_tokens, took_s, alone_s
+        if not alone_s:
             return self._ahead_s(left_s) + left_s
-        return max(left_s * (one.computed_s - marks[0][0]) / done_s - (self.engine.now() - one.computed_s), 0.0)
+        return max(left_s * took_s / alone_s - (self.engine.now() - one.computed_s), 0.0)
 
     def _ahead_s(self, left_s: float) -> float:
         """Seconds that prompts with less left to read take, and half of those with as much."""
