@@ -175,13 +175,16 @@ class Front:
         self.num_open[key.tenant] += 1
         request.state.leave.callback(self.num_open.subtract, [key.tenant])
         size = int(request.headers.get("content-length", most))
+        large = ApiError(413, f"the body is too large; accepted: at most {most} bytes")
+        if size > most:  # before the client is asked to go on with it
+            raise large
         try:
-            async with asyncio.timeout(_BODY_S + min(size, most) / 1e6):
+            async with asyncio.timeout(_BODY_S + size / 1e6):
                 async for part in request.stream():
                     self._num_bytes += len(part)
                     body += part
-                    if max(size, len(body)) > most:
-                        raise ApiError(413, f"the body is too large; accepted: at most {most} bytes")
+                    if len(body) > most:
+                        raise large
                     if self._num_bytes > _BODIES * most:
                         raise ApiError(503, "too many bodies are being read", retry_after="1")
             found = await self._bodies.read(body)

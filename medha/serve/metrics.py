@@ -102,13 +102,12 @@ class Metrics:
         """Note a batch that is done; the engine's thread calls it."""
         self._step.observe(busy_s)
         self._prompt_tokens.inc(batch.num_tokens - batch.num_decodes + sum(one.num_tokens for one in batch.shared))
-        self._tokens.inc(sum(row.samples for row in batch.rows))
-        now_s = self._now()
-        for row in batch.rows:
-            if row.samples:
-                if row.is_decode:
-                    self._gap.observe(now_s - self._token_s[row.slot])
-                self._token_s[row.slot] = now_s
+        now_s, sampling = self._now(), [row for row in batch.rows if row.samples]
+        self._tokens.inc(len(sampling))
+        for row in sampling:
+            if row.is_decode:
+                self._gap.observe(now_s - self._token_s[row.slot])
+            self._token_s[row.slot] = now_s
         if prediction is not None and prediction.seconds > 0:
             self._error.observe(busy_s / prediction.seconds)
 

@@ -29,7 +29,6 @@ from medha.outputs import CompletionOutput, Logprob, RequestOutput
 from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
 
 Json = dict[str, Any]
-
 MAX_CHOICES = 512  # completions of one HTTP request
 _LEAST = -9999.0  # of logprobs, as JSON has no infinity; vLLM's number for it
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}

@@ -78,8 +78,7 @@ class TimedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Tell what is wrong with a head."""
         status = getattr(sys.exception(), "error_status_hint", 400)  # uvicorn handles h11's error by this call
-        told = "the request is no HTTP that can be read, or its head too large"
-        answer = ApiError(status, told, connection="close").response()
+        answer = ApiError(status, "the request is no HTTP, or its head too large", connection="close").response()
         head = h11.Response(status_code=status, headers=answer.raw_headers)
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
