@@ -15,19 +15,16 @@ from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from medha.cli.command import end_process, first_interrupt, make_app, run_app, start_logging, state_on_signal
 from medha.cli.options import DEALT, MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, takes
-from medha.errors import ConfigError, EngineDeadError, RankFailedError, exit_code
+from medha.errors import ConfigError, RankFailedError
 from medha.generate.__main__ import asked_config
-from medha.parallel.launch import exit_at_once, is_first_rank
+from medha.parallel.launch import is_first_rank
 from medha.parallel.own_ranks import own_ranks
-
-if TYPE_CHECKING:
-    from medha.serve.app import Front
 
 logger = logging.getLogger("medha")
 app = make_app()
@@ -88,13 +85,13 @@ def serve(
         assert role.engine is not None, "the first rank has the engine"
         front = Front(role.engine, served_model_name or [config.model], keys, hosts=hosts, **limits)
         if role.caller is not None:
-            role.caller.ranks.monitor.before_end = partial(_end_streams, front, RankFailedError)
+            role.caller.ranks.monitor.before_end = lambda message: front.fail(RankFailedError(message))
         stack.callback(front.close)
         interrupted = stack.enter_context(first_interrupt(also_terminate=True))
         stack.enter_context(state_on_signal(role.describe))
         tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile}
         stack.enter_context(listening(front, listener, max_connections=max_connections, **tls))
-        threading.Thread(target=_watch, args=(front, stall_timeout), name="medha-stall", daemon=True).start()
+        threading.Thread(target=front.watch, args=(stall_timeout,), name="medha-stall", daemon=True).start()
         scheme = "http" if ssl_certfile is None else "https"
         logger.info("serving %s at %s://%s:%d", front.models[0], scheme, host, listener.getsockname()[1])
         service = front.service
@@ -107,31 +104,6 @@ def serve(
         service.run(lambda: not service.engine.has_unfinished)  # what is in flight, on every rank
         role.close()  # before the ranks that were started here are waited for
     return 0
-
-
-def _watch(front: Front, limit_s: float) -> None:
-    """End the process where requests wait and no batch completes; while it was stopped itself no time has passed."""
-    service, look_s = front.service, min(1.0, limit_s / 4)
-    stuck_s, num_turns = 0.0, 0
-    while stuck_s < limit_s:
-        is_stuck = service.engine.num_unfinished > 0 and service.num_turns == num_turns
-        stuck_s, num_turns = stuck_s + look_s if is_stuck else 0.0, service.num_turns
-        time.sleep(look_s)
-    if service.ended is None:
-        message = f"no batch has completed for {limit_s:g} s"
-        logger.error("%s:\n%s", message, service.engine.describe())
-        _end_streams(front, EngineDeadError, message)
-        exit_at_once(exit_code(EngineDeadError("")))
-
-
-def _end_streams(front: Front, kind: type[EngineDeadError], message: str) -> None:
-    """End every request with an error, and let streams tell it; in another thread than the engine's, which is stuck."""
-    from medha.serve.web import END_S
-
-    front.service.fail(kind(message))
-    until_s = time.monotonic() + END_S
-    while front.num_open.total() and time.monotonic() < until_s:
-        time.sleep(0.01)
 
 
 def main() -> NoReturn:

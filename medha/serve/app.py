@@ -30,14 +30,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.engine import Engine
 from medha.engine.jsonl import KNOWN_FIELDS
-from medha.errors import EngineDeadError, MedhaError, not_accepted
-from medha.outputs import RequestOutput
+from medha.errors import EngineDeadError, MedhaError, exit_code, not_accepted
+from medha.parallel.launch import exit_at_once
 from medha.params import CHAT_OPTIONS
 from medha.serve.body import BodyReader
 from medha.serve.keys import Key, key_of
 from medha.serve.metrics import EVENTS_S, PAGE, Metrics, snapshot
-from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error, read_asked, stopped
-from medha.serve.service import Answer, Service
+from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error, read_asked
+from medha.serve.service import END_S, Answer, Service
 
 logger = logging.getLogger("medha")
 
@@ -46,6 +46,7 @@ _BODY_S = 60.0  # for which a client may take to send a body, and a second for e
 _BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
 _MOST_NAMES = 100  # of fields that nobody knows are logged
+_EVERYBODY = Key()
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
 _ERRORS = (ClientDisconnect, MedhaError, RecursionError, msgspec.ValidationError)  # what a request may end with
@@ -124,6 +125,26 @@ class Front:
         self._bodies.interrupt()
         self.service.preparing.close()
 
+    def fail(self, error: EngineDeadError) -> None:
+        """End every request with an error and let streams tell it; for another thread, as the engine's is stuck."""
+        self.service.fail(error)
+        until_s = time.monotonic() + END_S
+        while self.num_open.total() and time.monotonic() < until_s:
+            time.sleep(0.01)
+
+    def watch(self, limit_s: float) -> None:
+        """End the process where requests wait and no batch completes; while it was stopped no time has passed."""
+        service, look_s, stuck_s, num_turns = self.service, min(1.0, limit_s / 4), 0.0, 0
+        while stuck_s < limit_s:
+            is_stuck = service.engine.num_unfinished > 0 and service.num_turns == num_turns
+            stuck_s, num_turns = stuck_s + look_s if is_stuck else 0.0, service.num_turns
+            time.sleep(look_s)
+        if service.ended is None:
+            dead = EngineDeadError(f"no batch has completed for {limit_s:g} s")
+            logger.error("%s:\n%s", dead, service.engine.describe())
+            self.fail(dead)
+            exit_at_once(exit_code(dead))
+
     def _admitted(self, request: HttpRequest, path: str) -> Key:
         """Whose request it is; raises ApiError where it may not come in."""
         headers = request.headers
@@ -132,7 +153,7 @@ class Front:
         if self._hosts and name.lower() not in self._hosts:
             raise ApiError(400, "the Host header names another server; see --allowed-host", code="host")
         key = key_of(self._keys, headers.get("authorization", ""))
-        if key is None and path not in _OPEN_PATHS:
+        if key is None and self._keys and path not in _OPEN_PATHS:
             told = "the API key is missing or wrong; accepted: Authorization: Bearer KEY"
             raise ApiError(401, told, www_authenticate="Bearer")
         if request.method == "POST":
@@ -140,16 +161,22 @@ class Front:
                 raise ApiError(415, "the content type is another; accepted: application/json")
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not read; accepted: no content-encoding")
-        return key or Key()
+        return key or _EVERYBODY
 
-    # -- bodies ------------------------------------------------------------------------------------------------------
-
-    async def _body(self, request: HttpRequest) -> Json:
-        """The JSON object of a body."""
-        most, body = self._max_body_bytes, bytearray()
+    async def _body(self, request: HttpRequest, key: Key) -> Json:
+        """The JSON object of a body of a key's client; the request counts as open until its answer is over."""
+        service, most, body = self.service, self._max_body_bytes, bytearray()
+        if service.is_draining or service.ended is not None:
+            raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
+        if self.num_open.total() >= self._max_concurrent:
+            raise ApiError(429, f"{self._max_concurrent} requests are open, as many as may be", retry_after="1")
+        if key.max_concurrent is not None and self.num_open[key.tenant] >= key.max_concurrent:
+            raise ApiError(429, f"this API key has {key.max_concurrent} requests open, all it may", retry_after="1")
+        self.num_open[key.tenant] += 1
+        request.state.leave.callback(self.num_open.subtract, [key.tenant])
         size = int(request.headers.get("content-length", most))
         large = ApiError(413, f"the body is too large; accepted: at most {most} bytes")
-        if size > most:
+        if size > most:  # before the client is asked to go on with it
             raise large
         try:
             async with asyncio.timeout(_BODY_S + size / 1e6):
@@ -171,33 +198,25 @@ class Front:
             raise ApiError(400, "the body is not a JSON object")
         return found
 
-    def _open(self, request: HttpRequest, key: Key) -> ExitStack:
-        """Count a request of a key as open until its answer is over; returns what is closed then."""
-        service, most = self.service, self._max_concurrent
-        if service.is_draining or service.ended is not None:
-            raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
-        if self.num_open.total() >= most:
-            raise ApiError(429, f"{most} requests are open, as many as may be", retry_after="1")
-        if key.max_concurrent is not None and self.num_open[key.tenant] >= key.max_concurrent:
-            raise ApiError(429, f"this API key has {key.max_concurrent} requests open, all it may", retry_after="1")
-        self.num_open[key.tenant] += 1
-        leave: ExitStack = request.state.leave
-        leave.callback(self.num_open.subtract, [key.tenant])
-        return leave
-
-    # -- completions -------------------------------------------------------------------------------------------------
-
     async def _complete(self, request: HttpRequest, key: Key, *, is_chat: bool) -> ASGIApp:
-        arrival_s, leave = self.service.engine.now(), self._open(request, key)
-        body = await self._body(request)
-        objectives, name = key.objectives(body, request.headers), request.state.name
-        asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=name, objectives=objectives)
+        arrival_s, leave = self.service.engine.now(), request.state.leave
+        body = await self._body(request, key)
+        body |= key.objectives(body, request.headers)
+        asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=request.state.name)
         self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
         key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
         leave.callback(asyncio.ensure_future(_end_with_client(request, asyncio.current_task())).cancel)
-        answer = await self.service.submit(asked.arrivals, arrival_s, most_tokens=key.max_prompt_tokens)
-        leave.callback(self.service.abort, answer)  # of one that has ended it does nothing
-        return _Events(self._stream(asked, answer)) if asked.flags.stream else await self._whole(asked, answer)
+        answer = await self.service.prepare(asked.arrivals, most_tokens=key.max_prompt_tokens)
+        leave.callback(self.service.abort, answer)  # of one that has ended, or was not taken, it does nothing
+        await self.service.enqueue(answer, arrival_s)
+        if asked.flags.stream:
+            events = StreamingResponse(self._stream(asked, answer), headers=_SSE)
+            return lambda scope, receive, send: events.stream_response(send)  # a client that leaves is seen to here
+        while (outputs := answer.last) is None:
+            await answer.read()
+        if answer.error is not None:
+            raise answer.error
+        return _json(asked.whole(outputs))
 
     def _note_ignored(self, names: Set[str]) -> None:
         """Count fields of a body that nobody knows, and log each of their names once."""
@@ -205,14 +224,6 @@ class Front:
         for name in sorted(names - self._ignored)[: _MOST_NAMES - len(self._ignored)]:
             self._ignored.add(name)
             logger.warning("request field %.80r is ignored", name)
-
-    async def _whole(self, asked: Asked, answer: Answer) -> Response:
-        """The answer when all of it is there."""
-        while (outputs := answer.last) is None:
-            await answer.read()
-        if (error := _error_of(outputs)) is not None:
-            raise error
-        return _json(asked.whole(outputs))
 
     async def _stream(self, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, comments while there is nothing to say, an error in place of the rest."""
@@ -225,19 +236,15 @@ class Front:
             reports &= not news
             if answer.last is None:
                 yield b"".join(map(_event, said)) or b": ping\n\n"
-        error = _error_of(outputs)
-        said += asked.last(outputs) if error is None else [error.body]
+        said += asked.last(outputs) if answer.error is None else [api_error(answer.error).body]
         yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
         self.service.ask(self.service.engine.reset_prefix_cache)
         return Response()
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
-
     async def _tokenize(self, request: HttpRequest, key: Key) -> Response:
-        self._open(request, key)
-        body, engine = await self._body(request), self.service.engine
+        body, engine = await self._body(request, key), self.service.engine
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
         special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
         work = partial(tokenise, prompt, self._tokenizer(), size, add_special_tokens=special)
@@ -245,17 +252,13 @@ class Front:
         return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
 
     async def _detokenize(self, request: HttpRequest, key: Key) -> Response:
-        self._open(request, key)
-        body, tokenizer, limits = await self._body(request), self._tokenizer(), self.service.engine.limits
+        body, tokenizer, limits = await self._body(request, key), self._tokenizer(), self.service.engine.limits
         tokens: Any = body.get("tokens")
         if not hasattr(tokens, "__len__") or len(tokens) > limits.max_model_len:
             raise not_accepted("tokens", None, f"a list of at most {limits.max_model_len} token ids")
-
-        def text() -> str:
-            ids = checked_ids(tokens, "tokens", limits.vocab_size).tolist()
-            return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-        return _json({"prompt": await self.service.in_thread(tokens, text)})
+        ids = partial(checked_ids, tokens, "tokens", limits.vocab_size)
+        work = lambda: tokenizer.decode(ids().tolist(), skip_special_tokens=False)  # noqa: E731
+        return _json({"prompt": await self.service.in_thread(tokens, work)})
 
     def _tokenizer(self) -> Any:
         if (tokenizer := self.service.engine.tokenizer) is None:
@@ -272,27 +275,16 @@ class Front:
 
     def _state(self, request: HttpRequest, key: Key, *, also_draining: bool) -> Response:
         """Whether the engine lives, and whether it takes requests."""
-        service = self.service
-        if isinstance(service.ended, EngineDeadError):
-            return _json({"status": "dead", "reason": type(service.ended).__name__}, 503)
-        status = 503 if service.is_draining and also_draining else 200
-        return _json({"status": "draining" if service.is_draining else "ok"}, status)
+        ended, is_draining = self.service.ended, self.service.is_draining
+        if isinstance(ended, EngineDeadError):
+            return _json({"status": "dead", "reason": type(ended).__name__}, 503)
+        return _json({"status": "draining" if is_draining else "ok"}, 503 if is_draining and also_draining else 200)
 
     async def _events(self, method: str) -> AsyncIterator[bytes]:
         """What the page draws, some times a second."""
-        service = self.service
-        while method == "GET" and not service.is_draining and service.ended is None:
-            yield _event({"model": self.models[0], **snapshot(service)})
+        while method == "GET" and not (self.service.is_draining or self.service.ended):
+            yield _event({"model": self.models[0], **snapshot(self.service)})
             await asyncio.sleep(EVENTS_S)
-
-
-def _error_of(outputs: Sequence[RequestOutput]) -> ApiError | None:
-    """What went wrong with an answer that somebody still reads; None where nothing did."""
-    errors = [output.error for output in outputs if output.error is not None]
-    if errors:
-        return api_error(errors[0])
-    was_cut = any(one.finish_reason == "abort" for output in outputs for one in output.outputs)
-    return stopped() if was_cut else None
 
 
 async def _end_with_client(request: HttpRequest, task: asyncio.Task[Any] | None) -> None:
@@ -301,14 +293,6 @@ async def _end_with_client(request: HttpRequest, task: asyncio.Task[Any] | None)
         pass
     assert task is not None, "a request is answered by a task"
     task.cancel()
-
-
-class _Events(StreamingResponse):
-    """Server-sent events; whoever makes them sees to a client that leaves, for which starlette has further tasks."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
-        await self.stream_response(send)
 
 
 def _event(value: Json) -> bytes:

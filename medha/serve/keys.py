@@ -1,13 +1,5 @@
-"""API keys: who may ask for what. A file names each key, what its requests have by default, and what they may have.
-
-[alice]                      # the tenant, whose requests share the machine fairly with those of others
-key = "sk-..."
-priority = "high"            # the most urgent class that it may ask for, and what it gets (default: normal)
-ttft_s = 2.0                 # objectives of a request that brings none ...
-least_ttft_s = 0.5           # ... and the tightest that it may bring
-max_prompt_tokens = 200000
-max_concurrent = 16
-"""
+"""API keys: who may ask for what. A file names each key, what its requests have by default, and what they may have at
+most; docs/serving.md has one."""
 
 from __future__ import annotations
 
@@ -73,15 +65,12 @@ def _seconds(name: str, text: str) -> float:
 
 
 def key_of(keys: Sequence[Key], authorization: str) -> Key | None:
-    """Whose a header ``Authorization`` is; None where it is nobody's. Without keys everybody is let in.
-
-    All keys are compared, each in constant time.
-    """
+    """Whose a header ``Authorization`` is, None where it is nobody's. All keys are compared, each in constant time."""
     kind, _, given = authorization.partition(" ")
     secret = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as headers come
     known = [key for key in keys if key.key is not None]
     found = [key for key in known if hmac.compare_digest(str(key.key).strip().encode(), secret)]
-    return found[0] if found else None if keys else Key()
+    return found[0] if found else None
 
 
 def load_keys(plain: Sequence[str], file: Path | None) -> list[Key]:
@@ -96,18 +85,14 @@ def load_keys(plain: Sequence[str], file: Path | None) -> list[Key]:
             raise ConfigError(f"key file {file}: {error}") from error
         if not tables:
             raise ConfigError(f"key file {file} has no keys; accepted: a table for each, or no file")
-        keys += [_key(file, *item) for item in tables.items()]
+        for tenant, table in tables.items():
+            try:
+                keys.append(key := Key(tenant, **table))
+                key.check(SLO(key.ttft_s, key.tpot_s), key.priority or "normal")
+                if key.key is None:
+                    raise ConfigError('has no key; accepted: a table with key = "..."')
+            except (TypeError, ConfigError, ValidationError) as error:
+                raise ConfigError(f"key file {file}: [{tenant}] {error}") from error
     if len({key.key for key in keys}) < len(keys):
         raise ConfigError("two API keys are the same; accepted: one for each tenant")
     return keys
-
-
-def _key(file: Path, tenant: str, table: Any) -> Key:
-    try:
-        key = Key(tenant, **table)
-        key.check(SLO(key.ttft_s, key.tpot_s), key.priority or "normal")
-        if key.key is None:
-            raise ConfigError('has no key; accepted: a table with key = "..."')
-    except (TypeError, ConfigError, ValidationError) as error:
-        raise ConfigError(f"key file {file}: [{tenant}] {error}") from error
-    return key

@@ -32,8 +32,8 @@ EVENTS_S = 0.25  # between two events
 _MOST_SHOWN = 256  # requests
 
 
-def _between(start_s: float | None, end_s: float | None) -> float | None:
-    return None if start_s is None or end_s is None else end_s - start_s
+def _less(value: float | None, part: float | None) -> float | None:
+    return None if value is None or part is None else value - part
 
 
 def _first_slack_s(its: RequestMetrics) -> float | None:
@@ -43,20 +43,20 @@ def _first_slack_s(its: RequestMetrics) -> float | None:
     return next((slack_s for at_s, slack_s in its.explanation.slack_s if at_s >= its.queue_time), None)
 
 
-_OF_REQUESTS: Sequence[tuple[str, str, Sequence[float], Callable[[RequestMetrics], float | None]]] = (
-    ("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS, lambda its: its.ttft),
-    ("vllm:request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_SECONDS, lambda its: its.tpot),
-    ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS, lambda its: its.e2e),
-    ("vllm:request_queue_time_seconds", "Arrival to first chunk.", _SECONDS, lambda its: its.queue_time),
-    ("vllm:request_prefill_time_seconds", "First chunk to first token.", _SECONDS,
-     lambda its: _between(its.first_scheduled, its.first_token)),
-    ("vllm:request_decode_time_seconds", "First token to last.", _SECONDS,
-     lambda its: _between(its.first_token, its.finished)),
-    ("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS, lambda its: its.num_prompt_tokens),
-    ("vllm:request_generation_tokens", "Tokens generated.", _TOKENS, lambda its: its.num_output_tokens),
+_OF_REQUESTS: Sequence[tuple[str, str, Sequence[float] | None, Callable[[RequestMetrics], float | None]]] = (
+    ("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS, lambda m: m.ttft),
+    ("vllm:request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_SECONDS, lambda m: m.tpot),
+    ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS, lambda m: m.e2e),
+    ("vllm:request_queue_time_seconds", "Arrival to first chunk.", _SECONDS, lambda m: m.queue_time),
+    ("vllm:request_prefill_time_seconds", "First chunk to token.", _SECONDS, lambda m: _less(m.ttft, m.queue_time)),
+    ("vllm:request_decode_time_seconds", "First token to last.", _SECONDS, lambda m: _less(m.e2e, m.ttft)),
+    ("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS, lambda m: m.num_prompt_tokens),
+    ("vllm:request_generation_tokens", "Tokens generated.", _TOKENS, lambda m: m.num_output_tokens),
+    ("vllm:num_preemptions", "Requests that gave up their KV memory.", None, lambda m: m.num_preemptions),
+    ("vllm:prefix_cache_hits", "Prompt tokens that others had computed.", None, lambda m: m.num_cached_tokens),
     ("medha:first_chunk_slack_seconds", "Slack at a request's first chunk.", _SLACK, _first_slack_s),
 )  # fmt: skip
-"""Histograms of requests that have ended: name, help, buckets, and what is observed, if there is any."""
+"""Of requests that have ended: name, help, buckets of a histogram or none of a counter, and what is noted, if any."""
 
 
 class Metrics:
@@ -65,19 +65,17 @@ class Metrics:
     def __init__(self, engine: Engine, model: str) -> None:
         self._now = engine.now
         self._token_s: dict[int, float] = {}  # when the last token of a slot was
-        self._registry = CollectorRegistry()
-        self._model = model
+        self._model, registry = model, CollectorRegistry()
+        self.text: Callable[[], bytes] = partial(generate_latest, registry)  # what ``/metrics`` shows
 
         def made(kind: Callable[..., Any], name: str, text: str, *labels: str, **options: Any) -> Any:
-            found = kind(name, text, ["model_name", *labels], registry=self._registry, **options)
+            found = kind(name, text, ["model_name", *labels], registry=registry, **options)
             return found if labels else found.labels(model)
 
         self._prompt_tokens = made(Counter, "vllm:prompt_tokens", "Prompt tokens read, cached ones too.")
         self._queries = made(Counter, "vllm:prefix_cache_queries", "Prompt tokens that were looked up.")
-        self._hits = made(Counter, "vllm:prefix_cache_hits", "Prompt tokens that others had computed.")
         self._tokens = made(Counter, "vllm:generation_tokens", "Tokens generated.")
         self._ended = made(Counter, "vllm:request_success", "Requests that have ended.", "finished_reason")
-        self._preemptions = made(Counter, "vllm:num_preemptions", "Requests that gave up their KV memory.")
         self.ignored = made(Counter, "medha:request_fields_ignored", "Fields of requests that nobody knows.")
         self._missed = made(Counter, "medha:slo_miss", "Requests that missed an objective.", "bucket")
         gap, step, ratio = "Time between two tokens.", "Busy seconds of a batch.", "Real over predicted seconds."
@@ -85,7 +83,8 @@ class Metrics:
         self._step = made(Histogram, "medha:step_time_seconds", step, buckets=_TOKEN_SECONDS)
         self._error = made(Histogram, "medha:step_prediction_ratio", ratio, buckets=_RATIO)
         self._of_requests = [
-            (made(Histogram, name, text, buckets=buckets), value) for name, text, buckets, value in _OF_REQUESTS
+            (made(Histogram, name, text, buckets=few).observe if few else made(Counter, name, text).inc, value)
+            for name, text, few, value in _OF_REQUESTS
         ]
         share = "Share of KV memory in use, 0 to 1."
         running = made(Gauge, "vllm:num_requests_running", "Requests being served.")
@@ -103,13 +102,12 @@ class Metrics:
         """Note a batch that is done; the engine's thread calls it."""
         self._step.observe(busy_s)
         self._prompt_tokens.inc(batch.num_tokens - batch.num_decodes + sum(one.num_tokens for one in batch.shared))
-        self._tokens.inc(sum(row.samples for row in batch.rows))
-        now_s = self._now()
-        for row in batch.rows:
-            if row.samples:
-                if row.is_decode:
-                    self._gap.observe(now_s - self._token_s[row.slot])
-                self._token_s[row.slot] = now_s
+        now_s, sampling = self._now(), [row for row in batch.rows if row.samples]
+        self._tokens.inc(len(sampling))
+        for row in sampling:
+            if row.is_decode:
+                self._gap.observe(now_s - self._token_s[row.slot])
+            self._token_s[row.slot] = now_s
         if prediction is not None and prediction.seconds > 0:
             self._error.observe(busy_s / prediction.seconds)
 
@@ -118,26 +116,20 @@ class Metrics:
         metrics, length = output.metrics, output.metrics.num_prompt_tokens
         for one in request.completions:
             self._ended.labels(self._model, one.finish_reason or "abort").inc()
-        for histogram, value in self._of_requests:
+        for note, value in self._of_requests:
             if (found := value(metrics)) is not None:
-                histogram.observe(found)
-        self._preemptions.inc(metrics.num_preemptions)
+                note(found)
         if metrics.met_slo is False:
             self._missed.labels(self._model, next((name for most, name in _LENGTHS if length <= most), "1M-")).inc()
         if metrics.first_scheduled is not None:
             self._queries.inc(length)
-            self._hits.inc(output.num_cached_tokens)
-
-    def text(self) -> bytes:
-        """The page."""
-        return generate_latest(self._registry)
 
 
 def snapshot(service: Service) -> dict[str, Any]:
     """The unfinished requests and the memory as they are now."""
     engine = service.engine
     now_s, requests = engine.now(), engine.requests()
-    rows = [_row(one, now_s, service.left_s(one.first)) for one in requests[:_MOST_SHOWN] if one.completions]
+    rows = [_row(one, now_s, service.left_s(one.first)) for one in requests[:_MOST_SHOWN]]
     return {"now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": _usage(engine)}
 
 

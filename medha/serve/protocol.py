@@ -20,26 +20,17 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from medha import errors
 from medha.engine.admission import listed
 from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import count_logprobs, read_fields
 from medha.engine.request import Request
-from medha.errors import (
-    ChatTemplateError,
-    ContextLengthError,
-    DeadlineError,
-    EngineDeadError,
-    KVCapacityError,
-    UnsupportedFeatureError,
-    ValidationError,
-    not_accepted,
-)
 from medha.outputs import CompletionOutput, Logprob, RequestOutput
 from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
 
 Json = dict[str, Any]
-
 MAX_CHOICES = 512  # completions of one HTTP request
+_LEAST = -9999.0  # of logprobs, as JSON has no infinity; vLLM's number for it
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 
@@ -58,11 +49,6 @@ class ApiError(HTTPException):
         return Response(msgspec.json.encode(self.body), self.status_code, self.headers, "application/json")
 
 
-def stopped() -> ApiError:
-    """What whoever waits is told when the server ends."""
-    return ApiError(503, "the server has stopped before the answer was whole", code="server_stopped")
-
-
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine, without the value that was wrong."""
     param, told, code = getattr(error, "param", None), str(error), None
@@ -71,22 +57,22 @@ def api_error(error: Exception) -> ApiError:
             return error
         case HTTPException(status_code=status, detail=detail, headers=headers):  # starlette's own
             return ApiError(status, detail, **(headers or {}))
-        case DeadlineError(wait_s=wait_s):
+        case errors.DeadlineError(wait_s=wait_s):
             when = {"x_should_retry": "false"} if wait_s is None else {"retry_after": str(math.ceil(wait_s))}
             return ApiError(429, told, param=param, code="deadline", **when)
-        case ContextLengthError() | KVCapacityError():
+        case errors.ContextLengthError() | errors.KVCapacityError():
             code = "context_length_exceeded"
-        case UnsupportedFeatureError():
+        case errors.UnsupportedFeatureError():
             code = "unsupported"
-        case EngineDeadError():
+        case errors.EngineDeadError():
             return ApiError(503, f"the engine has failed: {type(error).__name__}", code="engine_dead")
         case RecursionError():
             told = "the body is nested too deeply"
         case msgspec.ValidationError():  # tells types and the place
             param = told.rpartition("`$.")[2].rstrip("`") or None
-        case ValidationError(__cause__=ChatTemplateError()):
+        case errors.ValidationError(__cause__=errors.ChatTemplateError()):
             told = "the model has no chat template that takes these messages"
-        case ValidationError():
+        case errors.ValidationError():
             _, found, accepted = told.rpartition("; accepted: ")
             told = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
         case _:
@@ -108,39 +94,39 @@ class Flags(msgspec.Struct):
     explain: bool | None = None
 
 
-def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None, objectives: Json) -> Asked:
-    """What a body asks for; raises ApiError, ValidationError, its like of msgspec, or UnsupportedFeatureError.
-
-    ``objectives`` are its ``slo``, ``priority`` and ``tenant``; ``request_id`` is how its client calls it.
-    """
+def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None) -> Asked:
+    """What a body asks for, which its client calls ``request_id``; raises ApiError, ValidationError, its like of
+    msgspec, or UnsupportedFeatureError."""
     flags = msgspec.convert(body, Flags)  # which leaves out all else
     if flags.model not in (None, *models):
         known = ", ".join(models)
         raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
     if flags.stream_options is not None and not flags.stream:
-        raise not_accepted("stream_options", None, "an object, with stream true")
+        raise errors.not_accepted("stream_options", None, "an object, with stream true")
     fields = count_logprobs(body) if is_chat else body
     form = "messages" if is_chat else "prompt" if fields.get("prompt_token_ids") is None else "prompt_token_ids"
     asked: Any = fields.get(form)
     if is_chat and fields.get("tools"):
-        raise UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
+        raise errors.UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
     if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
         raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
     shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
     forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
     prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
-    rest = {name: value for name, value in fields.items() if name not in (*PROMPT_FORMS, *CHAT_OPTIONS)}
-    defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
-    defaults |= {"max_tokens": None} if is_chat else {}
-    first = read_fields("", rest | prompts[0] | objectives, defaults)
+    defaults = {"output_kind": "delta" if flags.stream else "final_only"} | ({"max_tokens": None} if is_chat else {})
+    first = read_fields("", fields | dict.fromkeys((*PROMPT_FORMS, *CHAT_OPTIONS)) | prompts[0], defaults)
     assert first.params is not None, "they were read"
     if len(prompts) * first.params.n > MAX_CHOICES:
-        raise not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
-    name, unique = request_id or uuid.uuid4().hex, uuid.uuid4().hex[:12]  # a client may send its own id twice
-    arrivals = tuple(replace(first, request_id=f"{name}-{unique}-{i}", prompt=one) for i, one in enumerate(prompts))
+        raise errors.not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
+    own = uuid.uuid4().hex  # as a client may send its own id twice
+    name = request_id or own
+    arrivals = tuple(replace(first, request_id=f"{name}-{own[:12]}-{i}", prompt=one) for i, one in enumerate(prompts))
     kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"
-    head = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
-    return Asked(flags, is_chat, arrivals, head | {"model": flags.model or models[0]}, first.params)
+    head: Json = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
+    head |= {"model": flags.model or models[0]}
+    if flags.stream_options is not None and flags.stream_options.include_usage:
+        head["usage"] = None  # until the last chunk has it
+    return Asked(flags, is_chat, arrivals, head, first.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,49 +149,37 @@ class Asked:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         """The answer to a request that does not stream, from the last output of each prompt."""
-        choices = [
-            self._choice(index, one, "message") for index, output in enumerate(outputs) for one in output.outputs
-        ]
+        choices = [self._choice(at, one, "message") for at, output in enumerate(outputs) for one in output.outputs]
         answer = self.head | {"choices": choices, "usage": usage_of(outputs)}
         return answer | (explained(outputs[0]) if self.flags.explain else {})
 
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """What is new of the prompt of an index."""
         news = [one for one in output.outputs if one.token_ids or one.finish_reason is not None]
-        return [self._chunk([self._choice(index, one, "delta")]) for one in news]
+        return [self.head | {"choices": [self._choice(index, one, "delta")]} for one in news]
 
     def progress(self, requests: Sequence[Request], eta_s: float) -> Json:
         """How much of the prompts has been read, in llama.cpp's words, and in how many seconds a token is due."""
-        begun = [one.first for one in requests if one.completions]
-        computed = sum(one.num_computed_tokens for one in begun)
-        cached = sum(one.metrics.num_cached_tokens for one in begun)
+        computed = sum(one.first.num_computed_tokens for one in requests)
+        cached = sum(one.first.metrics.num_cached_tokens for one in requests)
         total = sum(len(one.prompt_ids) for one in requests)
         progress = {"total": total, "cache": cached, "processed": min(computed, total), "eta_s": eta_s}
-        return self._chunk([]) | {"prompt_progress": progress}
+        return self.head | {"choices": [], "prompt_progress": progress}
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[Json]:
         """What follows the last choice."""
-        chunks = [self._chunk([]) | explained(outputs[0])] if self.flags.explain else []
-        return chunks + ([self._chunk([]) | {"usage": usage_of(outputs)}] if self._includes_usage else [])
-
-    @property
-    def _includes_usage(self) -> bool:
-        return self.flags.stream_options is not None and bool(self.flags.stream_options.include_usage)
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        return {**self.head, "choices": choices} | ({"usage": None} if self._includes_usage else {})
+        more = [explained(outputs[0])] if self.flags.explain else []
+        more += [{"usage": usage_of(outputs)}] if "usage" in self.head else []
+        return [self.head | {"choices": []} | one for one in more]
 
     def _choice(self, index: int, one: CompletionOutput, part: str) -> Json:
-        """A choice of the prompt of an index, or what is new of it; of a chat what is said is its ``part``, message or
-        delta."""
+        """A choice of the prompt of an index, or what is new of it; ``part`` of a chat is its message or delta."""
         at, text = index * self.params.n + one.index, one.text or ""
         logprobs = _logprobs(one, self.params.logprobs, self._num_chars[at], is_chat=self.is_chat)
-        choice: Json = {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-        if self.is_chat:
-            role = {} if at in self._num_chars else {"role": "assistant"}
-            choice |= {part: {**role, "content": text}, "logprobs": logprobs}
-        else:
-            choice |= {"text": text, "logprobs": logprobs}
+        role = {} if at in self._num_chars else {"role": "assistant"}
+        choice: Json = {part: {**role, "content": text}} if self.is_chat else {"text": text}
+        choice |= {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+        choice["logprobs"] = logprobs
         if one.text is None:  # there is no tokenizer
             choice["token_ids"] = one.token_ids
         self._num_chars[at] += len(text)
@@ -216,8 +190,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Json:
     """Tokens of some requests that have ended."""
     read = sum(output.metrics.num_prompt_tokens for output in outputs)
     made = sum(output.metrics.num_output_tokens for output in outputs)
-    details = {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
-    total = read + made
+    total, details = read + made, {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": total, "prompt_tokens_details": details}
 
 
@@ -236,26 +209,19 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
     the first one has ``offset`` characters."""
     if one.logprobs is None:
         return None
-    drawn = [step[token] for token, step in zip(one.token_ids, one.logprobs, strict=True)]
-    best = [sorted(step.values(), key=lambda each: each.rank)[:most] for step in one.logprobs]
+    steps = zip(one.token_ids, one.logprobs, strict=True)
+    pairs = [(step[token], sorted(step.values(), key=lambda each: each.rank)[:most]) for token, step in steps]
     if is_chat:
-        pairs = zip(drawn, best, strict=True)
-        return {
-            "content": [_chat_logprob(each) | {"top_logprobs": [*map(_chat_logprob, tops)]} for each, tops in pairs]
-        }
-    tokens = [each.decoded_token or "" for each in drawn]
+        return {"content": [_chat_logprob(its) | {"top_logprobs": [*map(_chat_logprob, best)]} for its, best in pairs]}
+    tokens = [token.decoded_token or "" for token, _ in pairs]
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(each.logprob) for each in drawn],
-        "top_logprobs": [{top.decoded_token or "": _finite(top.logprob) for top in tops} for tops in best],
+        "token_logprobs": [max(token.logprob, _LEAST) for token, _ in pairs],
+        "top_logprobs": [{each.decoded_token or "": max(each.logprob, _LEAST) for each in best} for _, best in pairs],
         "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
     }
 
 
 def _chat_logprob(each: Logprob) -> Json:
     token = each.decoded_token or ""
-    return {"token": token, "logprob": _finite(each.logprob), "bytes": list(token.encode(errors="replace"))}
-
-
-def _finite(value: float) -> float:
-    return max(value, -9999.0)  # JSON has no infinity; vLLM's number for it
+    return {"token": token, "logprob": max(each.logprob, _LEAST), "bytes": list(token.encode(errors="replace"))}

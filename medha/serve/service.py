@@ -12,9 +12,10 @@ import math
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,23 +26,31 @@ from medha.engine.request import Completion, Request
 from medha.engine.threads import Preparing, prompt_size
 from medha.errors import EngineDeadError, MedhaError, not_accepted
 from medha.outputs import RequestOutput
-from medha.serve.protocol import ApiError, stopped
+from medha.serve.protocol import ApiError
 
-T = TypeVar("T")
-
+_STOPPED = ApiError(503, "the server has stopped before the answer was whole", code="server_stopped")
+_RECENT = 3.0  # what was read counts half for an ETA once 1/3 of what is left has been read after it
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
+END_S = 1.0  # for which streams may end with what has become of them
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
-_QUICK = 2000  # characters or ids of a prompt that is prepared sooner than a thread has got it
+_QUICK = 2000  # characters or ids of a prompt, no template's, that is prepared sooner than a thread has got it
 
 
 class Answer:
-    """What has come of the prompts of one HTTP request; of the event loop's thread."""
+    """What has come of the prompts of one HTTP request; of the event loop's thread.
+
+    Attributes:
+        last: the last output of each prompt, in their order; None until all of them were read.
+        error: what went wrong with one of these.
+    """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
+        self.last: list[RequestOutput] | None = None
+        self.error: Exception | None = None
         self._news = asyncio.Event()
         self._pieces: dict[int, list[RequestOutput]] = {}  # that were not read yet, by the index of a prompt
-        self._last: dict[int, RequestOutput] = {}
+        self._ended: dict[int, RequestOutput] = {}
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what the engine handed out for the prompt of an index."""
@@ -56,20 +65,17 @@ class Answer:
         self._news.clear()
         pieces, self._pieces = self._pieces, {}
         news = [(index, together(some)) for index, some in pieces.items()]
-        self._last |= {index: output for index, output in news if output.finished}
+        for index, output in news:
+            if output.finished:
+                self._ended[index], self.error = output, self.error or output.error
+        if len(self._ended) == len(self.requests):
+            self.last = [output for _, output in sorted(self._ended.items())]
         return news
-
-    @property
-    def last(self) -> list[RequestOutput] | None:
-        """The last output of each prompt, in their order; None until all of them were read."""
-        return [self._last[i] for i in range(len(self.requests))] if len(self._last) == len(self.requests) else None
 
 
 class Service:
-    """An engine and the requests that the event loop has for it.
-
-    Args:
-        engine: nobody else steps it.
+    """An engine, which nobody else steps, and the requests that the event loop has for it, which calls what stands
+    before :meth:`run`; the rest is the engine's thread's.
 
     Attributes:
         is_draining: no new request is taken.
@@ -83,84 +89,72 @@ class Service:
         self.engine = engine
         self.is_draining = False
         self.ended: EngineDeadError | ApiError | None = None
-        self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
-        self.loop: asyncio.AbstractEventLoop | None = None
-        # when how many tokens of a prompt were read, since about as much was read as is left; noted as it is asked for
-        self._marks: WeakKeyDictionary[Completion, deque[tuple[float, int]]] = WeakKeyDictionary()
-        self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
         self.num_turns = 0
         self.preparing = Preparing(engine)
+        self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        # of a prompt, as it is asked for: when how many tokens were read, seconds that took of late, and alone would
+        self._paces: WeakKeyDictionary[Completion, tuple[float, int, float, float]] = WeakKeyDictionary()
+        self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
+        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
 
-    # -- of the event loop -------------------------------------------------------------------------------------------
-
-    async def in_thread(self, prompt: Any, work: Callable[[], T]) -> T:
+    async def in_thread(self, prompt: Any, work: Callable[[], Any]) -> Any:
         """What some work on a prompt returns that may take long, after other such work."""
         return await asyncio.wrap_future(self.preparing.begin(prompt, work))
 
-    async def submit(self, arrivals: Sequence[Arrival], arrival_s: float, *, most_tokens: int | None = None) -> Answer:
-        """Tokenise, check and queue requests, all or none, with prompts of so many tokens together; raises as
-        :meth:`Engine.add_request`. :meth:`abort` must follow where the reader leaves."""
+    async def prepare(self, arrivals: Sequence[Arrival], *, most_tokens: int | None = None) -> Answer:
+        """Tokenise and check requests, with prompts of so many tokens together; raises as :meth:`Engine.prepare`."""
         requests: list[Request] = []
         for arrival in arrivals:
-            self._check_open()
             work = partial(prepare_arrival, self.engine, arrival)
-            is_text = "messages" not in arrival.prompt  # a template may take its time
-            is_quick = is_text and len(arrivals) == 1 and prompt_size(arrival.prompt) <= _QUICK
+            is_quick = len(arrivals) == 1 and "messages" not in arrival.prompt and prompt_size(arrival.prompt) <= _QUICK
             requests.append(work() if is_quick else await self.in_thread(arrival.prompt, work))
             if most_tokens is not None and sum(len(one.prompt_ids) for one in requests) > most_tokens:
                 raise not_accepted("prompt", None, f"at most {most_tokens} tokens, with this API key")
-        answer, self.loop = Answer(requests), asyncio.get_running_loop()
-        added: asyncio.Future[Exception | None] = self.loop.create_future()
-        self.ask(partial(self._add, answer, arrival_s, added))
-        try:
-            while not added.done():  # nobody takes it where the engine's thread is stuck or has ended
-                self._check_open()
-                await asyncio.wait([added], timeout=_IDLE_S)
-            if (refusal := added.result()) is not None:
-                raise refusal
-        except BaseException:
-            self.abort(answer)
-            raise
-        return answer
+        return Answer(requests)
 
-    def _check_open(self) -> None:
-        if self.ended is not None:
-            raise self.ended
+    async def enqueue(self, answer: Answer, arrival_s: float) -> None:
+        """Queue the requests of an answer, which :meth:`abort` must follow; raises as :meth:`Engine.add_request`."""
+        self.loop = asyncio.get_running_loop()
+        queued = asyncio.wrap_future(self.ask(partial(self._enqueue, answer, arrival_s)))
+        while not queued.done():  # nobody does it where the engine's thread is stuck or has ended
+            if self.ended is not None:
+                raise self.ended
+            await asyncio.wait([queued], timeout=_IDLE_S)
+        queued.result()
 
     def abort(self, answer: Answer) -> None:
         """End what still runs of an answer, between two steps."""
         for one in answer.requests:
             self.ask(partial(self.engine.abort, one.request_id))
 
-    def ask(self, call: Callable[[], None]) -> None:
+    def ask(self, call: Callable[[], Any]) -> Future[Any]:
         """Let the engine's thread make a call, between two steps."""
-        self._inbox.put(call)
+        made: Future[Any] = Future()
+        self._inbox.put((made, call))
         self.engine.wake()
+        return made
 
     def eta_s(self, requests: Sequence[Request]) -> float:
-        """Predicted seconds to the first token of any of some requests, 0 where all are read.
-
-        Of a prompt that is being read, what is left takes as much longer than alone as the last that was read, as much
-        or all, did. One that waits is behind those with less left to read, as the default policy has it.
-        """
+        """Predicted seconds to the first token of any of some requests, 0 where all are read. What is left of a prompt
+        takes as much longer than alone as what was read of late did; one that waits is behind those with less left."""
         return min((self._eta_s(one) for one in _unread(requests)), default=0.0)
 
     def _eta_s(self, one: Completion) -> float:
-        left_s, begun_s, done_s = self.left_s(one), one.metrics.first_scheduled, 0.0
-        if begun_s is not None:
-            marks = self._marks.setdefault(one, deque([(begun_s, one.metrics.num_cached_tokens)]))
-            if marks[-1][1] > one.num_computed_tokens:  # it gave way
-                marks.clear()
-                marks.append((self.engine.now(), one.num_computed_tokens))
-            marks.append((one.computed_s, one.num_computed_tokens))
-            while len(marks) > 2 and self.left_s(one, marks[1][1]) >= 2 * left_s:
-                marks.popleft()
-            done_s = self.left_s(one, marks[0][1]) - left_s
-        if done_s <= 0:
+        left_s, begun_s = self.left_s(one), one.metrics.first_scheduled
+        at_s, num_read, took_s, alone_s = self._paces.get(one, (begun_s, one.metrics.num_cached_tokens, 0.0, 0.0))
+        if at_s is not None and one.num_computed_tokens != num_read:
+            step_s = self.left_s(one, num_read) - left_s
+            if step_s > 0:
+                kept = left_s / (left_s + _RECENT * step_s)
+                took_s, alone_s, at_s = kept * took_s + one.computed_s - at_s, kept * alone_s + step_s, one.computed_s
+            else:  # it gave way
+                took_s, alone_s, at_s = 0.0, 0.0, self.engine.now()
+            self._paces[one] = at_s, one.num_computed_tokens, took_s, alone_s
+        if not alone_s:
             return self._ahead_s(left_s) + left_s
-        return max(left_s * (one.computed_s - marks[0][0]) / done_s - (self.engine.now() - one.computed_s), 0.0)
+        return max(left_s * took_s / alone_s - (self.engine.now() - one.computed_s), 0.0)
 
     def _ahead_s(self, left_s: float) -> float:
         """Seconds that prompts with less left to read take, and half of those with as much."""
@@ -177,14 +171,15 @@ class Service:
             num_done = one.num_computed_tokens or self.engine.scheduler.num_there(one.slot)
         return self.engine.scheduler.prefill_left_s(num_done, len(one.request.prompt_ids))
 
-    # -- of the engine's thread --------------------------------------------------------------------------------------
-
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Serve until ``should_stop``; raises EngineDeadError where a step failed, when its requests have ended."""
         try:
             while not should_stop():
-                for call in taken(self._inbox, 0.0 if self.engine.has_unfinished else _IDLE_S):
-                    call()
+                for made, call in taken(self._inbox, 0.0 if self.engine.has_unfinished else _IDLE_S):
+                    try:
+                        made.set_result(call())
+                    except (MedhaError, ApiError) as error:
+                        made.set_exception(error)
                 if self.engine.has_unfinished:
                     self.engine.advance(_IDLE_S)
                 self.num_turns += 1
@@ -199,7 +194,7 @@ class Service:
     def cut(self) -> None:
         """End every request now, as the server stops."""
         if self.ended is None:
-            self.ended = stopped()
+            self.ended = _STOPPED
             self.engine.abort_all()
         self.flush()
 
@@ -215,20 +210,17 @@ class Service:
             with suppress(RuntimeError):  # the loop is closed: there is nobody left
                 self.loop.call_soon_threadsafe(self._deliver)
 
-    def _add(self, answer: Answer, arrival_s: float, added: asyncio.Future[Exception | None]) -> None:
-        refusal = None
-        try:
-            for index, request in enumerate(answer.requests):
-                self._check_open()
-                self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._hand_out, answer, index))
-        except (MedhaError, ApiError) as error:  # whoever asked then aborts those that were added
-            refusal = error
-        self._outbox.append(partial(added.set_result, refusal))
-        self.flush()
+    def _enqueue(self, answer: Answer, arrival_s: float) -> None:
+        if self.ended is not None:
+            raise self.ended
+        for index, request in enumerate(answer.requests):
+            self.engine.add_prepared(request, arrival_s=arrival_s, sink=partial(self._hand_out, answer, index))
 
     def _hand_out(self, answer: Answer, index: int, output: RequestOutput) -> None:
         self._outbox.append(partial(answer.put, index, output))
         if output.finished:
+            if any(one.finish_reason == "abort" for one in output.outputs):  # of one who still reads
+                output.error = _STOPPED
             self._outbox.append(partial(self.on_end, answer.requests[index], output))
 
     def _deliver(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from medha.errors import ConfigError
 from medha.serve.protocol import ApiError
+from medha.serve.service import END_S
 
 KEEP_ALIVE_S = 75  # for which a connection may be open, or be so again, without the head of a request
 READER_S = 300  # for which a client may take nothing of what is sent to it, where the kernel counts that
-END_S = 1.0  # for which streams may end with what has become of them
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -40,30 +39,18 @@ def bound(host: str, port: int) -> socket.socket:
 @contextmanager
 def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls: Path | None) -> Iterator[None]:
     """Within, serve an app; at the end connections may send what they have. ``tls`` are uvicorn's options for it."""
-    config = uvicorn.Config(
-        app,
-        http=TimedProtocol,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        log_level="critical",
-        server_header=False,
-        limit_concurrency=max_connections,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-        **tls,  # type: ignore[arg-type]
-    )
+    parts: dict[str, Any] = {"http": TimedProtocol, "loop": "asyncio", "ws": "none", "lifespan": "off"}
+    says = {"log_config": None, "log_level": "critical", "server_header": False}
+    limits = {"limit_concurrency": max_connections, "timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(app, **(parts | says | limits | tls))
     try:
         config.load()
     except (OSError, ValueError) as error:
         raise ConfigError(f"the server does not start: {error}") from error
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="medha-http", daemon=True)
+    listener.listen(config.backlog)  # who comes before the loop does waits
     thread.start()
-    while not server.started and thread.is_alive():
-        time.sleep(0.005)
     try:
         yield
     finally:
@@ -73,9 +60,7 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
 
 class TimedProtocol(H11Protocol):
     """Closes a connection on which no head is whole for :data:`KEEP_ALIVE_S`, where uvicorn's timer begins with an
-    answer and ends with a byte; what is no request, and what comes by one connection too many, gets an error in
-    OpenAI's shape.
-    """
+    answer and ends with a byte; what is no request, or comes by one connection too many, gets an error as OpenAI's."""
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
@@ -93,8 +78,7 @@ class TimedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Tell what is wrong with a head."""
         status = getattr(sys.exception(), "error_status_hint", 400)  # uvicorn handles h11's error by this call
-        told = "the request is no HTTP that can be read, or its head too large"
-        answer = ApiError(status, told, connection="close").response()
+        answer = ApiError(status, "the request is no HTTP, or its head too large", connection="close").response()
         head = h11.Response(status_code=status, headers=answer.raw_headers)
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
