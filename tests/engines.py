@@ -120,8 +120,13 @@ def left_behind(engine: Any) -> dict[str, list[int]]:
     memory, queue = scheduler.memory, scheduler._queue
     hand_overs, instances = engine.hand_overs, [one.scheduler for one in engine.hand_overs.instances]
     left = {
-        "blocks": [memory.num_used, *(host.pool.num_blocks - host.num_free for host in memory.prefix.hosts)],
-        "reservations": [len(memory._accounts), len(memory._swapped), *memory._open, *memory._set_aside],
+        "blocks": [memory.num_used, *(host.pool.num_blocks - host.num_free for host in memory.hosts)],
+        "reservations": [
+            len(memory._accounts),
+            *(len(host.swapped) for host in memory.hosts),
+            *memory._open,
+            *memory._set_aside,
+        ],
         "requests": [scheduler.num_running, scheduler.num_waiting, len(queue.ending), len(queue.decoding)],
         "rows": [queue.num_prefills, int(queue.column("relegated").sum())],
         "batches": [len(scheduler.in_flight), len(engine._in_flight)],

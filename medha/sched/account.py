@@ -20,22 +20,26 @@ class Account:
 
     first: int  # group of the span
     reserved: list[int]  # by group of the span
+    held: list[int]  # likewise
     most: int = 0  # tokens on one group of one that is not dealt
-    num_outputs: int | None = None  # tokens behind its prompt of one that is dealt; None of one that is not
-    held: list[int] = field(init=False)  # by group of the span
-    tokens: list[int] | None = field(init=False)  # of one that is dealt: how many lie on each group
-    starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
-    end: int | None = None  # position at which the last of them was told to end, before it is full
-    is_set_aside: bool = False  # nobody else may take the rest of its reservation
-    # what follows is of requests with ids alone
+    starts: list[int] = field(default_factory=lambda: [0])  # position at which each shard begun so far begins
     chain: Chain | None = None
     hit: Hit = field(default_factory=Hit)  # what it shares
+    end: int = field(init=False)  # position at which the last shard begun ends
+    is_set_aside: bool = False  # nobody else may take the rest of its reservation
+    tokens: list[int] | None = None  # of one that is dealt: how many lie on each group
+    num_outputs: int = 0  # likewise: tokens of its reservation behind its prompt
+    # what follows is of requests with ids alone
     own: list[Path] = field(default_factory=list)  # what others may share of what it computes
     num_units: int = 0  # whose ids are known
 
     def __post_init__(self) -> None:
-        self.held = [0] * len(self.reserved)
-        self.tokens = None if self.num_outputs is None else [0] * len(self.reserved)
+        self.end = self.starts[-1] + self.most
+
+    @classmethod
+    def dealt(cls, first: int, reserved: list[int], num_outputs: int) -> Account:
+        """Of a request that is dealt, which holds nothing yet."""
+        return cls(first, reserved, [0] * len(reserved), tokens=[0] * len(reserved), num_outputs=num_outputs)
 
     def rest(self) -> Blocks:
         """Reserved and not yet held."""
@@ -84,13 +88,14 @@ class Account:
         return next(iter(self.starts[index + 1 :]), position) - self.starts[index]
 
     def needs(self, row: Row, block_size: int) -> dict[int, int]:
-        """Blocks by group that a row needs beyond those that the request has; below 0 where history leaves."""
-        if self.tokens is not None:
-            after = ((g, -(-tokens // block_size)) for g, tokens in self.after(row, block_size))
-            return {g: blocks - self.held[g - self.first] for g, blocks in after}
-        index = row.num_groups - 1
-        start = self.starts[index] if index < len(self.starts) else row.position
-        return {row.writer: -(-(row.kv_len - start) // block_size) - self.held[index]}
+        """Blocks by group that a row needs beyond those that it has; fewer than none where history leaves."""
+        if self.tokens is None:
+            index = row.num_groups - 1
+            start = self.starts[index] if index < len(self.starts) else row.position
+            after = [(row.writer, row.kv_len - start)]
+        else:
+            after = self.after(row, block_size)
+        return {group: -(-tokens // block_size) - self.held[group - self.first] for group, tokens in after}
 
     def deals(self, row: Row, block_size: int) -> list[Deal]:
         """What each group holds before a dealt row, and what it is to hold: the same, while that is even to a block."""

@@ -13,18 +13,18 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import islice
+from typing import Any, TypeVar
 
-from medha.batch import PIECES, Batch, Copy, Deal, Extent, Row, Shared, Swap
+from medha.batch import PIECES, Batch, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, dealt_work, split
-from medha.sched.blocks import blocks_of, facing
 from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.prefix import Hit
 from medha.sched.queue import Queue, State
 
+_Answer = TypeVar("_Answer")
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
 
@@ -69,7 +69,7 @@ class BatchBuilder:
     """A batch that is being filled.
 
     Attributes:
-        rows, extents, swaps_in, shared, copies, deals: so far.
+        rows: so far; what else the batch says the memory knows.
         prefers_ring: whether a chunk of a dealt request, of so many tokens behind a position, first group and number of
             groups, is rather dealt than gathered.
     """
@@ -91,11 +91,6 @@ class BatchBuilder:
         self.is_closed = False  # nobody may start any more: memory that comes free is kept for one that waits for it
         self.preemption = preemption
         self.rows: list[Row] = []
-        self.extents: list[Extent] = []
-        self.swaps_in: list[Swap] = []
-        self.shared: list[Shared] = []
-        self.copies: list[Copy] = []
-        self.deals: list[Deal] = []
         self.prefers_ring: Callable[[int, int, int, int], bool] = lambda position, q_len, first, count: True
         self._choices: dict[tuple[int, int, int], bool] = {}  # of prefers_ring, by slot, tokens and first group
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
@@ -169,8 +164,9 @@ class BatchBuilder:
 
     def add_dealt(self, state: State, q_len: int, groups: range) -> None:
         """Give a prefill, whose memory is set aside, a chunk that is dealt to some groups."""
-        row = self._chunk_row(state, q_len, groups.start, len(groups))
-        self._append_row(state, row._replace(is_dealt=len(groups) > 1))
+        is_last, is_dealt = q_len == state.num_left, len(groups) > 1
+        row = Row(state.slot, state.num_scheduled_tokens, q_len, False, is_last, groups.start, len(groups), is_dealt)
+        self._append_row(state, row)
 
     def is_held(self, state: State) -> bool:
         """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
@@ -217,22 +213,18 @@ class BatchBuilder:
         candidates = self.preemption.of_lower_class(state)
         if not candidates:
             return False
-        most = min(state.num_left, self.config.max_batch_tokens)
-        if state.has_started:
-            position = state.num_scheduled_tokens
-            place = self.memory.place(state.slot, position)
-            row = self._chunk_row(state, min(most, self.memory.room(state.slot, position)), *place)
-            victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
-        else:
-            most = max(min(most, self._most_kv(state) - state.num_scheduled_tokens), 1)
-            num_running = len(self._queue.running)
 
-            def fits(first: int, gone: Collection[int]) -> bool:
-                has_place = num_running - len(gone) < self.config.max_num_seqs
-                return has_place and self._can_start(state, first, most, gone)
+        def fits(_: State, gone: Collection[int]) -> bool:
+            room = self.memory.room(state.slot, state.num_scheduled_tokens)
+            return self._fits(state, max(min(state.num_left, self.config.max_batch_tokens, room), 1), gone)
 
-            found = (fewest(candidates, partial(fits, first)) for first in self._firsts(state))
-            victims = next((victims for victims in found if victims is not None), None)
+        def fits_at(first: int, gone: Collection[int]) -> bool:
+            has_place = len(self._queue.running) - len(gone) < self.config.max_num_seqs
+            return has_place and self._if_begun(state, first, fits, gone)
+
+        ways = [partial(fits, state)] if state.has_started else [partial(fits_at, at) for at in self._firsts(state)]
+        found = (fewest(candidates, way) for way in ways)
+        victims = next((victims for victims in found if victims is not None), None)
         self.preemption.preempt(victims or [], self.now_s)
         return bool(victims)
 
@@ -244,7 +236,7 @@ class BatchBuilder:
     def moved_s(self) -> float:
         """Predicted seconds in which the batch's blocks are swapped, of the group that moves most."""
         blocks = [0] * self.memory.num_groups
-        for swap in (*self.memory.prefix.swaps_out, *self.swaps_in):
+        for swap in (*self.memory.prefix.swaps_out, *self.memory.swaps_in):
             blocks[swap.group] += swap.count
         return max(blocks) * self.memory.swap_block_s
 
@@ -256,23 +248,20 @@ class BatchBuilder:
         return works_of(self.rows, self.memory, group)
 
     def _continue(self, state: State, size: SizeFn, is_whole: bool) -> int:
-        position = state.num_scheduled_tokens
-        first, count = self.memory.place(state.slot, position)
-        q_len = self._tokens(state, first, count, size, is_whole, self.memory.room(state.slot, position))
+        q_len = self._tokens(state, size, is_whole)
         if not q_len:
             return 0
-        row = self._chunk_row(state, q_len, first, count)
-        index = self.chunked.get(state.slot)
+        row, index = self._chunk_row(state, q_len), self.chunked.get(state.slot)
         if index is not None and self.width(state) > 1:
             return 0  # it is dealt, or gathered, as a whole
         if index is not None and self.rows[index].span != row.span:
             return 0  # it would be the first chunk of another shard
         if not self._has_blocks(state, row):
-            q_len = self._fitting(q_len, lambda most: self.memory.can_take(self._chunk_row(state, most, first, count)))
+            q_len = self._fitting(state, q_len)
             if not q_len:
                 self.refused.append(state.slot)
                 return 0
-            row = self._chunk_row(state, q_len, first, count)
+            row = self._chunk_row(state, q_len)
         self._append_row(state, row)
         if index is not None:  # one row of the former chunk and this one
             before, after = self.rows[index], self.rows.pop()
@@ -284,41 +273,46 @@ class BatchBuilder:
     def _start(self, state: State, size: SizeFn, is_whole: bool) -> int:
         if not self.has_place(state):
             return 0
-        num_tokens = state.request.num_kv_tokens
         if state.chain is not None and self.memory.swapped_on(state.slot) is None:
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
-        most_kv, width_now = self._most_kv(state), self.width(state)
-        room = most_kv - state.num_scheduled_tokens
-        if width_now > 1:
-            room = state.num_left
-        sizes = {first: self._tokens(state, first, width_now, size, is_whole, room) for first in self._firsts(state)}
+        firsts = self._firsts(state)
+        sizes = {first: self._if_begun(state, first, self._tokens, size, is_whole) for first in firsts}
         open_firsts = [first for first, tokens in sizes.items() if tokens]
         if len(open_firsts) > 1:
-            work, width = self._pending_work(), len(self.memory.reservation(num_tokens, most_kv))
+            work = self._pending_work()
+            width = len(self.memory.reservation(state.request.num_kv_tokens, self._most_kv(state)))
             used = [self.memory.used(group) for group in range(self.memory.num_groups)]
             spans = {first: slice(first, first + width) for first in open_firsts}
             # what the span would have to do, the busiest of its groups and all, and what its decodes read
             open_firsts.sort(key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
-        chosen = next((first for first in open_firsts if self._can_start(state, first, sizes[first])), None)
+        fits = (first for first in open_firsts if self._if_begun(state, first, self._fits, sizes[first]))
+        chosen = next(fits, None)
         if chosen is None:
             for first in open_firsts:
-                sizes[first] = self._fitting(sizes[first], partial(self._can_start, state, first))
+                sizes[first] = self._if_begun(state, first, self._fitting, sizes[first])
             chosen = max(open_firsts, key=lambda first: sizes[first], default=None)
         if chosen is None or not sizes[chosen]:
             if open_firsts:
                 self.refused.append(state.slot)
             return 0
-        if state.num_scheduled_tokens:
-            extents, swaps = self.memory.swap_in(state.slot, num_tokens, state.chain)
-            self.extents += extents
-            self.swaps_in += swaps
-        else:
-            num_prompt = state.request.num_prompt_tokens
-            self.memory.start(state.slot, chosen, num_tokens, state.chain, None, num_prompt, most_kv)
-        self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, width_now))
+        self._bind(state, chosen)
+        self._append_row(state, self._chunk_row(state, sizes[chosen]))
         return sizes[chosen]
+
+    def _bind(self, state: State, first: int) -> None:
+        """Bind a request that shares nothing to the span that begins at ``first``."""
+        request, most = state.request, self._most_kv(state)
+        num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
+        self.memory.start(state.slot, first, num_tokens, state.chain, num_prompt=num_prompt, most=most)
+
+    def _if_begun(self, state: State, first: int, ask: Callable[..., _Answer], *args: Any) -> _Answer:
+        """What a request that has not started is answered as if it were bound to the span that begins at ``first``."""
+        self._bind(state, first)
+        answer = ask(state, *args)
+        self.memory.undo_start(state.slot)
+        return answer
 
     def _share(self, state: State, size: SizeFn, is_whole: bool) -> int | None:
         """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
@@ -332,28 +326,17 @@ class BatchBuilder:
             return None
         self._queue.found(state, num_cached)
         memory.start(state.slot, hit.shards[0][0], num_tokens, chain, hit)
-        place = memory.place(state.slot, num_cached)
-        most = self._tokens(state, *place, size, is_whole, memory.room(state.slot, num_cached))
-        q_len = self._fitting(most, partial(self._can_share, state, hit, place))
-        if not q_len:
-            memory.undo_start(state.slot, hit)
-            if most and memory.num_groups > 1:
-                return None
-            if most:
-                self._no_room[hit, len(memory.frees)] = num_tokens
-                self.refused.append(state.slot)
-            return 0
-        extents, shared = memory.hit_extents(state.slot)
-        self.extents += extents
-        self.shared += shared
-        num_before, host = len(self.extents), memory.read_back(hit)
-        self._append_row(state, self._chunk_row(state, q_len, *place))
-        blocks = blocks_of((extent.first, extent.count) for extent in self.extents[num_before:])
-        self.swaps_in += facing(hit.host_group, islice(blocks, len(host)), host)
-        if hit.tail is not None:
-            ((source, _),) = hit.tail.blocks(hit.num_blocks, hit.num_blocks + 1)
-            self.copies.append(Copy(hit.tail.group, source, self.extents[num_before].first, hit.tail_tokens))
-        return q_len
+        most = self._tokens(state, size, is_whole)
+        if q_len := self._fitting(state, most):
+            self._append_row(state, self._chunk_row(state, q_len))
+            return q_len
+        memory.undo_start(state.slot)
+        if most and memory.num_groups > 1:
+            return None
+        if most:
+            self._no_room[hit, len(memory.frees)] = num_tokens
+            self.refused.append(state.slot)
+        return 0
 
     def _pays(self, state: State, hit: Hit) -> bool:
         """Whether a request is predicted to end its prefill sooner where it shares than where least is pending."""
@@ -365,35 +348,22 @@ class BatchBuilder:
         elsewhere = [work[first] for first in self.memory.first_groups(state.request.num_kv_tokens)]
         return there_s <= min(elsewhere) + self._queue.left_s(0, state.num_prefill_tokens)
 
-    def _fitting(self, num_tokens: int, fits: Callable[[int], bool]) -> int:
+    def _fitting(self, state: State, num_tokens: int) -> int:
         """The most tokens of a chunk, up to these, that find memory; 0 where that is no efficient chunk."""
         least = self.config.min_chunk
-        if not num_tokens or fits(num_tokens):
+        if not num_tokens or self._fits(state, num_tokens):
             return num_tokens
-        if least >= num_tokens or not fits(least):
+        if least >= num_tokens or not self._fits(state, least):
             return 0
-        return least - 1 + bisect_left(range(least, num_tokens), True, key=lambda size: not fits(size))
+        sizes = range(least, num_tokens)
+        return least - 1 + bisect_left(sizes, True, key=lambda size: not self._fits(state, size))
 
-    def _can_share(self, state: State, hit: Hit, place: tuple[int, int], q_len: int) -> bool:
-        """Whether a request that is bound to what is there of its tokens finds memory for its first chunk."""
-        row, size = self._chunk_row(state, q_len, *place), self.memory.block_size
-        spare = (self.memory.num_free(row.writer) + hit.num_blocks) * size
-        return self.memory.can_take(row) and self._least_kv(state) <= spare
-
-    def _can_start(self, state: State, first: int, q_len: int, gone: Collection[int] = ()) -> bool:
-        """Whether a request finds memory for its first chunk on the span that begins at ``first``."""
-        kv_len = max(state.num_scheduled_tokens + q_len, self._least_kv(state))
-        request, row = state.request, self._chunk_row(state, q_len, first, self.width(state))
-        num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
-        return self.memory.can_start(
-            first, num_tokens, kv_len, set_aside=row.samples, gone=gone, num_prompt=num_prompt, row=row,
-            most=self._most_kv(state),
-        )  # fmt: skip
+    def _fits(self, state: State, q_len: int, gone: Collection[int] = ()) -> bool:
+        """Whether a bound request finds memory for a chunk without the slots ``gone``."""
+        return self.memory.can_take(self._chunk_row(state, q_len), gone=gone, least_kv=self._least_kv(state))
 
     def width(self, state: State) -> int:
         """Groups of a request's first chunk: of its span where it is dealt, else one."""
-        if self.memory.deal_pays is None:
-            return 1
         return len(self.memory.dealt_reservation(state.request.num_kv_tokens, state.request.num_prompt_tokens) or [0])
 
     def _is_dealt(self, state: State, q_len: int, first: int, count: int) -> bool:
@@ -401,9 +371,7 @@ class BatchBuilder:
         if q_len < PIECES * count:
             return False  # the end of a prompt
         if (key := (state.slot, q_len, first)) not in self._choices:
-            request = state.request
-            room = self.memory.gather_room(state.slot, request.num_kv_tokens, request.num_prompt_tokens)
-            most = min(room - PIECES * count, *self.tokens_left[first : first + count])
+            most = min(self.memory.gather_room(state.slot) - PIECES * count, *self.tokens_left[first : first + count])
             self._choices[key] = q_len > most or self.prefers_ring(state.num_scheduled_tokens, q_len, first, count)
         return self._choices[key]
 
@@ -429,7 +397,7 @@ class BatchBuilder:
     def _least_kv(self, state: State) -> int:
         """Tokens that must be free for a first chunk: with overcommit a hundredth of the pool more than what was lost,
         so that a preempted request does not come back to be preempted at once."""
-        if not self.memory.overcommit or not self._queue.running:
+        if state.has_started or not self.memory.overcommit or not self._queue.running:
             return 0
         spare = max(self.memory.num_blocks // 100, 1) * self.memory.block_size
         return spare + (min(state.num_prefill_tokens, self.memory.max_kv_per_group) if state.num_preempted else 0)
@@ -455,9 +423,12 @@ class BatchBuilder:
                 work[group] += left / count
         return work
 
-    def _tokens(self, state: State, first: int, count: int, size: SizeFn, is_whole: bool, room: int) -> int:
-        """Tokens of a request's next chunk within the budgets of its groups, its own, its room and what it is given."""
-        most, width = min(state.num_left, room), self.width(state)
+    def _tokens(self, state: State, size: SizeFn, is_whole: bool) -> int:
+        """Tokens of a bound request's next chunk within the budgets of its groups, its own, its room and what it is
+        given."""
+        first, count = self.memory.place(state.slot, state.num_scheduled_tokens)
+        most = min(state.num_left, self.memory.room(state.slot, state.num_scheduled_tokens))
+        width = self.width(state)
         if not is_whole:
             most = min(most, width * min(self.tokens_left[first : first + count]))
             if self.config.chunk_size is not None:
@@ -468,8 +439,10 @@ class BatchBuilder:
             return max(tokens, least) if least <= most else 0
         return tokens
 
-    def _chunk_row(self, state: State, q_len: int, first: int, count: int) -> Row:
+    def _chunk_row(self, state: State, q_len: int) -> Row:
+        """A chunk of a bound request."""
         position = state.num_scheduled_tokens
+        first, count = self.memory.place(state.slot, position)
         is_dealt = count > 1 and self.width(state) > 1 and self._is_dealt(state, q_len, first, count)
         return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count, is_dealt)
 
@@ -498,7 +471,7 @@ class BatchBuilder:
             if foresees:
                 state.foresee()
             if not position % block_size:
-                self.extents += self.memory.take(row)
+                self.memory.take(row)
             if len(rows) == share:
                 break
         if rows:
@@ -507,15 +480,14 @@ class BatchBuilder:
 
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch and allocate the blocks it fills."""
+        take = self.memory.take if state.has_started else self.memory.begin
         if not state.has_started:
             self._queue.start(state)
             self.memory.prefix.forget(state.slot)
+        take(row)
         self.rows.append(row)
         self._choices.clear()
         state.last_batch = self._batch_id
-        if row.is_dealt:
-            self.deals += self.memory.deals_of(row)
-        self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)
         for group in row.groups:
             self.tokens_left[group] -= row.tokens_on(group)

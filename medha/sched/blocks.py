@@ -6,7 +6,7 @@ whole reservation, and the rest of that run is *promised* to it. A promise is no
 free, half of the longest promise is given away, so no request is refused because of one. How many blocks a request
 may take in all is :mod:`medha.sched.memory`'s affair.
 
-The host has pools too. What no request holds of one keeps blocks of prefixes (:class:`HostBlocks`).
+The host has pools too. There blocks are kept of requests that are swapped out and of prefixes (:class:`HostBlocks`).
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class BlockPool:
 
     def release(self, slot: int, *, kept: int = 0) -> None:
         """Take back every block of ``slot`` but its first ``kept``, which :meth:`free` takes."""
-        holding = self._holdings.pop(slot, _Holding())
-        for run in cut(holding.extents, kept, self.num_blocks):
-            self.free(*run)
-        self._put_back(holding.next, holding.end)
+        if slot in self._holdings:
+            for run in self.cut_off(slot, kept):
+                self.free(*run)
+            del self._holdings[slot]
 
     def cut_off(self, slot: int, kept: int) -> list[tuple[int, int]]:
         """Take from ``slot`` all blocks but its first ``kept``, in runs that :meth:`free` takes, and its promise."""
@@ -161,11 +161,17 @@ class BlockPool:
 
 
 class HostBlocks:
-    """Blocks of a host pool that keep those of prefixes, by id; those that came first go, a prefix's end first, and
-    those that waiting requests count on for swapped requests alone, last."""
+    """What a host pool keeps: blocks of requests that are swapped out, and where these leave room those of prefixes, by
+    id. Of prefixes those that came first go, the end of one first, and what waiting requests count on last, and for
+    swapped requests alone.
+
+    Attributes:
+        swapped: the blocks of requests, by slot.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self.swapped: dict[int, list[int]] = {}
         self._blocks: dict[bytes, int] = {}  # in the order in which they go
         self.counted_on: dict[bytes, dict[int, None]] = {}  # slots of waiting requests, by id
 
@@ -175,19 +181,28 @@ class HostBlocks:
         return self.pool.num_free + len(self._blocks)
 
     def make_free(self, count: int) -> None:
-        """Let blocks go until so many are free; there are as many."""
+        """Let blocks of prefixes go until so many are free; there are as many."""
         going = (one for last in (False, True) for one in self._blocks if (one in self.counted_on) == last)
-        for one in list(islice(going, max(count - self.pool.num_free, 0))):
-            self.pool.free(self._blocks.pop(one), 1)
+        self.free(self.take(list(islice(going, max(count - self.pool.num_free, 0)))))
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Take back blocks that are kept no more."""
+        for block in blocks:
+            self.pool.free(block, 1)
 
     def run(self, ids: Iterable[bytes]) -> tuple[bytes, ...]:
         """The ids up to the first whose block is not here."""
         return tuple(takewhile(self._blocks.__contains__, ids)) if self._blocks else ()
 
+    def swap(self, slot: int, blocks: list[int]) -> list[Swap]:
+        """Keep the blocks of a request, whatever has to go for them."""
+        self.make_free(len(blocks))
+        self.swapped[slot] = self.pool.take(len(blocks))
+        return facing(self.pool.group, blocks, self.swapped[slot])
+
     def put(self, blocks: dict[bytes, int]) -> list[Swap]:
         """Keep a group's blocks by their ids, in position order, the first ones where there is not room for all."""
-        for block in self.take([one for one in blocks if one in self._blocks]):
-            self.pool.free(block, 1)
+        self.free(self.take([one for one in blocks if one in self._blocks]))
         num_kept = len(self.counted_on.keys() & self._blocks.keys())
         new = list(islice(blocks, self.num_free - num_kept))
         self.make_free(len(new))

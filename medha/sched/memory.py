@@ -24,14 +24,16 @@ and comes back to the same group. The file is long because all of this reads and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any
 
-from medha.batch import PIECES, Deal, Extent, Row, Shared, Swap
+from medha.batch import PIECES, Batch, Copy, Deal, Extent, Row, Shared, Swap
 from medha.sched.account import Account, can_all_end
-from medha.sched.blocks import BlockPool, blocks_of, facing
-from medha.sched.prefix import Chain, Hit, Path, PrefixCache
+from medha.sched.blocks import BlockPool, HostBlocks, blocks_of, facing
+from medha.sched.prefix import Chain, Hit, PrefixCache
 
 _MOST_AHEAD = 1 << 18  # tokens of a prompt for which room is made at once: it takes some milliseconds
 _OUTPUT_AHEAD = 512  # and of an output
@@ -48,7 +50,10 @@ class KVMemory:
         prefix_eviction, prefix_cost_s: as of :class:`medha.sched.prefix.PrefixCache`.
 
     Attributes:
-        host_pools: by group; empty without host memory.
+        deal_pays: whether a prompt that needs several groups, so many, is dealt, where the pools have room for it; None
+            where nobody is.
+        hosts: by group, what is in its pool of the host; empty without host memory.
+        extents, frees, swaps_in, shared, copies, deals: of the next batch, and so are the prefix cache's swaps.
     """
 
     def __init__(
@@ -72,33 +77,31 @@ class KVMemory:
                 f"at most the pool's {whole} tokens"
             )
         self.num_blocks = num_blocks
+        self.num_groups = num_groups
         self.block_size = block_size
         self.max_kv_per_group = max_kv_per_group
         self.spread_kv = max_kv_per_group  # tokens on one group of a request that is rather spread over several
         self.max_span: int | None = None  # groups of one request at most, where all are dealt
         self.overcommit = overcommit
         self.swap_block_s = swap_block_s
-        # whether a prompt is dealt that needs so many groups, if the pools have room for it; None: none is
         self.deal_pays: Callable[[int, int], bool] | None = None
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
-        self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
+        host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
+        self.hosts = [HostBlocks(pool) for pool in host_pools]
         self.prefix = PrefixCache(
-            self.pools, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction, host_pools=self.host_pools,
+            self.pools, self.hosts, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction,
             swap_block_s=swap_block_s,
         )  # fmt: skip
-        self._cut: list[tuple[int, int, int]] = []  # (group, first, count): the next batch moves history out of them
-        self._copied: list[tuple[Path, int, int]] = []  # held as the next batch copies a part of them
-        self._swapped: dict[int, tuple[int, list[int]]] = {}  # group and host blocks of those swapped out
-        self._swapped_in: list[tuple[int, int]] = []  # (group, host block) that the next batch reads
-        self.frees: list[int] = []  # slots whose blocks the next batch frees
+        self.extents: list[Extent] = []
+        self.frees: list[int] = []
+        self.swaps_in: list[Swap] = []
+        self.shared: list[Shared] = []
+        self.copies: list[Copy] = []
+        self.deals: list[Deal] = []
+        self._then: list[Callable[[], None]] = []  # gives back what the next batch reads, or moves history out of
         self._accounts: dict[int, Account] = {}
         self._open = [0] * num_groups  # blocks reserved and not yet held, over all requests
         self._set_aside = [0] * num_groups  # the same over those that decode
-
-    @property
-    def num_groups(self) -> int:
-        """KV-parallel groups."""
-        return len(self.pools)
 
     @property
     def num_used(self) -> int:
@@ -153,13 +156,6 @@ class KVMemory:
         reserved = [-(-tokens // size) for tokens in [share + spare] * (count - 1) + [last]]
         return reserved if max(reserved) <= self.num_blocks else None
 
-    def _account(self, first: int, num_tokens: int, num_prompt: int | None = None, most: int | None = None) -> Account:
-        dealt = None if num_prompt is None else self.dealt_reservation(num_tokens, num_prompt)
-        if dealt is None or num_prompt is None:
-            most = most or self.max_kv_per_group
-            return Account(first, self.reservation(num_tokens, most), most)
-        return Account(first, dealt, num_outputs=num_tokens - num_prompt)
-
     def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
         """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
         for the rest on the groups behind, and for the block of which a part is copied beside the others."""
@@ -181,20 +177,6 @@ class KVMemory:
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def can_start(
-        self, first: int, num_tokens: int, kv_len: int, *, set_aside: bool, gone: Collection[int] = (),
-        num_prompt: int | None = None, row: Row | None = None, most: int | None = None,
-    ) -> bool:  # fmt: skip
-        """Whether a request of ``num_tokens`` in all may begin on group ``first`` with its first ``kv_len`` tokens.
-
-        ``set_aside``: these are all of its prompt; ``gone``: slots of requests that would be preempted for it;
-        ``num_prompt``: of one that may be dealt, whose first row is ``row``; ``most``: tokens on one group.
-        """
-        account, needed = self._account(first, num_tokens, num_prompt, most), {first: -(-kv_len // self.block_size)}
-        if account.tokens is not None and row is not None:
-            needed = account.needs(row, self.block_size)
-        return self._is_safe(account, needed, set_aside=set_aside, is_new=True, gone=gone)
-
     def start(
         self,
         slot: int,
@@ -205,25 +187,34 @@ class KVMemory:
         num_prompt: int | None = None,
         most: int | None = None,
     ) -> None:
-        """Bind a request to the span that begins at ``first``; it holds nothing yet, or what is there of its tokens."""
-        account = self._account(first, num_tokens, num_prompt, most)
-        account.chain = chain
-        if hit is not None and (shards := hit.shards):
-            starts = [start for _, start in shards]
-            closed = [end - start for start, end in pairwise(starts)]
-            rest = self.reservation(num_tokens - starts[-1] * self.block_size)
-            account.reserved = [*closed, *rest]
-            account.held = [*closed, hit.num_blocks - starts[-1], *[0] * (len(rest) - 1)]
-            account.starts = [start * self.block_size for start in starts]
-            account.hit = hit
-            account.num_units = (hit.num_blocks * self.block_size + hit.tail_tokens) // self.prefix.unit
-            for part in hit.parts:
-                self.prefix.hold(*part, slot)
-            if hit.tail is not None:  # it must not be written to before it is copied
-                self._copied.append((hit.tail, hit.num_blocks + 1, ~slot))
-                self.prefix.hold(*self._copied[-1])
-        self._accounts[slot] = account
-        self._count(account, +1)
+        """Bind a request of ``num_tokens`` in all to the span that begins at ``first``; it holds what is there of its
+        tokens, else nothing yet. ``num_prompt``: of one that may be dealt; ``most``: tokens on one group."""
+        hit, most, size = hit or Hit(), most or self.max_kv_per_group, self.block_size
+        starts = [start for _, start in hit.shards] or [0]
+        closed = [end - start for start, end in pairwise(starts)]
+        rest = self.reservation(num_tokens - starts[-1] * size, most)
+        held = [*closed, hit.num_blocks - starts[-1], *[0] * (len(rest) - 1)]
+        account = Account(first, [*closed, *rest], held, most, [start * size for start in starts], chain, hit)
+        if num_prompt is not None and (dealt := self.dealt_reservation(num_tokens, num_prompt)) is not None:
+            account = Account.dealt(first, dealt, num_tokens - num_prompt)
+        account.num_units = (hit.num_blocks * size + hit.tail_tokens) // self.prefix.unit
+        for part in hit.parts:
+            self.prefix.hold(*part, slot)
+        if hit.tail is not None:  # it must not be written to before it is copied
+            copied = hit.tail, hit.num_blocks + 1, ~slot
+            self.prefix.hold(*copied)
+            self._then.append(partial(self.prefix.let_go, *copied))
+        self._bind(slot, account)
+
+    def undo_start(self, slot: int) -> None:
+        """As if a request had not started, which has taken nothing beyond its hit."""
+        account = self._accounts.pop(slot)
+        self._count(account, -1)
+        if (tail := account.hit.tail) is not None:
+            self._then.pop()
+            self.prefix.let_go(tail, account.hit.num_blocks + 1, ~slot, is_used=False)
+        for part in account.hit.parts:
+            self.prefix.let_go(*part, slot, is_used=False)
 
     def set_aside(self, slot: int, groups: range, num_blocks: int) -> bool:
         """Bind a request whose chunks are dealt, and set so many blocks aside on each group; False: they are not there.
@@ -232,29 +223,16 @@ class KVMemory:
         """
         if any(self._set_aside[group] + num_blocks > self.num_free(group) for group in groups):
             return False
-        account = self._accounts[slot] = Account(groups.start, [num_blocks] * len(groups), num_outputs=0)
+        account = Account.dealt(groups.start, [num_blocks] * len(groups), 0)
         account.is_set_aside = True
-        self._count(account, +1)
+        self._bind(slot, account)
         return True
 
-    def deals_of(self, row: Row) -> list[Deal]:
-        """What each group holds before a dealt row, and what it is to hold."""
-        return self._accounts[row.slot].deals(row, self.block_size)
-
-    def gather_room(self, slot: int, num_tokens: int, num_prompt: int) -> int:
+    def gather_room(self, slot: int) -> int:
         """Tokens of a dealt request's prompt that its last group may take, beyond those that are dealt to it."""
-        account = self._accounts.get(slot) or self._account(0, num_tokens, num_prompt)
-        assert account.tokens is not None and account.num_outputs is not None, "a dealt request"
+        account = self._accounts[slot]
+        assert account.tokens is not None, "a dealt request"
         return account.reserved[-1] * self.block_size - account.num_outputs - account.tokens[-1]
-
-    def undo_start(self, slot: int, hit: Hit) -> None:
-        """As if a request had not started, which has taken nothing beyond its hit."""
-        if hit.tail is not None:
-            self.prefix.let_go(*self._copied.pop(), is_used=False)
-        account = self._accounts.pop(slot)
-        self._count(account, -1)
-        for part in hit.parts:
-            self.prefix.let_go(*part, slot, is_used=False)
 
     def is_to_note(self, slot: int, num_tokens: int) -> bool:
         """Whether of the first ``num_tokens`` of a bound request some are not known to others, and will be."""
@@ -268,10 +246,6 @@ class KVMemory:
     def is_bound(self, slot: int) -> bool:
         """Whether a request has a span."""
         return slot in self._accounts
-
-    def hit_extents(self, slot: int) -> tuple[list[Extent], list[Shared]]:
-        """The blocks of a request's hit as extents of its own table, and what lies on each group of its span."""
-        return self._accounts[slot].hit_extents(slot, self.block_size)
 
     def forget_prefixes(self) -> None:
         """Nobody shares what has been computed by now."""
@@ -297,7 +271,7 @@ class KVMemory:
         if account.tokens is not None:
             return account.first, len(account.reserved)
         num_begun = len(account.starts)
-        is_next = position == self._shard_end(account) and num_begun < len(account.reserved)  # else nothing to write
+        is_next = position == account.end and num_begun < len(account.reserved)  # else nothing to write
         return account.first, num_begun + is_next
 
     def span(self, slot: int) -> tuple[int, int]:
@@ -314,8 +288,7 @@ class KVMemory:
         account = self._accounts[slot]
         if account.tokens is not None:
             return self.max_request_tokens
-        end = self._shard_end(account)
-        return account.most if position == end else end - position
+        return account.most if position == account.end else account.end - position
 
     def grow(self, slot: int, position: int, num_tokens: int, *, widens: bool = False) -> bool:
         """Let a prefill go on on its next group from the end of the present block on (growth for latency); whether it
@@ -326,79 +299,100 @@ class KVMemory:
         end = -(-position // self.block_size) * self.block_size
         more = [0] * (self.num_groups - account.first - count if widens else 0)
         later = count + len(more) - index - 1
-        if index < 0 or end == account.starts[-1] or not end < num_tokens <= end + later * account.most:
+        is_begun = account.tokens is None and end > account.starts[-1]
+        if not is_begun or not end < num_tokens <= end + later * account.most:
             return False
-        before, moved = (account.reserved, account.held), self.reservation(num_tokens - end, account.most)
+        moved = self.reservation(num_tokens - end, account.most)
         filled = -(-(end - account.starts[-1]) // self.block_size)
-        self._count(account, -1)
-        account.reserved = [*account.reserved[:index], filled, *moved, *[0] * (later - len(moved))]
-        account.held = account.held + more
-        is_safe = self._is_safe(account, {}, set_aside=False, is_new=True)
-        if is_safe:
-            account.end = end
-        else:
-            account.reserved, account.held = before
-        self._count(account, +1)
-        return is_safe
+        reserved = [*account.reserved[:index], filled, *moved, *[0] * (later - len(moved))]
+        grown = replace(account, reserved=reserved, held=account.held + more)
+        grown.end = end
+        self._bind(slot, grown)
+        if self._is_safe(grown, {}, set_aside=False):
+            return True
+        self._bind(slot, account)
+        return False
 
-    def can_take(self, row: Row, *, gone: Collection[int] = ()) -> bool:
-        """Whether a row finds its blocks and leaves a safe state without the slots ``gone``."""
-        account = self._accounts[row.slot]
+    def can_take(self, row: Row, *, gone: Collection[int] = (), least_kv: int = 0) -> bool:
+        """Whether a row finds its blocks, a first one those of ``least_kv`` tokens in all, and leaves a safe state
+        without the slots ``gone``."""
+        account, size = self._accounts[row.slot], self.block_size
         if account.is_set_aside and not self.overcommit:
             return True
-        needs = account.needs(row, self.block_size)
-        if account.tokens is not None:
-            if any(needs.get(g, 0) > max(rest, 0) for g, rest in account.rest()):
-                return False
-        elif needs[row.writer] <= 0 and (self.overcommit or not row.samples):
+        needs = account.needs(row, size)
+        if least_kv:
+            needs[row.writer] = max(needs[row.writer], -(-least_kv // size) - account.hit.num_blocks)
+        if max(needs.values()) <= 0 and (self.overcommit or not row.samples):
             return True
+        if account.tokens is not None and any(needs.get(g, 0) > max(rest, 0) for g, rest in account.rest()):
+            return False
         return self._is_safe(account, needs, set_aside=row.samples, gone=gone)
 
+    def begin(self, row: Row) -> None:
+        """As :meth:`take` with the first row of a request, which begins behind what is there of it: it shares that, or
+        has it read back into its own first blocks."""
+        account, slot, size = self._accounts[row.slot], row.slot, self.block_size
+        hit, own = account.hit, list[Extent]()
+        if hit.num_tokens(size):
+            extents, shared = account.hit_extents(slot, size)
+            self.extents += extents
+            self.shared += shared
+        host_blocks = self.prefix.read_back(hit)
+        if (group := self.swapped_on(slot)) is not None:
+            host_blocks = self.hosts[group].swapped.pop(slot)
+            own = self.take(Row(slot, 0, len(host_blocks) * size, False, False, group))
+        own = own + self.take(row)
+        if host_blocks:
+            blocks = blocks_of((extent.first, extent.count) for extent in own)
+            self.swaps_in += facing(row.writer, islice(blocks, len(host_blocks)), host_blocks)
+            self._then.append(partial(self.hosts[row.writer].free, host_blocks))
+        if hit.tail is not None:
+            ((source, _),) = hit.tail.blocks(hit.num_blocks, hit.num_blocks + 1)
+            self.copies.append(Copy(hit.tail.group, source, own[0].first, hit.tail_tokens))
+
     def take(self, row: Row) -> list[Extent]:
-        """Allocate the blocks that a row fills, and take back those that history leaves."""
-        account, extents = self._accounts[row.slot], list[Extent]()
+        """Allocate the blocks that a row fills; of a dealt request history leaves some too."""
+        account, new = self._accounts[row.slot], list[Extent]()
         needs = account.needs(row, self.block_size)
         if account.tokens is not None:
+            self.deals += account.deals(row, self.block_size) if row.is_dealt else ()
             for group, tokens in account.after(row, self.block_size):
                 account.tokens[group - account.first] = tokens
         elif row.num_groups > len(account.starts):
             account.starts.append(row.position)
-            account.end = None
-        for group, blocks in needs.items():
-            index = group - account.first
-            if blocks > 0:
-                extents += self._allocate(account, row, group, blocks)
-            elif blocks < 0 and account.tokens is not None:  # history leaves
-                gone = self.pools[group].cut_off(row.slot, account.held[index] + blocks)
-                self._cut += [(group, *run) for run in gone]
-            else:
-                continue
-            account.held[index] += blocks
-            self._open[group] -= blocks
-            self._set_aside[group] -= blocks * account.is_set_aside
+            account.end = row.position + account.most
+        for group, change in needs.items():
+            index, pool = group - account.first, self.pools[group]
+            if change > 0:
+                new += self._allocate(account, row, group, change)
+            elif change < 0:
+                self._then += [partial(pool.free, *run) for run in pool.cut_off(row.slot, account.held[index] + change)]
+            account.held[index] += change
+            self._open[group] -= change
+            self._set_aside[group] -= change * account.is_set_aside
         if row.samples and not account.is_set_aside:  # nobody else may take the rest of its reservation
             account.is_set_aside = True
             for group, blocks in account.rest():
                 self._set_aside[group] += blocks
-        return extents
+        self.extents += new
+        return new
 
     def _allocate(self, account: Account, row: Row, group: int, needed: int) -> list[Extent]:
-        """``needed`` blocks of a group for a row."""
-        rest = account.reserved[group - account.first] - account.held[group - account.first]
-        pool, idle = self.pools[group], self.prefix.num_idle
-        open_ = pool.num_open(row.slot) if idle[group] else rest
+        """``needed`` blocks for a row, of the rest of what is reserved on a group."""
+        pool, idle, rest = self.pools[group], self.prefix.num_idle[group], dict(account.rest())[group]
+        open_ = pool.num_open(row.slot) if idle else rest
         if open_ < rest:  # room for what it will fill next too, so that this lies together
             ahead = 0 if account.chain is None else max(len(account.chain) * self.prefix.unit - row.position, 0)
             ahead += _OUTPUT_AHEAD
             wanted = max(needed, min(rest, -(-min(ahead, _MOST_AHEAD) // self.block_size)))
-            self.prefix.make_free(group, min(wanted - open_, idle[group]) + pool.num_free)
+            self.prefix.make_free(group, min(wanted - open_, idle) + pool.num_free)
         return pool.allocate(row.slot, needed, reserved=rest)
 
     def release(self, slot: int) -> None:
         """Take everything back from a bound request; what is known of it by ids stays until its memory is wanted."""
         account = self._accounts.pop(slot)
         self._count(account, -1)
-        for group in range(account.first, account.first + len(account.held)):
+        for group, _ in account.rest():
             kept = sum(path.end - path.start for path in account.own if path.group == group)
             self.pools[group].release(slot, kept=kept)
         for path, end in reversed(account.paths()):  # what lies behind goes before
@@ -410,66 +404,47 @@ class KVMemory:
 
     def swappable(self, slot: int) -> int:
         """Blocks of a started request that lies on one group, goes on there, and finds room on the host; else 0."""
-        if not self.host_pools:
+        if not self.hosts:
             return 0
         account = self._accounts[slot]
-        blocks, room = account.held[0], self.prefix.hosts[account.first].num_free
+        blocks, room = account.held[0], self.hosts[account.first].num_free
         is_full = len(account.reserved) > 1 and blocks * self.block_size >= account.most
-        return 0 if len(account.starts) != 1 or is_full or blocks > room else blocks
+        return 0 if len(account.starts) > 1 or is_full or blocks > room else blocks
 
     def swap_out(self, slot: int) -> None:
-        """Give a request that is :meth:`swappable` as many host blocks as it holds; its own are released next."""
-        group, count = (account := self._accounts[slot]).first, account.held[0]
-        self.prefix.hosts[group].make_free(count)
-        self._swapped[slot] = group, (host := self.host_pools[group].take(count))
-        shared = (run for path, end in account.hit.parts for run in path.blocks(path.start, end))
-        blocks = blocks_of([*shared, *self.pools[group].runs(slot, 0, count - account.hit.num_blocks)])
-        self.prefix.swaps_out += facing(group, blocks, host)
+        """Copy what a request that is :meth:`swappable` holds to the host; its own blocks are released next."""
+        hit, group = (account := self._accounts[slot]).hit, account.first
+        shared = (run for path, end in hit.parts for run in path.blocks(path.start, end))
+        own = self.pools[group].runs(slot, 0, account.held[0] - hit.num_blocks)
+        self.prefix.swaps_out += self.hosts[group].swap(slot, list(blocks_of([*shared, *own])))
 
     def swapped_on(self, slot: int) -> int | None:
         """The group whose host pool holds a request; None for one that is not swapped out."""
-        return self._swapped[slot][0] if slot in self._swapped else None
-
-    def swap_in(self, slot: int, num_tokens: int, chain: Chain | None) -> tuple[list[Extent], list[Swap]]:
-        """Bind a request that is swapped out to its group again; returns blocks for what it has, in position order, and
-        the swaps that fill them from host blocks that stay its own until :meth:`batch_sent`."""
-        group, host = self._swapped.pop(slot)
-        self.start(slot, group, num_tokens, chain)
-        extents = self.take(Row(slot, 0, len(host) * self.block_size, False, False, group))
-        self._swapped_in += [(group, block) for block in host]
-        return extents, facing(group, blocks_of((extent.first, extent.count) for extent in extents), host)
-
-    def read_back(self, hit: Hit) -> list[int]:
-        """The host blocks of a hit, which the next batch reads; they are free when that has been sent."""
-        blocks = self.prefix.read_back(hit)
-        self._swapped_in += [(hit.host_group, block) for block in blocks]
-        return blocks
+        return next((group for group, host in enumerate(self.hosts) if slot in host.swapped), None)
 
     def forget_swapped(self, slot: int) -> None:
         """Take the host blocks back from a request, if it is swapped out."""
-        group, host = self._swapped.pop(slot, (0, []))
-        for block in host:
-            self.host_pools[group].free(block, 1)
+        for host in self.hosts:
+            host.free(host.swapped.pop(slot, []))
 
-    def batch_sent(self) -> None:
-        """A batch takes ``frees`` and swaps along, and reads host blocks, which are given back only now: no batch reads
-        host blocks that it gives to another request."""
-        for group, block in self._swapped_in:
-            self.host_pools[group].free(block, 1)
-        self._swapped_in.clear()
-        for group, first, count in self._cut:
-            self.pools[group].free(first, count)
-        self._cut.clear()
-        for copied in self._copied:
-            self.prefix.let_go(*copied)
-        self._copied.clear()
-        self.frees.clear()
-        self.prefix.swaps_out.clear()
+    def batch(self, batch_id: int, rows: Iterable[Row] = ()) -> Batch:
+        """The next batch, with all that it says. What it reads, or moves history out of, comes free only now: no batch
+        reads host blocks that it gives to another request."""
+        said: tuple[list[Any], ...] = self.extents, self.frees, self.prefix.swaps_out, self.swaps_in
+        said = *said, self.shared, self.copies, self.deals
+        batch = Batch(batch_id, tuple(rows), *map(tuple, said))
+        for follows in self._then:
+            follows()
+        for kind in (*said, self._then):
+            kind.clear()
+        return batch
 
-    def _shard_end(self, account: Account) -> int:
-        if account.end is not None:
-            return account.end
-        return account.starts[-1] + account.most if account.starts else 0
+    def _bind(self, slot: int, account: Account) -> None:
+        """Keep an account for a request, in place of the one that there is."""
+        if slot in self._accounts:
+            self._count(self._accounts[slot], -1)
+        self._accounts[slot] = account
+        self._count(account, +1)
 
     def _count(self, account: Account, sign: int) -> None:
         for group, rest in account.rest():
@@ -479,9 +454,8 @@ class KVMemory:
     # -- the banker's test -------------------------------------------------------------------------------------------
 
     def _is_safe(
-        self, taker: Account, needs: Mapping[int, int], *, set_aside: bool, is_new: bool = False,
-        gone: Collection[int] = (),
-    ) -> bool:  # fmt: skip
+        self, taker: Account, needs: Mapping[int, int], *, set_aside: bool, gone: Collection[int] = ()
+    ) -> bool:
         """Whether everybody can come to an end after ``taker`` gets so many blocks of some groups.
 
         What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after
@@ -503,8 +477,6 @@ class KVMemory:
         if self.overcommit:
             return True
         rest = taker.rest()
-        for g, blocks in rest if is_new else ():
-            wanted[g] += blocks
         if all(w <= f for w, f in zip(wanted, free, strict=True)):
             return True  # enough for everybody at once
         if any(promised[g] + blocks > free[g] for g, blocks in (rest if set_aside else needs.items())):

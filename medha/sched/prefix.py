@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -154,9 +154,9 @@ class PrefixCache:
 
     Args:
         pools: by group; blocks that go are given back to them.
+        hosts: by group, what is on the host; none where it has no memory.
         cost_s: predicted seconds to compute a block with so many blocks before it.
         eviction: ``lru`` or ``value``.
-        host_pools: by group, of the host; none where it has no memory.
         swap_block_s: seconds in which a block moves to the host or back.
 
     Attributes:
@@ -164,18 +164,17 @@ class PrefixCache:
         num_idle: by group, blocks that nobody holds; they count as free.
         num_pinned: by group, blocks that are held and do not come back with one request's end.
         stale: slots of waiting requests of which more is there by now, or less.
-        hosts: by group, what is on the host.
         swaps_out: what the next batch copies there.
     """
 
     def __init__(
         self,
         pools: list[BlockPool],
+        hosts: list[HostBlocks],
         block_size: int,
         *,
         cost_s: Callable[[int], float],
         eviction: str = "lru",
-        host_pools: Sequence[BlockPool] = (),
         swap_block_s: float = 0.0,
     ) -> None:
         self.unit = _UNIT if block_size % _UNIT == 0 else block_size
@@ -184,10 +183,9 @@ class PrefixCache:
         self.num_idle = [0] * len(pools)
         self.num_pinned = [0] * len(pools)
         self.stale: dict[int, None] = {}
-        self.hosts = [HostBlocks(pool) for pool in host_pools]
         self.swaps_out: list[Swap] = []
         self._swap_block_s = swap_block_s
-        self._pools = pools
+        self._pools, self._hosts = pools, hosts
         self._cost_s = cost_s
         self._is_lru = eviction == "lru"
         self._known: dict[bytes, Path] = {}
@@ -210,7 +208,7 @@ class PrefixCache:
             end, path = path.start, path.parent
         parts.reverse()
         ends = range((whole + 1) * size, most + 1, size)
-        for host in self.hosts[parts[-1][0].group :][:2] if parts else self.hosts:
+        for host in self._hosts[parts[-1][0].group :][:2] if parts else self._hosts:
             if ids := host.run(chain[end] for end in ends):
                 return Hit(tuple(parts), host_group=host.pool.group, host_ids=ids)
         for num_units in range(min(most - whole * size, size - 1), 0, -1):
@@ -232,7 +230,7 @@ class PrefixCache:
             _mark(self._waits_for, one := chain[wanted], slot)
             ends.append(partial(_unmark, self._waits_for, one, slot))
         for one in hit.host_ids:
-            _mark(marks := self.hosts[hit.host_group].counted_on, one, slot)
+            _mark(marks := self._hosts[hit.host_group].counted_on, one, slot)
             ends.append(partial(_unmark, marks, one, slot))
         self._watched[slot] = ends
         return hit.num_tokens(self.block_size)
@@ -291,8 +289,8 @@ class PrefixCache:
     def read_back(self, hit: Hit) -> list[int]:
         """The host blocks of a hit, for one request: others find them in the pools when it has been sent."""
         for one in hit.host_ids:
-            self.stale.update(self.hosts[hit.host_group].counted_on.get(one, {}))
-        return self.hosts[hit.host_group].take(hit.host_ids) if hit.host_ids else []
+            self.stale.update(self._hosts[hit.host_group].counted_on.get(one, {}))
+        return self._hosts[hit.host_group].take(hit.host_ids) if hit.host_ids else []
 
     # -- what goes ---------------------------------------------------------------------------------------------------
 
@@ -307,7 +305,7 @@ class PrefixCache:
             floor = max([path.kept, *steps, *(() if is_counted_on else path.counted_on)])
             self._clock = max(self._clock, key)
             end = max(floor, path.end - num_blocks + pool.num_free)
-            if self.hosts:
+            if self._hosts:
                 self._to_host(path, end)
             self._drop(path, end)
 
@@ -315,7 +313,7 @@ class PrefixCache:
         """Forget everything; what requests hold stays theirs, of whom none goes on with a path that it has."""
         for path in dict.fromkeys(self._known.values()):
             self._drop(path, path.start)
-        for host in self.hosts:
+        for host in self._hosts:
             host.make_free(host.num_free)
 
     def _drop(self, path: Path, end: int) -> None:
@@ -372,7 +370,7 @@ class PrefixCache:
         ids = path.ids[(end - path.start + 1) * size - 1 :: size]
         blocks = zip(ids, blocks_of(path.blocks(end, path.end)), strict=False)  # the last may not be whole
         gone = {one: block for one, block in blocks if self._known.get(one) is path}
-        self.swaps_out += self.hosts[path.group].put(gone)
+        self.swaps_out += self._hosts[path.group].put(gone)
 
     def _free(self, path: Path, end: int) -> None:
         """Give the blocks of a path from some block on back."""

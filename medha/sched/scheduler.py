@@ -267,16 +267,18 @@ class Scheduler:
         fits = request.num_kv_tokens <= self.memory.max_request_tokens
         if not fits or self.num_running + num_coming >= self.config.max_num_seqs:
             return False
-        return self.memory.can_start(0, request.num_kv_tokens, request.num_prompt_tokens, set_aside=True)
+        self.memory.start(request.slot, 0, request.num_kv_tokens)
+        has_room = self.memory.can_take(Row(request.slot, 0, request.num_prompt_tokens, False, True))
+        self.memory.undo_start(request.slot)
+        return has_room
 
     def receive(self, request: SchedulerRequest) -> Batch:
         """Set the whole claim of a request aside, whose prompt others have computed. The batch has no rows: it says
         which blocks take the keys and values."""
         self.memory.start(request.slot, 0, request.num_kv_tokens)
-        extents = self.memory.take(Row(request.slot, 0, request.num_prompt_tokens, False, True))
-        shared = Shared(request.slot, 0, 0, request.num_prompt_tokens)
-        batch = Batch(self._next_batch_id, (), tuple(extents), tuple(self.memory.frees), shared=(shared,))
-        self.memory.batch_sent()
+        self.memory.take(Row(request.slot, 0, request.num_prompt_tokens, False, True))
+        self.memory.shared.append(Shared(request.slot, 0, 0, request.num_prompt_tokens))
+        batch = self.memory.batch(self._next_batch_id)
         self._next_batch_id += 1
         return batch
 
@@ -326,20 +328,9 @@ class Scheduler:
         self._preemption.preempted.clear()
         if not builder.rows:
             return Decision(preempted=preempted, refused=refused)
-        batch = Batch(
-            self._next_batch_id,
-            tuple(builder.rows),
-            tuple(builder.extents),
-            tuple(self.memory.frees),
-            tuple(self.memory.prefix.swaps_out),
-            tuple(builder.swaps_in),
-            tuple(builder.shared),
-            tuple(builder.copies),
-            tuple(builder.deals),
-        )
         for slot in builder.chunked:
             self.memory.note(slot, self._queue.running[slot].num_scheduled_tokens)
-        self.memory.batch_sent()
+        batch = self.memory.batch(self._next_batch_id, builder.rows)
         self._next_batch_id += 1
         prediction = self.packer.prediction
         self._in_flight.append((batch, prediction))

@@ -73,7 +73,7 @@ def test_what_went_to_the_host_is_not_computed_again(
             memory = llm.engine.scheduler.memory
             assert memory.num_used == 0
             llm.reset_prefix_cache()
-            assert all(pool.num_used == 0 for pool in (*memory.pools, *memory.host_pools))
+            assert all(pool.num_used == 0 for pool in (*memory.pools, *(host.pool for host in memory.hosts)))
         assert cached[-1] == 896
         assert [num >= 832 for num in cached[3:7]] == ([True, False, True, True] if swap_space else [False] * 4)
 

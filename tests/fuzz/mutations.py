@@ -16,6 +16,7 @@ import medha.parallel.kvp as kvp
 from medha.engine.engine import Engine
 from medha.engine.prefix import PrefixIds
 from medha.models.layers import FusedKernels, LinearFn, TensorShard
+from medha.sched.account import Account
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
@@ -188,13 +189,13 @@ def known_before_computed(patch: Patch) -> None:
 
 def span_shifted(patch: Patch) -> None:
     """What is shared is said to begin a token later than it does."""
-    hit_extents = KVMemory.hit_extents
+    hit_extents = Account.hit_extents
 
-    def shifted(self: KVMemory, slot: int) -> Any:
-        extents, shared = hit_extents(self, slot)
+    def shifted(self: Account, slot: int, block_size: int) -> Any:
+        extents, shared = hit_extents(self, slot, block_size)
         return extents, [one._replace(start=one.start + 1) for one in shared]
 
-    patch.setattr(KVMemory, "hit_extents", shifted)
+    patch.setattr(Account, "hit_extents", shifted)
 
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from medha.batch import Extent, Row
 from medha.sched.memory import KVMemory
-from tests.sched.virtual import Drive, make_scheduler, worlds
+from tests.sched.virtual import Drive, can_start, make_scheduler, worlds
 
 # -- where shards lie ------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ def test_a_request_that_was_bound_and_got_nothing_gives_nothing_back() -> None:
     memory.start(0, 0, 30)
     memory.release(0)
     assert memory.frees == []
-    assert memory.can_start(0, 72, 24, set_aside=True)
+    assert can_start(memory, 0, 72, 24, set_aside=True)
 
 
 # -- the banker's test ------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_request_that_was_bound_and_got_nothing_gives_nothing_back() -> None:
 def test_two_long_prefills_share_a_pool_only_while_one_can_end() -> None:
     memory = KVMemory(num_blocks=9, block_size=1)
     for slot in (0, 1):
-        assert memory.can_start(0, 6, 3, set_aside=False)
+        assert can_start(memory, 0, 6, 3, set_aside=False)
         memory.start(slot, 0, 6)
         memory.take(chunk(slot, 0, 3, memory))
     # Six are held and three are free, and each may want three: whoever gets one first must get the others too.
@@ -96,12 +96,12 @@ def test_two_long_prefills_share_a_pool_only_while_one_can_end() -> None:
     memory.take(chunk(0, 3, 1, memory))
     assert not memory.can_take(chunk(1, 3, 1, memory))
     assert not memory.can_take(chunk(1, 3, 2, memory))
-    assert not memory.can_start(0, 3, 1, set_aside=False)
-    assert memory.can_start(0, 1, 1, set_aside=True)  # it ends by itself
+    assert not can_start(memory, 0, 3, 1, set_aside=False)
+    assert can_start(memory, 0, 1, 1, set_aside=True)  # it ends by itself
     assert memory.can_take(chunk(0, 4, 2, memory, samples=True))
     memory.release(0)
     assert memory.can_take(chunk(1, 3, 3, memory, samples=True))
-    assert memory.can_start(0, 3, 3, set_aside=True)
+    assert can_start(memory, 0, 3, 3, set_aside=True)
 
 
 @dataclass
@@ -163,7 +163,7 @@ class MemoryMachine(RuleBasedStateMachine):
         num_prompt = data.draw(st.integers(1, num_tokens))
         request = Request(data.draw(st.sampled_from(self.memory.first_groups(num_tokens))), num_tokens, num_prompt)
         kv_len = data.draw(st.integers(1, min(num_prompt, self.share)))
-        can = self.memory.can_start(request.first, num_tokens, kv_len, set_aside=kv_len == num_prompt)
+        can = can_start(self.memory, request.first, num_tokens, kv_len, set_aside=kv_len == num_prompt)
         assert can == self.is_safe_with(-1, request, kv_len)
         if can:
             slot = next(s for s in range(6) if s not in self.requests)
@@ -236,7 +236,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for slot in self.requests:
             self.memory.release(slot)
         assert self.memory.num_used == 0
-        assert self.memory.can_start(0, self.memory.max_request_tokens, self.share, set_aside=True)
+        assert can_start(self.memory, 0, self.memory.max_request_tokens, self.share, set_aside=True)
 
 
 MemoryMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)

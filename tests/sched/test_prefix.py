@@ -17,6 +17,7 @@ from medha.batch import Batch, Row, Shared, Swap
 from medha.config import SchedulerConfig
 from medha.engine.prefix import PrefixIds
 from medha.params import SLO
+from medha.sched.account import Account
 from medha.sched.blocks import BlockPool, HostBlocks
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
@@ -279,7 +280,7 @@ def test_a_block_goes_to_the_host_if_the_chance_that_it_is_wanted_outweighs_the_
                 memory.release(turn)
             memory.prefix.make_free(0, 5)
             assert memory.prefix.swaps_out == ([Swap(0, 1, 0, 3)] if moves else [])
-            assert memory.prefix.hosts[0].num_free == 8
+            assert memory.hosts[0].num_free == 8
 
 
 def test_a_host_keeps_the_beginning_and_what_was_used_last() -> None:
@@ -294,8 +295,8 @@ def test_a_host_keeps_the_beginning_and_what_was_used_last() -> None:
     assert host.pool.num_free == 2 and not host.run([b"a"])
 
 
-check, note, read, put = Sharing._check_batch, KVMemory.note, KVMemory.read_back, HostBlocks.put
-hold, of, hit_extents = PrefixCache.hold, PrefixIds.of, KVMemory.hit_extents
+check, note, read, put = Sharing._check_batch, KVMemory.note, PrefixCache.read_back, HostBlocks.put
+hold, of, hit_extents = PrefixCache.hold, PrefixIds.of, Account.hit_extents
 
 
 def forgets(cache: PrefixCache, path: Path, end: int, slot: int) -> None:
@@ -303,8 +304,8 @@ def forgets(cache: PrefixCache, path: Path, end: int, slot: int) -> None:
     cache._is_held(path, path.end if path.owner is not None else path.start, path.shared)
 
 
-def shifted(memory: KVMemory, slot: int) -> Any:
-    extents, shared = hit_extents(memory, slot)
+def shifted(account: Account, slot: int, block_size: int) -> Any:
+    extents, shared = hit_extents(account, slot, block_size)
     return extents, [one._replace(start=one.start + 1) for one in shared]
 
 
@@ -313,11 +314,11 @@ MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "takes what is held": (PrefixCache, "hold", lambda self, path, end, slot: None),
     "wrong id": (Chain, "__getitem__", lambda self, n: n.to_bytes(16)),
     "no salt": (PrefixIds, "of", lambda self, tokens, *salts: of(self, tokens)),
-    "shifted": (KVMemory, "hit_extents", shifted),
+    "shifted": (Account, "hit_extents", shifted),
     "leads to the end": (KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64)),
     "no copy": (Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, copies=()))),
     "not copied out": (Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, swaps_out=()))),
-    "another host block": (KVMemory, "read_back", lambda self, hit: [block ^ 1 for block in read(self, hit)]),
+    "another host block": (PrefixCache, "read_back", lambda self, hit: [block ^ 1 for block in read(self, hit)]),
     "host block in use": (
         HostBlocks, "put", lambda self, blocks: [one._replace(host_first=0) for one in put(self, blocks)]
     ),
@@ -436,15 +437,15 @@ def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool)
         memory.note(slot, 48)
         memory.release(slot)
         memory.prefix.make_free(0, 8)
-        memory.batch_sent()
+        memory.batch(0)
         if is_waited_for and not slot:
             assert memory.prefix.watch(9, chain, 48) == 48
     there = [memory.prefix.lookup(chain, 48).num_tokens(16) for chain in chains]
     assert there == ([48, 16] if is_waited_for else [16, 48])
     memory.prefix.forget(9)
-    assert not memory.prefix.hosts[0].counted_on
+    assert not memory.hosts[0].counted_on
     memory.prefix.watch(9, chains[0], 48)
-    memory.prefix.hosts[0].make_free(4)
+    memory.hosts[0].make_free(4)
     assert memory.prefix.lookup(chains[0], 48) == Hit()
 
 

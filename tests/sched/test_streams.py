@@ -62,7 +62,7 @@ def test_a_decision_while_nothing_can_enter(num_waiting: int) -> None:
     for slot in range(1, num_waiting + 1):
         scheduler.add(SchedulerRequest(slot, 1000, 100, now_s))
     asked = []
-    scheduler.memory.can_start = lambda *args, **options: asked.append(args) and False  # type: ignore[method-assign]
+    scheduler.memory.can_take = lambda *args, **options: asked.append(args) and False  # type: ignore[method-assign]
     assert scheduler.schedule(now_s).batch is None and len(asked) < 1000
 
 

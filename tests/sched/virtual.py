@@ -16,6 +16,7 @@ from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
 from medha.sched.decision import Decision, Observer, Preempted, SchedulerRequest
+from medha.sched.memory import KVMemory
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import KEY
@@ -164,6 +165,15 @@ class Live:
     num_preempted: int = 0
     on_host: bool = False
     ended: bool = False
+
+
+def can_start(memory: KVMemory, first: int, num_tokens: int, kv_len: int, *, set_aside: bool) -> bool:
+    """Whether a request of so many tokens in all may begin on a group with its first ``kv_len``, all of its prompt with
+    ``set_aside``."""
+    memory.start(-2, first, num_tokens)
+    can = memory.can_take(Row(-2, 0, kv_len, False, set_aside, first))
+    memory.undo_start(-2)
+    return can
 
 
 def pairs(swaps: Sequence[Swap]) -> Iterator[tuple[Swap, int, int]]:
@@ -441,7 +451,7 @@ class Drive:
             live.on_host = False
             self._forget_host(slot)
         held = Counter(group for group, _ in self._host)
-        assert [pool.num_used for pool in memory.host_pools] == [held[pool.group] for pool in memory.host_pools]
+        assert [host.pool.num_used for host in memory.hosts] == [held[group] for group in range(len(memory.hosts))]
 
     def _forget_host(self, slot: int) -> None:
         self._swaps.pop(slot, None)
@@ -464,8 +474,8 @@ class Drive:
         assert not self.live
         memory = scheduler.memory
         assert memory.num_used == 0 and not self._host
-        assert all(host.num_free == host.pool.num_blocks for host in memory.prefix.hosts)
-        assert memory.overcommit or memory.can_start(
-            0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True
+        assert all(host.num_free == host.pool.num_blocks for host in memory.hosts)
+        assert memory.overcommit or can_start(
+            memory, 0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True
         )
         assert set(self.finish_s) >= {i for i, job in enumerate(self.jobs) if job.cancel_s is None}

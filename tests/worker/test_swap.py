@@ -91,7 +91,7 @@ def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
     assert sum(batch.num_tokens for batch in batches) == sum(LENGTHS) + 49 * len(LENGTHS)
     num_out, num_in = (sum(e.count for b in batches for e in getattr(b, way)) for way in ("swaps_out", "swaps_in"))
     assert num_out == num_in > 0
-    assert engine.scheduler.memory.host_pools[0].num_used == 0
+    assert engine.scheduler.memory.hosts[0].pool.num_used == 0
 
 
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
@@ -121,7 +121,7 @@ def test_a_request_in_host_memory_can_be_aborted(bytes_model: Model) -> None:
                 aborted.add(request_id)
                 engine.abort(request_id)
     assert aborted
-    assert engine.scheduler.memory.num_used == engine.scheduler.memory.host_pools[0].num_used == 0
+    assert engine.scheduler.memory.num_used == engine.scheduler.memory.hosts[0].pool.num_used == 0
 
 
 def test_compute_that_does_not_wait_is_noticed(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
