@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from medha.batch import PIECES, Batch, Row
 from medha.config import SchedulerConfig
@@ -214,15 +214,15 @@ class BatchBuilder:
         if not candidates:
             return False
 
-        def fits(_: State, gone: Collection[int]) -> bool:
+        def fits(gone: Collection[int]) -> bool:
             room = self.memory.room(state.slot, state.num_scheduled_tokens)
             return self._fits(state, max(min(state.num_left, self.config.max_batch_tokens, room), 1), gone)
 
         def fits_at(first: int, gone: Collection[int]) -> bool:
             has_place = len(self._queue.running) - len(gone) < self.config.max_num_seqs
-            return has_place and self._if_begun(state, first, fits, gone)
+            return has_place and self._if_begun(state, first, partial(fits, gone))
 
-        ways = [partial(fits, state)] if state.has_started else [partial(fits_at, at) for at in self._firsts(state)]
+        ways = [fits] if state.has_started else [partial(fits_at, first) for first in self._firsts(state)]
         found = (fewest(candidates, way) for way in ways)
         victims = next((victims for victims in found if victims is not None), None)
         self.preemption.preempt(victims or [], self.now_s)
@@ -277,8 +277,8 @@ class BatchBuilder:
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
-        firsts = self._firsts(state)
-        sizes = {first: self._if_begun(state, first, self._tokens, size, is_whole) for first in firsts}
+        ask = partial(self._tokens, state, size, is_whole)
+        sizes = {first: self._if_begun(state, first, ask) for first in self._firsts(state)}
         open_firsts = [first for first, tokens in sizes.items() if tokens]
         if len(open_firsts) > 1:
             work = self._pending_work()
@@ -287,19 +287,16 @@ class BatchBuilder:
             spans = {first: slice(first, first + width) for first in open_firsts}
             # what the span would have to do, the busiest of its groups and all, and what its decodes read
             open_firsts.sort(key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
-        fits = (first for first in open_firsts if self._if_begun(state, first, self._fits, sizes[first]))
-        chosen = next(fits, None)
+        found = {at: self._if_begun(state, at, partial(self._fitting, state, sizes[at])) for at in open_firsts}
+        chosen = max(found, key=lambda at: math.inf if found[at] == sizes[at] else found[at], default=None)
         if chosen is None:
-            for first in open_firsts:
-                sizes[first] = self._if_begun(state, first, self._fitting, sizes[first])
-            chosen = max(open_firsts, key=lambda first: sizes[first], default=None)
-        if chosen is None or not sizes[chosen]:
-            if open_firsts:
-                self.refused.append(state.slot)
+            return 0
+        if not (q_len := found[chosen]):
+            self.refused.append(state.slot)
             return 0
         self._bind(state, chosen)
-        self._append_row(state, self._chunk_row(state, sizes[chosen]))
-        return sizes[chosen]
+        self._append_row(state, self._chunk_row(state, q_len))
+        return q_len
 
     def _bind(self, state: State, first: int) -> None:
         """Bind a request that shares nothing to the span that begins at ``first``."""
@@ -307,10 +304,10 @@ class BatchBuilder:
         num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
         self.memory.start(state.slot, first, num_tokens, state.chain, num_prompt=num_prompt, most=most)
 
-    def _if_begun(self, state: State, first: int, ask: Callable[..., _Answer], *args: Any) -> _Answer:
-        """What a request that has not started is answered as if it were bound to the span that begins at ``first``."""
+    def _if_begun(self, state: State, first: int, ask: Callable[[], _Answer]) -> _Answer:
+        """What would be answered if a request were bound to the span that begins at ``first``."""
         self._bind(state, first)
-        answer = ask(state, *args)
+        answer = ask()
         self.memory.undo_start(state.slot)
         return answer
 

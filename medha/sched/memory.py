@@ -31,6 +31,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from medha.batch import PIECES, Batch, Copy, Deal, Extent, Row, Shared, Swap
+from medha.config import SchedulerConfig
 from medha.sched.account import Account, can_all_end
 from medha.sched.blocks import BlockPool, HostBlocks, blocks_of, facing
 from medha.sched.prefix import Chain, Hit, PrefixCache
@@ -43,11 +44,10 @@ class KVMemory:
     """The KV block pools of all groups.
 
     Args:
+        config: ``max_kv_per_group`` is a multiple of the block size, None the whole pool.
         num_blocks: in the pool of each group, of ``block_size`` tokens each.
         num_groups: KV-parallel groups.
-        max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
-        overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
-        prefix_eviction, prefix_cost_s: as of :class:`medha.sched.prefix.PrefixCache`.
+        prefix_cost_s: as of :class:`medha.sched.prefix.PrefixCache`.
 
     Attributes:
         deal_pays: whether a prompt that needs several groups, so many, is dealt, where the pools have room for it; None
@@ -58,20 +58,16 @@ class KVMemory:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         *,
         num_blocks: int,
         block_size: int,
         num_groups: int = 1,
-        max_kv_per_group: int | None = None,
-        overcommit: bool = False,
-        num_swap_blocks: int = 0,
-        swap_block_s: float = 0.0,
-        prefix_eviction: str = "lru",
         prefix_cost_s: Callable[[int], float] = lambda depth: 1.0,
     ) -> None:
-        whole = num_blocks * block_size
-        max_kv_per_group = whole if max_kv_per_group is None else max_kv_per_group
-        if max_kv_per_group % block_size or not 0 < max_kv_per_group <= whole:
+        whole, num_on_host = num_blocks * block_size, config.num_swap_blocks
+        max_kv_per_group = whole if config.max_kv_per_group is None else config.max_kv_per_group
+        if max_kv_per_group % block_size or max_kv_per_group > whole:
             raise ValueError(
                 f"max_kv_per_group={max_kv_per_group}; accepted: a multiple of the block size {block_size}, "
                 f"at most the pool's {whole} tokens"
@@ -82,16 +78,12 @@ class KVMemory:
         self.max_kv_per_group = max_kv_per_group
         self.spread_kv = max_kv_per_group  # tokens on one group of a request that is rather spread over several
         self.max_span: int | None = None  # groups of one request at most, where all are dealt
-        self.overcommit = overcommit
-        self.swap_block_s = swap_block_s
+        self.overcommit = config.overcommit
+        self.swap_block_s = config.swap_block_s
         self.deal_pays: Callable[[int, int], bool] | None = None
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]  # by group
-        host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
-        self.hosts = [HostBlocks(pool) for pool in host_pools]
-        self.prefix = PrefixCache(
-            self.pools, self.hosts, block_size, cost_s=prefix_cost_s, eviction=prefix_eviction,
-            swap_block_s=swap_block_s,
-        )  # fmt: skip
+        self.hosts = [HostBlocks(BlockPool(num_on_host, group)) for group in range(num_groups * bool(num_on_host))]
+        self.prefix = PrefixCache(config, self.pools, self.hosts, block_size=block_size, cost_s=prefix_cost_s)
         self.extents: list[Extent] = []
         self.frees: list[int] = []
         self.swaps_in: list[Swap] = []

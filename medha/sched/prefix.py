@@ -32,6 +32,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from medha.batch import Swap, append_extent
+from medha.config import SchedulerConfig
 from medha.sched.blocks import BlockPool, HostBlocks, blocks_of, cut
 
 ID_BYTES = 16
@@ -156,8 +157,6 @@ class PrefixCache:
         pools: by group; blocks that go are given back to them.
         hosts: by group, what is on the host; none where it has no memory.
         cost_s: predicted seconds to compute a block with so many blocks before it.
-        eviction: ``lru`` or ``value``.
-        swap_block_s: seconds in which a block moves to the host or back.
 
     Attributes:
         unit: tokens of one id: 16, or those of a block that is no multiple of that.
@@ -169,13 +168,12 @@ class PrefixCache:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         pools: list[BlockPool],
         hosts: list[HostBlocks],
-        block_size: int,
         *,
+        block_size: int,
         cost_s: Callable[[int], float],
-        eviction: str = "lru",
-        swap_block_s: float = 0.0,
     ) -> None:
         self.unit = _UNIT if block_size % _UNIT == 0 else block_size
         self.block_size = block_size
@@ -184,10 +182,10 @@ class PrefixCache:
         self.num_pinned = [0] * len(pools)
         self.stale: dict[int, None] = {}
         self.swaps_out: list[Swap] = []
-        self._swap_block_s = swap_block_s
+        self._swap_block_s = config.swap_block_s
         self._pools, self._hosts = pools, hosts
         self._cost_s = cost_s
-        self._is_lru = eviction == "lru"
+        self._is_lru = config.prefix_eviction == "lru"
         self._known: dict[bytes, Path] = {}
         self._heaps: list[list[_Entry]] = [[] for _ in pools]  # paths whose end may go; those counted on come last
         self._num_entries = 0
@@ -336,7 +334,11 @@ class PrefixCache:
         while path.ids and self._known.get(path.ids[-1]) is not path:
             path.ids.pop()
         num_named = -(-len(path.ids) // self.units_per_block)
-        self._free(path, max([path.held, *path.children, min(path.start + num_named, path.end)]))
+        end = max([path.held, *path.children, min(path.start + num_named, path.end)])
+        self.num_idle[path.group] -= path.end - end
+        for run in path.blocks(end, path.end):
+            self._pools[path.group].free(*run)
+        path.runs, path.end = [*path.blocks(path.start, end)], end
         if path.start == path.end:
             if (parent := path.parent) is not None:
                 path.parent = None
@@ -371,10 +373,3 @@ class PrefixCache:
         blocks = zip(ids, blocks_of(path.blocks(end, path.end)), strict=False)  # the last may not be whole
         gone = {one: block for one, block in blocks if self._known.get(one) is path}
         self.swaps_out += self._hosts[path.group].put(gone)
-
-    def _free(self, path: Path, end: int) -> None:
-        """Give the blocks of a path from some block on back."""
-        self.num_idle[path.group] -= path.end - end
-        for run in path.blocks(end, path.end):
-            self._pools[path.group].free(*run)
-        path.runs, path.end = [*path.blocks(path.start, end)], end

@@ -63,15 +63,7 @@ class Scheduler:
         self.predictor = predictor
         self.max_prompt_tokens = max_prompt_tokens
         pool = {"num_blocks": num_blocks, "block_size": block_size, "num_groups": num_groups}
-        self.memory = KVMemory(
-            **pool,
-            max_kv_per_group=config.max_kv_per_group,
-            overcommit=config.overcommit,
-            num_swap_blocks=config.num_swap_blocks,
-            swap_block_s=config.swap_block_s,
-            prefix_eviction=config.prefix_eviction,
-            prefix_cost_s=self._block_s,
-        )
+        self.memory = KVMemory(config, **pool, prefix_cost_s=self._block_s)
         if config.scheduler == CDSP:
             assert dealing is not None, "the cdsp scheduler needs a planner"
             if config.max_num_seqs < num_groups:  # each started request has a group of its own

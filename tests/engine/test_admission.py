@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from medha.config import SchedulerConfig
 from medha.engine.admission import prepare_request
 from medha.engine.request import ModelLimits
 from medha.params import SamplingParams
@@ -22,7 +23,7 @@ def prepared(prompt: Any, **params: Any) -> Any:
         slo=None,
         limits=ModelLimits(256, 1 << 20),
         tokenizer=None,
-        kv=KVMemory(num_blocks=1 << 12, block_size=256),
+        kv=KVMemory(SchedulerConfig(), num_blocks=1 << 12, block_size=256),
     )
 
 

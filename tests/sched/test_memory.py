@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha.batch import Extent, Row
+from medha.config import SchedulerConfig
 from medha.sched.memory import KVMemory
 from tests.sched.virtual import Drive, can_start, make_scheduler, worlds
 
@@ -20,7 +21,7 @@ from tests.sched.virtual import Drive, can_start, make_scheduler, worlds
 
 def three_groups() -> KVMemory:
     """Eight blocks of four tokens a group, six of them for one request."""
-    return KVMemory(num_blocks=8, block_size=4, num_groups=3, max_kv_per_group=24)
+    return KVMemory(SchedulerConfig(max_kv_per_group=24), num_blocks=8, block_size=4, num_groups=3)
 
 
 def chunk(slot: int, position: int, q_len: int, memory: KVMemory, *, samples: bool = False) -> Row:
@@ -36,15 +37,15 @@ def test_reservations(num_tokens: int, blocks: list[int], num_firsts: int) -> No
     assert memory.reservation(num_tokens) == blocks
     assert memory.first_groups(num_tokens) == range(num_firsts)
     assert memory.max_request_tokens == 72
-    assert KVMemory(num_blocks=8, block_size=4, num_groups=3).max_request_tokens == 96
+    assert KVMemory(SchedulerConfig(), num_blocks=8, block_size=4, num_groups=3).max_request_tokens == 96
 
 
-@pytest.mark.parametrize("tokens", [0, -4, 6, 36])
+@pytest.mark.parametrize("tokens", [6, 36])
 def test_a_share_of_no_whole_blocks_or_beyond_the_pool_is_refused(tokens: int) -> None:
     with pytest.raises(
         ValueError, match=rf"^max_kv_per_group={tokens}; accepted: a multiple of the block size 4, at mo"
     ):
-        KVMemory(num_blocks=8, block_size=4, num_groups=2, max_kv_per_group=tokens)
+        KVMemory(SchedulerConfig(max_kv_per_group=tokens), num_blocks=8, block_size=4, num_groups=2)
 
 
 def test_a_request_grows_along_its_span() -> None:
@@ -86,7 +87,7 @@ def test_a_request_that_was_bound_and_got_nothing_gives_nothing_back() -> None:
 
 
 def test_two_long_prefills_share_a_pool_only_while_one_can_end() -> None:
-    memory = KVMemory(num_blocks=9, block_size=1)
+    memory = KVMemory(SchedulerConfig(), num_blocks=9, block_size=1)
     for slot in (0, 1):
         assert can_start(memory, 0, 6, 3, set_aside=False)
         memory.start(slot, 0, 6)
@@ -123,9 +124,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def start(self, num_groups: int, num_blocks: int, block_size: int, data: st.DataObject) -> None:
         self.share = block_size * data.draw(st.integers(1, num_blocks))
         self.block_size, self.num_blocks = block_size, num_blocks
-        self.memory = KVMemory(
-            num_blocks=num_blocks, block_size=block_size, num_groups=num_groups, max_kv_per_group=self.share
-        )
+        config = SchedulerConfig(max_kv_per_group=self.share)
+        self.memory = KVMemory(config, num_blocks=num_blocks, block_size=block_size, num_groups=num_groups)
         self.requests: dict[int, Request] = {}
 
     def blocks(self, first: int, num_tokens: int) -> list[int]:

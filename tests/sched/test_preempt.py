@@ -73,7 +73,7 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     predictor = by_tokens()
     times = PrefillTimes(predictor, lambda num_cached: 64, max_tokens=1000)
     queue = Queue(SchedulerConfig(), lambda num_prompt: times)
-    memory = KVMemory(num_blocks=100, block_size=BLOCK)
+    memory = KVMemory(SchedulerConfig(), num_blocks=100, block_size=BLOCK)
     scheduled = {0: 90, 1: 10, 2: 70, 3: 30, 4: 50, 5: 20}
     for slot, num_tokens in scheduled.items():
         state = queue.add(SchedulerRequest(slot, 10 if slot == 1 else 100, 5, float(slot), priority=slot % 3), 1.0)

@@ -267,10 +267,9 @@ def test_a_block_goes_to_the_host_if_the_chance_that_it_is_wanted_outweighs_the_
     """After one use the chance is one half, after two two thirds: computing is to take 3, or 2.5 times a copy."""
     for num_uses, least in ((1, 3.0), (2, 2.5), (4, 2.25)):
         for cost_s, moves in ((least - 0.01, False), (least + 0.01, True)):
-            memory = KVMemory(
-                num_blocks=5, block_size=16, num_swap_blocks=8, swap_block_s=1.0,
-                prefix_cost_s=lambda depth, cost_s=cost_s: cost_s * (depth >= 1),
-            )  # fmt: skip
+            config = SchedulerConfig(num_swap_blocks=8, swap_block_s=1.0)
+            block_s: Callable[[int], float] = lambda depth, cost_s=cost_s: cost_s * (depth >= 1)  # noqa: E731
+            memory = KVMemory(config, num_blocks=5, block_size=16, prefix_cost_s=block_s)
             chain = Chain(IDS.of(np.arange(64, dtype=np.int32)))
             for turn in range(num_uses):
                 memory.start(turn, 0, 65, chain, memory.hit_of(chain, 64, 65))
@@ -333,7 +332,7 @@ def test_mutations_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
-    memory = KVMemory(num_blocks=80, block_size=16)
+    memory = KVMemory(SchedulerConfig(), num_blocks=80, block_size=16)
     for turn in range(10):
         slots, num_runs = range(8 * turn, 8 * turn + 8), 0
         for slot in slots:
@@ -368,7 +367,7 @@ def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:
 
 
 def test_a_block_that_is_forgotten_while_it_fills_is_not_found_again() -> None:
-    memory = KVMemory(num_blocks=8, block_size=64)
+    memory = KVMemory(SchedulerConfig(), num_blocks=8, block_size=64)
     chain = Chain(IDS.of(np.arange(256, dtype=np.int32)))
     memory.start(0, 0, 257, chain)
     memory.take(Row(0, 0, 48, False, False))
@@ -383,7 +382,7 @@ def test_a_block_that_is_forgotten_while_it_fills_is_not_found_again() -> None:
 def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it() -> None:
     """Two read the same 64 tokens on one group at once, then different ones on the next; whoever goes on with one's
     finds all of its blocks, and the other's are there as well."""
-    memory = KVMemory(num_blocks=8, block_size=16, num_groups=2, max_kv_per_group=64)
+    memory = KVMemory(SchedulerConfig(max_kv_per_group=64), num_blocks=8, block_size=16, num_groups=2)
     same, tokens = np.arange(64), (np.arange(100, 148), np.arange(200, 248))
     chains = [Chain(IDS.of(np.concatenate([same, own]).astype(np.int32))) for own in tokens]
     for slot in (0, 1):
@@ -429,7 +428,7 @@ def test_what_a_waiting_request_counts_on_survives_pressure(is_waited_for: bool)
 @pytest.mark.parametrize("is_waited_for", [True, False])
 def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool) -> None:
     """Another prefix takes what room is left there; a request that is swapped out takes all."""
-    memory = KVMemory(num_blocks=8, block_size=16, num_swap_blocks=4)
+    memory = KVMemory(SchedulerConfig(num_swap_blocks=4), num_blocks=8, block_size=16)
     chains = [Chain(IDS.of(np.arange(at, at + 48, dtype=np.int32))) for at in (0, 100)]
     for slot, chain in enumerate(chains):
         memory.start(slot, 0, 48, chain)
@@ -450,7 +449,7 @@ def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool)
 
 
 def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
-    memory = KVMemory(num_blocks=8, block_size=16)
+    memory = KVMemory(SchedulerConfig(), num_blocks=8, block_size=16)
     ids = IDS.of(np.arange(64, dtype=np.int32))
     for turn in range(1000):
         memory.start(turn, 0, 65, Chain(ids), memory.hit_of(Chain(ids), 64, 65))
