@@ -40,8 +40,9 @@ def parse(text: str) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
-def write_lines(path: Path, *rows: dict[str, Any] | str) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+def write_lines(path: Path, *rows: dict[str, Any] | str | bytes) -> Path:
+    lines = (row if isinstance(row, str | bytes) else json.dumps(row) for row in rows)
+    path.write_bytes(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
     return path
 
 

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, settings
 
 from medha.__main__ import app
 from medha.cli.command import run_app
+from medha.cpu import library
 from tests.commands import Command, Done
 from tests.parallel.workers import WorkerPool
-from tests.serving import Model, make_byte_model, make_needle_model
+from tests.serving import Case, Model, make_byte_model, make_case, make_needle_model
 
 _END_S = 300.0
 
@@ -39,7 +40,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_process_after() -> Iterator[None]:
-    """A command sets up logging for its whole process, and ignores Ctrl-C once it ends."""
+    """A command sets up logging for its whole process, and ignores Ctrl-C once it ends; an engine sets threads."""
     logger = logging.getLogger("medha")
     handlers, level = logger.handlers[:], logger.level
     interrupt = signal.getsignal(signal.SIGINT)
@@ -47,6 +48,7 @@ def _same_process_after() -> Iterator[None]:
     signal.signal(signal.SIGINT, interrupt)
     logger.handlers[:] = handlers
     logger.setLevel(level)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -72,6 +74,23 @@ def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """The needle model."""
     return make_needle_model(tmp_path_factory.mktemp("needle"))
+
+
+@pytest.fixture(scope="session")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Prompts and what transformers says."""
+    return make_case(tmp_path_factory.mktemp("case"))
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The library of the CPU's kernels is looked for again, and again after the test."""
+    for found in (library.library, library.function):
+        found.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for found in (library.library, library.function):
+        found.cache_clear()
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import medha.worker.runner
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
-from medha.config import EngineConfig, ModelConfig, SchedulerConfig
+from medha.batch import Batch
+from medha.config import EngineConfig, SchedulerConfig
+from medha.cost.predictor import Predictor
 from medha.cpu.library import lacks_products, library
 from medha.engine.build import build_role
 from medha.engine.engine import Engine
@@ -26,6 +29,7 @@ from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
+from medha.text import Tokenizer
 from medha.timeline import Timeline
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
@@ -60,29 +64,52 @@ def make_engine(
     num_blocks: int = 64,
     block_size: int = 64,
     max_model_len: int = 8192,
+    eos: tuple[int, ...] = (),
+    seed: int = 0,
+    tokenizer: Tokenizer | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     dtype: torch.dtype = torch.float32,
     backend: AttentionBackend | None = None,
     has_scratch: bool = False,
     stream: CopyStream | None = None,
-    **scheduler: int,
+    predictor: Predictor | None = None,
+    **config: Any,
 ) -> Engine:
-    """A fresh engine without a tokenizer around a loaded decoder; ``has_scratch`` is of the KV pool.
+    """A fresh engine around a loaded decoder; ``has_scratch`` is of the KV pool, ``config`` of the scheduler.
 
     With ``num_swap_blocks`` it has host memory, to which blocks go over ``stream``.
     """
-    config: ModelConfig = model.config
-    shape = LayerShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype)
-    pool = {"num_layers": config.num_layers, "num_blocks": num_blocks, "block_size": block_size}
-    cache = KVCache(shape, **pool, device=CPU, has_scratch=has_scratch)
-    num_swap_blocks = scheduler.get("num_swap_blocks", 0)
+    shape = LayerShape(model.config.num_heads, model.config.num_kv_heads, model.config.head_dim, dtype)
+    sizes = {"num_blocks": num_blocks, "block_size": block_size}
+    cache = KVCache(shape, num_layers=model.config.num_layers, **sizes, device=CPU, has_scratch=has_scratch)
+    num_swap_blocks = config.get("num_swap_blocks", 0)
     host = HostCache(cache, num_swap_blocks, stream or CopyStream()) if num_swap_blocks else None
     return Engine(
         Runner(model, cache, backend or TorchBackend(), CPU, host=host),
-        Scheduler(
-            SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size, predictor=by_tokens()
-        ),
-        ModelLimits(config.vocab_size, max_model_len),
+        Scheduler(SchedulerConfig(**{"scheduler": "sarathi"} | config), **sizes, predictor=predictor or by_tokens()),
+        ModelLimits(model.config.vocab_size, max_model_len, eos, seed=seed),
+        tokenizer=tokenizer,
+        clock=clock,
     )
+
+
+def on_threads(*counts: int) -> Iterator[None]:
+    """Once for each number of threads that torch may use, and then as before."""
+    before = torch.get_num_threads()
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def submitted(engine: Engine) -> list[Batch]:
+    """The batches that an engine hands to its runner from now on."""
+    batches: list[Batch] = []
+    submit = engine.runner.submit
+    engine.runner.submit = lambda batch: (batches.append(batch), submit(batch))[1]
+    return batches
 
 
 class Preemptions(Explainer):

@@ -7,25 +7,26 @@ what it says is noise, but transformers says the same noise.
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from medha.engine.engine import Engine
-from medha.engine.request import ModelLimits
 from medha.models.decoder import Decoder
 from medha.models.needle import make_haystack, write_needle
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer, load_tokenizer
-from tests.checkpoints import make_checkpoint, reference_greedy
-from tests.engines import drained, load_decoder, make_engine
+from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
+from tests.engines import drained, left_behind, load_decoder, make_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+random_ids = partial(random_prompt, vocab=256)
+NUM_TOKENS = 6
+MIN_GAP = 1e-3  # between the first two logits, so that no rounding decides a token
 ANSWER = " 7429-amber."
 """What the needle model says after :func:`question`; a newline, its end of sequence, follows."""
 
@@ -44,23 +45,9 @@ class Model:
     tokenizer: Tokenizer
     reference: Any
 
-    def engine(
-        self,
-        *,
-        with_tokenizer: bool = True,
-        eos: tuple[int, ...] = (),
-        seed: int = 0,
-        max_model_len: int = 8192,
-        clock: Callable[[], float] | None = None,
-        **options: int,
-    ) -> Engine:
+    def engine(self, *, with_tokenizer: bool = True, **options: Any) -> Engine:
         """A fresh engine; ``options`` as :func:`tests.engines.make_engine`."""
-        made = make_engine(self.decoder, **options)
-        limits = ModelLimits(self.decoder.config.vocab_size, max_model_len, eos, seed=seed)
-        tokenizer = self.tokenizer if with_tokenizer else None
-        if clock is None:
-            return Engine(made.runner, made.scheduler, limits, tokenizer=tokenizer)
-        return Engine(made.runner, made.scheduler, limits, tokenizer=tokenizer, clock=clock)
+        return make_engine(self.decoder, tokenizer=self.tokenizer if with_tokenizer else None, **options)
 
 
 def make_byte_model(folder: Path) -> Model:
@@ -81,9 +68,7 @@ def make_needle_model(folder: Path) -> Model:
 
 def load_model(folder: Path, reference: Any = None) -> Model:
     """What is in a folder."""
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer is not None
-    return Model(folder, load_decoder(folder), tokenizer, reference)
+    return Model(folder, load_decoder(folder), load_tokenizer(folder), reference)
 
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:
@@ -96,12 +81,8 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
 
 
 def assert_empty(engine: Engine) -> None:
-    """No request holds a block, a slot or a place in the scheduler."""
-    scheduler = engine.scheduler
-    assert (scheduler.memory.num_used, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0)
-    assert scheduler.in_flight == ()
-    assert not engine._by_slot and not engine._live
-    assert not engine.runner._prompts and not engine.runner._sampling
+    """No request is unfinished or holds anything."""
+    assert not engine.has_unfinished and left_behind(engine) == {}
 
 
 def serve_one(engine: Engine, prompt: Any, params: SamplingParams = GREEDY) -> RequestOutput:
@@ -110,17 +91,27 @@ def serve_one(engine: Engine, prompt: Any, params: SamplingParams = GREEDY) -> R
     return finish(engine)["one"]
 
 
-def random_ids(length: int, *, seed: int) -> list[int]:
-    """Seeded random bytes."""
-    generator = torch.Generator().manual_seed(1_000_003 * seed + length)
-    return torch.randint(0, 256, (length,), generator=generator).tolist()
-
-
 def greedy_of(reference: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy tokens of transformers, clear of rounding."""
     found = [reference_greedy(reference, prompt, num_tokens) for prompt in prompts]
-    assert min(gap for _, _, gap in found) > 1e-3
+    assert min(gap for _, _, gap in found) > MIN_GAP
     return [tokens for tokens, _, _ in found]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, prompts of 1 to 700 tokens and NUM_TOKENS that transformers says after each."""
+
+    decoder: Decoder
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+def make_case(folder: Path) -> Case:
+    """A case with stretched RoPE, written and loaded."""
+    reference = make_checkpoint(folder, "llama-llama3", seed=1)
+    prompts = [random_prompt(length, seed=3) for length in (1, 5, 64, 130, 300, 700)]
+    return Case(load_decoder(folder), prompts, greedy_of(reference, prompts, NUM_TOKENS))
 
 
 def fail_in_run(engine: Engine, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:

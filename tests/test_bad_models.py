@@ -44,6 +44,73 @@ def _no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(medha.worker.shard, name, forbidden)
 
 
+FILE = "model.safetensors"
+NORM = "model.norm.weight"
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+
+
+def truncate(folder: Path) -> None:
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-4])
+
+
+# What is done to the folder, with which options it is loaded, and the error.
+REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "unknown policy": (
+        lambda folder: None,
+        {"policy": "larz"},
+        ConfigError,
+        ("policy='larz'; accepted: edf, fcfs", "; did you mean lars?"),
+    ),
+    "unknown architecture": (
+        lambda folder: edit_json(folder / "config.json", architectures=["GPT2LMHeadModel"]),
+        {},
+        UnsupportedModelError,
+        ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"),
+    ),
+    "corrupt tokenizer.json": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        {},
+        TokenizerError,
+        ("tokenizer.json",),
+    ),
+    "tokenizer larger than the embedding": (
+        lambda folder: edit_json(folder / "config.json", vocab_size=255),
+        {},
+        TokenizerError,
+        ("ids up to 255", "the embedding has 255 rows"),
+    ),
+    "truncated": (truncate, {}, WeightsError, ("model.safetensors: ", "file not fully covered (the file has ")),
+    "missing tensor": (
+        lambda folder: rewrite(folder, lambda tensors: tensors.pop(NORM)),
+        {},
+        WeightsError,
+        ("1 tensors missing", NORM),
+    ),
+    "another shape": (
+        lambda folder: None,
+        {"hf_overrides": {"intermediate_size": 100, "head_dim": 8}},
+        WeightsError,
+        ("of wrong shape", "and 11 more"),
+    ),
+}
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_refused_before_a_weight_is_read(folder: Path, case: str) -> None:
+    """Of wrong files beside the weights, where there are none."""
+    spoil, options, error, parts = REFUSED[case]
+    spoil(folder)
+    if error is not WeightsError:
+        (folder / FILE).unlink()
+    refused(folder, error, *parts, **options)
+
+
 def refused(model: Any, error: type[Exception], *parts: str, **options: Any) -> None:
     """The exact class is raised, its message holds every part and is short, and a command line would exit with 2."""
     with pytest.raises(ConfigError) as caught:
@@ -60,90 +127,9 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**fields, **changes}))
 
 
-# -- the path --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("_no_weight_is_read")
 def test_hub_id_without_network() -> None:
     refused("nobody/nothing-of-that-name", ModelLoadError, "nobody/nothing-of-that-name", "no such folder here")
-
-
-@pytest.mark.usefixtures("_no_weight_is_read")
-def test_unknown_policy(folder: Path) -> None:
-    refused(folder, ConfigError, "policy='larz'; accepted: edf, fcfs", "; did you mean lars?", policy="larz")
-
-
-# -- files beside the weights; the weights are not even there --------------------------------------------------
-
-Spoil = Callable[[Path], object]
-
-
-def write(name: str, text: str) -> Spoil:
-    return lambda folder: (folder / name).write_text(text)
-
-
-def config(**changes: Any) -> Spoil:
-    return lambda folder: edit_json(folder / "config.json", **changes)
-
-
-FILES: dict[str, tuple[Spoil, type[Exception], tuple[str, ...]]] = {
-    "unknown architecture": (
-        config(architectures=["GPT2LMHeadModel"]),
-        UnsupportedModelError,
-        ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"),
-    ),
-    "corrupt tokenizer.json": (write("tokenizer.json", "{}"), TokenizerError, ("tokenizer.json",)),
-    "tokenizer larger than the embedding": (
-        config(vocab_size=255),
-        TokenizerError,
-        ("ids up to 255", "the embedding has 255 rows"),
-    ),
-}
-
-
-@pytest.mark.usefixtures("_no_weight_is_read")
-@pytest.mark.parametrize("case", FILES)
-def test_wrong_file(folder: Path, case: str) -> None:
-    spoil, error, parts = FILES[case]
-    (folder / "model.safetensors").unlink()
-    spoil(folder)
-    refused(folder, error, *parts)
-
-
-# -- weights ---------------------------------------------------------------------------------------------------
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-
-
-NORM = "model.norm.weight"
-WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "truncated": (truncate, ("model.safetensors: ", "file not fully covered (the file has ")),
-    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(NORM)), ("1 tensors missing", NORM)),
-}
-
-
-@pytest.mark.usefixtures("_no_weight_is_read")
-@pytest.mark.parametrize("case", WEIGHTS)
-def test_wrong_weights(folder: Path, case: str) -> None:
-    spoil, parts = WEIGHTS[case]
-    spoil(folder)
-    refused(folder, WeightsError, *parts)
-
-
-@pytest.mark.usefixtures("_no_weight_is_read")
-def test_weights_of_another_shape(folder: Path) -> None:
-    refused(
-        folder, WeightsError, "of wrong shape", "and 11 more", hf_overrides={"intermediate_size": 100, "head_dim": 8}
-    )
 
 
 # -- what is allowed, or shows only when it runs ---------------------------------------------------------------

@@ -28,10 +28,31 @@ def llm(bytes_model: Model) -> Iterator[LLM]:
         yield llm
 
 
-def make_engine(bytes_model: Model, *, with_tokenizer: bool = True) -> Engine:
-    return bytes_model.engine(
-        with_tokenizer=with_tokenizer, max_model_len=MAX_MODEL_LEN, block_size=16, num_blocks=POOL_TOKENS // 16
-    )
+@pytest.fixture
+def engine(llm: LLM) -> Iterator[Engine]:
+    """Its engine, in which nothing may be left."""
+    yield llm.engine
+    assert_empty(llm.engine)
+
+
+def refused(
+    engine: Engine,
+    param: str,
+    message: str,
+    prompt: Any = "good",
+    params: Any = None,
+    *,
+    name: Any = "bad",
+    kind: type[ValidationError] = ValidationError,
+    **more: Any,
+) -> ValidationError:
+    """A request is refused with this error, and a good one is served."""
+    with pytest.raises(kind, match=message) as caught:
+        engine.add_request(name, prompt, params, **more)
+    assert (type(caught.value), caught.value.param) == (kind, param)
+    assert_empty(engine)
+    assert len(serve_one(engine, [1, 2]).outputs[0].token_ids) == 16
+    return caught.value
 
 
 PROMPTS: dict[str, tuple[Any, str, str]] = {
@@ -62,14 +83,9 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("case", PROMPTS)
-def test_bad_prompt(bytes_model: Model, llm: LLM, case: str) -> None:
+def test_bad_prompt(llm: LLM, engine: Engine, case: str) -> None:
     prompt, param, message = PROMPTS[case]
-    engine = make_engine(bytes_model)
-    with pytest.raises(ValidationError, match=message) as caught:
-        engine.add_request("bad", prompt)
-    assert caught.value.param == param
-    assert_empty(engine)
-    assert len(serve_one(engine, "good").outputs[0].token_ids) == 16
+    refused(engine, param, message, prompt)
     if case not in ("empty ids", "empty array"):  # to LLM those are a list of no prompts
         with pytest.raises(ValidationError, match=message) as caught:
             llm.generate(prompt)
@@ -78,71 +94,47 @@ def test_bad_prompt(bytes_model: Model, llm: LLM, case: str) -> None:
         llm.generate(["good", prompt])
     with pytest.raises(ValidationError, match=message):
         llm.stream(prompt)
-    assert_empty(llm.engine)
 
 
-NO_PROMPTS: dict[str, Any] = {"None": None, "int": 5, "bytes": b"hello", "set": {1, 2}, "iterator": iter(["a"])}
-
-
-@pytest.mark.parametrize("case", NO_PROMPTS)
-def test_not_a_prompt_at_all(bytes_model: Model, llm: LLM, case: str) -> None:
-    value = NO_PROMPTS[case]
+@pytest.mark.parametrize("value", [None, 5, b"hello", {1, 2}, iter(["a"])], ids=lambda value: type(value).__name__)
+def test_not_a_prompt_at_all(llm: LLM, engine: Engine, value: Any) -> None:
     name = type(value).__name__
-    engine = make_engine(bytes_model)
-    with pytest.raises(ValidationError, match=f"of type {name}; accepted: a list of token ids, or text"):
-        engine.add_request("bad", value)
-    assert_empty(engine)
+    refused(engine, "prompt_token_ids", f"of type {name}; accepted: a list of token ids, or text", value)
     with pytest.raises(ValidationError, match=f"prompts of type {name}; accepted: a prompt or a list of prompts"):
         llm.generate(value)
 
 
 @pytest.mark.parametrize("length", [MAX_MODEL_LEN, MAX_MODEL_LEN + 1, 5000])
-def test_prompt_too_long(bytes_model: Model, length: int) -> None:
-    engine = make_engine(bytes_model)
-    with pytest.raises(ContextLengthError) as caught:
-        engine.add_request("bad", [1] * length)
-    assert str(caught.value) == f"the prompt has {length} tokens; accepted: fewer than max_model_len={MAX_MODEL_LEN}"
-    assert (caught.value.param, caught.value.value) == ("prompt", length)
-    assert_empty(engine)
-    assert serve_one(engine, "good").outputs[0].finish_reason == "length"
+def test_prompt_too_long(engine: Engine, length: int) -> None:
+    message = f"^the prompt has {length} tokens; accepted: fewer than max_model_len={MAX_MODEL_LEN}$"
+    assert refused(engine, "prompt", message, [1] * length, kind=ContextLengthError).value == length
 
 
 @pytest.mark.parametrize(
     ("length", "max_tokens", "param"), [(10, 248, "max_tokens"), (250, 8, "max_tokens"), (257, 1, "prompt")]
 )
-def test_request_that_never_fits_the_pool(bytes_model: Model, length: int, max_tokens: int, param: str) -> None:
-    engine = make_engine(bytes_model)
-    with pytest.raises(KVCapacityError) as caught:
-        engine.add_request("bad", [1] * length, SamplingParams(max_tokens=max_tokens))
-    assert str(caught.value) == (
+def test_request_that_never_fits_the_pool(engine: Engine, length: int, max_tokens: int, param: str) -> None:
+    params = SamplingParams(max_tokens=max_tokens)
+    error = refused(engine, param, "^", [1] * length, params, kind=KVCapacityError)
+    assert str(error) == (
         f"{length} prompt tokens and max_tokens={max_tokens} need 257 tokens of KV cache; "
         "accepted: at most 256, or more with a larger kv_memory"
     )
-    assert (caught.value.param, caught.value.value) == (param, max_tokens if param == "max_tokens" else length)
-    assert_empty(engine)
+    assert error.value == (max_tokens if param == "max_tokens" else length)
     fitting = SamplingParams(temperature=0.0, max_tokens=max_tokens - 1 or 1)
     assert serve_one(engine, [1] * (256 - fitting.max_tokens + 1), fitting).outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", ["", None, 5])
-def test_bad_request_id(bytes_model: Model, name: Any) -> None:
-    engine = make_engine(bytes_model)
-    with pytest.raises(ValidationError, match="request_id") as caught:
-        engine.add_request(name, "good")
-    assert caught.value.param == "request_id"
-    assert_empty(engine)
-
-
-@pytest.mark.parametrize("name", [None, 5, [1]])
-@pytest.mark.parametrize("method", ["abort", "explain"])
-def test_what_is_no_id_is_refused(bytes_model: Model, method: str, name: Any) -> None:
-    with pytest.raises(ValidationError, match=r"^request_id=.*; accepted: str$"):
-        getattr(make_engine(bytes_model), method)(name)
+@pytest.mark.parametrize("name", ["", None, 5, [1]])
+def test_bad_request_id(engine: Engine, name: Any) -> None:
+    refused(engine, "request_id", "request_id", name=name)
+    for method in (engine.abort, engine.explain) if name != "" else ():
+        with pytest.raises(ValidationError, match=r"^request_id=.*; accepted: str$"):
+            method(name)
 
 
 @pytest.mark.parametrize("arrival_s", [float("nan"), float("-inf"), "0", 10**400, 10**5000, [], True], ids=range(7))
-def test_an_arrival_that_is_no_time_changes_nothing(bytes_model: Model, arrival_s: Any) -> None:
-    engine = make_engine(bytes_model)
+def test_an_arrival_that_is_no_time_changes_nothing(engine: Engine, arrival_s: Any) -> None:
     engine.add_request("before", "good", GREEDY)
     with pytest.raises(ValidationError, match=r"^arrival_s=.*; accepted: seconds, a finite number$") as caught:
         engine.add_request("bad", "good", GREEDY, arrival_s=arrival_s)
@@ -151,37 +143,27 @@ def test_an_arrival_that_is_no_time_changes_nothing(bytes_model: Model, arrival_
     assert {i: len(output.outputs[0].token_ids) for i, output in finish(engine).items()} == {"before": 16, "after": 16}
 
 
-def test_bad_parameters(bytes_model: Model, llm: LLM) -> None:
-    engine = make_engine(bytes_model)
-    bad: Any
+def test_bad_parameters(llm: LLM, engine: Engine) -> None:
     for bad in ({"temperature": 0}, 0, "greedy"):
-        with pytest.raises(ValidationError, match="accepted: SamplingParams") as caught:
-            engine.add_request("bad", "good", bad)
-        assert caught.value.param == "sampling_params"
+        refused(engine, "sampling_params", "accepted: SamplingParams", params=bad)
     for bad in ({"ttft_s": 1}, 0.5):
-        with pytest.raises(ValidationError, match="accepted: SLO") as caught:
-            engine.add_request("bad", "good", slo=bad)
-        assert caught.value.param == "slo"
+        refused(engine, "slo", "accepted: SLO", slo=bad)
         with pytest.raises(ValidationError, match="accepted: SLO"):
             llm.generate("good", slo=bad)
-    for bad, place in (
-        ({"stop_token_ids": [3, 256]}, r"stop_token_ids\[1\]"),
-        ({"allowed_token_ids": [1, 256]}, r"allowed_token_ids\[1\]"),
-        ({"logit_bias": {256: 1.0}}, r"logit_bias\[0\]"),
+    for name, bad, at in (
+        ("stop_token_ids", [3, 256], 1),
+        ("allowed_token_ids", [1, 256], 1),
+        ("logit_bias", {256: 1.0}, 0),
     ):
-        with pytest.raises(ValidationError, match=f"{place}=256; accepted: integers from 0 to 255"):
-            engine.add_request("bad", "good", SamplingParams(**bad))
-    assert_empty(engine)
+        message = rf"{name}\[{at}\]=256; accepted: integers from 0 to 255"
+        refused(engine, name, message, params=SamplingParams(**{name: bad}))
 
 
-def test_min_tokens_that_hold_every_id_back(bytes_model: Model) -> None:
+def test_min_tokens_that_hold_every_id_back(engine: Engine) -> None:
     every = list(range(256))
-    engine = make_engine(bytes_model)
-    with pytest.raises(ValidationError, match=r"^min_tokens=1 leaves nothing to draw") as caught:
-        engine.add_request("bad", "good", SamplingParams(min_tokens=1, stop_token_ids=every))
-    assert caught.value.param == "min_tokens"
-    with pytest.raises(ValidationError, match="leaves nothing to draw"):
-        engine.add_request("bad", "good", SamplingParams(min_tokens=1, allowed_token_ids=[5], stop_token_ids=[5, 6]))
+    for rest in ({"stop_token_ids": every}, {"allowed_token_ids": [5], "stop_token_ids": [5, 6]}):
+        params = SamplingParams(min_tokens=1, **rest)
+        refused(engine, "min_tokens", r"^min_tokens=1 leaves nothing to draw", params=params)
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=every[:-1])
     assert serve_one(engine, "good", params).outputs[0].token_ids[0] == 255
     assert serve_one(engine, "good", SamplingParams(stop_token_ids=every)).outputs[0].finish_reason == "stop"
@@ -189,12 +171,12 @@ def test_min_tokens_that_hold_every_id_back(bytes_model: Model) -> None:
 
 @pytest.mark.parametrize("field", ["sampling_params", "slo"])
 @pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.usefixtures("engine")
 def test_lists_of_different_length(llm: LLM, field: str, count: int) -> None:
     values = {field: [SamplingParams() if field == "sampling_params" else SLO()] * count}
     with pytest.raises(ValidationError, match=rf"^{count} {field} for 2 prompts; accepted: one, or 2$") as caught:
         llm.generate(["a", "b"], **values)  # type: ignore[arg-type]
     assert caught.value.param == field
-    assert_empty(llm.engine)
 
 
 def test_the_kv_capacity_of_groups() -> None:
@@ -212,25 +194,23 @@ def test_the_kv_capacity_of_groups() -> None:
 
 
 @pytest.mark.parametrize(("length", "room"), [(10, 247), (256, 1)])
-def test_max_tokens_of_none_is_what_there_is_room_for(bytes_model: Model, length: int, room: int) -> None:
+def test_max_tokens_of_none_is_what_there_is_room_for(engine: Engine, length: int, room: int) -> None:
     """The KV pool takes 256 tokens, and the last one drawn is never written; the context of 400 would take more."""
-    completion = serve_one(
-        make_engine(bytes_model), [1] * length, SamplingParams(temperature=0.0, max_tokens=None)
-    ).outputs[0]
+    params = SamplingParams(temperature=0.0, max_tokens=None)
+    completion = serve_one(engine, [1] * length, params).outputs[0]
     assert (len(completion.token_ids), completion.finish_reason) == (room, "length")
-    with pytest.raises(KVCapacityError):
-        make_engine(bytes_model).add_request("bad", [1] * 257, SamplingParams(max_tokens=None))
+    refused(engine, "prompt", "257 prompt tokens", [1] * 257, SamplingParams(max_tokens=None), kind=KVCapacityError)
 
 
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [([7, -1], ValidationError), ([1] * 500, ContextLengthError), ([1] * 300, KVCapacityError)],
 )
+@pytest.mark.usefixtures("engine")
 def test_one_bad_prompt_among_many(llm: LLM, bad: list[int], kind: type[ValidationError]) -> None:
     with pytest.raises(kind, match=r"^prompt 77: ") as caught:
         llm.generate([*["good"] * 77, bad, "good"], SamplingParams(max_tokens=1))
     assert (type(caught.value), caught.value.index) == (kind, 77)
-    assert_empty(llm.engine)
     assert llm.generate("good", GREEDY)[0].finished
 
 
@@ -244,38 +224,29 @@ def test_one_bad_prompt_among_many(llm: LLM, bad: list[int], kind: type[Validati
     ],
 )
 def test_text_without_a_tokenizer(bytes_model: Model, prompt: Any, params: SamplingParams | None, param: str) -> None:
-    engine = make_engine(bytes_model, with_tokenizer=False)
-    with pytest.raises(
-        ValidationError, match=rf"^{param} needs a tokenizer, and the model folder has no tok"
-    ) as caught:
-        engine.add_request("bad", prompt, params)
-    assert caught.value.param == param
+    engine = bytes_model.engine(with_tokenizer=False)
+    refused(engine, param, rf"^{param} needs a tokenizer, and the model folder has no tok", prompt, params)
     assert serve_one(engine, [1, 2]).outputs[0].text is None
 
 
-def test_chat_without_a_template(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(bytes_model)
+def test_chat_without_a_template(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
-    with pytest.raises(ValidationError, match="has no chat template") as caught:
-        engine.add_request("bad", {"messages": [{"role": "user", "content": "hi"}]})
-    assert caught.value.param == "messages"
-    assert_empty(engine)
+    refused(engine, "messages", "has no chat template", {"messages": [{"role": "user", "content": "hi"}]})
 
 
 @pytest.mark.parametrize(
     "messages", ["hi", {"role": "user", "content": "hi"}, [[]], [["hi"]], [[{"role": "user"}]], [5]]
 )
+@pytest.mark.usefixtures("engine")
 def test_bad_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         llm.chat(messages)
-    assert caught.value.param == "messages"
-    assert caught.value.index == 0
-    assert_empty(llm.engine)
+    assert (caught.value.param, caught.value.index) == ("messages", 0)
 
 
 def test_refused_requests_leave_the_seeds_alone(bytes_model: Model) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=4)
-    clean, dirty = make_engine(bytes_model), make_engine(bytes_model)
+    clean, dirty = bytes_model.engine(), bytes_model.engine()
     with pytest.raises(ValidationError):
         dirty.add_request("bad", [-1], params)
     assert serve_one(clean, [1], params).outputs == serve_one(dirty, [1], params).outputs

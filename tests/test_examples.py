@@ -1,7 +1,6 @@
 """Each example runs as printed."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import LIMIT_S, run_python
+from tests.commands import ENVIRONMENT, LIMIT_S, run_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
 def run(*command: str | Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-    done = subprocess.run(
-        [str(part) for part in command], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    environment = ENVIRONMENT | {"PYTHON": sys.executable}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout

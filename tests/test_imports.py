@@ -1,13 +1,12 @@
 """What may import what, what is public, and what loads no torch."""
 
-import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.commands import LIMIT_S
-from tests.house import MODULES, ROOT, imported
+from tests.commands import run_python
+from tests.house import MODULES, imported
 
 PLAIN = {
     *("medha.errors", "medha.config", "medha.params", "medha.batch", "medha.outputs"),
@@ -148,7 +147,7 @@ def test_no_import_cycle() -> None:
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

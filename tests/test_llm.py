@@ -35,12 +35,6 @@ TEXTS = ["Hello", "It was a dark and stormy night", "x", "The vault code of Priy
 
 
 @pytest.fixture(scope="module")
-def needle_llm(needle: Model) -> Iterator[LLM]:
-    with LLM(str(needle.folder), **SMALL) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def llm(bytes_model: Model) -> Iterator[LLM]:
     with LLM(str(bytes_model.folder), **SMALL) as llm:
         yield llm
@@ -63,8 +57,7 @@ def test_the_first_five_minutes(needle: Model, capfd: pytest.CaptureFixture[str]
     with LLM(str(needle.folder), num_kv_blocks=8) as llm:
         (output,) = llm.generate(question())
         assert llm.generate([]) == []
-        tokenizer = llm.get_tokenizer()
-        assert tokenizer is not None and tokenizer.encode("ab") == [97, 98]
+        assert llm.get_tokenizer().encode("ab") == [97, 98]
     assert capfd.readouterr() == ("", "")
     assert output.outputs[0].text == ANSWER
     assert output.finished
@@ -77,7 +70,7 @@ def test_the_first_five_minutes(needle: Model, capfd: pytest.CaptureFixture[str]
     assert (completion.logprobs, completion.cumulative_logprob) == (None, None)
     metrics = output.metrics
     assert (metrics.num_prompt_tokens, metrics.num_output_tokens) == (200, 13)
-    assert metrics.ttft is not None and metrics.tpot is not None and metrics.ttft > 0 and metrics.tpot > 0
+    assert metrics.ttft > 0 and metrics.tpot > 0
 
 
 def test_many_prompts_come_back_in_order(llm: LLM, expected: list[list[int]]) -> None:
@@ -170,7 +163,6 @@ def test_ttft_includes_tokenisation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(llm.engine.tokenizer, "encode_array", slow)
     (output,) = llm.generate(TEXTS[0], GREEDY)
-    assert output.metrics.ttft is not None
     assert output.metrics.ttft > 500
 
 
@@ -267,16 +259,17 @@ def test_default_sampling_params(
 # -- stream ----------------------------------------------------------------------------------------------------
 
 
-def test_stream(needle_llm: LLM) -> None:
-    (whole,) = needle_llm.generate(question(), SamplingParams(stop="-am"))
-    pieces = list(needle_llm.stream(question(), SamplingParams(stop="-am"), slo=SLO(ttft_s=1e9)))
+def test_stream(needle: Model) -> None:
+    params = SamplingParams(stop="-am")
+    with LLM(str(needle.folder), **SMALL) as llm:
+        (whole,) = llm.generate(question(), params)
+        pieces = list(llm.stream(question(), params, slo=SLO(ttft_s=1e9)))
+        assert_empty(llm.engine)
     assert "".join(piece.outputs[0].text or "" for piece in pieces) == whole.outputs[0].text == " 7429"
     assert [token for piece in pieces for token in piece.outputs[0].token_ids] == whole.outputs[0].token_ids
     assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[-1].outputs[0].stop_reason == "-am"
     assert pieces[-1].metrics.met_slo is True
-    assert_empty(needle_llm.engine)
-    assert not needle_llm.engine.has_unfinished
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -290,7 +283,6 @@ def test_leaving_a_stream_early_aborts(bytes_model: Model, expected: list[list[i
         assert llm.engine.num_unfinished == (taken > 0)
         stream.close()  # type: ignore[attr-defined]
         assert_empty(llm.engine)
-        assert not llm.engine.has_unfinished
         assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
 
 
@@ -300,7 +292,6 @@ def test_a_stream_is_checked_when_it_is_made(llm: LLM) -> None:
             llm.stream(prompt)  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="sampling_params"):
         llm.stream("x", {"temperature": 0})  # type: ignore[arg-type]
-    prompts: Any
     for prompts in (["a"], ("a", "b"), [[1, 2]], [{"prompt": "a"}]):
         with pytest.raises(ValidationError, match=rf"^stream takes one prompt, and this is a list of {len(prompts)};"):
             llm.stream(prompts)
@@ -312,7 +303,6 @@ def test_a_stream_goes_on_while_generate_tokenises(
     stream = llm.stream(TEXTS[0], GREEDY)
     tokens = next(stream).outputs[0].token_ids
     tokenizer, (live,) = llm.engine.tokenizer, llm.engine._live.values()
-    assert tokenizer is not None
     encode, threads = tokenizer.encode_array, []
 
     def patient(text: str, **options: Any) -> Any:
@@ -386,7 +376,6 @@ def test_threads_that_generate_and_stream_get_their_own(llm: LLM, expected: list
         results = in_threads(generate, lambda: stream(0), generate, lambda: stream(1), lambda: stream(1), generate)
         assert results == [expected, expected[0], expected, expected[1], expected[1], expected]
     assert_empty(llm.engine)
-    assert not llm.engine.has_unfinished
 
 
 @pytest.mark.usefixtures("_restless")
@@ -405,11 +394,8 @@ def test_threads_that_add_and_abort_beside_one_that_steps(llm: LLM, expected: li
 
     stepping = threading.Thread(target=step, daemon=True)
     stepping.start()
-    assert in_threads(lambda: add("a"), lambda: add("b"), lambda: token_ids(llm.generate(TEXTS, GREEDY))) == [
-        None,
-        None,
-        expected,
-    ]
+    uses = (lambda: add("a"), lambda: add("b"), lambda: token_ids(llm.generate(TEXTS, GREEDY)))
+    assert in_threads(*uses) == [None, None, expected]
     done.set()
     stepping.join(300)
     ended = [output for output in outputs if output.finished]
@@ -506,7 +492,6 @@ def test_interrupt(llm: LLM, expected: list[list[int]], monkeypatch: pytest.Monk
         llm.generate(TEXTS, PARTIAL)
     check_partial(caught.value.outputs, expected, "abort")  # type: ignore[attr-defined]
     assert_empty(llm.engine)
-    assert not llm.engine.has_unfinished
     assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
 
 
@@ -562,7 +547,6 @@ def test_interrupt_at_any_line_of_a_step(bytes_model: Model, expected: list[list
             finally:
                 sys.settrace(None)
             assert_empty(llm.engine)
-            assert not llm.engine.has_unfinished
             if tracer.left > 0:
                 break
             if number % 5 == 0:

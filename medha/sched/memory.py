@@ -424,11 +424,12 @@ class KVMemory:
         reads host blocks that it gives to another request."""
         said: tuple[list[Any], ...] = self.extents, self.frees, self.prefix.swaps_out, self.swaps_in
         said = *said, self.shared, self.copies, self.deals
-        batch = Batch(batch_id, tuple(rows), *map(tuple, said))
+        told: list[Any] = [tuple(parts) for parts in said]
+        batch = Batch(batch_id, tuple(rows), *told)
         for follows in self._then:
             follows()
-        for kind in (*said, self._then):
-            kind.clear()
+        for parts in (*said, self._then):
+            parts.clear()
         return batch
 
     def _bind(self, slot: int, account: Account) -> None:

@@ -5,7 +5,6 @@ tests/attention/test_torch_backend.py holds it to dense attention over any batch
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +19,10 @@ from medha.errors import ConfigError
 from medha.worker.shard import choose_backend
 from tests.attention.reference import assert_rows_close
 from tests.attention.test_torch_backend import DTYPES, Model, Shape, build, run
+from tests.engines import on_threads
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(8, 2, 64, torch.float32)
-
-
-@pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The library is looked for again, and again after the test."""
-    for found in (library.library, library.function):
-        found.cache_clear()
-    yield monkeypatch
-    monkeypatch.undo()
-    for found in (library.library, library.function):
-        found.cache_clear()
 
 
 @pytest.mark.parametrize("width", [4, 8, 16])
@@ -52,14 +41,8 @@ def test_neither_company_nor_threads_nor_chunks_change_a_bit(dtype: torch.dtype)
     company = [Shape(1, (5000,), True), Shape(40, (90,), True)]
     qkv, rows = build(model, [Shape(700, (256, 444), True), *company], page_size=16)
     whole = run(qkv, rows, CpuBackend())
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            for x, y in zip(run(qkv, rows, CpuBackend()), whole, strict=True):
-                assert torch.equal(x, y)
-    finally:
-        torch.set_num_threads(before)
+    for _ in on_threads(1, 2, 3):
+        assert all(torch.equal(x, y) for x, y in zip(run(qkv, rows, CpuBackend()), whole, strict=True))
     table = rows.pages[rows.page_indptr[0] : rows.page_indptr[1]]
     for first, end in ((0, 100), (100, 164), (164, 700)):
         chunk = type(rows).of(*_row(end - first, end), [table], 16)

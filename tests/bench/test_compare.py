@@ -6,21 +6,18 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from medha.bench import compare as benchmark
-from medha.bench.cli import app
-from medha.bench.compare import CompareOptions, start_peer
+from medha.bench.compare import start_peer
 from medha.bench.harness import Subject
 from medha.bench.timing import Worker
-from medha.cli.command import run_app
 from medha.errors import ConfigError, RankFailedError
-from tests.bench.shapes import TINY
-from tests.commands import wait_until
+from tests.bench.conftest import Bench
+from tests.bench.shapes import ON_TINY, TINY
+from tests.commands import Command, wait_until
 
-SMALL = ["--num-threads", "1", "--hf-overrides", json.dumps(TINY), "--num-iters", "2"]
+TWICE = ["--num-iters", "2"]
 
 # vLLM as far as the worker uses it: prompts continue by counting, and what it was given is part of the answer.
 FAKE_VLLM = """
@@ -57,16 +54,10 @@ class LLM:
 """
 
 
-def report_of(path: Path, *arguments: str) -> dict[str, Any]:
-    assert run_app(app, "bench", ["compare", *SMALL, *arguments, "--output-json", str(path)]) == 0
-    report: dict[str, Any] = json.loads(path.read_text())
-    return report
-
-
-def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers(bench: Bench) -> None:
     """A prefill, a batch of decodes, and requests of different lengths in padded batches and continuously."""
     given = ["--input-len", "40", "--batch-size", "2", "--output-len", "4"]
-    report = report_of(tmp_path / "compare.json", *given, "--num-prompts", "11", "--lengths", "uniform:4-40,2-9")
+    report, done = bench("compare", *given, "--num-prompts", "11", "--lengths", "uniform:4-40,2-9", *TWICE)
     results = report["results"]
     assert [(r["name"], r["way"]) for r in results] == [
         ("prefill 40", "transformers"),
@@ -83,7 +74,7 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert set(engines["transformers"]["versions"]) == {"transformers", "torch"}
     assert engines["medha"]["options"]["num_threads"] == 1
     assert report["options"]["num_prompts"] == 11
-    assert "11 mixed" in capsys.readouterr().out
+    assert "11 mixed" in done.out
 
 
 def fake_python(tmp_path: Path) -> str:
@@ -117,13 +108,9 @@ def test_the_worker_of_vllm_speaks_the_protocol(tmp_path: Path) -> None:
             worker.ask(prompts=[[]], num_outputs=[1], way="vllm")
 
 
-def test_medha_against_the_made_up_vllm(tmp_path: Path) -> None:
-    python = fake_python(tmp_path)
-    options = CompareOptions(
-        subject=Subject(hf_overrides=TINY), peer="vllm", peer_python=python, input_lens=(8,), batch_size=0, runs=2,
-        warmup=0, num_threads=1, lengths="fixed:4,2", num_prompts=3,
-    )  # fmt: skip
-    report = benchmark.compare(options)
+def test_medha_against_the_made_up_vllm(bench: Bench, tmp_path: Path) -> None:
+    given = ["--peer", "vllm", "--peer-python", fake_python(tmp_path), "--input-len", "8", "--batch-size", "0"]
+    report, _ = bench("compare", *given, "--num-prompts", "3", "--lengths", "fixed:4,2", *TWICE)
     assert [(r["name"], r["way"], r["is_exact"]) for r in report["results"]] == [
         ("prefill 8", "vllm", False),
         ("3 mixed", "vllm", False),
@@ -131,12 +118,12 @@ def test_medha_against_the_made_up_vllm(tmp_path: Path) -> None:
     assert report["engines"]["vllm"]["options"]["enable_prefix_caching"] is False
 
 
-def test_short_requests_that_arrive_beside_a_long_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_requests_that_arrive_beside_a_long_one(bench: Bench, tmp_path: Path) -> None:
     """Each engine's own options reach it, and its figures are of all its runs."""
     own = json.dumps({"medha": {"policy": "lars"}})
     given = ["--peer", "vllm", "--peer-python", fake_python(tmp_path), "--input-len", "300", "--batch-size", "0"]
     given += ["--num-prompts", "3", "--lengths", "fixed:20,4", "--request-rate", "50", "--engine-options", own]
-    report = report_of(tmp_path / "compare.json", *given)
+    report, done = bench("compare", *given, *TWICE)
     assert report["engines"]["medha"]["options"]["policy"] == "lars"
     assert [(one["name"], one["engine"]) for one in report["convoys"]] == [
         ("prefill 300", "medha"),
@@ -149,7 +136,7 @@ def test_short_requests_that_arrive_beside_a_long_one(tmp_path: Path, capsys: py
         ttft_s = sorted(first for run in runs for first, _ in run[1:])
         assert ttft_s[0] <= one["ttft_p50_s"] <= one["ttft_p99_s"] <= ttft_s[-1]
         assert one["tpot_p50_s"] > 0 and one["slowdown_p50"] > 0 and one["total_s"] >= one["long_s"] > 0
-    assert "slowdown p50" in capsys.readouterr().out
+    assert "slowdown p50" in done.out
 
 
 def test_what_overrides_a_model_reaches_both_engines() -> None:
@@ -193,7 +180,7 @@ def test_a_worker_that_ends_or_cannot_start_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
-def test_a_peer_that_is_not_installed_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_is_not_installed_is_an_error(command: Command) -> None:
     small = ["--input-len", "none", "--batch-size", "1", "--output-len", "2", "--num-prompts", "0"]
-    assert run_app(app, "bench", ["compare", *SMALL, *small, "--peer", "vllm"]) == 2
-    assert "vllm: ModuleNotFoundError: No module named 'vllm'" in " ".join(capsys.readouterr().err.split())
+    done = command("bench", "compare", *ON_TINY, *small, "--peer", "vllm")
+    assert done.code == 2 and "vllm: ModuleNotFoundError: No module named 'vllm'" in " ".join(done.err.split())

@@ -6,27 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from medha.bench.cli import Report, app
+from medha.bench.cli import Report
 from medha.bench.harness import Local, Subject, count_parameters, on_ranks
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.offline import useful_flops
-from medha.cli.command import run_app
 from medha.engine.arrivals import Arrival
+from tests.bench.conftest import Bench
 from tests.bench.shapes import ON_TINY, TINY
-from tests.commands import run_python
+from tests.commands import Command, run_python
 from tests.engines import drained
 from tests.parallel.workers import WorkerPool, run_medha
 
 
-def run(*arguments: str) -> int:
-    return run_app(app, "bench", ["latency", *ON_TINY, *arguments])
-
-
-def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_and_report(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
-    path = tmp_path / "latency.json"
-    assert run("--input-len", "8,24", "--output-len", "3", "--num-iters", "2", "--output-json", str(path)) == 0
-    report = json.loads(path.read_text())
+    report, printed = bench("latency", "--input-len", "8,24", "--output-len", "3", "--num-iters", "2")
     assert report["benchmark"] == "latency" and report["model"]["hidden_size"] == TINY["hidden_size"]
     assert {"cpu", "cpus", "packages", "date", "threads"} <= set(report["environment"])
     assert (report["options"]["warmup"], report["options"]["runs"], report["dtype"]) == (1, 2, "float32")
@@ -41,24 +35,21 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         for e2el, ttft, tpot in zip(line["latencies"], line["ttfts"], line["tpots"], strict=True):
             assert e2el == pytest.approx(ttft + 2 * tpot)
         assert line["ttft"]["min_s"] <= line["ttft"]["median_s"] <= line["ttft"]["max_s"]
-    printed = capsys.readouterr()
     assert "ttft" in printed.out and "measuring" not in printed.out
     assert "measuring" in printed.err
 
 
-def test_one_length_has_vllm_fields_at_the_top_and_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--input-len", "8", "--output-len", "1", "--num-iters", "1", "--output-json", "-") == 0
-    report = json.loads(capsys.readouterr().out)
+def test_one_length_has_vllm_fields_at_the_top_and_goes_to_stdout(command: Command) -> None:
+    sizes = ["--input-len", "8", "--output-len", "1", "--num-iters", "1"]
+    report = json.loads(command("bench", "latency", *ON_TINY, *sizes, "--output-json", "-").out)
     assert {"avg_latency", "latencies", "percentiles"} <= set(report)
     assert report["tpots"] == [] and report["tpot"] is None
 
 
 @pytest.mark.usefixtures("_small_rates")
-def test_whole_and_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "latency.json"
-    given = ["--input-len", "300,20", "--max-batch-tokens", "128", "--num-iters", "2", "--output-json", str(path)]
-    assert run(*given, "--whole", "--output-len", "1") == 0
-    report = json.loads(path.read_text())
+def test_whole_and_in_chunks(bench: Bench) -> None:
+    given = ["--input-len", "300,20", "--max-batch-tokens", "128", "--num-iters", "2"]
+    report, done = bench("latency", *given, "--whole", "--output-len", "1")
     lines = {(line["input_len"], line["way"]): line for line in report["results"]}
     assert list(lines) == [(300, "in chunks"), (300, "whole"), (20, "in chunks"), (20, "whole")]
     assert lines[300, "in chunks"]["num_chunks"] >= 3 and lines[300, "whole"]["num_chunks"] == 1
@@ -66,7 +57,7 @@ def test_whole_and_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         seconds = line["ttft"]["median_s"]
         assert line["mfu"] == pytest.approx(line["flops"] / seconds / report["matrix_product"]["per_s"])
         assert line["ratio"] == pytest.approx(seconds / lines[length, "whole"]["ttft"]["median_s"])
-    assert "mfu" in capsys.readouterr().out
+    assert "mfu" in done.out
 
 
 def test_useful_operations() -> None:
@@ -98,13 +89,6 @@ def test_two_engines_over_the_same_weights_say_the_same() -> None:
     assert report is not None and [one.output_len for one in report["last"]] == [2]
 
 
-def check_report(path: Path, out: str, layout: str) -> Report:
-    report: Report = json.loads(path.read_text())
-    assert report["num_ranks"] == report["engine"]["parallel"][layout] == 2
-    assert out.count("2 ranks") == 1
-    return report
-
-
 @pytest.mark.parametrize(
     ("verb", "layout"),
     [
@@ -117,8 +101,9 @@ def test_on_several_ranks(workers: WorkerPool, verb: list[str], layout: str, tmp
     path = tmp_path / "report.json"
     arguments = ["bench", *verb, *ON_TINY, f"--{layout}", "2", "--output-json", str(path)]
     (code, out), (other_code, other_out) = workers.run(run_medha, 2, arguments)
-    assert (code, other_code, other_out) == (0, 0, "")
-    report = check_report(path, out, layout)
+    assert (code, other_code, other_out, out.count("2 ranks")) == (0, 0, "", 1)
+    report = json.loads(path.read_text())
+    assert report["num_ranks"] == report["engine"]["parallel"][layout] == 2
     if layout == "kvp":
         assert all(one["long"]["completed"] == 4 and one["failed"] == 0 for one in report["systems"])
 
@@ -127,5 +112,5 @@ def test_alone_it_starts_the_other_ranks(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     sizes = ("--input-len", 20, "--num-prompts", 3, "--num-iters", 1, "--kvp", 2)
     done = run_python("-m", "medha", "bench", "throughput", *sizes, "--output-json", path, *ON_TINY)
-    assert done.returncode == 0, done.stderr
-    check_report(path, done.stdout, "kvp")
+    assert (done.returncode, done.stdout.count("2 ranks")) == (0, 1), done.stderr
+    assert json.loads(path.read_text())["engine"]["parallel"]["kvp"] == 2

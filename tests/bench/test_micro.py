@@ -1,13 +1,9 @@
 """``medha bench micro attention``, ``sampling`` and ``scheduler`` at a toy size."""
 
-import json
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from medha.bench.cli import app
 from medha.bench.harness import Subject
 from medha.bench.micro import (
     WAYS,
@@ -15,22 +11,16 @@ from medha.bench.micro import (
     SchedulerOptions,
     attention_flops,
 )
-from medha.cli.command import run_app
-from tests.bench.shapes import ON_TINY, TINY
+from tests.bench.conftest import Bench
+from tests.bench.shapes import TINY
 
-SMALL = [*ON_TINY, "--num-iters", "2", "--num-iters-warmup", "1"]
-
-
-def report_of(verb: str, path: Path, *arguments: str) -> dict[str, Any]:
-    assert run_app(app, "bench", ["micro", verb, *SMALL, *arguments, "--output-json", str(path)]) == 0
-    report: dict[str, Any] = json.loads(path.read_text())
-    return report
+SMALL = ["--num-iters", "2", "--num-iters-warmup", "1"]
 
 
 @pytest.mark.usefixtures("_small_rates")
-def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention(bench: Bench) -> None:
     given = ["--chunk-size", "32,1,8", "--kv-lens", "300,16", "--dtype", "bfloat16"]
-    report = report_of("attention", tmp_path / "attention.json", *given)
+    report, done = bench("micro", "attention", *SMALL, *given)
     assert report["model"]["num_kv_heads"] == 1 and report["backend"] in ("cpu", "torch")
     cells = report["results"]
     expected = [(16, 1), (16, 8), (300, 1), (300, 8), (300, 32)]  # chunks longer than the cache are left out
@@ -41,8 +31,7 @@ def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cell["share"] == pytest.approx(cell["flops_per_s"] / report["matrix_product"]["per_s"])
         assert cell["share"] > 0 and cell["overhead"] > -1
     assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 2
-    printed = capsys.readouterr().out
-    assert "bfloat16" in printed and "overhead" in printed
+    assert "bfloat16" in done.out and "overhead" in done.out
 
 
 def test_useful_operations_are_those_under_the_mask() -> None:
@@ -51,18 +40,16 @@ def test_useful_operations_are_those_under_the_mask() -> None:
     assert attention_flops(model, 4, 10) == 4 * model.num_heads * model.head_dim * scores
 
 
-def test_sampling(tmp_path: Path) -> None:
-    results = report_of("sampling", tmp_path / "sampling.json", "--batch-size", "1,3")["results"]
+def test_sampling(bench: Bench) -> None:
+    results = bench("micro", "sampling", *SMALL, "--batch-size", "1,3")[0]["results"]
     assert [(one["batch_size"], one["way"]) for one in results] == [(batch, way) for batch in (1, 3) for way in WAYS]
     assert all(one["timing"]["median_s"] > 0 for one in results)
 
 
-def test_scheduler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "scheduler.json"
+def test_scheduler(bench: Bench) -> None:
     options = ["--num-waiting", "20,40", "--policy", "lars", "--policy", "priority", "--num-running", "8"]
-    options += ["--num-prefills", "4", "--num-iters", "10", "--num-iters-warmup", "2", "--output-json", str(path)]
-    assert run_app(app, "bench", ["micro", "scheduler", *options]) == 0
-    report = json.loads(path.read_text())
+    options += ["--num-prefills", "4", "--num-iters", "10", "--num-iters-warmup", "2"]
+    report, done = bench("micro", "scheduler", *options, of=[])
     assert {"date", "cpu", "python", "packages"} <= report["environment"].keys()
     assert [(r["policy"], r["waiting"]) for r in report["results"]] == [
         (policy, waiting) for policy in ("lars", "priority") for waiting in (20, 40)
@@ -71,8 +58,7 @@ def test_scheduler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for call in ("schedule", "complete", "both"):
             figures = [result[call][name] for name in ("median_ms", "p99_ms", "max_ms")]
             assert figures[0] > 0 and figures == sorted(figures)
-    text = capsys.readouterr().out
-    assert "schedule" in text and "complete" in text
+    assert "schedule" in done.out and "complete" in done.out
 
 
 @pytest.mark.parametrize("policy", ["lars", "fcfs", "priority:edf"])

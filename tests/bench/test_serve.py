@@ -1,24 +1,20 @@
 """``medha bench serve`` at a toy size, and its preset convoy."""
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from medha.bench.cli import app
 from medha.bench.load import ArrivingWorkload, NotedStep, Workload
 from medha.bench.serve import ServeOptions, convoy_figures, mix_of, prediction_error, stream_of, systems_of
-from medha.cli.command import run_app
 from medha.config import SchedulerConfig
 from medha.params import SLO
 from medha.sched.decision import Prediction
 from medha.workload.io import write_trace
 from medha.workload.metrics import METRICS, Outcome, Served
 from medha.workload.trace import Trace
-from tests.bench.shapes import ON_TINY
+from tests.bench.conftest import Bench
 
 VLLM_KEYS = {
     "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",
@@ -31,19 +27,11 @@ DETAILED = {
 }  # fmt: skip
 
 
-def serve(path: Path, *arguments: str) -> dict[str, Any]:
-    """Run it, with four tokens for each request; returns the report."""
-    given = ["--output-len", "4", "--output-json", str(path)]
-    assert run_app(app, "bench", ["serve", *ON_TINY, *given, *arguments]) == 0
-    report: dict[str, Any] = json.loads(path.read_text())
-    return report
-
-
-def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_and_report(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
-    load = ["--num-prompts", "6", "--input-len", "20", "--request-rate", "40"]
+    load = ["--num-prompts", "6", "--input-len", "20", "--output-len", "4", "--request-rate", "40"]
     aims = ["--goodput", "ttft:60000", "tpot:60000", "--metric-percentiles", "50,99,99.9"]
-    report = serve(tmp_path / "serve.json", *load, *aims)
+    report, printed = bench("serve", *load, *aims)
     assert set(report) >= VLLM_KEYS | DETAILED | {"slo_attainment", "ttft_by_length", "prediction_error"}
     assert (report["backend"], report["num_prompts"], report["request_rate"]) == ("medha", 6, 40.0)
     assert (report["completed"], report["failed"]) == (6, 0)
@@ -65,17 +53,16 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     (line,) = report["ttft_by_length"]
     assert (line["bucket"], line["num_requests"], line["completed"]) == ("1-256", 6, 6)
     assert report["prediction_error"]["count"] > 0
-    printed = capsys.readouterr()
     assert "TTFT" in printed.out and "slo attainment" in printed.out
     assert "measuring" in printed.err and "measuring" not in printed.out
 
 
-def test_a_trace_with_its_own_objectives_and_a_limit(tmp_path: Path) -> None:
+def test_a_trace_with_its_own_objectives_and_a_limit(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     own = np.array([1e-9, np.nan, np.nan])
     write_trace(path, Trace(np.array([5.0, 5.0, 5.1]), np.array([300, 10, 10]), np.array([2, 3, 1]), ttft_slo_s=own))
-    load = ["--trace", str(path), "--max-concurrency", "1", "--percentile-metrics", "ttft"]
-    report = serve(tmp_path / "serve.json", *load, "--goodput", "e2el:60000", "--scheduler", "orca")
+    load = ["--trace", path, "--max-concurrency", "1", "--percentile-metrics", "ttft"]
+    report, _ = bench("serve", *load, "--goodput", "e2el:60000", "--scheduler", "orca")
     assert report["input_lens"] == [300, 10, 10] and report["output_lens"] == [2, 3, 1]
     assert report["start_times"][0] == 0.0  # the first request is there at once
     assert report["max_concurrent_requests"] == report["max_concurrency"] == 1
@@ -87,12 +74,9 @@ def test_a_trace_with_its_own_objectives_and_a_limit(tmp_path: Path) -> None:
     ]
 
 
-def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "serve.json"
+def test_requests_that_fail_are_counted(bench: Bench) -> None:
     given = ["--num-prompts", "3", "--input-len", "40", "--goodput", "ttft:0.000001", "--admission", "refuse"]
-    arguments = ["serve", *ON_TINY, *given, "--num-warmups", "0", "--output-json", str(path)]
-    assert run_app(app, "bench", arguments) == 3
-    report = json.loads(path.read_text())
+    report, _ = bench("serve", *given, "--num-warmups", "0", code=3)
     assert (report["completed"], report["failed"], report["request_rate"]) == (0, 3, "inf")
     assert report["mean_ttft_ms"] is None and report["slo_attainment"] == 0.0
     assert all("DeadlineError" in error for error in report["errors"])
@@ -109,12 +93,9 @@ def test_workloads(tmp_path: Path) -> None:
     assert set(drawn.prompt_tokens.tolist()) == {7}
 
 
-def test_convoy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convoy(bench: Bench) -> None:
     """Every scheduler gets the same requests, and each of them is accounted for."""
-    path = tmp_path / "convoy.json"
-    sizes = ["--preset", "convoy", "--num-prompts", "6", "--long-len", "600", "--output-json", str(path)]
-    assert run_app(app, "bench", ["serve", *ON_TINY, *sizes]) == 0
-    report = json.loads(path.read_text())
+    report, done = bench("serve", "--preset", "convoy", "--num-prompts", "6", "--long-len", "600")
     names = ["whole prefill", "Sarathi-512", "EDF", "SRPT", "LARS", "default"]
     assert [one["system"] for one in report["systems"]] == names
     assert report["span_s"] == pytest.approx(report["capacity_s"] / 0.75)
@@ -127,8 +108,7 @@ def test_convoy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert one["long"]["slo_attainment"] is None
         assert (one["prediction_error"]["count"] > 0) == ("scheduler" not in one["options"])
         assert all(r["arrival_s"] <= report["span_s"] for r in one["requests"])
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in names) and "TTFT" in printed
+    assert all(name in done.out for name in names) and "TTFT" in done.out
 
 
 def test_the_stream_of_the_convoy() -> None:

@@ -1,28 +1,19 @@
 """``medha bench throughput`` at a toy size."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from medha.bench.cli import app
 from medha.bench.load import Workload
 from medha.bench.offline import throughput_fields
-from medha.cli.command import run_app
-from tests.bench.shapes import ON_TINY
+from tests.bench.conftest import Bench
 
 QUICK = ["--num-iters", "2", "--num-iters-warmup", "0"]
 
 
-def run(*arguments: str) -> int:
-    return run_app(app, "bench", ["throughput", *ON_TINY, *QUICK, *arguments])
-
-
-def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "throughput.json"
+def test_table_and_report(bench: Bench) -> None:
     lengths = ["--num-prompts", "5", "--input-len", "12", "--output-len", "3"]
-    assert run(*lengths, "--scheduler", "sarathi", "--chunk-size", "8", "--output-json", str(path)) == 0
-    report = json.loads(path.read_text())
+    report, done = bench("throughput", *QUICK, *lengths, "--scheduler", "sarathi", "--chunk-size", "8")
     assert (report["num_requests"], report["total_num_tokens"]) == (5, 75)
     assert (report["total_input_tokens"], report["total_output_tokens"]) == (60, 15)
     assert len(report["elapsed_times"]) == report["timing"]["runs"] == 2
@@ -35,17 +26,15 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert host["largest_batch"] == 5  # they decode together
     assert host["timing"]["runs"] >= 2 * 3 and host["at_largest"]["runs"] >= 2
     assert all(0 < figures["min_s"] <= figures["max_s"] for figures in (host["timing"], host["at_largest"]))
-    text = capsys.readouterr().out
-    assert "host: timing" in text and "a step less the runner's compute" in " ".join(text.split())
+    assert "host: timing" in done.out and "a step less the runner's compute" in " ".join(done.out.split())
 
 
 @pytest.mark.parametrize("source", ["trace", "distribution"])
-def test_lengths_of_a_trace_or_a_distribution(tmp_path: Path, source: str) -> None:
-    path, trace = tmp_path / "throughput.json", tmp_path / "trace.csv"
+def test_lengths_of_a_trace_or_a_distribution(bench: Bench, tmp_path: Path, source: str) -> None:
+    trace = tmp_path / "trace.csv"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,20,2\n1000.0,30,3\n2000.0,40,4\n")
-    given = ["--dataset-path", str(trace)] if source == "trace" else ["--lengths", "uniform:20-40,2-4"]
-    assert run(*given, "--num-prompts", "2", "--output-json", str(path)) == 0
-    report = json.loads(path.read_text())
+    given = ["--dataset-path", trace] if source == "trace" else ["--lengths", "uniform:20-40,2-4"]
+    report, _ = bench("throughput", *QUICK, *given, "--num-prompts", "2")
     assert report["num_requests"] == report["options"]["workload"]["num_prompts"] == 2
     assert 40 <= report["total_input_tokens"] <= 80
     if source == "trace":  # its arrivals do not count

@@ -3,12 +3,10 @@
 import dataclasses
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from medha.batch import Batch
 from medha.bench.harness import RANDOM_LLAMA
@@ -34,13 +32,6 @@ TINIEST = Effort(chunks=(16, 64), batches=(1, 4), limit_s=0.5, total_s=0.5, min_
 OPTIONS = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "block_size": 64}
 
 
-@pytest.fixture(autouse=True)
-def _same_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -52,10 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(model: Path) -> Path:
     """A file of the tiny model, one process, one thread."""
-    found = measure(config(model), TINIEST, max_kv=256)
-    assert found is not None
     path = model.parent / "profile.json"
-    path.write_text(found.to_json())
+    path.write_text(measure(config(model), TINIEST, max_kv=256).to_json())
     return path
 
 
@@ -65,7 +54,6 @@ def config(model: Path, **options: Any) -> EngineConfig:
 
 def test_an_engine_predicts_with_its_profile_and_its_journal_says_so(model: Path, profile: Path) -> None:
     engine = build_engine(config(model, profile=str(profile)))
-    assert engine.scheduler.predictor is not None
     assert engine.scheduler.predictor.coefficients == Coefficients.load(profile)
     file = io.StringIO()
     engine.record(file)
@@ -81,7 +69,6 @@ def test_an_engine_predicts_with_its_profile_and_its_journal_says_so(model: Path
 
 def test_without_a_profile_it_is_a_spec_for_the_hardware_with_the_same_key(model: Path, profile: Path) -> None:
     engine = build_engine(config(model))
-    assert engine.scheduler.predictor is not None
     default, measured = engine.scheduler.predictor.coefficients, Coefficients.load(profile)
     assert default.key == measured.key
     assert default.linear != measured.linear
@@ -118,7 +105,7 @@ def test_predicted_and_real_step_times_are_on_show(model: Path, profile: Path, t
     seen: list[tuple[Batch, Prediction | None, float]] = []
     engine.on_step = lambda batch, prediction, busy_s: seen.append((batch, prediction, busy_s))
     predictor = engine.scheduler.predictor
-    assert predictor is not None and predictor.correction.num_seen == 0
+    assert predictor.correction.num_seen == 0
     engine.add_request("a", [1, 2, 3] * 40, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     drained(engine)
     assert all(prediction is not None and busy_s > 0 for _, prediction, busy_s in seen)

@@ -1,26 +1,14 @@
 """The CPU's own kernels around attention against plain torch, and what a row's result depends on."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from medha.cpu import decoder, library
 from medha.models.layers import RMSNorm, rotate
+from tests.engines import on_threads
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative to the largest number
-
-
-@pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The library is looked for again, and again after the test."""
-    for found in (library.library, library.function):
-        found.cache_clear()
-    yield monkeypatch
-    monkeypatch.undo()
-    for found in (library.library, library.function):
-        found.cache_clear()
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -75,17 +63,11 @@ def test_neither_company_nor_threads_change_a_bit(dtype: torch.dtype) -> None:
     linear, gated = decoder.packed_linear(weight), decoder.packed_linear(weight, gate=gate)
     norm = normal(300, dtype=dtype)
     parts = [slice(0, 1), slice(1, 7), slice(7, 150), slice(150, 250)]
-    before = torch.get_num_threads()
-    try:
-        for compute in (linear, gated, lambda x: decoder.rmsnorm(x, norm, 1e-6)):
-            torch.set_num_threads(1)
-            whole = compute(x)
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                assert torch.equal(compute(x), whole)
-                assert torch.equal(torch.cat([compute(x[part]) for part in parts]), whole)
-    finally:
-        torch.set_num_threads(before)
+    for compute in (linear, gated, lambda x: decoder.rmsnorm(x, norm, 1e-6)):
+        whole = compute(x)
+        for _ in on_threads(1, 2, 3):
+            assert torch.equal(compute(x), whole)
+            assert torch.equal(torch.cat([compute(x[part]) for part in parts]), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

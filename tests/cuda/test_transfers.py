@@ -1,7 +1,6 @@
 """Hidden states on the emulated device: what a receive waits for, and what it may not wait for."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from tests.cuda.device import CUDA, Device, DeviceError, stream_of
 from tests.cuda.tensors import Emulated, EmulatedWork, comm_stream
 
 BATCHES = [Batch(i, (Row(0, 4 * i, 4, is_decode=False, samples=False),)) for i in range(6)]
+PIPE: dict[str, Any] = {"dim": 8, "dtype": torch.float16, "device": CUDA, "num_buffers": 3}
 
 
 def make_pipe(device: Device, patch: pytest.MonkeyPatch) -> StagePipe:
@@ -37,9 +37,7 @@ def make_pipe(device: Device, patch: pytest.MonkeyPatch) -> StagePipe:
 
     for module in (medha.parallel.control, medha.parallel.spp):
         patch.setattr(module, "dist", SimpleNamespace(irecv=irecv))
-    nobody: Any = None
-    options = {"previous": 0, "following": None, "dim": 8, "dtype": torch.float16, "device": CUDA, "num_buffers": 3}
-    return StagePipe(nobody, Digests(nobody), **options)
+    return StagePipe(None, Digests(None), previous=0, following=None, **PIPE)
 
 
 def last_receive_waits_for_compute(device: Device, patch: pytest.MonkeyPatch) -> bool:
@@ -68,18 +66,11 @@ def test_posted_on_the_stream_of_the_compute_it_would_wait(device: Device, monke
     assert last_receive_waits_for_compute(device, monkeypatch)
 
 
-def without_waiting(self: StagePipe, used: Any) -> AbstractContextManager[Any]:
-    return torch.cuda.stream(self._aside)
-
-
 def test_a_buffer_that_is_still_read_is_reported(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    patched: Callable[..., Any] = without_waiting
-    monkeypatch.setattr(StagePipe, "_beside", patched)
+    monkeypatch.setattr(StagePipe, "_beside", lambda self, used: torch.cuda.stream(self._aside))
     with suppress(DeviceError):
         last_receive_waits_for_compute(device, monkeypatch)
-    found = device.faults.copy()
-    device.faults.clear()
-    assert found and found[0].startswith("race: receive on stream"), found
+    assert device.reported()[0].startswith("race: receive on stream")
 
 
 def test_compute_does_not_wait_for_sends_until_their_buffers_are_used_again(
@@ -98,9 +89,7 @@ def test_compute_does_not_wait_for_sends_until_their_buffers_are_used_again(
         return EmulatedWork(stream.record_event())
 
     monkeypatch.setattr(medha.parallel.control, "dist", SimpleNamespace(isend=isend))
-    nobody: Any = None
-    options = {"previous": None, "following": 1, "dim": 8, "dtype": torch.float16, "device": CUDA, "num_buffers": 3}
-    pipe = StagePipe(nobody, Digests(nobody), **options, tp=2, tp_rank=1)
+    pipe = StagePipe(None, Digests(None), previous=None, following=1, **PIPE, tp=2, tp_rank=1)
     waits_for = []
     for batch in BATCHES:
         x_TD = torch.arange(32, device=CUDA).to(torch.float16).view(4, 8) + 100 * batch.batch_id

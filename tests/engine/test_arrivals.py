@@ -12,7 +12,6 @@ import torch
 
 import medha.engine.arrivals
 from medha.batch import Batch
-from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
@@ -20,9 +19,7 @@ from medha.engine.threads import LONG_PROMPT, prompt_size
 from medha.errors import ContextLengthError, RankFailedError, ValidationError
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
-from medha.text import Tokenizer
 from medha.worker.step import PendingStep
-from tests.engines import build_engine
 from tests.serving import Model
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
@@ -48,8 +45,7 @@ def engine(needle: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine on a clock of its own, which must be empty again at the end."""
     clock = VirtualClock()
     monkeypatch.setattr(medha.engine.arrivals.time, "sleep", clock.sleep)
-    built = build_engine(EngineConfig.from_flat(str(needle.folder), max_model_len=256, num_kv_blocks=8, chunk_size=32))
-    engine = Engine(built.runner, built.scheduler, built.limits, tokenizer=built.tokenizer, clock=clock)
+    engine = needle.engine(clock=clock, max_model_len=256, num_blocks=8, block_size=256, chunk_size=32)
     yield engine
     assert not engine.has_unfinished
     assert engine.scheduler.memory.num_used == 0
@@ -77,7 +73,6 @@ def test_a_request_starts_when_it_arrives(engine: Engine) -> None:
     for arrival in arrivals:
         metrics = outputs[arrival.request_id].metrics
         assert metrics.arrival == pytest.approx(arrival.arrival_s, abs=0.01)
-        assert metrics.queue_time is not None
         assert 0 <= metrics.queue_time < 0.05
     assert steps == sorted(steps)
     assert steps[-1] > 60
@@ -105,10 +100,11 @@ def test_a_refused_request_does_not_stop_the_others(engine: Engine) -> None:
 class Gated:
     """Holds the encoding of some texts up until it is told to go on, and notes the threads that encode."""
 
-    def __init__(self, tokenizer: Tokenizer, *held: str) -> None:
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch, *held: str) -> None:
         self.gates = {text: threading.Event() for text in held}
         self.threads: set[int] = set()
-        self._encode = tokenizer.encode_array
+        self._encode = engine.tokenizer.encode_array
+        patch.setattr(engine.tokenizer, "encode_array", self)
 
     def __call__(self, text: str, **options: Any) -> Any:
         self.threads.add(threading.get_ident())
@@ -122,9 +118,7 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True, out
 
 def test_the_engine_goes_on_while_a_prompt_is_tokenised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread of its own; its TTFT counts from its arrival all the same."""
-    assert engine.tokenizer is not None
-    gated = Gated(engine.tokenizer, "slow")
-    monkeypatch.setattr(engine.tokenizer, "encode_array", gated)
+    gated = Gated(engine, monkeypatch, "slow")
     arrivals = [Arrival("running", "hello", ENDLESS), Arrival("slow", "slow", DELTA, arrival_s=0.01)]
     num_tokens = 0
     begun_s = engine.now()
@@ -144,10 +138,8 @@ def test_the_engine_goes_on_while_a_prompt_is_tokenised(engine: Engine, monkeypa
 def test_a_long_prompt_is_overtaken_and_the_others_keep_their_order(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.tokenizer is not None
     long = "x" * (LONG_PROMPT + 1)
-    gated = Gated(engine.tokenizer, long, "first", "second")
-    monkeypatch.setattr(engine.tokenizer, "encode_array", gated)
+    gated = Gated(engine, monkeypatch, long, "first", "second")
     arrivals = [Arrival(text[:9], text, DELTA) for text in (long, "first", "second", "third")]
     added: list[str] = []
     add = engine.add_prepared
@@ -165,12 +157,9 @@ def test_a_long_prompt_is_overtaken_and_the_others_keep_their_order(
 
 
 def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine.tokenizer is not None
-    gated = Gated(engine.tokenizer, "held")
-    monkeypatch.setattr(engine.tokenizer, "encode_array", gated)
-    outputs: list[RequestOutput] = []
+    gated = Gated(engine, monkeypatch, "held")
     arrivals = [Arrival("held", "held", DELTA), Arrival("behind", "hello", DELTA)]
-    outputs.extend(drive(engine, arrivals, should_stop=lambda: bool(gated.threads)))
+    outputs = list(drive(engine, arrivals, should_stop=lambda: bool(gated.threads)))
     gated.gates["held"].set()
     assert ends_of(final(outputs)) == {"held": "abort", "behind": "abort"}
 
@@ -198,7 +187,7 @@ def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) ->
 def test_a_stop_returns_every_request(engine: Engine) -> None:
     outputs: list[RequestOutput] = []
     arrivals = [
-        Arrival("long", "hello", SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, output_kind="delta")),
+        Arrival("long", "hello", ENDLESS.capped(200)),
         Arrival("short", "hello", DELTA),
         Arrival("future", "hello", DELTA, arrival_s=1000.0),
         Arrival("wrong", "", arrival_s=1000.0, error=ValidationError("wrong")),

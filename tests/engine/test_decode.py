@@ -58,7 +58,6 @@ def test_a_grant_says_which_blocks_take_the_kv() -> None:
     assert (instance.scheduler.memory.num_used, waits.waiting) == (3, {})
     instance.scheduler.arrived(instance.coming.pop(3), wanted=True)
     decode = instance.scheduler.schedule(0.0).batch
-    assert decode is not None
     assert str(decode.rows[0]) == "slot 3 decode [40]"
     assert (decode.batch_id, decode.num_decodes) == (1, 1)
 

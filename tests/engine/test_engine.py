@@ -8,14 +8,12 @@ import pytest
 import torch
 
 import medha.worker.runner
-from medha.config import SchedulerConfig
 from medha.engine.arrivals import Joiner
 from medha.engine.engine import Engine
 from medha.errors import DeadlineError, EngineDeadError, NonFiniteLogitsError, ValidationError
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.sched.decision import Decision
-from medha.sched.scheduler import Scheduler
 from tests.checkpoints import reference_logits
 from tests.engines import drained
 from tests.sched.virtual import make_predictor
@@ -229,7 +227,7 @@ def test_no_text(bytes_model: Model, expected: list[list[int]], how: str) -> Non
     completion = serve_one(engine, PROMPTS[0], params).outputs[0]
     assert completion.text is None
     assert completion.token_ids == expected[0]
-    assert completion.logprobs is not None
+    assert len(completion.logprobs) == NUM_TOKENS
     if how == "no tokenizer":
         assert {entry.decoded_token for step in completion.logprobs for entry in step.values()} == {None}
 
@@ -338,7 +336,7 @@ def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model)
     outputs = [output for _ in range(2) for output in engine.step()]
     first = outputs[0].metrics.explanation
     assert first == engine.explain("0")
-    assert first is not None and first.has_first_token
+    assert first.has_first_token
     assert finish(engine)["0"].metrics.explanation == first
     with pytest.raises(ValidationError, match="request_id='0' is not running; accepted: an unfinished request"):
         engine.explain("0")
@@ -349,10 +347,9 @@ def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model)
 
 def admitting_engine(model: Model, admission: str) -> Engine:
     """The paper's scheduler, whose predictor takes the model for a larger one: seconds for a prompt."""
-    made = model.engine(block_size=16)
-    config = SchedulerConfig(admission=admission, max_batch_tokens=64, min_chunk=16)
-    scheduler = Scheduler(config, num_blocks=64, block_size=16, predictor=make_predictor(max_tokens=64))
-    return Engine(made.runner, scheduler, made.limits, tokenizer=made.tokenizer)
+    predictor = make_predictor(max_tokens=64)
+    options = {"scheduler": "medha", "admission": admission, "max_batch_tokens": 64, "min_chunk": 16}
+    return model.engine(block_size=16, predictor=predictor, **options)
 
 
 def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expected: list[list[int]]) -> None:
@@ -361,7 +358,7 @@ def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expecte
     with pytest.raises(DeadlineError) as caught:
         engine.add_request("hopeless", PROMPTS[0], PARAMS, slo=SLO(ttft_s=1e-3))
     error = caught.value
-    assert error.predicted_s is not None and error.predicted_s > 1e-3
+    assert error.predicted_s > 1e-3
     assert (error.objective_s, error.param, error.value) == (1e-3, "slo.ttft_s", 1e-3)
     assert str(error).startswith(f"slo.ttft_s=0.001: its first token is predicted {error.predicted_s:.3f} s after its")
     assert (engine.num_unfinished, engine.scheduler.num_waiting) == (1, 1)
@@ -382,7 +379,7 @@ def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: flo
     completion = serve_one(bytes_model.engine(), PROMPTS[1], params).outputs[0]
     tokens = completion.token_ids
     truth = reference_logits(bytes_model.reference, PROMPTS[1] + tokens)[len(PROMPTS[1]) - 1 : -1].log_softmax(dim=-1)
-    assert completion.logprobs is not None and len(completion.logprobs) == 8
+    assert len(completion.logprobs) == 8
     ranks = []
     for step, token, row in zip(completion.logprobs, tokens, truth, strict=True):
         ids = row.topk(2).indices.tolist()

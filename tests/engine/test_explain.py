@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -91,13 +92,16 @@ def test_the_parts_sum_to_the_ttft_whatever_runs(data: st.DataObject) -> None:
 # -- scenarios --------------------------------------------------------------------------------------------
 
 
-def play(
-    load: Sequence[Job], *, num_blocks: int = 100, tokens: int = 16, depth: int = 1, slack: float = 1.0
-) -> Watched:
-    """Sarathi, a second a batch, which is dealt out by tokens."""
-    config = SchedulerConfig("sarathi", chunk_size=8, max_batch_tokens=tokens, depth=depth)
-    sched = Scheduler(config, num_blocks=num_blocks, block_size=4, predictor=by_tokens())
-    drive = Watched(sched, load, lambda batch: 1.0, slack=slack)
+def sarathi(*, num_blocks: int = 100, **config: Any) -> Scheduler:
+    """One batch at a time, whose seconds are dealt out by tokens."""
+    config = SchedulerConfig("sarathi", depth=1, **config)
+    return Scheduler(config, num_blocks=num_blocks, block_size=4, predictor=by_tokens())
+
+
+def play(load: Sequence[Job], *, num_blocks: int = 100, tokens: int = 16) -> Watched:
+    """A second a batch."""
+    sched = sarathi(num_blocks=num_blocks, chunk_size=8, max_batch_tokens=tokens)
+    drive = Watched(sched, load, lambda batch: 1.0)
     drive.run()
     check(drive)
     return drive
@@ -120,8 +124,7 @@ def test_slack_is_sampled_where_it_bends() -> None:
     """It falls by a second a second while a request waits, and by nothing while its own chunks run as predicted."""
     load = [Job(0.0, 600, 1, slo=SLO(9.0)), Job(0.5, 600, 1, slo=SLO(30.0))]
     config = SchedulerConfig("medha", "fcfs", t_target_s=0.5, depth=1)
-    predictor = make_predictor()
-    sched = Scheduler(config, num_blocks=100, block_size=16, predictor=predictor)
+    sched = Scheduler(config, num_blocks=100, block_size=16, predictor=make_predictor())
     drive = Watched(sched, load, None)
     drive.run()
     (at_s, first_s), *_, (end_s, last_s) = drive.explained[0].slack_s
@@ -145,15 +148,12 @@ def test_samples_stay_few() -> None:
 
 
 def test_a_request_without_a_first_token_is_explained_so_far_and_a_cancelled_one_to_its_end() -> None:
-    config = SchedulerConfig("sarathi", chunk_size=8, max_batch_tokens=8, depth=1)
-    sched = Scheduler(config, num_blocks=100, block_size=4, predictor=by_tokens())
-    explainer = Explainer(1, by_tokens())
+    sched, explainer = sarathi(chunk_size=8, max_batch_tokens=8), Explainer(1, by_tokens())
     for slot in (0, 1):
         explainer.added(request := SchedulerRequest(slot, 16, 1, 0.0), 0.0, sched.add(request), f"slot {slot}")
     assert explainer.of(1).total_s == 0.0
     for now_s in (0.0, 1.0):
         batch = (decision := sched.schedule(now_s)).batch
-        assert batch is not None
         explainer.scheduled(now_s, decision)
         sched.complete(batch, now_s + 1.0, [(0, 1, True)] if now_s else [], 1.0)
         explainer.completed(batch, now_s + 1.0, (), 1.0)
@@ -169,15 +169,12 @@ def test_a_request_without_a_first_token_is_explained_so_far_and_a_cancelled_one
 
 def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:
     """An arrival that the scheduler hears of later: what ran meanwhile counts as that."""
-    config = SchedulerConfig("sarathi", depth=1)
-    sched = Scheduler(config, num_blocks=100, block_size=16, predictor=by_tokens())
-    explainer = Explainer(1, by_tokens())
+    sched, explainer = sarathi(), Explainer(1, by_tokens())
 
     def serve(slot: int, arrival_s: float, start_s: float, end_s: float) -> Explanation:
         request = SchedulerRequest(slot, 8, 1, arrival_s)
         explainer.added(request, start_s, sched.add(request), f"slot {slot}")
         batch = (decision := sched.schedule(start_s)).batch
-        assert batch is not None
         explainer.scheduled(start_s, decision)
         sched.complete(batch, end_s, [(slot, 1, True)], end_s - start_s)
         explainer.completed(batch, end_s, (), end_s - start_s)

@@ -15,32 +15,21 @@ from medha.engine.engine import Engine
 from medha.engine.journal import Journal
 from medha.engine.replay import replay
 from medha.errors import ConfigError
-from medha.models.decoder import Decoder
 from medha.params import SLO, SamplingParams
 from medha.sched.policy import Columns
 from medha.sched.scheduler import Scheduler
-from tests.checkpoints import make_checkpoint
-from tests.engines import drained, load_decoder, make_engine
+from tests.engines import drained
 from tests.sched.virtual import Drive, Job, make_predictor
+from tests.serving import Model
 
 # -- a live run -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, "llama", seed=3)
-    return load_decoder(folder)
-
-
-def live_engine(decoder: Decoder, file: io.StringIO, **options: Any) -> Engine:
+def live_engine(model: Model, file: io.StringIO, **options: Any) -> Engine:
     """An engine on the real clock, under the paper's scheduler and a journal."""
-    made = make_engine(decoder, num_blocks=100, block_size=16)
-    config = SchedulerConfig(
-        **{"max_batch_tokens": 64, "quantum_s": 0.02, "long_threshold": 300, "min_chunk": 16, **options}
-    )
-    scheduler = Scheduler(config, num_blocks=100, block_size=16, predictor=make_predictor(max_tokens=64))
-    engine = Engine(made.runner, scheduler, made.limits)
+    config = {"max_batch_tokens": 64, "quantum_s": 0.02, "long_threshold": 300, "min_chunk": 16} | options
+    predictor = make_predictor(max_tokens=64)
+    engine = model.engine(num_blocks=100, block_size=16, scheduler="medha", predictor=predictor, **config)
     engine.record(file)
     return engine
 
@@ -66,9 +55,9 @@ def serve(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded(decoder: Decoder) -> list[str]:
+def recorded(bytes_model: Model) -> list[str]:
     file = io.StringIO()
-    serve(live_engine(decoder, file, policy="priority"))
+    serve(live_engine(bytes_model, file, policy="priority"))
     return file.getvalue().splitlines()
 
 
@@ -105,10 +94,10 @@ class Interrupting(io.StringIO):
         return super().write(text)
 
 
-def test_what_was_learned_before_an_interrupt_is_written_down(decoder: Decoder) -> None:
+def test_what_was_learned_before_an_interrupt_is_written_down(bytes_model: Model) -> None:
     """The scheduler has completed a batch, and its predictor has learned, of which the journal knows nothing."""
     file = Interrupting()
-    engine = live_engine(decoder, file)
+    engine = live_engine(bytes_model, file)
     add(engine, 0, 700)
     with suppress(KeyboardInterrupt):
         drained(engine)
@@ -131,7 +120,6 @@ def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:
         batch = Batch.from_ints(entry["batch"])
         entry["batch"][11] ^= 1  # query tokens of its first row
         mismatch = replay([*recorded[:number], json.dumps(entry), *recorded[number + 1 :]]).mismatch
-        assert mismatch is not None
         assert mismatch.startswith(f"line {number + 1}, schedule (batch {batch.batch_id}):\nrecorded batch")
         assert mismatch.endswith(f"\nreplayed {batch}")
 
@@ -143,7 +131,7 @@ def test_other_decisions_are_compared_too(recorded: list[str], call: str, change
     number = next(i for i, line in enumerate(recorded) if json.loads(line).get("call") == call)
     changed = json.dumps(json.loads(recorded[number]) | change)
     mismatch = replay([*recorded[:number], changed, *recorded[number + 1 :]]).mismatch
-    assert mismatch is not None and mismatch.startswith(f"line {number + 1}, {call} (batch ")
+    assert mismatch.startswith(f"line {number + 1}, {call} (batch ")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import json
 import logging
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,23 +18,17 @@ from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, Val
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.serve.protocol import explained
-from tests.commands import LIMIT_S
+from tests.commands import run_python, write_lines
 
 
-def write(path: Path, *lines: str | bytes | dict[str, Any]) -> Path:
-    encoded = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
-    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in encoded))
-    return path
-
-
-def make_output(text: str | None = "hi", **changes: Any) -> RequestOutput:
+def make_output(text: str | None = "hi", *, logprobs: Any = None, error: Exception | None = None) -> RequestOutput:
     metrics = RequestMetrics(1.0, 1.5, 2.0, 4.0, num_prompt_tokens=3, num_output_tokens=2)
-    completion = CompletionOutput(0, text, [5, 6], "stop", "END", logprobs=changes.pop("logprobs", None))
-    return RequestOutput("r", "abc", [1, 2, 3], [completion], True, metrics, **changes)
+    completion = CompletionOutput(0, text, [5, 6], "stop", "END", logprobs=logprobs)
+    return RequestOutput("r", "abc", [1, 2, 3], [completion], True, metrics, error)
 
 
 def read(tmp_path: Path, *lines: str | bytes | dict[str, Any], **defaults: Any) -> list[Arrival]:
-    return read_requests(write(tmp_path / "r.jsonl", *lines), defaults)
+    return read_requests(write_lines(tmp_path / "r.jsonl", *lines), defaults)
 
 
 def test_a_line_with_every_field(tmp_path: Path) -> None:
@@ -240,9 +232,11 @@ def test_what_is_wrong_with_a_line_is_known_before_it_arrives(
 def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
     """Whatever else is run, or in which order; the completions of a line draw with seeds of its own."""
     rows = [{"prompt": "x", "arrival_s": 1}, "{", {"prompt": "x", "seed": 5}, {"prompt": "x"}]
-    found = {a.request_id: a.params.seed for a in read_requests(write(tmp_path / "r", *rows), {}, seed=2) if a.params}
+    found = {
+        a.request_id: a.params.seed for a in read_requests(write_lines(tmp_path / "r", *rows), {}, seed=2) if a.params
+    }
     assert found == {"line-1": 2_000_006 * 16384, "line-3": 5, "line-4": 2_000_009 * 16384}
-    large = read_requests(write(tmp_path / "r", *rows), {}, seed=2**63 - 1)
+    large = read_requests(write_lines(tmp_path / "r", *rows), {}, seed=2**63 - 1)
     assert all(arrival.error is None for arrival in large if arrival.request_id != "line-2")
 
 
@@ -270,7 +264,7 @@ except RequestError as error:
 
 def test_a_file_at_its_limit_ends_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=LIMIT_S)
+    done = run_python("-c", LIMITED, path)
     assert done.stdout == f"output file {path}: File too large; what was written before is kept\n", done.stderr
     assert path.read_text() == "a line of thirty characters..\n" * 3
 

@@ -4,17 +4,20 @@ python -m tests.fuzz run --runs 1000 --ranks 2-8
 python -m tests.fuzz mutations [NAME ...]
 """
 
-import argparse
 import os
 import random
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from pprint import pprint
+from typing import Annotated
 
+import typer
 from transformers.utils.logging import disable_progress_bar
 
+from medha.cli.command import make_app, run_app
 from tests.fuzz.cases import Case, draw
 from tests.fuzz.drive import check_case
 from tests.fuzz.mutations import MUTATIONS
@@ -44,25 +47,45 @@ def recorded() -> Iterator[tuple[int, int]]:
             yield int(fields[0]), int(fields[1])
 
 
-def run(seeds: Sequence[tuple[int, int]]) -> int:
-    """Run (seed, ranks); a failure is shrunk, printed and recorded. Returns how many failed."""
+def run(
+    runs: Annotated[int, typer.Option(help="How many seeds.")] = 100,
+    ranks: Annotated[str, typer.Option(help="A number, or two as in 2-8: one after the other.")] = "1",
+    first: Annotated[int, typer.Option(help="The first seed.")] = 0,
+) -> int:
+    """Run seeds; a failure is shrunk, printed and recorded."""
+    least, _, most = ranks.partition("-")
+    numbers = range(int(least), int(most or least) + 1)
     num_failed = 0
     workers = WorkerPool()
     try:
-        for number, (seed, ranks) in enumerate(seeds, start=1):
-            failure = failure_of(draw(seed, ranks), workers)
+        for number, seed in enumerate(range(first, first + runs), start=1):
+            world = numbers[seed % len(numbers)]
+            failure = failure_of(draw(seed, world), workers)
             if failure is not None:
                 num_failed += 1
-                _keep(seed, ranks, failure, workers)
-            if number % 20 == 0 or number == len(seeds):
-                print(f"{number} of {len(seeds)}, to seed {seed}, {num_failed} failed", flush=True)
+                _keep(seed, world, failure, workers)
+            if number % 20 == 0 or number == runs:
+                print(f"{number} of {runs}, to seed {seed}, {num_failed} failed", flush=True)
             if number % _RENEWED_AFTER == 0:
                 workers.close()
     except KeyboardInterrupt:
         print(f"stopped; --first {seed} goes on from here", flush=True)
     finally:
         workers.close()
-    return num_failed
+    return int(num_failed > 0)
+
+
+def mutations(
+    names: Annotated[list[str] | None, typer.Argument(help="Which defects; all by default.")] = None,
+    first: Annotated[int | None, typer.Option(help="The first seed; a random one by default.")] = None,
+    limit_s: float = 600.0,
+) -> None:
+    """Put defects in and look for them."""
+    first = random.SystemRandom().randrange(2**32) if first is None else first
+    workers = WorkerPool()
+    for name in names or MUTATIONS:
+        print(f"{name:24}{find(name, workers, first=first, limit_s=limit_s)}", flush=True)
+    workers.close()
 
 
 def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool) -> None:
@@ -95,38 +118,10 @@ def find(name: str, workers: WorkerPool, *, first: int, limit_s: float) -> str:
     return f"NOT found in {seed - first} runs on {ranks} ranks, {seconds:.0f} s"
 
 
-def _range(text: str) -> range:
-    """``N`` or ``N-M`` ranks."""
-    first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    long = commands.add_parser("run", help="run seeds")
-    long.add_argument("--runs", type=int, default=100)
-    long.add_argument(
-        "--ranks", type=_range, default=range(1, 2), help="a number, or two as in 2-8: one after the other"
-    )
-    long.add_argument("--first", type=int, default=0, help="the first seed")
-    search = commands.add_parser("mutations", help="put defects in and look for them")
-    search.add_argument("names", nargs="*", default=list(MUTATIONS))
-    search.add_argument("--first", type=int, help="the first seed; a random one by default")
-    search.add_argument("--limit-s", type=float, default=600.0)
-    given = parser.parse_args()
+if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
     disable_progress_bar()
-    if given.command == "run":
-        seeds = [(seed, given.ranks[seed % len(given.ranks)]) for seed in range(given.first, given.first + given.runs)]
-        raise SystemExit(run(seeds) > 0)
-    first = random.SystemRandom().randrange(2**32) if given.first is None else given.first
-    workers = WorkerPool()
-    for name in given.names:
-        print(f"{name:24}{find(name, workers, first=first, limit_s=given.limit_s)}", flush=True)
-    workers.close()
-
-
-if __name__ == "__main__":
-    main()
+    app = make_app(help=__doc__)
+    for command in (run, mutations):
+        app.command()(command)
+    sys.exit(run_app(app, "python -m tests.fuzz"))

@@ -1,7 +1,6 @@
 """The command line: what it reads, writes, refuses, and how it ends."""
 
 import fcntl
-import gzip
 import json
 import os
 import pty
@@ -251,43 +250,38 @@ def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
     assert "medha: 2 of 3 requests cannot be run; the first: prompt needs a tokenizer" in done.err
 
 
-def test_timeline(run: Command, tmp_path: Path) -> None:
-    path = tmp_path / "t.json.gz"
-    assert run("--prompt", ADA * 9, "--max-tokens", "4", "--timeline", path).code == 0
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    assert sum(event["ph"] == "X" and event["pid"] == 0 for event in events) >= 4
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"requests", "prompt-0"}
-
-
 # -- options -----------------------------------------------------------------------------------------------------
 
 
-def test_flags(configured: Callable[..., EngineConfig], folder: Path) -> None:
-    plain = EngineConfig.from_flat(str(folder), num_kv_blocks=64)
-    assert configured("--cuda-graphs", "--stream") == configured() == plain
-    config = configured("--enforce-eager", "--no-stream", "--overcommit")  # the first as vLLM calls it
-    assert (config.cuda_graphs, config.scheduler.stream, config.scheduler.overcommit) == (False, False, True)
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ("--cuda-graphs --stream", {}),
+        ("--enforce-eager --no-stream --overcommit", {"cuda_graphs": False, "stream": False, "overcommit": True}),
+        ("-tp 2 -pp=3 --dtype half --swap-space 4", {"tp": 2, "spp": 3, "dtype": "float16", "swap_space": "4GiB"}),
+        (
+            "--max-model-len 2K --max-num-batched-tokens=1k --long_threshold 10M",
+            {"max_model_len": 2048, "max_batch_tokens": 1000, "long_threshold": 10 << 20},
+        ),
+        (
+            '--rope_scaling={"rope_type":"linear","factor":2} --hf-overrides {"a":1}',
+            {"rope_scaling": {"rope_type": "linear", "factor": 2}, "hf_overrides": {"a": 1}},
+        ),
+        ("--no-enable-prefix-caching", {"prefix_caching": False}),
+        ("--enable-prefix-caching", {"prefix_caching": True}),
+        ("--trust-remote-code --served-model-name x --kv_cache_dtype=auto", {}),
+    ],
+)
+def test_options_of_ours_and_of_vllm(
+    configured: Callable[..., EngineConfig], folder: Path, given: str, changes: dict[str, Any]
+) -> None:
+    assert configured(*given.split()) == EngineConfig.from_flat(str(folder), num_kv_blocks=64, **changes)
 
 
-def test_kv_memory_and_model_path(bare: Command, configured: Callable[..., EngineConfig], folder: Path) -> None:
+def test_a_pool_sized_twice_is_refused(configured: Callable[..., EngineConfig], bare: Command, folder: Path) -> None:
     with pytest.raises(AssertionError, match="num_kv_blocks and kv_memory both size the KV pool"):
         configured("--kv-memory", "1GiB")
     assert "no model is loaded here" in bare("--model_path", folder, "--prompt", "x", "--kv-memory=1GiB").err
-
-
-def test_options_of_vllm(configured: Callable[..., EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["-tp", "2", "-pp=3", "--dtype", "half", "--max-model-len", "2K", "--max-num-batched-tokens=1k"]
-    config = configured(*arguments, "--long_threshold", "10M", "--swap-space", "4")
-    assert (config.parallel.tp, config.parallel.spp, config.dtype) == (2, 3, "float16")
-    lengths = (config.max_model_len, config.scheduler.max_batch_tokens, config.scheduler.long_threshold)
-    assert lengths == (2048, 1000, 10 << 20)
-    assert config.cache.swap_bytes == 4 << 30
-    config = configured('--rope_scaling={"rope_type": "linear", "factor": 2}', "--hf-overrides", '{"a": 1}')
-    assert (config.rope_scaling, config.hf_overrides) == ({"rope_type": "linear", "factor": 2}, {"a": 1})
-    assert configured("--no-enable-prefix-caching").scheduler.prefix_caching is False
-    assert configured("--enable-prefix-caching").scheduler.prefix_caching is True
-    idle = ["--trust-remote-code", "--served-model-name", "x", "--kv_cache_dtype=auto"]
-    assert configured(*idle) == configured()
 
 
 def test_options_of_vllm_that_change_nothing_are_noted(run: Command) -> None:

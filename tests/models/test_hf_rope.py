@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from medha.config import RopeConfig
 from medha.errors import ConfigError, UnsupportedModelError
+from medha.models.layers import cos_sin, inverse_frequencies
 from tests.models.hf_folders import LLAMA, LLAMA3, YARN, family, load, refused
 
 
@@ -46,9 +48,16 @@ PARITY: dict[str, dict[str, Any]] = {
     "yarn, mscale 0": {"rope_scaling": {**YARN, "mscale": 0.0, "mscale_all_dim": 1.0}},
     "yarn, attention factor": {"rope_scaling": {**YARN, "attention_factor": 1.25, "mscale": 2.0}},
     "yarn v5": {"rope_parameters": {**YARN, "rope_theta": 1e6, "beta_fast": 64.0, "beta_slow": 2.0}},
+    "llama3, all of it turned": {"rope_scaling": {**LLAMA3, "factor": 2.0, "high_freq_factor": 20.0}},
+    "yarn, not truncated": {"rope_scaling": {**YARN, "truncate": False}},
+    "yarn, a ramp of no width": {"rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False}},
+    **{  # the ramp ends beyond the last dimension; every dimension is interpolated; none is
+        f"yarn, original {length}": {"rope_scaling": {**YARN, "original_max_position_embeddings": length}}
+        for length in (2**20, 8, 2**28)
+    },
 }
 
-LENGTHS = {"linear": 20480}  # others claim 8192
+LENGTHS = {"linear": 20480, "yarn, original 1048576": 2**22, "yarn, original 268435456": 2**30}  # others claim 8192
 
 
 @pytest.mark.parametrize("case", PARITY)
@@ -60,11 +69,20 @@ def test_parity_with_transformers(tmp_path: Path, case: str) -> None:
     if case == "yarn, null factor":  # 5.x compares the null before it replaces it; give it what it would compute
         given["rope_scaling"]["factor"] = LLAMA["max_position_embeddings"] / YARN["original_max_position_embeddings"]
     theirs = transformers.LlamaConfig(**{**LLAMA, **given})
-    attention_factor = 1.0
-    if ours.rope_type != "default":
-        _, attention_factor = ROPE_INIT_FUNCTIONS[ours.rope_type](theirs, "cpu")  # completes rope_parameters too
     assert load(tmp_path, changes).max_position_embeddings == LENGTHS.get(case, 8192)
-    assert ours.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    positions = torch.arange(0, 300)
+    for head_dim in (16, 64, 128):
+        theirs.head_dim = head_dim
+        reference = LlamaRotaryEmbedding(theirs)  # completes rope_parameters too
+        assert ours.attention_factor == pytest.approx(reference.attention_scaling, rel=1e-12)
+        inv_freq = inverse_frequencies(ours, head_dim)
+        # A power of theta in float32 is off by about ln(theta) units in the last place.
+        torch.testing.assert_close(inv_freq, reference.inv_freq.double(), rtol=3e-6, atol=0)
+        wanted = reference(torch.empty(0), positions[None])
+        for got, want in zip(cos_sin(positions, inv_freq, ours.attention_factor), wanted, strict=True):
+            assert (got.dtype, got.shape) == (torch.float32, (300, head_dim // 2))
+            # transformers' angles are float32: 300 rad times what its inverse frequencies are off by.
+            torch.testing.assert_close(torch.cat([got, got], dim=-1), want[0], rtol=0, atol=2e-4)
     parameters: dict[str, Any] = dict(theirs.rope_parameters or {})
     assert ours.rope_type == parameters["rope_type"]
     assert ours.theta == parameters["rope_theta"]

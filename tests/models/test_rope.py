@@ -1,61 +1,15 @@
-"""RoPE against transformers, and against exact arithmetic where transformers' float32 angles are wrong."""
+"""RoPE against exact arithmetic where transformers' float32 angles are wrong; else tests/models/test_hf_rope.py."""
 
 import math
 from decimal import Decimal, localcontext
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from medha.config import RopeConfig
 from medha.models.layers import cos_sin, inverse_frequencies, rotate
-
-LLAMA3 = {"rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4096}
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "default", "rope_theta": 10000.0},
-    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    {"rope_type": "llama3", **LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192},
-    {
-        "rope_type": "llama3",
-        **LLAMA3,
-        "factor": 2.0,
-        "high_freq_factor": 20.0,
-        "original_max_position_embeddings": 1024,
-    },
-    {"rope_type": "yarn", **YARN},
-    {"rope_type": "yarn", **YARN, "truncate": False},
-    {"rope_type": "yarn", **YARN, "rope_theta": 1000000.0, "original_max_position_embeddings": 32768},
-    {"rope_type": "yarn", **YARN, "beta_fast": 64.0, "beta_slow": 2.0},
-    {"rope_type": "yarn", **YARN, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False},  # a ramp of no width
-    {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 2**20},  # the ramp ends beyond the last dimension
-    {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 8},  # every dimension is interpolated
-    {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 2**40},  # none is
-]
-
-
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_frequencies_cos_and_sin_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=dict(rope)
-    )
-    reference = LlamaRotaryEmbedding(config)
-    fields = {name: value for name, value in rope.items() if name != "rope_theta"}
-    inv_freq = inverse_frequencies(RopeConfig(theta=rope["rope_theta"], **fields), head_dim)
-    # A power of theta in float32 is off by about ln(theta) units in the last place.
-    torch.testing.assert_close(inv_freq, reference.inv_freq.double(), rtol=3e-6, atol=0)
-    positions = torch.arange(0, 300)
-    wanted = reference(torch.empty(0), positions[None])
-    for got, want in zip(cos_sin(positions, inv_freq, reference.attention_scaling), wanted, strict=True):
-        assert (got.dtype, got.shape) == (torch.float32, (300, head_dim // 2))
-        # transformers' angles are float32: 300 rad times what its inverse frequencies are off by.
-        torch.testing.assert_close(torch.cat([got, got], dim=-1), want[0], rtol=0, atol=2e-4)
-
 
 # -- far positions ---------------------------------------------------------------------------------------------
 

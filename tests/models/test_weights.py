@@ -18,6 +18,15 @@ from medha.models.weights import INDEX_NAME, Checkpoint, check_tensors, expected
 FILE = "model.safetensors"
 
 
+def refused(folder: Path, *parts: str) -> str:
+    """A folder is no checkpoint; the message, which holds every part and is short."""
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint(folder)
+    said = str(caught.value)
+    assert all(part in said for part in parts) and len(said) < 1500, said
+    return said
+
+
 def make_config(**changes: Any) -> ModelConfig:
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
     sizes |= {"num_kv_heads": 2, "head_dim": 4, "max_position_embeddings": 64}
@@ -145,11 +154,8 @@ HEADERS: dict[str, tuple[bytes | dict[str, Any], bytes, int | None, str]] = {
 def test_malformed_header(tmp_path: Path, case: str) -> None:
     header, data, length, reason = HEADERS[case]
     write_raw(tmp_path / FILE, header, data, length)
-    with pytest.raises(WeightsError) as caught:
-        Checkpoint(tmp_path)
-    assert str(caught.value).startswith(f"{FILE}: ")
-    assert reason in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    said = refused(tmp_path, reason)
+    assert said.startswith(f"{FILE}: ") and len(said) < 1000
 
 
 @pytest.mark.parametrize(
@@ -157,8 +163,7 @@ def test_malformed_header(tmp_path: Path, case: str) -> None:
 )
 def test_not_a_file_of_tensors(tmp_path: Path, make: Any) -> None:
     make(tmp_path / FILE)  # opening a pipe would wait for a writer for ever
-    with pytest.raises(WeightsError, match=f"{FILE}: "):
-        Checkpoint(tmp_path)
+    refused(tmp_path, f"{FILE}: ")
 
 
 # -- folders and the index (A10, A11, A12, A14) ----------------------------------------------------------------
@@ -170,10 +175,7 @@ def test_not_a_file_of_tensors(tmp_path: Path, make: Any) -> None:
 def test_hostile_name_in_the_index(tmp_path: Path, file: Any) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / FILE)
     write_index(tmp_path, {"w": file})
-    with pytest.raises(WeightsError) as caught:
-        Checkpoint(tmp_path)
-    assert f"{INDEX_NAME}: weight_map['w']={repr(file)[:90]}" in str(caught.value)
-    assert "plain name" in str(caught.value)
+    refused(tmp_path, f"{INDEX_NAME}: weight_map['w']={repr(file)[:90]}", "plain name")
 
 
 @pytest.mark.parametrize(
@@ -189,48 +191,35 @@ def test_hostile_name_in_the_index(tmp_path: Path, file: Any) -> None:
 def test_malformed_index(tmp_path: Path, text: str, reason: str) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / FILE)
     (tmp_path / INDEX_NAME).write_text(text)
-    with pytest.raises(WeightsError) as caught:
-        Checkpoint(tmp_path)
-    assert INDEX_NAME in str(caught.value)
-    assert reason in str(caught.value)
+    refused(tmp_path, INDEX_NAME, reason)
 
 
 def test_index_lists_what_is_not_there(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / "a.safetensors")
     save_file({"v": torch.zeros(1)}, tmp_path / "b.safetensors")
     write_index(tmp_path, {"w": "a.safetensors", "u": "c.safetensors"})
-    with pytest.raises(WeightsError, match=r"lists 1 files that are not there: c\.safetensors"):
-        Checkpoint(tmp_path)
+    refused(tmp_path, "lists 1 files that are not there: c.safetensors")
     write_index(tmp_path, {"w": "a.safetensors"} | {f"u{i}": "a.safetensors" for i in range(25)})
-    with pytest.raises(WeightsError, match=r"lists 25 tensors that are not there: 'u0' in a.*'u9' in .*, and 15 more"):
-        Checkpoint(tmp_path)
+    refused(tmp_path, "lists 25 tensors that are not there: 'u0' in a", ", 'u9' in ", ", and 15 more")
     write_index(tmp_path, {"w": "b.safetensors", "v": "a.safetensors"})
-    with pytest.raises(WeightsError, match=r"lists 2 tensors that are not there: 'w' in b\.safetensors, 'v' in a"):
-        Checkpoint(tmp_path)
+    refused(tmp_path, "lists 2 tensors that are not there: 'w' in b.safetensors, 'v' in a")
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model-q4.gguf"])
 def test_other_formats_are_refused_unopened(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with pytest.raises(WeightsError) as caught:
-        Checkpoint(tmp_path)
-    for part in (file, str(tmp_path), "never opened", "model.save_pretrained(folder)"):
-        assert part in str(caught.value)
+    refused(tmp_path, file, str(tmp_path), "never opened", "model.save_pretrained(folder)")
 
 
 @pytest.mark.parametrize("file", ["\x1b[2J\n.safetensors", "\x1b[2J\n.bin"])
 def test_names_of_files_steer_no_terminal(tmp_path: Path, file: str) -> None:
     (tmp_path / file).touch()
-    with pytest.raises(WeightsError, match=r"\\x1b\[2J\\n") as caught:
-        Checkpoint(tmp_path)
-    assert str(caught.value).isprintable()
+    assert refused(tmp_path, "\\x1b[2J\\n").isprintable()
 
 
 def test_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="no weights; accepted:"):
-        Checkpoint(tmp_path)
-    with pytest.raises(WeightsError, match="absent: cannot be listed"):
-        Checkpoint(tmp_path / "absent")
+    refused(tmp_path, "no weights; accepted:")
+    refused(tmp_path / "absent", "absent: cannot be listed")
 
 
 # -- what a model needs (A11) ----------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +18,10 @@ from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
-from tests.commands import Command, Done
+from tests.commands import Command
 from tools.best_rates import app, played_ttft_s
 
 SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
-Simulate = Callable[..., Done]
 CDSP = ("--scheduler", "cdsp", "--hardware", "a100-80g", "--kvp", 8, "--prefill-only")
 LOAD = ("--workload", "tetris-short", "--num-prompts", 30, "--qps", "1")
 
@@ -40,8 +37,7 @@ def trace(qps: float, count: int, seed: int = 0) -> Trace:
 
 
 def ttft_s(outcome: Outcome) -> list[float]:
-    found: list[float] = (outcome.requests.first_token_s - outcome.trace.arrival_s).tolist()
-    return found
+    return (outcome.requests.first_token_s - outcome.trace.arrival_s).tolist()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +49,6 @@ def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> Non
     load, one = trace(2.0, 150), replica(**options)
     scheduler, pipeline = one.build()
     outcome = Simulation(scheduler, pipeline, load).run()
-    assert scheduler.dealing is not None
     arrivals_s, prompts = load.arrival_s.tolist(), load.prompt_tokens.tolist()
     said = played_ttft_s(
         scheduler.dealing.planner, arrivals_s, prompts, LoadWindow(float(one.scheduler.improvement_rate))
@@ -67,7 +62,6 @@ def test_fixed_groups_are_servers_that_take_turns() -> None:
     """Fixed SP8 on 16 groups: two servers, of which each request takes the one that is free first."""
     load, one = trace(2.0, 200), replica(sp_sizes=(8,))
     scheduler, pipeline = one.build()
-    assert scheduler.dealing is not None
     times = scheduler.dealing.planner.times
     servers, expected = [0.0, 0.0], []
     for arrival_s, prompt in zip(load.arrival_s.tolist(), load.prompt_tokens.tolist(), strict=True):
@@ -88,35 +82,30 @@ def test_a_stop_and_small_memory() -> None:
     assert ttft_s(outcome) != ttft_s(Simulation(*replica().build(), load).run())
 
 
-@pytest.fixture
-def simulate(command: Command) -> Simulate:
-    return partial(command, "simulate")
-
-
-def test_the_command_compares_it_with_medha(simulate: Simulate, tmp_path: Path) -> None:
-    done = simulate(*CDSP, *LOAD, "--scheduler", "medha", "--output-json", tmp_path / "out.json")
+def test_the_command_compares_it_with_medha(command: Command, tmp_path: Path) -> None:
+    done = command("simulate", *CDSP, *LOAD, "--scheduler", "medha", "--output-json", tmp_path / "out.json")
     assert done.code == 0 and "scheduler cdsp: chunks as planned, any SP size" in done.out
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [run["scheduler"] for run in runs] == ["cdsp", "medha"]
     assert all(run["completed"] == 30 and run["median_tpot_ms"] is None for run in runs)
-    again = simulate(*CDSP, *LOAD, "--scheduler", "medha", "--output-json", tmp_path / "again.json")
+    again = command("simulate", *CDSP, *LOAD, "--scheduler", "medha", "--output-json", tmp_path / "again.json")
     assert again.code == 0 and (tmp_path / "again.json").read_bytes() == (tmp_path / "out.json").read_bytes()
 
 
-def test_rates_are_found_and_used(simulate: Simulate, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_are_found_and_used(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rates.json"
     arguments = map(str, (path, *CDSP[2:], *LOAD[:-1], "1,3"))
     assert run_app(app, "best_rates", list(arguments)) == 0 and "improvement rates" in capsys.readouterr().out
     table = RateTable.from_json(path.read_text())
     assert table.qps == (1.0, 3.0) and table.hardware == "a100-80g" and table.load.startswith("tetris-short, 30")
-    assert simulate(*CDSP, *LOAD, "--improvement-rate", path).code == 0
+    assert command("simulate", *CDSP, *LOAD, "--improvement-rate", path).code == 0
     for others, named in (
         (("--hardware", "h100-80g"), "hardware 'a100-80g'; accepted: 'h100-80g'"),
         (("--model", "qwen2.5-14b-1m"), "model"),
         (("--kvp", 16), "layout 'tp 1, kvp 8"),
         (("--sp-sizes", "1,2"), "layout 'tp 1, kvp 8, SP 1,2,4,8, any"),
     ):
-        wrong = simulate(*CDSP, *LOAD, *others, "--improvement-rate", path)
+        wrong = command("simulate", *CDSP, *LOAD, *others, "--improvement-rate", path)
         assert wrong.code == 2 and f"the improvement rates are for {named}" in " ".join(wrong.err.split()), wrong.err
 
 
@@ -133,11 +122,11 @@ def test_rates_are_found_and_used(simulate: Simulate, tmp_path: Path, capsys: py
         (("--plan-order", "no"), "policy='no'; accepted:"),
     ],
 )
-def test_what_is_refused(simulate: Simulate, options: tuple[object, ...], says: str) -> None:
-    done = simulate(*CDSP, *LOAD, *options)
+def test_what_is_refused(command: Command, options: tuple[object, ...], says: str) -> None:
+    done = command("simulate", *CDSP, *LOAD, *options)
     assert done.code == 2 and says in " ".join(done.err.split()), done.err
 
 
-def test_outputs_are_refused_by_name(simulate: Simulate) -> None:
-    done = simulate(*CDSP[:-1], *LOAD)
+def test_outputs_are_refused_by_name(command: Command) -> None:
+    done = command("simulate", *CDSP[:-1], *LOAD)
     assert done.code == 2 and "scheduler='cdsp' with outputs of more than a token" in done.err

@@ -3,9 +3,7 @@
 import gzip
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +18,19 @@ from medha.sim.simulator import Simulation
 from medha.sim.study import NUM_REQUESTS
 from medha.workload.io import write_trace
 from medha.workload.synth import ARRIVALS, named_lengths, synthesize
-from tests.commands import Command, Done, without_torch
+from tests.commands import Command, without_torch
 
 SMALL = ("--workload", "uniform:100-900,1-20", "--num-requests", 20, "--qps", 5)
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,100,3\n0.5,200,4\n1.0,5000,5\n"
 
-Simulate = Callable[..., Done]
 
-
-@pytest.fixture
-def simulate(command: Command) -> Simulate:
-    return partial(command, "simulate")
-
-
-def reports(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path) -> None:
-    done = simulate(*SMALL, "--output-json", tmp_path / "out.json")
+def test_a_run_prints_and_writes_its_figures(command: Command, tmp_path: Path) -> None:
+    done = command("simulate", *SMALL, "--output-json", tmp_path / "out.json")
     assert done.code == 0
     assert done.out.startswith("llama-3-8b on 1 x h100-80g (measured): tp 1, spp 1, kvp 1, ")
     assert "Slowdown: TTFT over" in " ".join(done.out.split()) and "Over-saturated: the queue" in done.out
     assert "requests/s" in done.err and "batches/s" in done.err
-    found = reports(tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
     assert (found["format"], found["version"], found["complete"]) == ("medha-simulation", 1, True)
     assert found["config"]["workload"] == "uniform:100-900,1-20"
     assert found["config"]["hardware_spec"]["provenance"] == "measured"
@@ -55,9 +41,9 @@ def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path)
         assert {f"{figure}_{name}_ms" for figure in ("mean", "median", "std", "p99")} <= set(run)
 
 
-def test_bare_it_compares_two_policies_in_seconds(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bare_it_compares_two_policies_in_seconds(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command that it prints stands for it."""
-    done = simulate()
+    done = command("simulate")
     assert done.code == 0
     assert done.out.startswith(f"{BARE_TEXT}\nllama-3-8b on 8 x h100-80g")
     assert "priority, 0.3 requests/s" in done.out and "fcfs, 0.3 requests/s" in done.out
@@ -68,26 +54,26 @@ def test_bare_it_compares_two_policies_in_seconds(simulate: Simulate, monkeypatc
         raise ConfigError("enough")
 
     monkeypatch.setattr("medha.sim.study.systems_of", stop)
-    assert [simulate(*arguments).code for arguments in ((), BARE_TEXT.split()[2:])] == [2, 2]
+    assert [command("simulate", *arguments).code for arguments in ((), BARE_TEXT.split()[2:])] == [2, 2]
     assert given[0] == given[1]
 
 
-def test_the_same_seed_gives_the_same_bytes(simulate: Simulate, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(command: Command, tmp_path: Path) -> None:
     outputs = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         trace = tmp_path / f"{name}.gz"
-        done = simulate(*SMALL, "--seed", seed, "--output-json", tmp_path / name, "--timeline", trace)
+        done = command("simulate", *SMALL, "--seed", seed, "--output-json", tmp_path / name, "--timeline", trace)
         outputs.append((done.out, (tmp_path / name).read_bytes(), trace.read_bytes()))
     assert outputs[0] == outputs[1]
     assert outputs[0][1] != outputs[2][1]
 
 
-def test_several_systems_and_rates_are_compared(simulate: Simulate, tmp_path: Path) -> None:
+def test_several_systems_and_rates_are_compared(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     systems = ("--scheduler", "medha,sarathi", "--scheduler", "orca", "--policy", "edf,fcfs")
-    done = simulate(*SMALL, *systems, "--qps", "2,8", "--output-json", out)
+    done = command("simulate", *SMALL, *systems, "--qps", "2,8", "--output-json", out)
     assert done.code == 0
-    runs = reports(out)["runs"]
+    runs = json.loads(out.read_text())["runs"]
     assert [run["label"] for run in runs] == [
         f"{name}, {rate} requests/s" for name in ("edf", "fcfs", "sarathi", "orca") for rate in (2, 8)
     ]
@@ -95,14 +81,14 @@ def test_several_systems_and_rates_are_compared(simulate: Simulate, tmp_path: Pa
     assert len({run["total_input_tokens"] for run in runs}) == 1  # other rates leave the lengths as they are
 
 
-def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_path: Path) -> None:
+def test_a_trace_brings_its_own_requests_and_objectives(command: Command, tmp_path: Path) -> None:
     plain, own = tmp_path / "plain.csv", tmp_path / "own.jsonl"
     plain.write_text(TRACE)
     slo_s = np.array([5.0, math.nan, math.nan, 5.0])
     write_trace(own, replace(synthesize("fixed:100,9", "uniform", qps=1, num_requests=4), ttft_slo_s=slo_s))
 
     def run(*arguments: object) -> Any:
-        return json.loads(simulate("--trace", *arguments, "--json", "-").out)["runs"][0]
+        return json.loads(command("simulate", "--trace", *arguments, "--json", "-").out)["runs"][0]
 
     whole = run(plain)
     assert (whole["completed"], whole["total_input_tokens"], whole["request_rate"]) == (3, 5300, 2.0)
@@ -114,29 +100,29 @@ def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_
     assert (few["completed"], few["request_rate"]) == (2, 7.0)
 
 
-def test_lengths_alone_need_a_rate(simulate: Simulate, tmp_path: Path) -> None:
+def test_lengths_alone_need_a_rate(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
-    done = simulate("--trace", path)
+    done = command("simulate", "--trace", path)
     assert (done.code, "without a rate; accepted: --request-rate, or --arrivals at-once" in done.err) == (2, True)
-    assert simulate("--trace", path, "--qps", 3).code == 0
-    assert simulate("--trace", path, "--arrivals", "at-once").code == 0
+    assert command("simulate", "--trace", path, "--qps", 3).code == 0
+    assert command("simulate", "--trace", path, "--arrivals", "at-once").code == 0
 
 
-def test_requests_that_never_fit_are_failures(simulate: Simulate, tmp_path: Path) -> None:
+def test_requests_that_never_fit_are_failures(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(TRACE)
-    done = simulate("--trace", path, "--num-kv-blocks", 2)
+    done = command("simulate", "--trace", path, "--num-kv-blocks", 2)
     assert (done.code, "1 refused, as they never fit the KV memory." in done.out) == (3, True)
 
 
-def test_stopping_at_a_virtual_time(simulate: Simulate) -> None:
-    found = json.loads(simulate(*SMALL, "--stop-s", 2, "--json", "-").out)
+def test_stopping_at_a_virtual_time(command: Command) -> None:
+    found = json.loads(command("simulate", *SMALL, "--stop-s", 2, "--json", "-").out)
     assert (found["complete"], found["runs"][0]["complete"]) == (False, False)
     assert 0 < found["runs"][0]["num_prompts"] < 20
 
 
-def test_an_interrupt_keeps_what_was_found(simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_what_was_found(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, complete, calls = tmp_path / "out.json", Simulation._complete, []
 
     def interrupted(simulation: Simulation) -> None:
@@ -146,16 +132,16 @@ def test_an_interrupt_keeps_what_was_found(simulate: Simulate, tmp_path: Path, m
         complete(simulation)
 
     monkeypatch.setattr(Simulation, "_complete", interrupted)
-    done = simulate(*SMALL, "--policy", "lars,edf", "--output-json", out)
+    done = command("simulate", *SMALL, "--policy", "lars,edf", "--output-json", out)
     assert done.code == 130
-    found = reports(out)
+    found = json.loads(out.read_text())
     assert (found["complete"], len(found["runs"])) == (False, 1)
     assert "unfinished" in done.out
 
 
-def test_the_timeline_has_stages_and_memory(simulate: Simulate, tmp_path: Path) -> None:
+def test_the_timeline_has_stages_and_memory(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
-    done = simulate(*SMALL, "--tp", 2, "--spp", 2, "--hardware", "a100-80g", "--timeline", path)
+    done = command("simulate", *SMALL, "--tp", 2, "--spp", 2, "--hardware", "a100-80g", "--timeline", path)
     assert done.out.startswith("llama-3-8b on 4 x a100-80g (measured): tp 2, spp 2, kvp 1, ")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
@@ -186,14 +172,14 @@ def test_the_timeline_has_stages_and_memory(simulate: Simulate, tmp_path: Path) 
         (("--qps", 1, "--output-json", "no/such/folder/x.json"), "report file no/such/folder/x.json cannot be written"),
     ],
 )
-def test_what_is_wrong_is_named(simulate: Simulate, arguments: tuple[object, ...], message: str) -> None:
-    done = simulate(*arguments)
+def test_what_is_wrong_is_named(command: Command, arguments: tuple[object, ...], message: str) -> None:
+    done = command("simulate", *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert message in done.err
 
 
-def test_help_names_what_is_accepted(simulate: Simulate) -> None:
-    text = " ".join(simulate("--help").out.replace("│", " ").split())
+def test_help_names_what_is_accepted(command: Command) -> None:
+    text = " ".join(command("simulate", "--help").out.replace("│", " ").split())
     for name in (*KNOWN_MODELS, *named_lengths(), *(path.stem for path in SPECS.glob("*.json"))):
         assert name in text, name
     assert ", ".join(ARRIVALS) in text

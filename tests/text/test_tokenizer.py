@@ -16,22 +16,17 @@ from tests.text.samples import LLAMA3, PANIC, byte_level, chat_tokenizer, panick
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def save(
-    path: Path, backend: tokenizers.Tokenizer, config: Any = None, special_map: Any = None, jinja: str | None = None
-) -> Path:
+def save(path: Path, backend: tokenizers.Tokenizer, config: Any = None, special_map: Any = None) -> Path:
     backend.save(str(path / "tokenizer.json"))
     if config is not None:
         (path / "tokenizer_config.json").write_text(json.dumps(config))
     if special_map is not None:
         (path / "special_tokens_map.json").write_text(json.dumps(special_map))
-    if jinja is not None:
-        (path / "chat_template.jinja").write_text(jinja)
     return path
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
-    ids: list[int] = tokenizer.encode_chat(messages)[1].tolist()
-    return ids
+    return tokenizer.encode_chat(messages)[1].tolist()
 
 
 # Loading
@@ -40,21 +35,17 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
 def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load_tokenizer(tmp_path) is None
     bare = load_tokenizer(save(tmp_path, byte_level(), {"eos_token": "not in the vocabulary"}))
-    assert bare is not None
     assert (bare.eos_token_id, bare.bos_token_id, bare.chat_template) == (None, None, None)
     named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
     config = {"bos_token": {"content": "<|bos|>"}, "chat_template": named}
     special_map = {"bos_token": "<|im_end|>", "eos_token": "<|eot_id|>"}
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config, special_map))
-    assert tokenizer is not None
     ids = tokenizer.backend.token_to_id
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids("<|bos|>"), ids("<|eot_id|>"))
     assert tokenizer.encode_chat(CHAT)[0] == "D"
     assert not caplog.records
     (tmp_path / "chat_template.jinja").write_text("F")
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer is not None
-    assert tokenizer.encode_chat(CHAT)[0] == "F"
+    assert load_tokenizer(tmp_path).encode_chat(CHAT)[0] == "F"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[" * 100_000])
@@ -115,7 +106,6 @@ LONG = "hello <|eot_id|> né→ <think> " * 5000
 def test_a_long_text_has_the_same_ids_from_the_child(tmp_path: Path, add_special_tokens: bool, loaded: bool) -> None:
     backend = byte_level(adds_bos=True)
     tokenizer = load_tokenizer(save(tmp_path, backend)) if loaded else Tokenizer(backend)
-    assert tokenizer is not None
     for text in (LONG, LONG[:1000]):
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         assert ids == backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -1,10 +1,9 @@
-"""With async scheduling a token is scheduled before the one before it is known: the tokens stay the same."""
+"""With async scheduling a token is scheduled before the one before it is known.
 
-from typing import Any
+That outputs stay the same, whatever the sampling, is shown by ``tests/fuzz``.
+"""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
@@ -12,24 +11,16 @@ from medha.engine.engine import Engine
 from medha.params import SamplingParams
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.engines import drained, make_engine, run_to_end
+from tests.engines import drained, make_engine, run_to_end, submitted
 from tests.sched.virtual import by_tokens
-from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
+from tests.serving import NUM_TOKENS, Case
 
 Rows = list[tuple[int, int]]
 
 
-def lagging(case: Case, **scheduler: int) -> Engine:  # noqa: F811
+def lagging(case: Case, **scheduler: int) -> Engine:
     options = {"chunk_size": 50, "max_batch_tokens": 96, "num_blocks": 100, "block_size": 16} | scheduler
     return make_engine(case.decoder, async_scheduling=True, **options)
-
-
-def submitted(engine: Engine) -> list[Batch]:
-    """The batches that an engine hands to its runner from now on."""
-    batches: list[Batch] = []
-    submit = engine.runner.submit
-    engine.runner.submit = lambda batch: (batches.append(batch), submit(batch))[1]  # type: ignore[method-assign]
-    return batches
 
 
 # -- the scheduler ---------------------------------------------------------------------------------------------
@@ -90,9 +81,7 @@ def test_a_decode_comes_round_after_a_batch_for_each_stage(stages: int) -> None:
     scheduler.add(SchedulerRequest(1, 40, 1, 0.0))
     found = []
     for batch_id in range(8):
-        batch = scheduler.schedule(0.0).batch
-        assert batch is not None
-        found.append([row.slot for row in batch.rows])
+        found.append([row.slot for row in scheduler.schedule(0.0).batch.rows])
         if batch_id >= stages:
             oldest = scheduler.in_flight[0]
             sampled = [(row.slot, 1, False) for row in oldest.rows if row.samples]
@@ -104,7 +93,7 @@ def test_a_decode_comes_round_after_a_batch_for_each_stage(stages: int) -> None:
 # -- the engine ------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_those_of_waiting_for_each_and_batches_overlap(case: Case) -> None:  # noqa: F811
+def test_tokens_are_those_of_waiting_for_each_and_batches_overlap(case: Case) -> None:
     engine = lagging(case)
     scheduled: list[tuple[Batch, ...]] = []  # what is in flight whenever a batch is handed in, itself last
     submit = engine.runner.submit
@@ -120,40 +109,7 @@ def test_tokens_are_those_of_waiting_for_each_and_batches_overlap(case: Case) ->
     assert followed >= NUM_TOKENS - 1  # a batch has the token after one that a batch still in flight draws
 
 
-CHOICES: dict[str, list[Any]] = {
-    "temperature": [0.0, 0.7, 1.3],
-    "top_p": [1.0, 0.8],
-    "top_k": [0, 5],
-    "min_p": [0.0, 0.05],
-    "repetition_penalty": [1.0, 1.3],
-    "min_tokens": [0, 1, 2, 3, 4],
-    "logprobs": [None, 0, 3],
-}
-
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    chosen=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}),
-    stop_at=st.integers(0, 7),
-)
-def test_any_sampling_gives_the_same_outputs(case: Case, chosen: dict[str, Any], stop_at: int) -> None:  # noqa: F811
-    def outputs(is_async: bool, stop: list[int]) -> list[object]:
-        engine = make_engine(
-            case.decoder, async_scheduling=is_async, chunk_size=50, max_batch_tokens=96, num_blocks=100, block_size=16
-        )
-        params = SamplingParams(**chosen, stop_token_ids=stop, max_tokens=8, seed=11, output_kind="final_only")
-        for i, prompt in enumerate(case.prompts[:4]):
-            engine.add_request(str(i), prompt, params)
-        done = {output.request_id: output.outputs[0] for output in drained(engine)}
-        return [done[str(i)] for i in range(4)]
-
-    free = outputs(False, [])
-    stop = [free[0].token_ids[stop_at]]  # type: ignore[attr-defined]
-    assert outputs(True, []) == free
-    assert outputs(True, stop) == outputs(False, stop)
-
-
-def test_an_end_by_token_drops_the_row_that_was_sent_after_it(case: Case) -> None:  # noqa: F811
+def test_an_end_by_token_drops_the_row_that_was_sent_after_it(case: Case) -> None:
     engine = lagging(case)
     batches = submitted(engine)
     stop = case.expected[2][2]
@@ -165,7 +121,7 @@ def test_an_end_by_token_drops_the_row_that_was_sent_after_it(case: Case) -> Non
     assert sum(row.samples for batch in batches for row in batch.rows) == length + 1
 
 
-def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:  # noqa: F811
+def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:
     """More requests than the device's list of last tokens begins with; it grows."""
     engine = lagging(case, max_num_seqs=16)
     begun = len(engine.runner.last_tokens)  # type: ignore[attr-defined]
@@ -173,7 +129,7 @@ def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:  # noqa: F811
     assert run_to_end(engine, prompts, NUM_TOKENS) == [case.expected[i % 3] for i in range(begun + 6)]
 
 
-def test_an_interrupted_engine_serves_again(case: Case) -> None:  # noqa: F811
+def test_an_interrupted_engine_serves_again(case: Case) -> None:
     engine = lagging(case)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     engine.add_request("a", case.prompts[4], params)

@@ -22,8 +22,7 @@ from medha.worker.graphs import CudaGraphs, DecodeGraphs, graph_sizes
 from medha.worker.swap import HostCache
 from tests.attention.test_torch_backend import make_flashinfer
 from tests.engines import Preemptions, build_engine, drained, make_engine, run_to_end
-from tests.serving import Model
-from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
+from tests.serving import NUM_TOKENS, Case, Model
 
 SIZES = (1, 2, 4, 8)
 
@@ -52,7 +51,7 @@ class Repeating:
 
 
 def with_graphs(
-    case: Case,  # noqa: F811
+    case: Case,
     *,
     sizes: Sequence[int] = SIZES,
     refused: Sequence[int] = (),
@@ -94,7 +93,7 @@ def replays(engine: Engine, maker: Repeating) -> list[tuple[int, int]]:
     chunk_size=st.sampled_from([60, 200]),
 )
 def test_tokens_are_those_of_eager_execution(
-    case: Case,  # noqa: F811
+    case: Case,
     block_size: int,
     sizes: set[int],
     chosen: list[int],
@@ -110,7 +109,7 @@ def test_tokens_are_those_of_eager_execution(
     assert maker.captured == sorted(sizes, reverse=True)
 
 
-def test_graphs_of_all_sizes_have_one_buffer_of_logits(case: Case) -> None:  # noqa: F811
+def test_graphs_of_all_sizes_have_one_buffer_of_logits(case: Case) -> None:
     engine, _ = with_graphs(case)
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
     outs = [graph.out for graph in graphs._graphs.values()]
@@ -120,7 +119,7 @@ def test_graphs_of_all_sizes_have_one_buffer_of_logits(case: Case) -> None:  # n
 
 
 def test_a_batch_whose_long_context_a_graph_would_starve_runs_eagerly(
-    case: Case,  # noqa: F811
+    case: Case,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FixedDecodes, "starves", lambda self, rows: len(rows) == 2)
@@ -129,7 +128,7 @@ def test_a_batch_whose_long_context_a_graph_would_starve_runs_eagerly(
     assert 2 not in maker.replayed
 
 
-def test_a_batch_is_filled_up_to_the_next_size_and_larger_ones_run_eagerly(case: Case) -> None:  # noqa: F811
+def test_a_batch_is_filled_up_to_the_next_size_and_larger_ones_run_eagerly(case: Case) -> None:
     engine, maker = with_graphs(case, sizes=(2, 4))
     params = [SamplingParams(temperature=0.0, max_tokens=2 + 2 * i, output_kind="final_only") for i in range(6)]
     for i, each in enumerate(params):
@@ -139,7 +138,7 @@ def test_a_batch_is_filled_up_to_the_next_size_and_larger_ones_run_eagerly(case:
     assert found == [(4, 4), (4, 4), (3, 4), (3, 4), (2, 2), (2, 2), (1, 2), (1, 2)]
 
 
-def test_what_fills_a_batch_up_touches_the_scratch_block_alone(case: Case) -> None:  # noqa: F811
+def test_what_fills_a_batch_up_touches_the_scratch_block_alone(case: Case) -> None:
     engine, maker = with_graphs(case, sizes=(8,), block_size=16, num_blocks=40)
     cache = engine.runner.cache  # type: ignore[attr-defined]
     assert cache.scratch_token == 640 and all(len(pool) == 656 for pool in (*cache.k, *cache.v))
@@ -157,7 +156,7 @@ def test_what_fills_a_batch_up_touches_the_scratch_block_alone(case: Case) -> No
         assert bool((new[cache.scratch_token + 1 :] == 7.0).all())
 
 
-def test_sizes_for_which_there_is_no_memory_are_left_out(case: Case, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_sizes_for_which_there_is_no_memory_are_left_out(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     engine, maker = with_graphs(case, refused=(8, 4))
     assert maker.captured == [2, 1]
     assert engine.runner.graphs.sizes == (1, 2)  # type: ignore[attr-defined]
@@ -165,26 +164,13 @@ def test_sizes_for_which_there_is_no_memory_are_left_out(case: Case, caplog: pyt
     assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
 
 
-def test_no_size_is_left_out_where_other_ranks_wait_for_it(case: Case) -> None:  # noqa: F811
+def test_no_size_is_left_out_where_other_ranks_wait_for_it(case: Case) -> None:
     engine, _ = with_graphs(case)
     capture = engine.runner.capture  # type: ignore[attr-defined]
     capture(maker := Repeating(refused=(4,)), SIZES)
     assert len(maker.captured) == len(SIZES) - 1
     with pytest.raises(ConfigError, match=r"CUDA graph of 4 decodes; accepted: .*enforce_eager"):
         capture(Repeating(refused=(4,)), SIZES, is_alone=False)
-
-
-def test_buffers_stay_where_they_are(case: Case) -> None:  # noqa: F811
-    engine, _ = with_graphs(case)
-    graphs = engine.runner.graphs  # type: ignore[attr-defined]
-
-    def places() -> list[int]:
-        buffers = graphs._inputs, graphs._ids, graphs._positions, graphs._targets, graphs._slots, graphs._pages
-        return [b.data_ptr() for b in (*buffers, *(graph.out for graph in graphs._graphs.values()))]
-
-    before = places()
-    run_to_end(engine, case.prompts, NUM_TOKENS)
-    assert places() == before
 
 
 @pytest.mark.parametrize(

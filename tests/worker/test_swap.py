@@ -21,11 +21,9 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from medha.worker.swap import CopyStream, HostCache, Wait
-from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import Preemptions, build_engine
+from tests.engines import Preemptions, build_engine, submitted
 from tests.serving import Model, finish, random_ids
 from tests.worker.late import Late
-from tests.worker.test_graphs import Repeating
 from tests.worker.test_kv_cache import make_cache
 
 LENGTHS = (40, 3, 70, 25, 90)
@@ -59,9 +57,7 @@ def test_measuring_changes_nothing() -> None:
 
 def run(engine: Engine, params: SamplingParams) -> tuple[list[list[int]], list[Batch]]:
     """Tokens of each request, and the batches."""
-    batches: list[Batch] = []
-    submit = engine.runner.submit
-    engine.runner.submit = lambda batch: (batches.append(batch), submit(batch))[1]  # type: ignore[method-assign]
+    batches = submitted(engine)
     for i, length in enumerate(LENGTHS):
         engine.add_request(str(i), random_ids(length, seed=4), params)
     outputs = finish(engine)
@@ -152,19 +148,6 @@ def test_what_comes_after_an_interrupt_comes_after_its_copies(
     assert not line.queued
     engine.step()  # returns what was aborted
     assert run(engine, GREEDY)[0] == undisturbed(bytes_model, GREEDY)
-
-
-def test_a_graph_comes_after_all_copies(bytes_model: Model) -> None:
-    """FlashInfer's substitute below the engine; decodes alone are replayed, also beside blocks that go out."""
-    engine = bytes_model.engine(
-        **(SMALL | SWAP), backend=make_flashinfer(block_size=16), has_scratch=True, stream=Late()
-    )
-    maker = Repeating()
-    engine.runner.capture(maker, (1, 2, 4, 8))  # type: ignore[attr-defined]
-    tokens, batches = run(engine, GREEDY)
-    assert tokens == undisturbed(bytes_model, GREEDY)
-    assert any(batch.moves and batch.num_decodes == len(batch.rows) for batch in batches)
-    assert len(maker.replayed) == sum(batch.num_decodes == len(batch.rows) for batch in batches)
 
 
 # -- configuration ---------------------------------------------------------------------------------------------

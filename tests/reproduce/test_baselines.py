@@ -1,4 +1,4 @@
-"""The context-parallel baseline against the published table of another system."""
+"""Context parallelism against the published table of another system; disaggregated prefill and decode."""
 
 from dataclasses import replace
 
@@ -13,8 +13,14 @@ from examples.reproduce.baselines.context_parallel import (
     prefill_s,
 )
 from examples.reproduce.baselines.tetris import BETWEEN_NODES, CELLS
-from examples.reproduce.timing import MODELS, a100, h100
+from examples.reproduce.figures.disaggregation import LAYOUTS, largest_prefill, spare_factor, stage_memories
+from examples.reproduce.report import FIGURES
+from examples.reproduce.result import Options
+from examples.reproduce.timing import MODELS, M, a100, h100
+from medha.config import ParallelConfig
 from medha.cost.hardware import LinkRates
+from medha.errors import ConfigError
+from medha.sim.replica import kv_pool_tokens
 
 SMALL = MODELS["Llama-3 8B"]
 
@@ -47,3 +53,28 @@ def test_transfers_show_where_blocks_are_short() -> None:
     assert attention_parts_s(slow, 1 << 10)[1] > 15 * 1e-3 / 2
     assert prefill_s(slow, 1 << 16) > prefill_s(layout, 1 << 16)
     assert hidden_tokens(312e12, 12.5e9) == 4 * hidden_tokens(312e12, 12.5e9, query_heads_per_kv_head=4) == 24960
+
+
+SMALL = MODELS["Llama-3 8B"]
+
+
+@pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(tp=8), ParallelConfig(tp=2, spp=4)], ids=str)
+def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout: ParallelConfig) -> None:
+    most = largest_prefill(stage_memories(a100(), SMALL, layout))
+    pools = []
+    for tokens in (most, most + 1):
+        try:
+            pools.append(kv_pool_tokens(a100(), SMALL, layout, max_batch_tokens=tokens) >= tokens)
+        except ConfigError:
+            pools.append(False)
+    assert pools == [True, False]
+
+
+def test_the_figure_counts_what_is_refused_and_says_by_how_much_1m_fits() -> None:
+    answer = FIGURES["disaggregation"].run(Options()).answers["disaggregated-oom"]
+    assert answer.facts["failing"] == 100 * answer.ours and answer.facts["pairs"] == len(LAYOUTS) ** 2 == 100
+    (memory,) = stage_memories(a100(), SMALL, ParallelConfig(tp=8))
+    spare = spare_factor([memory], M)
+    assert answer.facts["spare"] == spare
+    activations = int(memory.activation_token * spare)
+    assert spare_factor([replace(memory, activation_token=activations)], M) == pytest.approx(1, rel=1e-4)
