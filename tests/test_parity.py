@@ -1,9 +1,8 @@
-"""Greedy tokens and logits against Hugging Face transformers on the same weights.
+"""Greedy tokens and logits against Hugging Face transformers on the same weights, and independence of the schedule.
 
 Tokens are compared with transformers as it is. Logits are compared with transformers given the same rotary angles:
 it computes them in float32, which at position 3,000 already moves logits by 1.3e-4 relative (medha's are within
 4e-6 of a float64 run); ``test_medha_is_closer_to_float64`` shows that this is the reference's rounding and not ours.
-That no schedule changes a token is shown by ``tests/fuzz``, over any checkpoint, chunking, company, pool and abort.
 """
 
 import copy
@@ -16,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import medha.attention.torch_backend as torch_backend
 from medha.attention.interface import AttentionRows
@@ -24,6 +25,7 @@ from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch
 from medha.config import RopeConfig
 from medha.models.layers import inverse_frequencies
+from medha.params import SamplingParams
 from medha.worker.step_input import Slots, StepInput
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
 from tests.engines import load_decoder, make_engine, run_to_end, run_with_logits
@@ -104,6 +106,44 @@ def test_low_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) ->
     engine = make_engine(load_decoder(tmp_path, dtype=dtype), dtype=dtype, chunk_size=97, max_batch_tokens=160)
     _, (ours,) = run_with_logits(engine, [prompt], 1)
     assert relative_error(ours[0], truth) < max(2 * relative_error(theirs, truth), 2e-2)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
+    """Any order, chunking, company, depth, block size and tight pool, with other requests aborted on the way."""
+    draw = data.draw
+    block_size = draw(st.sampled_from([1, 16, 48, 256]), "block_size")
+    async_scheduling = draw(st.booleans(), "async_scheduling")
+    engine = make_engine(
+        case.decoder,
+        block_size=block_size,
+        num_blocks=-(-draw(st.sampled_from([706, 900, 3000]), "pool tokens") // block_size),
+        chunk_size=draw(st.sampled_from([1, 2, 3]) | st.integers(1, 200), "chunk_size"),
+        max_batch_tokens=draw(st.integers(8, 256), "max_batch_tokens"),
+        max_num_seqs=draw(st.integers(1, 8), "max_num_seqs"),
+        depth=draw(st.sampled_from([1, 2, 4]), "depth"),
+        async_scheduling=async_scheduling,
+    )
+    chosen = draw(st.lists(st.sampled_from(range(len(case.prompts))), min_size=1, max_size=5), "requests")
+    arrive_at = draw(st.lists(st.integers(0, 12), min_size=len(chosen), max_size=len(chosen)), "arrival steps")
+    abort_at = draw(st.integers(0, 10), "abort step")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind="final_only")
+    waiting = sorted(zip(arrive_at, range(len(chosen)), strict=True))
+    engine.add_request("aborted", random_prompt(400, seed=9), params)
+    tokens: dict[str, list[int]] = {}
+    step = 0
+    while waiting or engine.has_unfinished:
+        while waiting and waiting[0][0] <= step:
+            _, i = waiting.pop(0)
+            engine.add_request(str(i), case.prompts[chosen[i]], params)
+        if step == abort_at:
+            engine.abort("aborted")
+        for output in engine.step():
+            tokens[output.request_id] = output.outputs[0].token_ids
+        step += 1
+    assert [tokens[str(i)] for i in range(len(chosen))] == [case.expected[c] for c in chosen]
+    assert engine.scheduler.memory.num_used == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

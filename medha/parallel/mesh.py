@@ -14,10 +14,8 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -187,27 +185,6 @@ def wait_for_all(job: Job, point: str, value: Any = None, *, limit_s: float) -> 
     return [json.loads(job.store.get(f"{point}/{rank}")) for rank in range(launch.world_size)]
 
 
-@contextmanager
-def _threads_yield() -> Iterator[None]:
-    """Let threads that are made here not take a core from one that computes, where the system knows such (SCHED_BATCH).
-
-    gloo's thread wakes up as soon as the thread that sends writes to the socket, and asks again and again for what that
-    one still holds. On the core of the latter it would do so until the kernel's next tick, for up to 4 ms.
-    """
-    usual = getattr(os, "SCHED_OTHER", None)
-    if usual is None or os.sched_getscheduler(0) != usual:
-        yield
-        return
-    with suppress(OSError):  # some sandboxes refuse it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.sched_setscheduler(0, usual, os.sched_param(0))
-
-
-@_threads_yield()
 def init_ranks(job: Job, device: torch.device) -> Ranks:
     """Make the process groups, with explicit timeouts; every rank makes the same ones in the same order.
 

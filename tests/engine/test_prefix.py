@@ -1,5 +1,7 @@
 """The prefix cache from the front door: the same tokens with and without it, and what is not computed again."""
 
+import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from medha import LLM, SamplingParams
 from medha.engine.prefix import PrefixIds
+from medha.engine.replay import replay
 from medha.errors import NonFiniteLogitsError, ValidationError
 from medha.worker.swap import HostCache
 from tests.engine.test_engine import poison
@@ -30,6 +33,24 @@ def test_a_document_is_read_once(needle: Model) -> None:
         assert llm.generate(text, GREEDY)[0].num_cached_tokens == 0
     with make(needle, enable_prefix_caching=False) as llm:
         assert [llm.generate(text, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+SEED = 1
+
+
+def test_tokens_are_those_of_transformers_whatever_is_shared(bytes_model: Model) -> None:
+    document = random_ids(300, seed=SEED)
+    prompts = [document[:n] + random_ids(40, seed=n + SEED) for n in (300, 290, 130, 64, 20, 300, 299)] + [document]
+    expected = greedy_of(bytes_model.reference, prompts, 12)
+    for options in ({}, {"num_kv_blocks": 8, "overcommit": True}, {"block_size": 16, "num_kv_blocks": 64}):
+        with make(bytes_model, **options) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            for together in ([0, 1, 2], [3], [4, 5, 6, 7], list(range(8))):
+                outputs = llm.generate([{"prompt_token_ids": prompts[i]} for i in together], params)
+                assert [one.outputs[0].token_ids for one in outputs] == [expected[i] for i in together]
+            if not options:
+                assert [one.num_cached_tokens for one in outputs][:3] == [336, 320, 160]
+            assert llm.engine.scheduler.memory.num_used == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"overcommit": True}, {"block_size": 16, "num_kv_blocks": 80}], ids=str)
@@ -79,6 +100,15 @@ def test_a_chat_computes_what_is_new(bytes_model: Model) -> None:
             history += output.outputs[0].token_ids
 
 
+def test_penalties_count_what_is_cached(bytes_model: Model) -> None:
+    prompt = {"prompt_token_ids": random_ids(200, seed=4)}
+    params = SamplingParams(temperature=0.0, max_tokens=10, repetition_penalty=5.0, ignore_eos=True)
+    with make(bytes_model) as llm:
+        first, again = (llm.generate(prompt, params)[0] for _ in range(2))
+    assert again.num_cached_tokens == 192
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+
+
 def test_salts_and_tenants_keep_apart(bytes_model: Model) -> None:
     ids = random_ids(200, seed=6)
     with make(bytes_model) as llm:
@@ -114,6 +144,27 @@ def test_what_led_to_bad_logits_is_not_shared(bytes_model: Model, monkeypatch: p
         params = SamplingParams(temperature=1.0, seed=3, max_tokens=8)
         assert isinstance(llm.generate({"prompt_token_ids": ids}, params)[0].error, NonFiniteLogitsError)
         assert [llm.generate({"prompt_token_ids": ids}, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 192]
+
+
+@pytest.mark.parametrize("overcommit", [False, True])
+def test_a_journal_replays_every_hit_and_what_was_read_back(
+    bytes_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overcommit: bool
+) -> None:
+    monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 1e-9)
+    journal = tmp_path / "journal"
+    options = OPTIONS | {"num_kv_blocks": 20, "swap_space": "64MiB", "overcommit": overcommit}
+    with LLM(str(bytes_model.folder), **options, journal=journal) as llm:
+        for seeds, least in (((0,), 0), ((1,), 0), ((2,), 0), ((0,), 832), ((1, 1), 832), ((3, 2, 0), 0)):
+            outputs = llm.generate([{"prompt_token_ids": random_ids(900, seed=seed)} for seed in seeds], GREEDY)
+            assert all(one.num_cached_tokens >= least for one in outputs)
+        document = random_ids(400, seed=8)
+        for n in (400, 390):
+            outputs = llm.generate([{"prompt_token_ids": [*document[:n], seed]} for seed in range(3)], GREEDY)
+        assert min(one.num_cached_tokens for one in outputs) >= 384
+        llm.reset_prefix_cache()
+        llm.generate({"prompt_token_ids": document}, GREEDY)
+    found = replay(io.StringIO(journal.read_text()))
+    assert found.mismatch is None and found.num_batches > 10
 
 
 def test_ids_name_all_tokens_up_to_there() -> None:

@@ -216,7 +216,20 @@ def test_uniform_takes_every_seed_and_index() -> None:
     assert uniform(-1, 0) != uniform(1, 0)
 
 
-# -- what is added to logits; min_tokens and penalties are held to plain code by tests/fuzz/reference.py ----------
+# -- min_tokens and penalties ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_holds_end_ids_back(temperature: float) -> None:
+    logits = torch.zeros(VOCAB)
+    logits[3], logits[7], logits[9] = 20.0, 19.0, 12.0
+    drawing = slot(temperature=temperature, min_tokens=4, end_ids=(3, 7), logprobs=1)
+    drawn = sample(logits.expand(8, VOCAB), [drawing] * 8, range(8))
+    assert tokens(drawn)[:4] == [9] * 4
+    assert set(tokens(drawn)[4:]) <= {3, 7}
+    assert drawn[0].logprobs is not None  # of the model's own distribution
+    assert drawn[0].logprobs[1][0] == 3
+    assert drawn[0].logprobs[0][2] == 3
 
 
 def test_bias_and_allowed_ids() -> None:
@@ -232,6 +245,47 @@ def test_bias_and_allowed_ids() -> None:
     assert result.logprobs[1][0] == best
     greedy = slot(temperature=0.0, logit_bias={best: -100.0})
     assert tokens(sample(logits, [greedy], [0])) == [int(logits.argsort(descending=True)[0, 1])]
+
+
+def penalised(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
+    """Penalties one token at a time: repetition over prompt and output, the others over the output."""
+    result = list(logits)
+    for token in set(prompt) | set(output):
+        r = params.repetition_penalty
+        result[token] = result[token] / r if result[token] > 0 else result[token] * r
+    for token in set(output):
+        result[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return result
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 0.7},
+        {"presence_penalty": 0.9},
+        {"frequency_penalty": 0.4},
+        {"frequency_penalty": -0.3, "presence_penalty": 1.2},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    ],
+    ids=str,
+)
+def test_penalties_against_a_plain_reference(params: dict[str, Any], temperature: float) -> None:
+    prompt = [2, 2, 5, 11]
+    drawing = slot(9, prompt=prompt, temperature=temperature, **params)
+    output: list[int] = []
+    for index in range(40):
+        logits = logits_of(index % 3)
+        want = penalised(logits[0].tolist(), prompt, output, drawing.params)
+        if temperature:
+            cumulative = np.cumsum(filtered(torch.tensor(want, dtype=torch.float64), drawing.params))
+            expected = int(np.searchsorted(cumulative, uniform(9, index), side="right"))
+        else:
+            expected = int(np.argmax(want))
+        output += tokens(sample(logits, [drawing], [index]))
+        assert output[-1] == expected
+    assert len(set(output)) > 1
 
 
 # -- log-probabilities -----------------------------------------------------------------------------------------
