@@ -287,3 +287,14 @@ def test_cuda_kernels(heads: tuple[int, int], head_dim: int, head_major: bool, d
         model = Model(*heads, head_dim, dtype, head_major)
         qkv, rows = build(model, batch, seed=seed, device=torch.device("cuda"))
         assert_rows_close(run(qkv, rows), qkv, rows)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_ranges_give_zero_and_minus_infinity(name: str, dtype: torch.dtype) -> None:
+    # The CPU kernel ends the process on an empty range, so this test passing is itself the point.
+    batch = [Shape(3, (), False), Shape(1, (0,), False), Shape(5, (0, 0), False), Shape(2, (0, 9, 0), False)]
+    qkv, rows = build(Model(dtype=dtype), batch)
+    out, lse = run(qkv, rows, BACKENDS[name]())
+    assert not out[:9].any() and bool((lse[:9] == -torch.inf).all())
+    assert_rows_close((out, lse), qkv, rows)

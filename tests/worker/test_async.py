@@ -1,9 +1,10 @@
-"""With async scheduling a token is scheduled before the one before it is known.
+"""With async scheduling a token is scheduled before the one before it is known: the tokens stay the same."""
 
-That outputs stay the same, whatever the sampling, is shown by ``tests/fuzz``.
-"""
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
@@ -107,6 +108,39 @@ def test_tokens_are_those_of_waiting_for_each_and_batches_overlap(case: Case) ->
         for a, b in (pair for pair in scheduled if len(pair) == 2)
     )
     assert followed >= NUM_TOKENS - 1  # a batch has the token after one that a batch still in flight draws
+
+
+CHOICES: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.7, 1.3],
+    "top_p": [1.0, 0.8],
+    "top_k": [0, 5],
+    "min_p": [0.0, 0.05],
+    "repetition_penalty": [1.0, 1.3],
+    "min_tokens": [0, 1, 2, 3, 4],
+    "logprobs": [None, 0, 3],
+}
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    chosen=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}),
+    stop_at=st.integers(0, 7),
+)
+def test_any_sampling_gives_the_same_outputs(case: Case, chosen: dict[str, Any], stop_at: int) -> None:
+    def outputs(is_async: bool, stop: list[int]) -> list[object]:
+        engine = make_engine(
+            case.decoder, async_scheduling=is_async, chunk_size=50, max_batch_tokens=96, num_blocks=100, block_size=16
+        )
+        params = SamplingParams(**chosen, stop_token_ids=stop, max_tokens=8, seed=11, output_kind="final_only")
+        for i, prompt in enumerate(case.prompts[:4]):
+            engine.add_request(str(i), prompt, params)
+        done = {output.request_id: output.outputs[0] for output in drained(engine)}
+        return [done[str(i)] for i in range(4)]
+
+    free = outputs(False, [])
+    stop = [free[0].token_ids[stop_at]]  # type: ignore[attr-defined]
+    assert outputs(True, []) == free
+    assert outputs(True, stop) == outputs(False, stop)
 
 
 def test_an_end_by_token_drops_the_row_that_was_sent_after_it(case: Case) -> None:

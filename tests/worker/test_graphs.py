@@ -241,3 +241,16 @@ def test_collectives_of_one_rank_can_be_captured(tmp_path: Path) -> None:
     finally:
         replay = None  # NCCL would wait for the graph that holds its collectives
         dist.destroy_process_group()
+
+
+def test_buffers_stay_where_they_are(case: Case) -> None:
+    engine, _ = with_graphs(case)
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
+
+    def places() -> list[int]:
+        buffers = graphs._inputs, graphs._ids, graphs._positions, graphs._targets, graphs._slots, graphs._pages
+        return [b.data_ptr() for b in (*buffers, *(graph.out for graph in graphs._graphs.values()))]
+
+    before = places()
+    run_to_end(engine, case.prompts, NUM_TOKENS)
+    assert places() == before

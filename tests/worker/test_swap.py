@@ -21,9 +21,11 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from medha.worker.swap import CopyStream, HostCache, Wait
+from tests.attention.test_torch_backend import make_flashinfer
 from tests.engines import Preemptions, build_engine, submitted
 from tests.serving import Model, finish, random_ids
 from tests.worker.late import Late
+from tests.worker.test_graphs import Repeating
 from tests.worker.test_kv_cache import make_cache
 
 LENGTHS = (40, 3, 70, 25, 90)
@@ -228,3 +230,16 @@ def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
         cache.v[layer].zero_()
     host.move([], [(32 * 256, 0, 32 * 256)])[-1]()
     assert all(torch.equal(a, pool[32 * 256 :]) for a, pool in zip(before, pools, strict=True))
+
+
+def test_a_graph_comes_after_all_copies(bytes_model: Model) -> None:
+    """FlashInfer's substitute below the engine; decodes alone are replayed, also beside blocks that go out."""
+    engine = bytes_model.engine(
+        **(SMALL | SWAP), backend=make_flashinfer(block_size=16), has_scratch=True, stream=Late()
+    )
+    maker = Repeating()
+    engine.runner.capture(maker, (1, 2, 4, 8))  # type: ignore[attr-defined]
+    tokens, batches = run(engine, GREEDY)
+    assert tokens == undisturbed(bytes_model, GREEDY)
+    assert any(batch.moves and batch.num_decodes == len(batch.rows) for batch in batches)
+    assert len(maker.replayed) == sum(batch.num_decodes == len(batch.rows) for batch in batches)
