@@ -80,9 +80,9 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                 const int num = int(std::min<int64_t>(BLOCK, N - block * BLOCK));
                 for (int64_t part = 0; part < parts; part++) {
                     float* c = sums[part];
-                    std::fill(c, c + (bias ? BLOCK : rows * BLOCK), 0.0f);
+                    std::fill(c, c + BLOCK, 0.0f);
                     for (int n = 0; bias && n < num; n++) c[n] = widened(bias[block * BLOCK + n]);
-                    for (int m = 1; bias && m < rows; m++) std::copy(c, c + BLOCK, c + m * BLOCK);
+                    for (int m = 1; m < rows; m++) std::copy(c, c + BLOCK, c + m * BLOCK);
                     for (int64_t k = 0; k < K; k += DEPTH) {
                         const int depth = int(std::min<int64_t>(DEPTH, K - k));
                         const T* tile = w + ((block * parts + part) * K + k) * BLOCK;
@@ -99,14 +99,8 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                 }
                 for (int at = 0; gated && at < rows * BLOCK; at += W)
                     store(sums[0] + at, silu(load(sums[0] + at)) * load(sums[1] + at));
-                for (int m = 0; m < rows; m++) {
-                    const float* from = sums[0] + m * BLOCK;
-                    T* to = out + (first + m) * N + block * BLOCK;
-                    if (num == BLOCK)
-                        for (int n = 0; n < BLOCK; n += W) narrow(load(from + n), to + n);
-                    else
-                        for (int n = 0; n < num; n++) narrow(from[n], to + n);
-                }
+                for (int m = 0; m < rows; m++)
+                    for (int n = 0; n < num; n++) narrow(sums[0][m * BLOCK + n], out + (first + m) * N + block * BLOCK + n);
             }
         }
     }

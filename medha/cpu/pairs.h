@@ -24,7 +24,7 @@ inline void narrow(Floats x, BFloat16* to) {
     std::memcpy(to, &narrowed, sizeof narrowed);
 }
 
-// c[R, NC * W] += a[R, 2 * depth] b[depth, NC * W, 2]; the rows of a, b and c are so many numbers apart. each(i) is called as it goes.
+// c[R, NC * W] += a[R, 2 * depth] b[depth, NC * W, 2], of which the strides of rows are given; each(i) is called as it goes.
 template <int R, int NC, class Each>
 inline void product(const BFloat16* a, int64_t row, const float* b, int64_t b_row, int depth, float* c, int64_t c_row, Each each) {
     __m512 x[R][NC];

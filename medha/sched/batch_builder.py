@@ -277,26 +277,39 @@ class BatchBuilder:
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
-        ask = partial(self._tokens, state, size, is_whole)
-        sizes = {first: self._if_begun(state, first, ask) for first in self._firsts(state)}
-        open_firsts = [first for first, tokens in sizes.items() if tokens]
-        if len(open_firsts) > 1:
-            work = self._pending_work()
-            width = len(self.memory.reservation(state.request.num_kv_tokens, self._most_kv(state)))
-            used = [self.memory.used(group) for group in range(self.memory.num_groups)]
-            spans = {first: slice(first, first + width) for first in open_firsts}
-            # what the span would have to do, the busiest of its groups and all, and what its decodes read
-            open_firsts.sort(key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
-        found = {at: self._if_begun(state, at, partial(self._fitting, state, sizes[at])) for at in open_firsts}
-        chosen = max(found, key=lambda at: math.inf if found[at] == sizes[at] else found[at], default=None)
-        if chosen is None:
-            return 0
-        if not (q_len := found[chosen]):
+        firsts = self._firsts(state)
+        if len(firsts) > 1:
+            ask = partial(self._tokens, state, size, is_whole)
+            firsts = self._by_work(state, [first for first in firsts if self._if_begun(state, first, ask)])
+        best, chosen, is_open = 0, None, False
+        for first in firsts:
+            self._bind(state, first)
+            most = self._tokens(state, size, is_whole)
+            q_len = self._fitting(state, most)
+            if most and q_len == most:  # nowhere is there room for more
+                self._append_row(state, self._chunk_row(state, q_len))
+                return q_len
+            self.memory.undo_start(state.slot)
+            is_open |= most > 0
+            if q_len > best:
+                best, chosen = q_len, first
+        if chosen is not None:
+            self._bind(state, chosen)
+            self._append_row(state, self._chunk_row(state, best))
+        elif is_open:
             self.refused.append(state.slot)
-            return 0
-        self._bind(state, chosen)
-        self._append_row(state, self._chunk_row(state, q_len))
-        return q_len
+        return best
+
+    def _by_work(self, state: State, firsts: list[int]) -> list[int]:
+        """Where a request may begin, the least busy span first: by what the busiest of its groups and all would have to
+        do, then by what its decodes read."""
+        if len(firsts) < 2:
+            return firsts
+        work = self._pending_work()
+        width = len(self.memory.reservation(state.request.num_kv_tokens, self._most_kv(state)))
+        used = [self.memory.used(group) for group in range(self.memory.num_groups)]
+        spans = {first: slice(first, first + width) for first in firsts}
+        return sorted(firsts, key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
 
     def _bind(self, state: State, first: int) -> None:
         """Bind a request that shares nothing to the span that begins at ``first``."""

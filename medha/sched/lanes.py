@@ -10,8 +10,8 @@ plans before it; who can begin now does, and then keeps its plan. So nobody is b
 
 The queue time of a group is what its lane is predicted to take, from what is known when somebody is planned: tasks in
 flight from when they began, the others behind them; one that should be over is taken to need as long again as it is
-late. Where one takes far longer than predicted and another
-group is idle, whoever has not started is planned anew, also with ``arrival``: else they would queue behind it.
+late. Where one takes far longer than predicted and another group is idle, whoever has not started is planned anew, also
+with ``arrival``: else they would queue behind it.
 
 A plan needs memory for its largest even share of tokens on each group of its last run. That is set aside when the plan
 is made, and where it is not there nobody is planned until it is: a plan that is kept waits for tasks before its own

@@ -140,8 +140,10 @@ class KVMemory:
         A group may be a block ahead of the others and a piece longer than half of its share. The last one takes the new
         tokens too, and chunks that are gathered, as long as it is two blocks ahead at most.
         """
+        if self.deal_pays is None:
+            return None
         count, size = len(self.reservation(num_tokens)), self.block_size
-        if self.deal_pays is None or count == 1 or not self.deal_pays(num_prompt, count):
+        if count == 1 or not self.deal_pays(num_prompt, count):
             return None
         share, spare = -(-num_tokens // count), size + PIECES
         last = -(-num_prompt // count) + num_tokens - num_prompt + 2 * spare + PIECES * count
@@ -346,6 +348,8 @@ class KVMemory:
         """Allocate the blocks that a row fills; of a dealt request history leaves some too."""
         account, new = self._accounts[row.slot], list[Extent]()
         needs = account.needs(row, self.block_size)
+        if account.is_set_aside and account.tokens is None and needs[row.writer] <= 0:
+            return new  # a decode within its last block, as most are
         if account.tokens is not None:
             self.deals += account.deals(row, self.block_size) if row.is_dealt else ()
             for group, tokens in account.after(row, self.block_size):
