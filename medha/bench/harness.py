@@ -229,11 +229,6 @@ def terms(*names: str) -> str:
     return "; ".join(f"{name}: {DEFINITIONS[name]}" for name in names)
 
 
-def count_parameters(model: ModelConfig, is_counted: Callable[[str], bool]) -> int:
-    """Parameters of the tensors whose names count."""
-    return sum(torch.Size(shape).numel() for name, shape in expected_tensors(model).items() if is_counted(name))
-
-
 def random_prompt(length: int, vocab_size: int, chance: np.random.Generator) -> Prompt:
     """Token ids drawn evenly, as an array."""
     return cast(Prompt, chance.integers(0, vocab_size, length, dtype=np.int32))
