@@ -226,10 +226,8 @@ class LLM:
     ) -> None:
         role, self._role = self._role, None
         with self._files:
-            if role is not None and value is not None and not role.is_alone:
-                role.give_up(value)  # the other ranks may be anywhere: to wait for them could be for ever
-            elif role is not None:
-                role.close()
+            if role is not None:
+                role.__exit__(kind, value, traceback)
 
     @property
     def _open_role(self) -> RankHandle:

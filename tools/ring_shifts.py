@@ -25,6 +25,7 @@ from medha.params import SamplingParams
 from medha.profile.steps import FIRST_SLOT
 from medha.records import RankRecords
 from medha.worker.runner import Runner
+from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
 from medha.worker.swap import Wait
 from tools.command import main
@@ -71,7 +72,8 @@ def run(local: Local, *, history: int, chunk: int, runs: int) -> Report:
     """The shares of a chunk in which a rank waits for history, by whether it moves beside the compute."""
     runner = local.engine.runner
     prompt = np.random.default_rng(0).integers(0, local.model.vocab_size, history + chunk + 1).astype(np.int32)
-    runner.open(FIRST_SLOT, prompt, SamplingParams(max_tokens=1).resolve({}), seed=0, end_ids=(), drawn=[])
+    params = SamplingParams(max_tokens=1).resolve({})
+    runner.open(FIRST_SLOT, prompt, SlotSampling.of(params, 0, (), prompt), [])
     for number in range(2 * (1 + runs)):
         for batch in pair(number, history, chunk):
             runner.submit(batch).result()

@@ -212,31 +212,21 @@ def on_ranks(
             told = {"subject": asdict(subject), "longest": longest, "fills": fills, **engine}
             stack.enter_context(own_ranks(size, ["medha.bench.harness", json.dumps(told)]))
         role = build_role(config)
+        if role.engine is None:
+            ignore_signals()  # from here on rank 0 tells this rank when to stop
+            stack.enter_context(state_on_signal(role.describe))
+        stack.enter_context(role)
         if fills:
             cache = role.runner.cache
             fill_pools(cache, cache.num_blocks * cache.block_size, seed=role.runner.group)
         if role.engine is None:
-            ignore_signals()  # from here on rank 0 tells this rank when to stop
-            with state_on_signal(role.describe):
-                role.close()
             return None
-        try:
-            report = work(Local(subject, config, role, subject.model_config(longest=longest)))
-        except BaseException as error:
-            role.give_up(error)
-            raise
-        role.close()
-        return report
+        return work(Local(subject, config, role, subject.model_config(longest=longest)))
 
 
 def terms(*names: str) -> str:
     """What some of the terms mean, for below a table."""
     return "; ".join(f"{name}: {DEFINITIONS[name]}" for name in names)
-
-
-def count_parameters(model: ModelConfig, is_counted: Callable[[str], bool]) -> int:
-    """Parameters of the tensors whose names count."""
-    return sum(torch.Size(shape).numel() for name, shape in expected_tensors(model).items() if is_counted(name))
 
 
 def random_prompt(length: int, vocab_size: int, chance: np.random.Generator) -> Prompt:

@@ -150,7 +150,7 @@ def sampling(options: SamplingOptions) -> Report:
     """From random logits to tokens on the host, over batch sizes and ways of drawing."""
     device = _device(options.subject)
     model = options.subject.model_config(longest=1)
-    prompt = torch.arange(min(1024, model.vocab_size))
+    prompt = np.arange(min(1024, model.vocab_size), dtype=np.int32)
     runs: dict[Any, Callable[[], float]] = {}
     for batch, way in pairs(options.batch_sizes, WAYS):
         logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from medha.bench.cli import COUNT, SUBJECT, Report, Shows, asked, counted, lengths, verb, warmups
-from medha.bench.harness import Local, Subject, count_parameters, on_ranks, random_prompt, terms
+from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
 from medha.bench.load import NotedStep, Workload, arrivals_of, fixed_output, serve_load, steps_noted
 from medha.bench.timing import in_turn, matrix_product, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
@@ -137,7 +137,7 @@ def latency_fields(outcomes: Sequence[Outcome]) -> Report:
 
 def useful_flops(model: ModelConfig, prompt_len: int) -> float:
     """Operations of reading a prompt, see above."""
-    linear = 2.0 * count_parameters(model, lambda name: name.startswith("model.layers.")) * prompt_len
+    linear = 2.0 * model.num_layers * model.layer_parameters() * prompt_len
     return linear + 2.0 * prompt_len**2 * model.num_heads * model.head_dim * model.num_layers
 
 

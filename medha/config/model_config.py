@@ -51,3 +51,18 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token leaves in the cache, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+    def layer_parameters(self, tp: int = 1) -> int:
+        """Parameters of a layer on one of ``tp`` ranks: norms whole, all else its share; a KV head at least."""
+        D, H, inner = self.hidden_size, self.head_dim, self.intermediate_size // tp
+        heads, kv_heads = self.num_heads // tp, max(1, self.num_kv_heads // tp)
+        qkv = (heads + 2 * kv_heads) * H
+        biases = self.qkv_bias * qkv + self.o_bias * D
+        return D * qkv + heads * H * D + 3 * D * inner + 2 * D + biases + self.qk_norm * 2 * H
+
+    def num_parameters(self, layers: range, tp: int = 1) -> int:
+        """Parameters on one of ``tp`` ranks that hold some layers, with embedding and head where they have the ends."""
+        is_first, is_last = layers.start == 0, layers.stop == self.num_layers
+        tables = 1 if is_first and is_last and self.tie_word_embeddings else is_first + is_last
+        vocabulary = self.vocab_size * self.hidden_size // tp
+        return len(layers) * self.layer_parameters(tp) + tables * vocabulary + is_last * self.hidden_size

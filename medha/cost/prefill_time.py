@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
@@ -40,12 +39,13 @@ class PrefillTimes:
 
     def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000, count: int = 1) -> None:
         self.max_tokens = max_tokens
-        self._steps = steps = _Steps(_chunk_seconds(predictor, count), chunk, count * predictor.max_tokens)
-        self.least_s = steps.seconds(1, 0)
-        starts, done = steps.exact(max_tokens)
+        self._chunk_s, self._chunk = _chunk_seconds(predictor, count), chunk
+        self._largest = count * predictor.max_tokens  # tokens of a batch
+        self.least_s = self._seconds(1, 0)
+        starts, done = self._exact()
         self._exact_end = starts[-1]
         if starts[-1] < max_tokens:
-            more, more_s = steps.integrated(starts[-1], done[-1], max_tokens)
+            more, more_s = self._integrated(starts[-1], done[-1])
             starts, done = [*starts, *more], [*done, *more_s]
         self._starts = starts  # of chunks, or of ranges of them
         self._done: list[float] = np.maximum.accumulate(done).tolist()  # seconds by then
@@ -54,12 +54,12 @@ class PrefillTimes:
         """Seconds to prefill a prompt of so many tokens."""
         num_prompt = min(num_prompt, self.max_tokens)
         if num_prompt > self._exact_end:  # the last chunk is somewhere: half a step of one token in the mean
-            return self._done_s(num_prompt) + self._steps.seconds(1, num_prompt) / 2
+            return self._done_s(num_prompt) + self._seconds(1, num_prompt) / 2
         at = bisect_left(self._starts, num_prompt) - 1
         if at < 0:
             return 0.0
         start = int(self._starts[at])
-        return self._done[at] + self._steps.seconds(num_prompt - start, start)
+        return self._done[at] + self._seconds(num_prompt - start, start)
 
     def span_s(self, start: int, end: int) -> float:
         """Seconds in which a long prompt's prefill comes from one position to another."""
@@ -81,6 +81,36 @@ class PrefillTimes:
         if i + 1 == len(x):
             return y[-1]
         return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (num_tokens - x[i]) + y[i]
+
+    def _seconds(self, q_len: int, kv_before: int) -> float:
+        """Of one chunk alone; one longer than the largest batch runs as several."""
+        total_s = 0.0
+        while q_len > self._largest:
+            total_s += self._chunk_s(self._largest, kv_before)
+            q_len, kv_before = q_len - self._largest, kv_before + self._largest
+        return total_s + self._chunk_s(q_len, kv_before)
+
+    def _exact(self) -> tuple[list[float], list[float]]:
+        """Where the first chunks start, and the seconds done by then; the last is where the last of them ends."""
+        starts, done, at = [0.0], [0.0], 0
+        while at < self.max_tokens and len(starts) <= _EXACT_CHUNKS:
+            size = min(max(self._chunk(at), 1), self.max_tokens - at)  # 1 where the budget is too small
+            done.append(done[-1] + self._seconds(size, at))
+            at += size
+            starts.append(float(at))
+        return starts, done
+
+    def _integrated(self, start: float, start_s: float) -> tuple[list[float], list[float]]:
+        """From ``start`` on: lengths, and the seconds done by then."""
+        points = np.unique(np.geomspace(start, self.max_tokens, _NUM_POINTS).round())
+        sizes = np.array([max(self._chunk(int(kv)), 1) for kv in points])
+        steps_s = np.array([self._seconds(int(size), int(kv)) for size, kv in zip(sizes, points, strict=True)])
+        rate = steps_s / sizes
+        spans = np.diff(points)
+        # A chunk costs its first token's rate throughout: half a chunk behind the integral.
+        lag = np.minimum((sizes[1:] + sizes[:-1]) / 2, spans)
+        ranges_s = (rate[1:] + rate[:-1]) / 2 * spans - lag * (rate[1:] - rate[:-1]) / 2
+        return points[1:].tolist(), (start_s + np.cumsum(ranges_s)).tolist()
 
 
 class SpreadTimes:
@@ -176,46 +206,3 @@ def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, C
     efficient = efficient_chunk(predictor, most, least)
     size = efficient_chunk(predictor, most, min(_SHORT_PROMPT, most))(0)
     return predictor.uncorrected().tick().with_chunk(size, 0), efficient
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The prefill of one endless prompt, step by step or in ranges of steps."""
-
-    chunk_s: Callable[[int, int], float]  # of tokens behind cached ones
-    chunk: ChunkRule
-    largest: int  # tokens of a batch
-
-    def seconds(self, q_len: int, kv_before: int) -> float:
-        """Of one chunk alone; one longer than the largest batch runs as several."""
-        total_s = 0.0
-        while q_len > self.largest:
-            total_s += self.chunk_s(self.largest, kv_before)
-            q_len, kv_before = q_len - self.largest, kv_before + self.largest
-        return total_s + self.chunk_s(q_len, kv_before)
-
-    def size(self, kv_before: int) -> int:
-        """The rule's chunk; 1 where it yields nothing, as the budget is too small."""
-        return max(self.chunk(kv_before), 1)
-
-    def exact(self, max_tokens: int) -> tuple[list[float], list[float]]:
-        """Where the first chunks start, and the seconds done by then; the last is where the last of them ends."""
-        starts, done, at = [0.0], [0.0], 0
-        while at < max_tokens and len(starts) <= _EXACT_CHUNKS:
-            size = min(self.size(at), max_tokens - at)
-            done.append(done[-1] + self.seconds(size, at))
-            at += size
-            starts.append(float(at))
-        return starts, done
-
-    def integrated(self, start: float, start_s: float, max_tokens: int) -> tuple[list[float], list[float]]:
-        """From ``start`` on: lengths, and the seconds done by then."""
-        points = np.unique(np.geomspace(start, max_tokens, _NUM_POINTS).round())
-        sizes = np.array([self.size(int(kv)) for kv in points])
-        steps_s = np.array([self.seconds(int(size), int(kv)) for size, kv in zip(sizes, points, strict=True)])
-        rate = steps_s / sizes
-        spans = np.diff(points)
-        # A chunk costs its first token's rate throughout: half a chunk behind the integral.
-        lag = np.minimum((sizes[1:] + sizes[:-1]) / 2, spans)
-        ranges_s = (rate[1:] + rate[:-1]) / 2 * spans - lag * (rate[1:] - rate[:-1]) / 2
-        return points[1:].tolist(), (start_s + np.cumsum(ranges_s)).tolist()

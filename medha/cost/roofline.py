@@ -140,7 +140,6 @@ class Shard(NamedTuple):
     heads: int
     kv_heads: int
     intermediate: int
-    is_first: bool
     is_last: bool
     dtype_bytes: int
 
@@ -150,7 +149,7 @@ class Shard(NamedTuple):
         parallel.check_model(model)
         heads, inner = model.num_heads // parallel.tp, model.intermediate_size // parallel.tp
         layers, kv_heads = len(parallel.layers_of(stage, model.num_layers)), max(1, model.num_kv_heads // parallel.tp)
-        return cls(model, layers, heads, kv_heads, inner, stage == 0, stage == parallel.spp - 1, dtype_bytes)
+        return cls(model, layers, heads, kv_heads, inner, stage == parallel.spp - 1, dtype_bytes)
 
     def seconds(self, layer_s: Floats) -> tuple[float, ...]:
         return tuple((self.layers * layer_s).tolist())

@@ -92,9 +92,14 @@ class RankHandle:
         assert worker is not None, "every rank has the one or the other"
         return worker.describe()
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell every rank that this one goes with an error; they end too."""
-        if (part := self.caller or self.follower) is not None:
+    def __enter__(self) -> RankHandle:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Leave the job; where an error ends this rank tell the others, which may be anywhere, and do not wait."""
+        if error is None or (part := self.caller or self.follower) is None:
+            self.close()
+        else:
             give_up(part.ranks.monitor, error)
 
     def close(self) -> None:

@@ -50,9 +50,9 @@ from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
-from medha.params import SamplingParams
 from medha.records import RankRecords, StepLog
 from medha.worker.runner import Runner
+from medha.worker.sampling import SlotSampling
 from medha.worker.step import Lane, PendingStep, StepResult, sampling_rows
 from medha.worker.step_input import StepInput
 from medha.worker.transfer import TransferLine
@@ -109,9 +109,9 @@ class DrivingRunner:
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
         self._ranks_of = [[rank for rank in ranks.of_groups([group]) if rank != 0] for group in groups]
 
-    def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], params: SamplingParams, **its: Any) -> None:
+    def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], sampling: SlotSampling, drawn: list[int]) -> None:
         """See :meth:`medha.worker.runner.Runner.open`; the others hear of it with the rows that concern them."""
-        self._runner.open(slot, prompt_ids, params, **its)
+        self._runner.open(slot, prompt_ids, sampling, drawn)
         self._sampled_on.pop(slot, None)
 
     def close(self, slot: int) -> None:

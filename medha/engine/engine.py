@@ -33,6 +33,7 @@ from medha.records import StepLog
 from medha.sched.decision import Decision, Observer, Prediction
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
+from medha.worker.sampling import SlotSampling
 from medha.worker.step import BatchRunner, phase
 
 _EXTEND_EVERY = 256  # tokens of an output after which others may share them too
@@ -222,8 +223,8 @@ class Engine:
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
         self._num_added += params.n
         for one, its_head, its in zip(request.completions, asked, admitted, strict=True):
-            its_seed, end_ids = seed + one.index, tuple(sorted(one.end_ids))
-            self.runner.open(one.slot, request.prompt_ids, params, seed=its_seed, end_ids=end_ids, drawn=one.token_ids)
+            sampling = SlotSampling.of(params, seed + one.index, tuple(sorted(one.end_ids)), request.prompt_ids)
+            self.runner.open(one.slot, request.prompt_ids, sampling, one.token_ids)
             one.admitted(its)
             self._by_slot[one.slot] = one
             if self._free_slots:

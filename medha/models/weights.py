@@ -160,10 +160,10 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def expected_tensors(config: ModelConfig, layers: range | None = None) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a model, or of a stage with these layers, as in Hugging Face checkpoints."""
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model, as in Hugging Face checkpoints."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Decoder(config, layers).named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:

@@ -17,6 +17,7 @@ import torch
 from medha.batch import Batch, Deal, Extent, Row, Shared, even_shares
 from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
+from medha.worker.sampling import SlotSampling
 from medha.worker.step import BatchRunner
 
 FIRST_SLOT = 1 << 20  # slots from here on are for hand-made batches, out of the way of an engine's
@@ -82,9 +83,10 @@ class StepRunner:
         """Make the first slots known, each with a token drawn for a decode to go on from; their prompts are as long as
         the pool, so none ever ends."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True).resolve({})
+        sampling = SlotSampling.of(params, 0, (), self._prompt)
         new = range(FIRST_SLOT + self._num_open, FIRST_SLOT + number)
         for slot in new:
-            self._runner.open(slot, self._prompt, params, seed=0, end_ids=(), drawn=[])
+            self._runner.open(slot, self._prompt, sampling, [])
         if new:
             rows, extents = [Row(slot, 0, 1, False, True) for slot in new], [Extent(slot, 0, 1) for slot in new]
             self._runner.submit(self._batch(rows, extents, ())).result()

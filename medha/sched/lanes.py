@@ -33,7 +33,7 @@ from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.cdsp import Chunk, Planner
 from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.policy import load_policy, order
+from medha.sched.policy import load_policy
 from medha.sched.queue import Queue, State
 
 ARRIVAL = "arrival"
@@ -174,16 +174,8 @@ class CdspPacker(Packer):
         queue_s = self._queue_s(builder.now_s, factor)
         for group in self._busy():  # a task that should be over and is not will not be for a little while
             queue_s[group] = max(queue_s[group], 2 * _SOON_S)
-        rows = order(
-            self._ranking,
-            queue.columns(factor),
-            slots=queue.column("slot"),
-            now_s=builder.now_s,
-            first=_FIRST,
-            among=~queue.column("started"),
-            last=queue.column("relegated"),
-            behind=queue.tenants.ahead(queue.column("tenant")) if queue.tenants.are_several else None,
-        )
+        among = ~queue.column("started")
+        rows = queue.order(self._ranking, builder.now_s, factor=factor, first=_FIRST, among=among)
         for state in queue.states_of_rows(rows):
             if min(queue_s) > _SOON_S:
                 break

@@ -58,7 +58,7 @@ from medha.cost.predictor import Predictor, Tick, Work, dealt_work, ring_or_gath
 from medha.cost.prefill_time import chunk_rules, dealt_chunk
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
-from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
+from medha.sched.policy import SHORTEST_S, load_policy, sort_rows
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and the most rounds of a batch; of an empty one with none in
@@ -248,16 +248,8 @@ class MedhaPacker(Packer):
 
     def _order(self, queue: Queue, builder: BatchBuilder, tried: Collection[int] = ()) -> NDArray[np.intp]:
         """Rows of the first that may enter, until one of them is scheduled whole: then rows move."""
-        return order(
-            self._ranking,
-            queue.columns(self._factor),
-            slots=queue.column("slot"),
-            now_s=builder.now_s + self._ahead_s,
-            first=_FIRST,
-            among=self._candidates(queue, builder, tried),
-            last=queue.column("relegated"),
-            behind=queue.tenants.ahead(queue.column("tenant")) if queue.tenants.are_several else None,
-        )
+        now_s, among = builder.now_s + self._ahead_s, self._candidates(queue, builder, tried)
+        return queue.order(self._ranking, now_s, factor=self._factor, first=_FIRST, among=among)
 
     def _fill_up(self, queue: Queue, builder: BatchBuilder) -> None:
         """What long prefills yielded and nobody took, and what the guarded may have on top of their share."""

@@ -19,7 +19,7 @@ from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
+from medha.sched.policy import COLUMN_NAMES, Columns, Ranking, order, sort_rows
 from medha.sched.prefix import Chain, PrefixCache
 from medha.sched.tenants import Tenants
 
@@ -132,6 +132,15 @@ class Queue:
         if factor != 1.0:
             views |= {name: views[name] * factor for name in ("work_total_s", "work_left_s")}
         return Columns(**views)
+
+    def order(
+        self, ranking: Ranking, now_s: float, *, factor: float, first: int, among: NDArray[np.bool_] | None
+    ) -> NDArray[np.intp]:
+        """The first rows of ``among``, None is all, in the order of a policy: within a class those of a tenant that is
+        ahead come last, and whoever is relegated after all others. ``factor`` is as of :meth:`columns`."""
+        columns, slots, last = self.columns(factor), self.column("slot"), self.column("relegated")
+        behind = self.tenants.ahead(self.column("tenant")) if self.tenants.are_several else None
+        return order(ranking, columns, slots=slots, now_s=now_s, first=first, among=among, last=last, behind=behind)
 
     def column(self, name: str) -> NDArray[Any]:
         """A view of one column of ``_COLUMNS``."""

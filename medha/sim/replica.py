@@ -97,16 +97,9 @@ def spec_fields(spec: HardwareSpec) -> dict[str, str]:
 
 
 def weights_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
-    """Bytes of the parameters on one rank: norms whole, all else its share; KV heads at least one a rank."""
-    shard, D, H = Shard.of(model, parallel, stage), model.hidden_size, model.head_dim
-    qkv = (shard.heads + 2 * shard.kv_heads) * H
-    layer = D * qkv + shard.heads * H * D + 3 * D * shard.intermediate + 2 * D
-    layer += model.qkv_bias * qkv + model.o_bias * D + model.qk_norm * 2 * H
-    vocabulary = model.vocab_size * D // parallel.tp
-    tables = shard.is_first + shard.is_last
-    if model.tie_word_embeddings and parallel.spp == 1:
-        tables = 1
-    return DTYPE_BYTES * (shard.layers * layer + tables * vocabulary + shard.is_last * D)
+    """Bytes of the parameters on one rank."""
+    parallel.check_model(model)
+    return DTYPE_BYTES * model.num_parameters(parallel.layers_of(stage, model.num_layers), parallel.tp)
 
 
 def kv_bytes_per_token(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:

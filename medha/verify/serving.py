@@ -9,7 +9,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -206,18 +205,11 @@ def memory_row(parallel: ParallelConfig, num_tokens: int, kv_bytes: Sequence[int
     return Row("KV bytes", what, f"{max(known) / whole:.1%}", f"{limit / whole:.1%}", verdict, max(known) / limit)
 
 
-@contextmanager
-def joined(setting: Setting, folder: Path, **options: Any) -> Iterator[RankHandle]:
-    """This rank's role in serving a model; on the others than rank 0 it is followed to its end, and closed on all."""
+def joined(setting: Setting, folder: Path, **options: Any) -> RankHandle:
+    """This rank's role in serving a model, to be closed; on the others than rank 0 it is followed to its end then."""
     parallel = setting.parallel
     options |= {"tp": parallel.tp, "spp": parallel.spp, "kvp": parallel.kvp, "device": setting.device}
-    role = build_role(EngineConfig.from_flat(str(folder), attention_backend=setting.attention_backend, **options))
-    try:
-        yield role
-    except BaseException as error:
-        role.give_up(error)
-        raise
-    role.close()
+    return build_role(EngineConfig.from_flat(str(folder), attention_backend=setting.attention_backend, **options))
 
 
 def answers(

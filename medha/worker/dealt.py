@@ -18,7 +18,7 @@ import numpy.typing as npt
 from medha.attention.interface import AttentionRows, adjacent_runs
 from medha.batch import Batch, Deal, Row
 from medha.parallel.kvp import Shared, shared_rows
-from medha.worker.swap import Run
+from medha.worker.kv_cache import Run
 
 Tables = Mapping[int, npt.NDArray[np.int32]]
 

@@ -8,7 +8,7 @@ tokens outermost (the layout of paged kernels).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 
 import torch
@@ -18,6 +18,17 @@ from medha.attention.interface import LayerShape
 from medha.cpu import decoder as cpu
 from medha.cpu.library import library
 from medha.errors import ConfigError
+
+Run = tuple[int, int, int]
+"""Tokens that move together: (the first of them in the pool, the first in what faces it, count)."""
+
+
+def copy_tokens(pool: torch.Tensor, other: torch.Tensor, runs: Sequence[Run], *, is_back: bool = False) -> None:
+    """Copy tokens of a pool to what faces it, or back, in place and in order; on CUDA the host does not wait."""
+    for here, there, count in runs:
+        mine, theirs = pool[here : here + count], other[there : there + count]
+        source, target = (theirs, mine) if is_back else (mine, theirs)
+        target.copy_(source, non_blocking=True)
 
 
 def new_pool(
@@ -70,11 +81,10 @@ class KVCache:
         """Bytes of a block's keys and values over all layers held here."""
         return sum(2 * pool[: self.block_size].nbytes for pool in self.k)
 
-    def copy(self, layer: int, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Copy tokens within a layer's pool, in order: (first, first of where they go, count)."""
+    def copy(self, layer: int, runs: Sequence[Run]) -> None:
+        """Copy tokens within a layer's pool, in order: from where, and where they go."""
         for pool in (self.k[layer], self.v[layer]):
-            for source, target, count in runs:
-                pool[target : target + count] = pool[source : source + count]
+            copy_tokens(pool, pool, runs)
 
     def append_by(self, append_paged_kv_cache: Callable[..., None]) -> None:
         """Let :meth:`write` take a launch: the pool is to FlashInfer one request, whose pages are all there are."""
@@ -133,22 +143,21 @@ class KVCache:
         """Numbers of the memory of :meth:`block` for so many tokens."""
         return 2 * num_tokens * (num_heads or self.shape.num_kv_heads) * self.shape.head_dim
 
-    def pack(
-        self, layer: int, runs: Sequence[tuple[int, int, int]], memory: torch.Tensor, heads: range | None = None
-    ) -> torch.Tensor:
-        """Copy tokens of a layer's pool into a :meth:`block`, in place: (first, first in the block, count); of some of
-        this rank's heads, None is all."""
-        heads = heads or range(self.shape.num_kv_heads)
-        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory, len(heads)), strict=True):
-            for source, target, count in runs:
-                block[target : target + count] = pool[source : source + count, heads.start : heads.stop]
+    def pack(self, layer: int, runs: Sequence[Run], memory: torch.Tensor, heads: range | None = None) -> torch.Tensor:
+        """Copy tokens of a layer's pool into a :meth:`block`, in place, of some of this rank's heads, None is all."""
+        for pool, block in self._facing(layer, memory, heads):
+            copy_tokens(pool, block, runs)
         return memory
 
-    def unpack(
-        self, layer: int, runs: Sequence[tuple[int, int, int]], memory: torch.Tensor, heads: range | None = None
-    ) -> None:
+    def unpack(self, layer: int, runs: Sequence[Run], memory: torch.Tensor, heads: range | None = None) -> None:
         """The inverse of :meth:`pack`."""
+        for pool, block in self._facing(layer, memory, heads):
+            copy_tokens(pool, block, runs, is_back=True)
+
+    def _facing(
+        self, layer: int, memory: torch.Tensor, heads: range | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of keys and of values a layer's pool, some heads of it, and their part of a :meth:`block`."""
         heads = heads or range(self.shape.num_kv_heads)
-        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory, len(heads)), strict=True):
-            for target, source, count in runs:
-                pool[target : target + count, heads.start : heads.stop] = block[source : source + count]
+        pools = (pool[:, heads.start : heads.stop] for pool in (self.k[layer], self.v[layer]))
+        return zip(pools, self.block(memory, len(heads)), strict=True)

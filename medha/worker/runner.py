@@ -40,7 +40,6 @@ from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, Partial, shared_rows
 from medha.parallel.ring import Ring, buffer_of
 from medha.parallel.spp import StagePipe
-from medha.params import SamplingParams
 from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs
@@ -90,23 +89,14 @@ class Runner:
         self.graphs = DecodeGraphs(self.model, self.cache, self.backend, self._inv_freq, most_decodes=max(sizes))
         self.graphs.capture(maker, sizes, is_alone=is_alone)
 
-    def open(
-        self,
-        slot: int,
-        prompt_ids: npt.NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        seed: int,
-        end_ids: tuple[int, ...],
-        drawn: list[int],
-    ) -> None:
-        """Take the tokens (kept, not copied) and resolved sampling parameters of a request, ahead of its first batch.
+    def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], sampling: SlotSampling, drawn: list[int]) -> None:
+        """Take the tokens (kept, not copied) and sampling parameters of a request, ahead of its first batch.
 
-        A former occupant of the slot is forgotten; ``end_ids`` are what ``min_tokens`` holds back. Whoever reads
-        results adds its tokens to ``drawn``, which is read should they have to be computed again.
+        A former occupant of the slot is forgotten. Whoever reads results adds its tokens to ``drawn``, which is read
+        should they have to be computed again.
         """
         self._prompts[slot], self._drawn[slot] = prompt_ids, drawn
-        self.open_sampling(slot, SlotSampling.of(params, seed, end_ids, torch.from_numpy(prompt_ids)))
+        self.open_sampling(slot, sampling)
 
     def open_sampling(self, slot: int, sampling: SlotSampling) -> None:
         """Take the sampling parameters alone, on a rank that gets the tokens of each batch with it."""

@@ -61,11 +61,13 @@ class SlotSampling:
         self.is_plain = not (self._always_draws or self.held_until) and p.logprobs is None
 
     @classmethod
-    def of(cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], prompt: torch.Tensor) -> SlotSampling:
-        """The state of a new request; ``prompt`` is integers of one axis."""
+    def of(
+        cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], prompt_ids: npt.NDArray[np.int32]
+    ) -> SlotSampling:
+        """The state of a new request, whose parameters are resolved."""
         has_penalty = params.repetition_penalty not in (None, 1.0)
-        distinct = torch.bincount(prompt).nonzero().view(-1).to(torch.int32) if has_penalty else None
-        return cls(params, seed, end_ids, len(prompt), distinct)
+        distinct = torch.from_numpy(np.flatnonzero(np.bincount(prompt_ids)).astype(np.int32)) if has_penalty else None
+        return cls(params, seed, end_ids, len(prompt_ids), distinct)
 
     def needs_more(self, index: int) -> bool:
         """Whether draw ``index`` is more than taking the largest logit."""

@@ -24,7 +24,7 @@ from medha.cpu.library import lacks_products, library
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.layers import OWN_KERNELS, FusedKernels, TensorShard, local_part
-from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, load_parameters
+from medha.models.weights import Checkpoint, TensorInfo, check_tensors, load_parameters
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch
 from medha.parallel.mesh import Ranks, wait_for_all
@@ -83,13 +83,7 @@ class ModelShard:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters that this rank holds: those of its layers, its share of each that is split."""
-        total = 0
-        for name, shape in expected_tensors(self.model, self.layers).items():
-            module, _, kind = name.rpartition(".")
-            split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
-            is_split = split is not None and not (split == "row" and kind == "bias")
-            total += torch.Size(shape).numel() // (self.tp if is_split else 1)
-        return total * self.dtype.itemsize
+        return self.whole.num_parameters(self.layers, self.tp) * self.dtype.itemsize
 
 
 def build_runner(

@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch.autograd.profiler as profiler
 
 from medha.batch import Batch, Row
-from medha.params import SamplingParams
-from medha.worker.sampling import Sampled
+from medha.worker.sampling import Sampled, SlotSampling
 
 T = TypeVar("T")
 _NO_PHASE = nullcontext()
@@ -40,16 +39,7 @@ class PendingStep(NamedTuple):
 class BatchRunner(Protocol):
     """What runs batches: :class:`medha.worker.runner.Runner` on one rank, or all ranks behind rank 0."""
 
-    def open(
-        self,
-        slot: int,
-        prompt_ids: npt.NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        seed: int,
-        end_ids: tuple[int, ...],
-        drawn: list[int],
-    ) -> None:
+    def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], sampling: SlotSampling, drawn: list[int]) -> None:
         """Take a request ahead of its first batch; whoever reads results adds its tokens to ``drawn``."""
 
     def close(self, slot: int) -> None:

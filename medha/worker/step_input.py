@@ -22,7 +22,7 @@ from medha.attention.interface import AttentionRows
 from medha.attention.staging import to_device
 from medha.batch import Batch, Deal, Extent, Row, Swap, shifts
 from medha.worker.dealt import DealtRows, Move, dealt_rows, runs_of
-from medha.worker.swap import Run
+from medha.worker.kv_cache import Run
 
 Ints = npt.NDArray[np.int64]
 _NO_INTS = np.empty(0, np.int64)

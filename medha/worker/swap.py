@@ -15,10 +15,8 @@ from functools import partial
 import torch
 
 from medha.errors import ConfigError
-from medha.worker.kv_cache import KVCache, new_pool
+from medha.worker.kv_cache import KVCache, Run, copy_tokens, new_pool
 
-Run = tuple[int, int, int]
-"""Tokens that move together: (first token of the device's pool, first token of the host's, count)."""
 Wait = Callable[[], None]
 
 _MEASURED_BLOCKS = 4
@@ -113,9 +111,6 @@ class HostCache:
 
     def _move(self, layer: int, out: Sequence[Run], back: Sequence[Run]) -> None:
         pairs = ((self._cache.k[layer], self.k[layer]), (self._cache.v[layer], self.v[layer]))
-        for pool, host in pairs:
-            for at, on_host, count in out:
-                host[on_host : on_host + count].copy_(pool[at : at + count], non_blocking=True)
-        for pool, host in pairs:
-            for at, on_host, count in back:
-                pool[at : at + count].copy_(host[on_host : on_host + count], non_blocking=True)
+        for runs, is_back in ((out, False), (back, True)):
+            for pool, host in pairs:
+                copy_tokens(pool, host, runs, is_back=is_back)

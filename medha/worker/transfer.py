@@ -35,12 +35,11 @@ from medha.parallel.health import tell_failure
 from medha.parallel.mesh import Ranks
 from medha.parallel.ring import buffer_of
 from medha.parallel.spp import Digests, check_digest
-from medha.worker.kv_cache import KVCache
+from medha.worker.kv_cache import KVCache, Run
 from medha.worker.runner import Runner
 from medha.worker.shard import ModelShard
 from medha.worker.step import Lane
 from medha.worker.step_input import Slots
-from medha.worker.swap import Run
 
 _RECEIPTS_TAG = 4  # the report group's others are in medha/engine/wire.py
 PIECE_TOKENS = 1 << 14  # 64 MiB of 8 heads of 128 in 16 bits

@@ -1,6 +1,7 @@
 """Specs as JSON, and the costs and memory that follow from them, against closed forms."""
 
 import functools
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import Shard, chunk_slope_s, first_chunk_s, linear_layer_s, stage_coefficients
 from medha.errors import ConfigError
+from medha.models.decoder import TP_PLAN, Decoder
 from medha.sim.replica import activation_bytes, find_model, kv_bytes_per_token, kv_pool_tokens, weights_bytes
 from medha.worker.shard import ModelShard
 from tests.sched.costs import changed as changed_file
@@ -225,7 +227,15 @@ def test_weights_are_those_that_the_engine_loads(model: ModelConfig, degrees: tu
     parallel = ParallelConfig(*degrees)
     for stage in range(parallel.spp):
         part = ModelShard.at(model, parallel, parallel.rank_of(stage=stage, tp_rank=0), torch.bfloat16)
-        assert weights_bytes(model, parallel, stage) == part.weight_bytes
+        with torch.device("meta"):
+            parameters = dict(Decoder(part.model, part.layers).named_parameters())
+        held = 0
+        for name, parameter in parameters.items():
+            module, _, kind = name.rpartition(".")
+            split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
+            is_split = split is not None and not (split == "row" and kind == "bias")
+            held += 2 * parameter.numel() // (parallel.tp if is_split else 1)
+        assert weights_bytes(model, parallel, stage) == part.weight_bytes == held
         assert kv_bytes_per_token(model, parallel, stage) == 4 * len(part.layers) * part.num_kv_heads * model.head_dim
 
 

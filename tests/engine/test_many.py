@@ -29,7 +29,7 @@ class VirtualRunner:
     now_s: float = 0.0
     num_open: int = 0
 
-    def open(self, slot: int, *_: Any, **__: Any) -> None:
+    def open(self, slot: int, *_: Any) -> None:
         self.num_open += 1
 
     def close(self, slot: int) -> None:

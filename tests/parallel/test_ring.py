@@ -25,6 +25,7 @@ from medha.parallel.spp import Digests
 from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
+from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.parallel.dealing import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
@@ -116,7 +117,8 @@ def serve(
                 runner, hand = llm.engine.runner, Hand(plans)
                 for slot, prompt in enumerate(prompts):
                     resolved = SamplingParams(**params[slot]).resolve({})
-                    runner.open(slot, np.array(prompt, np.int32), resolved, seed=slot, end_ids=(), drawn=[])
+                    ids = np.array(prompt, np.int32)
+                    runner.open(slot, ids, SlotSampling.of(resolved, slot, (), ids), [])
                 pending = [runner.submit(batch) for batch in hand.prefills()]
                 results = [step.result() for step in pending]
                 results += [runner.submit(hand.decode()).result() for _ in range(NUM_TOKENS - 1)]

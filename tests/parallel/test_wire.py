@@ -62,7 +62,7 @@ def through_json(value: Any) -> Any:
 def test_sampling_state(
     slot: int, params: SamplingParams, seed: int, end_ids: tuple[int, ...], ids: list[int], output_ids: list[int]
 ) -> None:
-    state = SlotSampling.of(params.resolve({}), seed, end_ids, torch.tensor(ids, dtype=torch.int32))
+    state = SlotSampling.of(params.resolve({}), seed, end_ids, np.array(ids, np.int32))
     state.output_ids = output_ids
     fields, sent = encode_sampling(slot, state)
     back_slot, back, rest = decode_sampling(through_json(fields), np.append(sent, np.int32([7, 8])))

@@ -26,7 +26,7 @@ class Replicas:
     def __post_init__(self) -> None:
         self.slots = [Slots(BLOCK, group) for group in range(self.num_groups)]
 
-    def open(self, slot: int, prompt_ids: Any, params: Any, **its: Any) -> None:
+    def open(self, slot: int, *_: Any) -> None:
         self.opened.add(slot)
 
     def close(self, slot: int) -> None: ...
