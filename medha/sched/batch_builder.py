@@ -18,6 +18,7 @@ from typing import TypeVar
 from medha.batch import PIECES, Batch, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Work, dealt_work, split
+from medha.params import PRIORITIES
 from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption, fewest, oldest
@@ -88,7 +89,8 @@ class BatchBuilder:
         self.memory = memory = preemption.memory
         self.now_s = now_s
         self.is_idle = is_idle  # no batch is in flight
-        self.is_closed = False  # nobody may start any more: memory that comes free is kept for one that waits for it
+        self.closed_from = len(PRIORITIES)  # the first class of which nobody may start: one above waits for memory
+        self.left_out: set[int] = set()  # slots of which nothing goes into the batch
         self.preemption = preemption
         self.rows: list[Row] = []
         self.prefers_ring: Callable[[int, int, int, int], bool] = lambda position, q_len, first, count: True
@@ -100,7 +102,7 @@ class BatchBuilder:
         self._no_room: dict[tuple[Hit, int], int] = {}  # least tokens refused, by hit and frees by then
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue
-        self._batch_id = batch_id
+        self.batch_id = batch_id
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
         is_for_decodes = not queue.num_prefills
         self._period = max(1, min(config.period, len(queue.decoding))) if is_for_decodes else config.period
@@ -108,16 +110,21 @@ class BatchBuilder:
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
-        if self.memory.num_groups == 1 and not self.memory.overcommit:
+        if self.memory.num_groups == 1 and not self.memory.overcommit and not self.left_out:
             self._append_due()
             return
         for state in self.due_decodes():
             self.add_decode(state)
 
-    def due_decodes(self) -> list[State]:
-        """Requests whose next token can be computed, dealt over the batches in flight, within the tokens left."""
+    def due_decodes(self, *, by_class: bool = False) -> list[State]:
+        """Requests whose next token can be computed, dealt over the batches in flight, within the tokens left.
+
+        With ``by_class`` the highest class first, and in it whoever was in no batch for longest.
+        """
         decoding: Collection[State] = self._queue.decoding.values()
-        if self.memory.overcommit:  # who may always preempt comes first: no refused one may take its turn
+        if by_class:
+            decoding = sorted(decoding, key=lambda state: (state.request.priority, state.last_batch))
+        elif self.memory.overcommit:  # who may always preempt comes first: no refused one may take its turn
             decoding = sorted(decoding, key=lambda state: (state.request.arrival_s, state.slot))
         placed = [(state, *self.memory.place(state.slot, state.num_scheduled_tokens)) for state in decoding]
         num_decoding = [0] * self.memory.num_groups
@@ -129,26 +136,33 @@ class BatchBuilder:
         # The widest first: one on several groups would wait for ever for narrow ones that come round in turns.
         for state, first, count in sorted(placed, key=lambda place: -place[2]):
             groups = range(first, first + count)
-            is_known = not state.num_in_flight or self._batch_id - state.last_batch >= self._period  # its last token
-            if is_known and state.can_decode and all(shares[group] > 0 for group in groups):
+            if self.is_due(state) and all(shares[group] > 0 for group in groups):
                 for group in groups:
                     shares[group] -= 1
                 due.add(state.slot)
         return [state for state in decoding if state.slot in due]
 
+    def is_due(self, state: State) -> bool:
+        """Whether the next token of a request can be computed."""
+        is_known = not state.num_in_flight or self.batch_id - state.last_batch >= self._period  # its last token
+        return is_known and state.can_decode and state.slot not in self.left_out
+
     def add_decode(self, state: State) -> bool:
         """The next token of a request that can decode; False if a group of its has no token left, or no block."""
         if not state.can_decode:
             return False  # it has just been preempted
-        position = state.num_scheduled_tokens
-        first, count = self.memory.place(state.slot, position)
-        if min(self.tokens_left[first : first + count]) < 1:
+        row = self.decode_row(state)
+        if min(self.tokens_left[group] for group in row.groups) < 1:
             return False
-        row = Row(state.slot, position, 1, True, True, first, count)
         if self.memory.overcommit and not self._has_blocks(state, row):
             return False
         self._append_row(state, row)
         return True
+
+    def decode_row(self, state: State) -> Row:
+        """Of the next token of a request."""
+        position = state.num_scheduled_tokens
+        return Row(state.slot, position, 1, True, True, *self.memory.place(state.slot, position))
 
     def add_chunk(self, state: State, size: SizeFn, *, is_whole: bool = False) -> int:
         """Give a prefill a chunk, or a longer one than it has in the batch; returns the tokens added, 0 if refused.
@@ -169,8 +183,10 @@ class BatchBuilder:
         self._append_row(state, row)
 
     def is_held(self, state: State) -> bool:
-        """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
-        return not self.config.stream and state.num_in_flight > (state.slot in self.chunked)
+        """Whether a prefill gets no chunk: it is left out, or one of a batch before is in flight (pipelined
+        micro-batches)."""
+        is_in_flight = state.num_in_flight > (state.slot in self.chunked)
+        return (is_in_flight and not self.config.stream) or state.slot in self.left_out
 
     def leader(self, state: State) -> State | None:
         """Who computes now what a request that has not started would have to compute as well, if that is worth to wait
@@ -202,14 +218,16 @@ class BatchBuilder:
             return True
         if self.preemption.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
             return False  # it would be in the way again
-        return not self.is_closed and len(self._queue.running) < self.config.max_num_seqs
+        may_start = state.request.priority < self.closed_from
+        return may_start and len(self._queue.running) < self.config.max_num_seqs
 
     def chunk_tokens(self, slot: int) -> int:
         """Tokens of the chunk that a request has in the batch; 0 for none."""
         return self.rows[self.chunked[slot]].q_len if slot in self.chunked else 0
 
     def make_room(self, state: State) -> bool:
-        """Preempt lower classes for a prefill that was refused memory or a place; whether there were any."""
+        """Preempt lower classes for a prefill that was refused memory or a place; whether there were any. Who is in
+        flight is left out of the batch first."""
         candidates = self.preemption.of_lower_class(state)
         if not candidates:
             return False
@@ -224,8 +242,13 @@ class BatchBuilder:
 
         ways = [fits] if state.has_started else [partial(fits_at, first) for first in self._firsts(state)]
         found = (fewest(candidates, way) for way in ways)
-        victims = next((victims for victims in found if victims is not None), None)
-        self.preemption.preempt(victims or [], self.now_s)
+        victims = next((victims for victims in found if victims is not None), [])
+        if any(victim.num_in_flight for victim in victims):
+            if not self.preemption.preempted:  # else who got that room starts first
+                self.left_out.update(victim.slot for victim in victims)
+                self.closed_from = min(self.closed_from, state.request.priority + 1)
+            return False
+        self.preemption.preempt(victims, self.now_s)
         return bool(victims)
 
     def put_decodes_first(self) -> None:
@@ -464,7 +487,7 @@ class BatchBuilder:
         decoding = self._queue.decoding
         share = min(-(-len(decoding) // self._period), self.tokens_left[0])
         block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
-        rows, positions, batch_id, foresees = self.rows, [], self._batch_id, self._queue.foresees
+        rows, positions, batch_id, foresees = self.rows, [], self.batch_id, self._queue.foresees
         newest = batch_id - self._period  # batch of which the token of a request in flight is known
         for slot, state in decoding.items() if share else ():
             position = state.num_scheduled_tokens
@@ -497,7 +520,7 @@ class BatchBuilder:
         take(row)
         self.rows.append(row)
         self._choices.clear()
-        state.last_batch = self._batch_id
+        state.last_batch = self.batch_id
         self._queue.sent(state, row, self.now_s)
         for group in row.groups:
             self.tokens_left[group] -= row.tokens_on(group)

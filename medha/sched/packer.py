@@ -44,10 +44,11 @@ The file is long because of what stands above, and because the budget and what i
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,8 @@ from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor, Tick, Work, dealt_work, ring_or_gather_s
 from medha.cost.prefill_time import chunk_rules, dealt_chunk
-from medha.sched.batch_builder import BatchBuilder, Packer
+from medha.params import PRIORITIES
+from medha.sched.batch_builder import BatchBuilder, Packer, works_of
 from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, load_policy, sort_rows
 from medha.sched.queue import Queue, State
@@ -106,7 +108,10 @@ class MedhaPacker(Packer):
         self._yielders: list[State] = []  # those to which that left too little for a chunk
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
-        favoured = self._make_room(queue, builder) if self._ranking.by_class else []
+        favoured = []
+        if self._ranking.by_class:
+            favoured = self._make_room(queue, builder)
+            self._leave_out_decodes(queue, builder)
         builder.prefers_ring = self._prefers_ring
         builder.add_decodes()
         self._groups, decodes = [], len(builder.rows)
@@ -190,6 +195,69 @@ class MedhaPacker(Packer):
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         return [state for state in states if state.request.priority < lowest and builder.make_room(state)]
 
+    def _leave_out_decodes(self, queue: Queue, builder: BatchBuilder) -> None:
+        """Leave decodes of lower classes out of the batch where they would break the cadence of a higher one.
+
+        Those that fit come in turns. In the guard's share of the batches one of them gives its place, or where none
+        fits a place is made, to whoever waits longest: of n that are left out each has a token in n / share batches.
+        """
+        tightest: dict[int, float] = {}  # TPOT objective of each class; inf is none
+        for state in queue.decoding.values():
+            priority, slo = state.request.priority, state.request.slo
+            tpot_s = math.inf if slo is None or slo.tpot_s is None else slo.tpot_s
+            tightest[priority] = min(tpot_s, tightest.get(priority, math.inf))
+        if len(tightest) < 2 or min(tightest.values()) == math.inf or self.config.t_target_s:
+            return
+        share, late = self.config.guarded_share, None
+        is_guards = share > 0 and builder.batch_id % math.ceil(1 / share) == 0
+        kept = {state.slot: state for state in builder.due_decodes(by_class=True)}
+        num_due = len(kept)
+        for group in range(builder.memory.num_groups):
+            mine = [state for state in kept.values() if builder.decode_row(state).concerns(group)]
+            for state in self._too_many(mine, tightest, queue, builder, group, num_spare=int(is_guards)):
+                del kept[state.slot]
+        if len(kept) == num_due:
+            return
+        others = [state for slot, state in queue.decoding.items() if slot not in kept]
+        if is_guards:
+            late = min(filter(builder.is_due, others), key=lambda state: state.last_batch)
+        builder.left_out.update(state.slot for state in others if state is not late)
+
+    def _too_many(
+        self,
+        states: list[State],
+        tightest: dict[int, float],
+        queue: Queue,
+        builder: BatchBuilder,
+        group: int,
+        *,
+        num_spare: int,
+    ) -> list[State]:
+        """Of decodes on a group, the highest classes first, those of lower classes for which a batch has no time, nor
+        for ``num_spare`` more and the least chunk if prefills wait; none where an objective is broken without them."""
+        rows, start = [builder.decode_row(state) for state in states], 0
+        q_len = min(self.config.min_chunk, self.predictor.max_tokens) if queue.num_prefills else 0
+        deepest = int(queue.column("num_computed_tokens").max()) if q_len else 0
+
+        def tick(count: int) -> Tick:
+            return self.predictor.tick(works_of(rows[:count], builder.memory, group)[0])
+
+        def seconds(count: int) -> float:
+            return tick(count).seconds
+
+        for priority, members in groupby(states, key=lambda state: state.request.priority):
+            end = start + sum(1 for _ in members)
+            limit_s = min((s for above, s in tightest.items() if above < priority), default=math.inf)
+            limit_s /= self.config.period
+            if limit_s < math.inf and (least_s := tick(start).seconds) <= limit_s:
+                chunk_s = tick(start).with_chunk(q_len, deepest) - least_s if q_len else 0.0
+                most_s = limit_s - chunk_s if least_s + chunk_s <= limit_s else limit_s
+                if seconds(end) > most_s:
+                    count = bisect_right(range(end), most_s, lo=start, key=seconds) - 1
+                    return states[max(start, count - num_spare) :]
+            start = end
+        return []
+
     def _mark_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Note which prefills are late or were passed over for long."""
         if self.config.guarded_share:
@@ -221,7 +289,8 @@ class MedhaPacker(Packer):
                 continue
             if state.slot not in builder.refused:
                 break
-            builder.is_closed = True
+            is_by_class = self._ranking.by_class
+            builder.closed_from = min(builder.closed_from, state.request.priority if is_by_class else 0)
         self._owed_s = [
             max(0.0, limit - (group.tick.seconds - group.decodes_s))
             for group, limit in zip(self._groups, limits, strict=True)
@@ -266,11 +335,14 @@ class MedhaPacker(Packer):
     def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int]) -> NDArray[np.bool_] | None:
         """Which rows may enter the batch; None is all.
 
-        No new ones where all places are taken or nobody may start, no long ones where each group has one, none a
-        second time.
+        No new ones where all places are taken or nobody of their class may start, no long ones where each group has
+        one, none a second time.
         """
-        is_full = builder.is_closed or len(queue.running) >= self.config.max_num_seqs
-        may_enter = queue.column("started") if is_full else None
+        may_enter = None
+        if len(queue.running) >= self.config.max_num_seqs:
+            may_enter = queue.column("started")
+        elif builder.closed_from < len(PRIORITIES):
+            may_enter = queue.column("started") | (queue.column("priority") < builder.closed_from)
         if all(group.long_slot is not None for group in self._groups):
             is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short

@@ -6,13 +6,16 @@ its end. Two options change that.
 
 - Priority classes (a policy ``priority…``): a prefill that was refused memory, or a place among the running, preempts
   requests of lower classes, decodes too: the lowest class first, and in a class whoever loses least. No two preempt
-  each other, and a preempted request comes back when no prefill of a higher class is left.
+  each other, and a preempted request comes back when no prefill of a higher class is left. So nobody is preempted more
+  often than requests of higher classes come.
 - ``overcommit``: requests take memory without regard to reservations. A decode that finds no block preempts prefills,
   whoever loses least, and a decode only where no prefill is left. So does the oldest started request while it is a
   prefill; it is never preempted, so it comes to its end, and then the next one does.
 
-Only a request with nothing in flight can be preempted. It loses the predicted time to compute again what it had, or to
-copy it out and in: the most that this can be, as the copies run beside what others compute. What others hold too
+Only a request with nothing in flight can be preempted. Where batches are made ahead a decode always is: who is to give
+way to a higher class is left out of batches until nothing of it is in flight, and nobody of a lower class starts
+meanwhile, who would be in the way next. A preempted request loses the predicted time to compute again what it had, or
+to copy it out and in: the most that this can be, as the copies run beside what others compute. What others hold too
 stays in the prefix cache; what nobody holds then counts as lost, as it is its memory that is wanted.
 """
 
@@ -37,8 +40,10 @@ class Preemption:
         self._predictor = predictor
 
     def of_lower_class(self, state: State) -> list[State]:
-        """Whom a request may preempt by class: the lowest class first, then whoever loses least."""
-        below = [s for s in self._idle() if s.request.priority > state.request.priority]
+        """Whom a request may preempt by class, once nothing of them is in flight: the lowest class first, then whoever
+        loses least; nobody who is kept."""
+        below = [s for s in self._queue.running.values() if s.request.priority > state.request.priority]
+        below = [s for s in below if not s.ended and (s.prefilling or s.slot in self._queue.decoding)]
         return sorted(below, key=lambda s: (-s.request.priority, self.loss(s)[0], s.slot))
 
     def by_loss(self, state: State) -> list[State]:

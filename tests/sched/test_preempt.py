@@ -1,5 +1,6 @@
 """Who gives way when KV memory is short: overcommit and priority classes, on a virtual clock."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,17 +91,40 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     assert slots(preemption.by_loss(four)) == [3, 2, 1], "not the oldest, nor one in flight"
     preemption.by_class = True
     assert slots(preemption.by_loss(four)) == [2, 1], "nor one of a higher class"
-    assert slots(preemption.of_lower_class(queue.running[0])) == [2, 1, 4]
-    assert slots(preemption.of_lower_class(four)) == [2]
+    assert slots(preemption.of_lower_class(queue.running[0])) == [5, 2, 4], "in flight or not, but not what is kept"
+    assert slots(preemption.of_lower_class(four)) == [5, 2]
 
 
-def test_a_class_makes_the_lower_ones_give_way_decodes_too() -> None:
+AHEAD = [
+    {},
+    {"depth": 2},
+    {"depth": 3},
+    {"async_scheduling": True},
+    {"async_scheduling": True, "depth": 3},
+    {"async_scheduling": True, "num_swap_blocks": 50},
+]
+"""How far batches are made ahead: with async scheduling some token of a decode is always in flight."""
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_a_class_makes_the_lower_ones_give_way_decodes_too(ahead: dict[str, Any]) -> None:
     load = [Job(0.0, 16, 60, priority=3), Job(0.0, 16, 60, priority=1), Job(3.0, 48, 2, priority=0)]
-    patient = play(make(10, policy="lars"), load)
-    classes = play(make(10, policy="priority"), load)
+    patient = play(make(10, policy="lars", **ahead), load)
+    classes = play(make(10, policy="priority", **ahead), load)
     assert patient.gave_way == []
     assert classes.gave_way == [0], "the lowest class, once, and nobody else"
-    assert classes.first_token_s[2] < 3.5 < patient.first_token_s[2]
+    assert classes.first_token_s[2] < 4.0 < patient.first_token_s[2]
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("num_high", [10, 20])
+def test_nobody_gives_way_more_often_than_requests_of_higher_classes_come(num_high: int, ahead: dict[str, Any]) -> None:
+    high = [Job(1.0 + i / 2, 48, 2, priority=i % 2) for i in range(num_high)]
+    low = [Job(0.0, 16, 60, priority=3) for _ in range(2)]
+    drive = play(make(10, policy="priority", **ahead), [*high, *low])
+    counts = Counter(drive.gave_way)
+    assert counts.keys() <= {num_high, num_high + 1} and 0 < max(counts.values()) <= num_high
+    assert all(drive.first_token_s[job] < high[job].arrival_s + 2.0 for job in range(num_high))
 
 
 def test_nobody_gives_way_in_vain() -> None:
@@ -109,10 +133,11 @@ def test_nobody_gives_way_in_vain() -> None:
     assert play(make(12, policy="priority"), load).gave_way == []
 
 
-def test_a_class_takes_a_place_among_the_running() -> None:
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_a_class_takes_a_place_among_the_running(ahead: dict[str, Any]) -> None:
     load = [Job(0.0, 16, 60, priority=2), Job(0.0, 16, 60, priority=2), Job(1.0, 16, 2, priority=1)]
-    assert play(make(100, policy="lars", max_num_seqs=2), load).gave_way == []
-    drive = play(make(100, policy="priority", max_num_seqs=2), load)
+    assert play(make(100, policy="lars", max_num_seqs=2, **ahead), load).gave_way == []
+    drive = play(make(100, policy="priority", max_num_seqs=2, **ahead), load)
     assert len(drive.gave_way) == 1
     assert drive.first_token_s[2] < 2.0
 

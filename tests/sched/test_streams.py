@@ -1,5 +1,6 @@
 """Streams without end that could starve somebody: who waits, waits no longer where the stream is twice as long."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from medha.sim.replica import find_model
-from tests.sched.virtual import Drive, Job, make_predictor
+from tests.sched.virtual import Drive, Job, by_tokens, make_predictor
 
 
 def make_scheduler(config: SchedulerConfig, *, num_blocks: int, num_groups: int = 1) -> Scheduler:
@@ -106,3 +107,45 @@ def test_one_impossible_cadence_holds_up_nobody(num_prompts: int) -> None:
         return drive.first_token_s
 
     assert first_tokens_s(SLO(tpot_s=0.001)) == first_tokens_s(None) != first_tokens_s(SLO(tpot_s=0.02))
+
+
+def gaps_s(high: list[Job], low: list[Job], **options: Any) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+    """Seconds between the tokens of each job, where a batch takes a millisecond for each of its tokens."""
+    config = SchedulerConfig(min_chunk=8, **options)
+    scheduler = Scheduler(config, num_blocks=1000, block_size=16, predictor=by_tokens())
+    drive = Tokens(scheduler, [*high, *low], None)
+    drive.token_s = {}
+    drive.run()
+    return [np.diff(drive.token_s[job]) for job in range(len(drive.jobs))]
+
+
+AHEAD = [{}, {"async_scheduling": True}, {"depth": 2}]
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_lower_classes_are_left_out_for_the_cadence_of_a_higher_one(ahead: dict[str, Any]) -> None:
+    """Their decodes come in turns, as many as fit."""
+    objective_s = 0.0121
+    high = [Job(0.2, 8, 150, slo=SLO(tpot_s=objective_s), priority=0)] * 2
+    low = [Job(0.0, 8, 100, priority=2)] * 30
+    *of_high, of_low = (*(gaps := gaps_s(high, low, **ahead))[:2], np.concatenate(gaps[2:]))
+    assert all(gap.mean() <= objective_s for gap in of_high)
+    assert of_low.max() <= 5 * objective_s
+    assert np.mean(gaps_s(high, [replace(job, priority=0) for job in low], **ahead)[0]) > 1.5 * objective_s
+
+
+@pytest.mark.parametrize("num_tokens", [200, 400])
+def test_where_no_lower_one_fits_each_has_the_turns_of_the_guard(num_tokens: int) -> None:
+    high = [Job(0.2, 8, num_tokens, slo=SLO(tpot_s=0.0105), priority=0)] * 10
+    low = [Job(0.0, 8, 60, priority=2 + i % 2) for i in range(5)]
+    gaps = gaps_s(high, low)
+    assert max(gap[20:].mean() for gap in gaps[:10]) < 1.01 * 0.0105
+    assert max(gap.max() for gap in gaps[10:]) < (len(low) + 1) * 10 * 0.012
+    starved = gaps_s(high, low, late_share=0.0)
+    assert max(gap.max() for gap in starved[10:]) > 0.8 * num_tokens * 0.01
+
+
+def test_nobody_is_left_out_for_an_objective_that_is_broken_all_the_same() -> None:
+    high = [Job(0.2, 8, 100, slo=SLO(tpot_s=0.01), priority=0)] * 12
+    low = [Job(0.0, 8, 40, priority=2)] * 5
+    assert max(gap.max() for gap in gaps_s(high, low)[12:]) < 0.15

@@ -107,6 +107,7 @@ def worlds(
             "scheduler": draw(st.sampled_from(["medha", *SCHEDULERS])),
             "chunk_size": draw(st.sampled_from([None, 64, 512])),
             "stream": draw(st.booleans()),
+            "async_scheduling": draw(st.sampled_from([None, True])),
             "num_swap_blocks": draw(st.sampled_from([0, 3, 40])),
             "swap_block_s": draw(st.sampled_from([0.0, 1e-3, 10.0])),
         }
@@ -463,6 +464,7 @@ class Drive:
         assert row.position == live.num_scheduled
         assert row.is_decode == (row.position >= live.num_prefill)
         known = live.request.num_prompt_tokens + live.num_tokens
+        known += live.num_in_flight * bool(self.scheduler.config.async_scheduling)  # tokens that are on their way
         assert row.kv_len <= (known if row.is_decode else live.num_prefill)
         assert row.samples == (row.kv_len >= live.num_prefill)
         live.num_scheduled = row.kv_len
