@@ -201,12 +201,15 @@ class MedhaPacker(Packer):
         Those that fit come in turns. In the guard's share of the batches one of them gives its place, or where none
         fits a place is made, to whoever waits longest: of n that are left out each has a token in n / share batches.
         """
-        tightest: dict[int, float] = {}  # TPOT objective of each class; inf is none
-        for state in queue.decoding.values():
+        decoding = queue.decoding.values()
+        if self.config.t_target_s or all(state.request.slo is None for state in decoding):
+            return
+        most_s: dict[int, float] = {}  # of a batch, by the objectives of each class; inf is none
+        for state in decoding:
             priority, slo = state.request.priority, state.request.slo
             tpot_s = math.inf if slo is None or slo.tpot_s is None else slo.tpot_s
-            tightest[priority] = min(tpot_s, tightest.get(priority, math.inf))
-        if len(tightest) < 2 or min(tightest.values()) == math.inf or self.config.t_target_s:
+            most_s[priority] = min(tpot_s / self.config.period, most_s.get(priority, math.inf))
+        if len(most_s) < 2 or min(most_s.values()) == math.inf:
             return
         share, late = self.config.guarded_share, None
         is_guards = share > 0 and builder.batch_id % math.ceil(1 / share) == 0
@@ -214,27 +217,20 @@ class MedhaPacker(Packer):
         num_due = len(kept)
         for group in range(builder.memory.num_groups):
             mine = [state for state in kept.values() if builder.decode_row(state).concerns(group)]
-            for state in self._too_many(mine, tightest, queue, builder, group, num_spare=int(is_guards)):
+            for state in self._too_many(mine, most_s, queue, builder, group, int(is_guards)):
                 del kept[state.slot]
         if len(kept) == num_due:
             return
-        others = [state for slot, state in queue.decoding.items() if slot not in kept]
+        others = [state for state in decoding if state.slot not in kept]
         if is_guards:
             late = min(filter(builder.is_due, others), key=lambda state: state.last_batch)
         builder.left_out.update(state.slot for state in others if state is not late)
 
     def _too_many(
-        self,
-        states: list[State],
-        tightest: dict[int, float],
-        queue: Queue,
-        builder: BatchBuilder,
-        group: int,
-        *,
-        num_spare: int,
+        self, states: list[State], most_s: dict[int, float], queue: Queue, builder: BatchBuilder, group: int, spare: int
     ) -> list[State]:
         """Of decodes on a group, the highest classes first, those of lower classes for which a batch has no time, nor
-        for ``num_spare`` more and the least chunk if prefills wait; none where an objective is broken without them."""
+        for ``spare`` more and the least chunk if prefills wait; none where an objective is broken without them."""
         rows, start = [builder.decode_row(state) for state in states], 0
         q_len = min(self.config.min_chunk, self.predictor.max_tokens) if queue.num_prefills else 0
         deepest = int(queue.column("num_computed_tokens").max()) if q_len else 0
@@ -242,19 +238,15 @@ class MedhaPacker(Packer):
         def tick(count: int) -> Tick:
             return self.predictor.tick(works_of(rows[:count], builder.memory, group)[0])
 
-        def seconds(count: int) -> float:
-            return tick(count).seconds
-
         for priority, members in groupby(states, key=lambda state: state.request.priority):
             end = start + sum(1 for _ in members)
-            limit_s = min((s for above, s in tightest.items() if above < priority), default=math.inf)
-            limit_s /= self.config.period
+            limit_s = min((s for above, s in most_s.items() if above < priority), default=math.inf)
             if limit_s < math.inf and (least_s := tick(start).seconds) <= limit_s:
                 chunk_s = tick(start).with_chunk(q_len, deepest) - least_s if q_len else 0.0
-                most_s = limit_s - chunk_s if least_s + chunk_s <= limit_s else limit_s
-                if seconds(end) > most_s:
-                    count = bisect_right(range(end), most_s, lo=start, key=seconds) - 1
-                    return states[max(start, count - num_spare) :]
+                limit_s -= chunk_s if least_s + chunk_s <= limit_s else 0.0
+                if tick(end).seconds > limit_s:
+                    count = bisect_right(range(end), limit_s, lo=start, key=lambda count: tick(count).seconds) - 1
+                    return states[max(start, count - spare) :]
             start = end
         return []
 
