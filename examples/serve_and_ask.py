@@ -29,8 +29,11 @@ def main() -> None:
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert server.stderr is not None
         try:
+            said = ""
             while "serving" not in (line := server.stderr.readline()):
-                assert line, "the server has ended"
+                if not line:
+                    sys.exit(f"the server has ended: {said.strip()}")
+                said = line
             port = int(line.rpartition(":")[2])  # any that is free
             prompt = "The code of Ada is 31.\nThe code of Ada is"
             print(json.load(ask(port, "/v1/completions", {"prompt": prompt, "max_tokens": 8}))["choices"][0]["text"])

@@ -127,7 +127,7 @@ class SamplingParams:
 
     Args:
         n: number of completions, each drawn with a seed of its own: ``seed``, ``seed + 1``, … They are as many
-            requests under one id; each reads the prompt by itself.
+            requests under one id; with a prefix cache one of them reads the prompt for all.
         temperature: [1.0] finite, 0 to 2; below 1e-5 is greedy.
         top_p: [1.0] in (0, 1].
         top_k: [0] 0 or -1 is off.

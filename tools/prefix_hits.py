@@ -71,6 +71,8 @@ def prefix_hits(
     trace: Path, shares: str = "0.1,0.3,1", num_prompts: int | None = None, plot: Path | None = None
 ) -> None:
     """Play a trace with KV pools that hold some shares of its distinct tokens."""
+    if plot is not None:
+        import matplotlib.pyplot as plt  # before the hours of playing, should it not be there
     given, parts = read_trace(trace).trace.first(num_prompts), numbers("shares", shares)
     rows = given.rows()
     distinct = len({one for row in rows for one in (row.prefix_hashes or ())[: row.prompt_tokens // HASHED_TOKENS]})
@@ -86,8 +88,6 @@ def prefix_hits(
         lines["Belady"].append(belady(given, capacity))
         print_row(f"{share:.0%}", "Belady", f"{lines['Belady'][-1]:.1%}", "")
     if plot is not None:
-        import matplotlib.pyplot as plt
-
         figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
         for name in ("Belady", "value", "lru"):
             axes.plot(100 * np.array(parts), 100 * np.array(lines[name]), marker="o", label=name)

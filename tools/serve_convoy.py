@@ -34,6 +34,7 @@ import numpy as np
 from medha.bench.compare import start_peer
 from medha.bench.harness import Subject
 from medha.engine.arrivals import Arrival
+from medha.errors import ConfigError
 from medha.models.needle import write_needle
 from medha.workload.metrics import percentile
 from tools.command import chosen, main, print_head, print_row
@@ -238,6 +239,8 @@ def serve_convoy(
     """
     names = chosen("servers", servers, SERVERS, ";")
     found: dict[str, list[list[Told]]] = {one: [] for one in names if peer_python or not one.startswith("vLLM")}
+    if long < (warm := max(len(one.prompt) for one in WARM)):
+        raise ConfigError(f"long={long}; accepted: at least {warm}, the longest prompt of the warm-up")
     long_at_s = [long_every * at for at in range(num_long)]
     sizes = {"vocab_size": VOCAB_SIZE, "long_len": long, "num_short": num_short, "output_len": _OUTPUTS}
     asks = long_and_short(seed, long_at_s=long_at_s, rate=rate, **sizes)

@@ -176,5 +176,5 @@ class _Micro(_Group):
 
 app = make_app(help="Measure on this machine. TTFT, TPOT and the other terms: medha bench serve --help.")
 app.info.cls = _Group
-_micro = make_app(help="Measure one part alone: attention, a decode step, a scheduling decision, sampling.")
+_micro = make_app(help="Measure one part alone: attention, a scheduling decision, sampling.")
 app.add_typer(_micro, name="micro", cls=_Micro)

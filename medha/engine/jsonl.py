@@ -2,9 +2,9 @@
 
 A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``, ``messages`` (and with it ``tools``,
 ``chat_template_kwargs``, ``add_generation_prompt``), any field of :class:`medha.SamplingParams`, ``arrival_s``, ``slo``
-{``ttft_s``, ``tpot_s``}, ``priority`` and ``tenant``; or, as OpenAI's batch files have it, ``custom_id`` and all else
-in a ``body``. A line that is wrong becomes an arrival with an error, so that the rest still run. Fields nobody knows
-are ignored and named once in the log; known ones that medha does not implement are errors.
+{``ttft_s``, ``tpot_s``}, ``priority``, ``tenant`` and ``cache_salt``; or, as OpenAI's batch files have it,
+``custom_id`` and all else in a ``body``. A line that is wrong becomes an arrival with an error, so that the rest still
+run. Fields nobody knows are ignored and named once in the log; known ones that medha does not implement are errors.
 """
 
 from __future__ import annotations
