@@ -37,6 +37,11 @@ class Asking(Job):
     salt: str = ""
 
 
+def drawn(tokens: list[int]) -> int:
+    """The token that comes behind others."""
+    return hash(tuple(tokens)) % 1000
+
+
 class Sharing(Drive):
     """Plays jobs that share prefixes, with what every token of every block was computed from.
 
@@ -69,7 +74,7 @@ class Sharing(Drive):
     def _sampled(self, live: Live) -> bool:
         ends = super()._sampled(live)
         slot = live.request.slot
-        self.tokens[slot].append(hash(tuple(self.tokens[slot])) % 1000)
+        self.tokens[slot].append(drawn(self.tokens[slot]))
         if ends or live.num_tokens % 3 == 0:
             self._extend(slot)
         return ends
@@ -138,7 +143,10 @@ class Sharing(Drive):
     def _content(self, slot: int, position: int) -> int:
         job = self.jobs[self.live[slot].job]
         assert isinstance(job, Asking)
-        return hash((job.salt, *self.tokens[slot][: position + 1]))
+        tokens = self.tokens[slot][: position + 1]
+        while len(tokens) <= position:  # it is on its way
+            tokens.append(drawn(tokens))
+        return hash((job.salt, *tokens))
 
     def _check_reads(self, row: Any) -> None:
         table, position = self.tables[row.slot], 0
