@@ -113,7 +113,7 @@ def test_a_class_makes_the_lower_ones_give_way_decodes_too(ahead: dict[str, Any]
     classes = play(make(10, policy="priority", **ahead), load)
     assert patient.gave_way == []
     assert classes.gave_way == [0], "the lowest class, once, and nobody else"
-    assert classes.first_token_s[2] < 4.0 < patient.first_token_s[2]
+    assert classes.first_token_s[2] < (4.0 if ahead else 3.5) < patient.first_token_s[2]  # what is in flight ends first
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
