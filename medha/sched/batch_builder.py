@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from medha.batch import PIECES, Batch, Row
@@ -110,7 +111,7 @@ class BatchBuilder:
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
-        if self.memory.num_groups == 1 and not self.memory.overcommit and not self.left_out:
+        if self.memory.num_groups == 1 and not self.memory.overcommit:
             self._append_due()
             return
         for state in self.due_decodes():
@@ -123,9 +124,13 @@ class BatchBuilder:
         """
         decoding: Collection[State] = self._queue.decoding.values()
         if by_class:
-            decoding = sorted(decoding, key=lambda state: (state.request.priority, state.last_batch))
+            by_turn = sorted(decoding, key=attrgetter("last_batch"))
+            decoding = sorted(by_turn, key=attrgetter("request.priority"))
         elif self.memory.overcommit:  # who may always preempt comes first: no refused one may take its turn
             decoding = sorted(decoding, key=lambda state: (state.request.arrival_s, state.slot))
+        if self.memory.num_groups == 1:
+            share = min(-(-len(decoding) // self._period), self.tokens_left[0])
+            return [state for state in decoding if self.is_due(state)][:share]
         placed = [(state, *self.memory.place(state.slot, state.num_scheduled_tokens)) for state in decoding]
         num_decoding = [0] * self.memory.num_groups
         for _, first, count in placed:
@@ -484,8 +489,10 @@ class BatchBuilder:
 
         A decode is within the last block of its request unless that is full, so memory is asked for a block's first.
         """
-        decoding = self._queue.decoding
+        decoding, left_out = self._queue.decoding, self.left_out
         share = min(-(-len(decoding) // self._period), self.tokens_left[0])
+        if left_out:
+            decoding = {slot: state for slot, state in decoding.items() if slot not in left_out}
         block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
         rows, positions, batch_id, foresees = self.rows, [], self.batch_id, self._queue.foresees
         newest = batch_id - self._period  # batch of which the token of a request in flight is known

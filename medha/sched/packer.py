@@ -48,14 +48,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick, Work, dealt_work, ring_or_gather_s
+from medha.cost.predictor import Decodes, Predictor, Tick, Work, dealt_work, ring_or_gather_s
 from medha.cost.prefill_time import chunk_rules, dealt_chunk
 from medha.params import PRIORITIES
 from medha.sched.batch_builder import BatchBuilder, Packer, works_of
@@ -202,53 +202,61 @@ class MedhaPacker(Packer):
         fits a place is made, to whoever waits longest: of n that are left out each has a token in n / share batches.
         """
         decoding = queue.decoding.values()
-        if self.config.t_target_s or all(state.request.slo is None for state in decoding):
+        requests = [state.request for state in decoding]
+        objectives = {(r.priority, r.slo.tpot_s) for r in requests if r.slo is not None and r.slo.tpot_s is not None}
+        if self.config.t_target_s or not objectives or min(objectives)[0] >= max(r.priority for r in requests):
             return
-        most_s: dict[int, float] = {}  # of a batch, by the objectives of each class; inf is none
-        for state in decoding:
-            priority, slo = state.request.priority, state.request.slo
-            tpot_s = math.inf if slo is None or slo.tpot_s is None else slo.tpot_s
-            most_s[priority] = min(tpot_s / self.config.period, most_s.get(priority, math.inf))
-        if len(most_s) < 2 or min(most_s.values()) == math.inf:
-            return
-        share, late = self.config.guarded_share, None
+        positions = [state.num_scheduled_tokens for state in decoding]
+        tick = self.predictor.tick(Decodes(len(positions), len(positions), sum(positions), max(positions)))
+        q_len = min(self.config.min_chunk, self.predictor.max_tokens) if queue.num_prefills else 0
+        deepest = int(queue.column("num_computed_tokens").max()) if q_len else 0
+        least_s = min(tpot_s for _, tpot_s in objectives) / self.config.period
+        if (tick.with_chunk(q_len, deepest) if q_len else tick.seconds) <= least_s:
+            return  # all at once, as on one group
+        share = self.config.guarded_share
         is_guards = share > 0 and builder.batch_id % math.ceil(1 / share) == 0
         kept = {state.slot: state for state in builder.due_decodes(by_class=True)}
         num_due = len(kept)
         for group in range(builder.memory.num_groups):
-            mine = [state for state in kept.values() if builder.decode_row(state).concerns(group)]
-            for state in self._too_many(mine, most_s, queue, builder, group, int(is_guards)):
-                del kept[state.slot]
+            rows = (builder.decode_row(state) for state in kept.values())
+            mine = [row for row in rows if row.concerns(group)]
+            works, _ = works_of(mine, builder.memory, group)
+            classed = [(kept[row.slot].request.priority, work) for row, work in zip(mine, works, strict=True)]
+            for index in self._too_many(classed, objectives, (q_len, deepest), int(is_guards)):
+                del kept[mine[index].slot]
         if len(kept) == num_due:
             return
         others = [state for state in decoding if state.slot not in kept]
-        if is_guards:
-            late = min(filter(builder.is_due, others), key=lambda state: state.last_batch)
+        late = min(filter(builder.is_due, others), key=lambda state: state.last_batch) if is_guards else None
         builder.left_out.update(state.slot for state in others if state is not late)
 
     def _too_many(
-        self, states: list[State], most_s: dict[int, float], queue: Queue, builder: BatchBuilder, group: int, spare: int
-    ) -> list[State]:
-        """Of decodes on a group, the highest classes first, those of lower classes for which a batch has no time, nor
-        for ``spare`` more and the least chunk if prefills wait; none where an objective is broken without them."""
-        rows, start = [builder.decode_row(state) for state in states], 0
-        q_len = min(self.config.min_chunk, self.predictor.max_tokens) if queue.num_prefills else 0
-        deepest = int(queue.column("num_computed_tokens").max()) if q_len else 0
+        self, rows: list[tuple[int, Work]], objectives: set[tuple[int, float]], chunk: tuple[int, int], spare: int
+    ) -> range:
+        """Of decodes (class, work) on a group, the highest classes first, those of lower classes for which a batch has no
+        time, nor for ``spare`` more and the least chunk if prefills wait; none where an objective is broken without
+        them."""
+        kvs = [work.kv_before for _, work in rows]
+        totals, longest = list(accumulate(kvs)), list(accumulate(kvs, max))
+        spread = [(index, (work.run, 1)) for index, (_, work) in enumerate(rows) if work.run is not None]
 
         def tick(count: int) -> Tick:
-            return self.predictor.tick(works_of(rows[:count], builder.memory, group)[0])
+            if not count:
+                return self.predictor.tick()
+            runs = tuple(run for index, run in spread if index < count)
+            return self.predictor.tick(Decodes(count, count, totals[count - 1], longest[count - 1], runs))
 
-        for priority, members in groupby(states, key=lambda state: state.request.priority):
-            end = start + sum(1 for _ in members)
-            limit_s = min((s for above, s in most_s.items() if above < priority), default=math.inf)
+        end = 0
+        for priority, members in groupby(priority for priority, _ in rows):
+            start, end = end, end + sum(1 for _ in members)
+            limit_s = min((s for above, s in objectives if above < priority), default=math.inf) / self.config.period
             if limit_s < math.inf and (least_s := tick(start).seconds) <= limit_s:
-                chunk_s = tick(start).with_chunk(q_len, deepest) - least_s if q_len else 0.0
-                limit_s -= chunk_s if least_s + chunk_s <= limit_s else 0.0
+                with_chunk_s = tick(start).with_chunk(*chunk) if chunk[0] else least_s
+                limit_s -= with_chunk_s - least_s if with_chunk_s <= limit_s else 0.0
                 if tick(end).seconds > limit_s:
                     count = bisect_right(range(end), limit_s, lo=start, key=lambda count: tick(count).seconds) - 1
-                    return states[max(start, count - spare) :]
-            start = end
-        return []
+                    return range(max(start, count - spare), len(rows))
+        return range(0)
 
     def _mark_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Note which prefills are late or were passed over for long."""
