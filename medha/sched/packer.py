@@ -233,8 +233,8 @@ class MedhaPacker(Packer):
     def _too_many(
         self, rows: list[tuple[int, Work]], objectives: set[tuple[int, float]], chunk: tuple[int, int], spare: int
     ) -> range:
-        """Of decodes (class, work) on a group, the highest classes first, those of lower classes for which a batch has no
-        time, nor for ``spare`` more and the least chunk if prefills wait; none where an objective is broken without
+        """Of decodes (class, work) on a group, the highest classes first, those of lower classes for which a batch has
+        no time, nor for ``spare`` more and the least chunk if prefills wait; none where an objective is broken without
         them."""
         kvs = [work.kv_before for _, work in rows]
         totals, longest = list(accumulate(kvs)), list(accumulate(kvs, max))
