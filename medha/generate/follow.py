@@ -5,6 +5,7 @@ A rank that torchrun has started calls :func:`follow` with what its own command 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 
@@ -16,6 +17,7 @@ from medha.engine.build import build_role
 def follow(config: EngineConfig) -> int:
     """Be this rank's part of an engine until rank 0 closes it; returns the exit code."""
     role = build_role(config)
+    gc.freeze()  # what torch and the model have made stays: going through it would hold up every batch
     ignore_signals()  # from here on rank 0 tells this rank when to stop
     with state_on_signal(role.describe):
         role.close()

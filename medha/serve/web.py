@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 import threading
@@ -50,12 +51,15 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="medha-http", daemon=True)
     listener.listen(config.backlog)  # who comes before the loop does waits
+    gc.collect()
+    gc.freeze()  # what torch and the model have made stays: going through it would stop every stream for 0.15 s
     thread.start()
     try:
         yield
     finally:
         server.should_exit = True
         thread.join(2 * END_S)
+        gc.unfreeze()
 
 
 class TimedProtocol(H11Protocol):
