@@ -289,8 +289,7 @@ class MedhaPacker(Packer):
                 continue
             if state.slot not in builder.refused:
                 break
-            is_by_class = self._ranking.by_class
-            builder.closed_from = min(builder.closed_from, state.request.priority if is_by_class else 0)
+            builder.closed_from = min(builder.closed_from, state.request.priority if self._ranking.by_class else 0)
         self._owed_s = [
             max(0.0, limit - (group.tick.seconds - group.decodes_s))
             for group, limit in zip(self._groups, limits, strict=True)
