@@ -1,7 +1,7 @@
 // Partial attention over a paged pool of keys and values on the CPU; attention/cpu_backend.py calls it.
 //
 // One call serves all rows of a step. The queries of a row that read one KV head, its whole group, are cut into tiles. A
-// tile goes over the row's keys 64 at a time: they are packed for the first-level cache, the keys transposed, and an
+// tile goes over the row's keys, KEYS at a time: they are packed for the caches, the keys transposed, and an
 // online softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1) adds them to what came before. Strips of a few queries
 // keep their sums in registers. Sums are float32 whatever the pool holds. What a query gets does not depend on the number of
 // threads, on the other rows or on where its keys lie.
@@ -68,7 +68,7 @@ template <int R>
 void attend_strip(const float* q, const Keys& keys, const int* seen, float* out, float* top, float* sum) {
     alignas(64) float scores[R][KEYS];
     float base[R], scale[(R + W - 1) / W * W] = {};
-    const int width = (keys.num + W - 1) / W * W, H = keys.H;
+    const int num = seen[R - 1], width = (num + W - 1) / W * W, H = keys.H;  // the last query sees most
     product<R>(q, 1, R, keys.kt, KEYS, H, scores[0], KEYS, nullptr, width);
     for (int r = 0; r < R; r++) {
         for (int key = seen[r]; key < width; key++) scores[r][key] = -INFINITY;
@@ -89,7 +89,7 @@ void attend_strip(const float* q, const Keys& keys, const int* seen, float* out,
         }
         sum[r] = sum[r] * scale[r] + sum_of(total);
     }
-    product<R>(scores[0], KEYS, 1, keys.v, H, keys.num, out, H, scale, H);
+    product<R>(scores[0], KEYS, 1, keys.v, H, num, out, H, scale, H);
 }
 
 template <int R>

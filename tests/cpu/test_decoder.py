@@ -21,7 +21,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (70, 50), (512, 96), (300, 257)])
+@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (70, 50), (512, 96), (2048, 64), (300, 257)])
 def test_products(dtype: torch.dtype, num_in: int, num_out: int) -> None:
     weight, gate = (normal(num_out, num_in, dtype=dtype, seed=seed) / num_in**0.5 for seed in (1, 2))
     bias = normal(num_out, dtype=dtype, seed=3)
