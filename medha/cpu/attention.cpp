@@ -12,8 +12,9 @@
 namespace {
 
 constexpr int QUERIES = 384, LEAST = 96;  // of a tile: most queries and, for the sake of threads, fewer
-constexpr int FEW_QUERIES = 32, PART = 2048, MOST_PARTS = 64;  // so few queries read parts of a row's keys independently
-constexpr int64_t WINDOW = 1 << 15;  // keys whose sums are kept in one float32: over millions they would lose digits
+constexpr int FEW_QUERIES = 32, FEW_KEYS = 64;  // so few queries go over so many keys at a time, which a first-level cache holds
+constexpr int PART = 2048, MOST_PARTS = 64;     // ... and read parts of a row's keys independently
+constexpr int64_t WINDOW = (1 << 15) / KEYS * KEYS;  // keys whose sums are kept in one float32: over millions they would lose digits
 constexpr float LN_2 = 0.6931471805599453f;
 
 // The keys that begin at keys + from[key], as kt[h * KEYS + key], while memory fetches those at keys + next[key].
@@ -56,7 +57,7 @@ inline void product(const float* a, int row, int column, const float* b, int b_r
 template <int R>
 inline void product(const float* a, int row, int column, const float* b, int b_row, int depth, float* c, int c_row,
                     const float* scale, int width) {
-    constexpr int NC = R >= 4 ? 2 : R >= 2 ? 4 : KEYS / W < 8 ? KEYS / W : 8;  // sums enough to hide their latency
+    constexpr int NC = R >= 4 ? 2 : R >= 2 || W == 16 ? 4 : 8;  // sums enough to hide their latency
     int at = 0;
     for (; at + NC * W <= width; at += NC * W)
         product<R, NC>(a, row, column, b + at, b_row, depth, c + at, c_row, scale);
@@ -165,9 +166,10 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
                 num_partials += parts > 1 ? parts * heads * num : 0;  // num <= FEW_QUERIES: one tile
             }
     }
+    auto keys_at_a_time = [&](int64_t row) { return num_queries(row) > FEW_QUERIES ? KEYS : FEW_KEYS; };
     auto find = [&](const Task& task, int64_t at, int64_t* from) {  // where keys begin; for those that are not, any place
         int64_t page = page_indptr[task.row] + at / page_size, in = at % page_size, last = 0;
-        for (int key = 0; key < KEYS; key++) {
+        for (int key = 0, num = keys_at_a_time(task.row); key < num; key++) {
             if (at + key < task.to) last = (pages[page] * page_size + in) * token_stride;
             if (++in == page_size) in = 0, page++;
             from[key] = last;
@@ -226,12 +228,13 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
             };
             clear(sums, top, sum);
             clear(all_sums, all_top, all_sum);
+            const int some_keys = keys_at_a_time(task.row);
             find(task, task.from, next);
             for (int64_t at = task.from; at < task.to; at += keys.num) {
                 if (at > task.from && (at - task.from) % WINDOW == 0) end_window();
-                keys.num = int(std::min<int64_t>(KEYS, task.to - at));
-                std::copy(next, next + KEYS, from);
-                if (at + KEYS < task.to) find(task, at + KEYS, next);
+                keys.num = int(std::min<int64_t>(some_keys, task.to - at));
+                std::copy(next, next + some_keys, from);
+                if (at + some_keys < task.to) find(task, at + some_keys, next);
                 for (int i = 0; i < a_head; i++)
                     seen[i] = int(std::clamp<int64_t>(sees(task.row, task.first + i) - at, 0, keys.num));
                 for (int head = 0; head < task.heads; head++) {

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int KEYS = MEDHA_TILES ? 64 : 128;  // of a tile of keys
+constexpr int KEYS = MEDHA_TILES ? 64 : 192;  // of a tile of keys
 
 // A tile's keys, transposed, and values.
 struct Keys {
