@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
@@ -18,7 +20,8 @@ def run_tool(tool: Callable[..., Any], arguments: Sequence[str] | None = None) -
 
 
 def main(tool: Callable[..., Any]) -> NoReturn:
-    """Run a tool as what this process is for."""
+    """Run a tool as what this process is for; a SIGTERM ends it like an error, and so what it has started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     end_process(run_tool(tool))
 
 

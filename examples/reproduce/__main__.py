@@ -18,7 +18,7 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="[all | NAME …]",
-            help="Figures; three small ones by default, all within a quarter of an hour.",
+            help="Figures; three small ones by default. All take hours, with --quick some minutes.",
             show_default=False,
         ),
     ] = None,
