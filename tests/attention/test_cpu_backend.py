@@ -52,6 +52,11 @@ def test_neither_company_nor_threads_nor_chunks_change_a_bit(dtype: torch.dtype)
     assert torch.equal(run((qkv[0][700:701], *qkv[1:]), alone, CpuBackend())[0], whole[0][700:701])
 
 
+def test_more_keys_than_one_sum_takes() -> None:
+    qkv, rows = build(Model(4, 1, 16), [Shape(n, (70_000,), True) for n in (1, 10)], page_size=16)
+    assert_rows_close(run(qkv, rows, CpuBackend()), qkv, rows)
+
+
 def _row(q_len: int, kv_len: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     return np.array([q_len]), np.array([kv_len]), np.array([True])
 
