@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from medha.cli.command import end_process, make_app, run_app
 from medha.errors import ConfigError
+from medha.parallel.launch import is_launched
 
 
 def run_tool(tool: Callable[..., Any], arguments: Sequence[str] | None = None) -> int:
@@ -20,8 +21,10 @@ def run_tool(tool: Callable[..., Any], arguments: Sequence[str] | None = None) -
 
 
 def main(tool: Callable[..., Any]) -> NoReturn:
-    """Run a tool as what this process is for; a SIGTERM ends it like an error, and so what it has started."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    """Run a tool as what this process is for. Without a launcher a SIGTERM ends it like an error, and so what it has
+    started."""
+    if not is_launched():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     end_process(run_tool(tool))
 
 
