@@ -18,7 +18,7 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="[all | NAME …]",
-            help="Figures; three small ones by default. All take hours, with --quick some minutes.",
+            help="Figures; three small ones by default. Without --quick loads are played for an hour.",
             show_default=False,
         ),
     ] = None,

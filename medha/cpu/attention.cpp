@@ -15,6 +15,7 @@ constexpr int QUERIES = 384, LEAST = 96;  // of a tile: most queries and, for th
 constexpr int FEW_QUERIES = 32, FEW_KEYS = 64;  // so few queries go over so many keys at a time, which a first-level cache holds
 constexpr int PART = 2048, MOST_PARTS = 64;     // ... and read parts of a row's keys independently
 constexpr int64_t WINDOW = (1 << 15) / KEYS * KEYS;  // keys whose sums are kept in one float32: over millions they would lose digits
+static_assert(WINDOW % FEW_KEYS == 0, "a window ends where a tile of keys does");
 constexpr float LN_2 = 0.6931471805599453f;
 
 // The keys that begin at keys + from[key], as kt[h * KEYS + key], while memory fetches those at keys + next[key].
