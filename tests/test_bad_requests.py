@@ -225,7 +225,7 @@ def test_one_bad_prompt_among_many(llm: LLM, bad: list[int], kind: type[Validati
 )
 def test_text_without_a_tokenizer(bytes_model: Model, prompt: Any, params: SamplingParams | None, param: str) -> None:
     engine = bytes_model.engine(with_tokenizer=False)
-    refused(engine, param, rf"^{param} needs a tokenizer, and the model folder has no tok", prompt, params)
+    refused(engine, param, rf"^{param} needs a tokenizer, and the model has none", prompt, params)
     assert serve_one(engine, [1, 2]).outputs[0].text is None
 
 

@@ -71,7 +71,7 @@ def prepare_request(
         raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)
     params = params.resolve(limits.sampling_defaults)
     if params.stop_strings and tokenizer is None:
-        raise _no_tokenizer("stop", params.stop, "use stop_token_ids")
+        raise _no_tokenizer("stop", params.stop, "stop_token_ids")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         checked_ids(list(getattr(params, name) or ()), name, limits.vocab_size)
     end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)}
@@ -111,7 +111,7 @@ def tokenise(
     if form == "prompt_token_ids":
         ids = checked_ids(value, form, vocab_size)
     elif tokenizer is None:
-        raise _no_tokenizer(form, value, "give prompt_token_ids")
+        raise _no_tokenizer(form, value, "prompt_token_ids")
     else:
         try:
             if form == "messages":
@@ -181,9 +181,8 @@ def check_type(name: str, value: Any, kind: type) -> None:
 
 
 def _no_tokenizer(name: str, value: Any, instead: str) -> ValidationError:
-    return ValidationError(
-        f"{name} needs a tokenizer, and the model folder has no tokenizer.json; {instead}", param=name, value=value
-    )
+    told = f"{name} needs a tokenizer, and the model has none; accepted: {instead}"
+    return ValidationError(told, param=name, value=value)
 
 
 def is_prompt(value: Any) -> bool:

@@ -247,23 +247,20 @@ class Front:
         body, engine = await self._body(request, key), self.service.engine
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
         special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
-        work = partial(tokenise, prompt, self._tokenizer(), size, add_special_tokens=special)
+        work = partial(tokenise, prompt, engine.tokenizer, size, add_special_tokens=special)
         _, ids = await self.service.in_thread(prompt, work)
         return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
 
     async def _detokenize(self, request: HttpRequest, key: Key) -> Response:
-        body, tokenizer, limits = await self._body(request, key), self._tokenizer(), self.service.engine.limits
+        body, engine = await self._body(request, key), self.service.engine
+        if (tokenizer := engine.tokenizer) is None:
+            raise ApiError(400, "the model has no tokenizer: its prompts and answers are token ids")
         tokens: Any = body.get("tokens")
-        if not hasattr(tokens, "__len__") or len(tokens) > limits.max_model_len:
-            raise not_accepted("tokens", None, f"a list of at most {limits.max_model_len} token ids")
-        ids = partial(checked_ids, tokens, "tokens", limits.vocab_size)
+        if not hasattr(tokens, "__len__") or len(tokens) > engine.limits.max_model_len:
+            raise not_accepted("tokens", None, f"a list of at most {engine.limits.max_model_len} token ids")
+        ids = partial(checked_ids, tokens, "tokens", engine.limits.vocab_size)
         work = lambda: tokenizer.decode(ids().tolist(), skip_special_tokens=False)  # noqa: E731
         return _json({"prompt": await self.service.in_thread(tokens, work)})
-
-    def _tokenizer(self) -> Any:
-        if (tokenizer := self.service.engine.tokenizer) is None:
-            raise ApiError(400, "the model has no tokenizer; accepted: prompts of token ids")
-        return tokenizer
 
     def _list_models(self, request: HttpRequest, key: Key) -> Response:
         wanted, length = request.path_params.get("name"), self.service.engine.limits.max_model_len

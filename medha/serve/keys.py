@@ -68,8 +68,7 @@ def key_of(keys: Sequence[Key], authorization: str) -> Key | None:
     """Whose a header ``Authorization`` is, None where it is nobody's. All keys are compared, each in constant time."""
     kind, _, given = authorization.partition(" ")
     secret = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as headers come
-    known = [key for key in keys if key.key is not None]
-    found = [key for key in known if hmac.compare_digest(str(key.key).strip().encode(), secret)]
+    found = [key for key in keys if key.key and hmac.compare_digest(key.key.strip().encode(), secret)]
     return found[0] if found else None
 
 

@@ -175,11 +175,10 @@ class Asked:
     def _choice(self, index: int, one: CompletionOutput, part: str) -> Json:
         """A choice of the prompt of an index, or what is new of it; ``part`` of a chat is its message or delta."""
         at, text = index * self.params.n + one.index, one.text or ""
-        logprobs = _logprobs(one, self.params.logprobs, self._num_chars[at], is_chat=self.is_chat)
+        probs = _logprobs(one, self.params.logprobs, self._num_chars[at], is_chat=self.is_chat)
         role = {} if at in self._num_chars else {"role": "assistant"}
         choice: Json = {part: {**role, "content": text}} if self.is_chat else {"text": text}
-        choice |= {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-        choice["logprobs"] = logprobs
+        choice |= {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason, "logprobs": probs}
         if one.text is None:  # there is no tokenizer
             choice["token_ids"] = one.token_ids
         self._num_chars[at] += len(text)
