@@ -23,7 +23,6 @@ from medha.config import CDSP
 from medha.cost.improvement import MAX_RATE, LoadWindow, RateTable
 from medha.cost.roofline import shape_name
 from medha.sched.cdsp import Planner
-from medha.sched.lanes import dealt_layout
 from medha.sim.cli import simulate
 from medha.sim.study import about, systems_of
 
@@ -46,10 +45,10 @@ def best_rates(
     systems, rows, layout = systems_of(given), list[tuple[float, float, float]](), ""
     with progress("planning requests", sum(len(system.trace) for system in systems)) as done:
         for system in sorted(systems, key=lambda system: system.qps or system.trace.qps or 0.0):
-            dealing, trace = system.replica.build()[0].dealing, system.trace
-            assert dealing is not None, "cdsp deals"
-            layout = dealt_layout(system.replica.scheduler, system.replica.parallel, dealing.planner.times.sizes)
-            best = best_rate(dealing.planner, trace.arrival_s.tolist(), trace.prompt_tokens.tolist())
+            planner, trace = system.replica.build()[0].planner, system.trace
+            assert planner is not None, "cdsp plans"
+            layout = planner.layout(system.replica.parallel.tp)
+            best = best_rate(planner, trace.arrival_s.tolist(), trace.prompt_tokens.tolist())
             rows.append((system.qps or trace.qps or 0.0, *best))
             done(len(trace))
     replica, (qps, rates, means) = systems[0].replica, zip(*rows, strict=True)

@@ -86,10 +86,8 @@ class ScalingOptions:
             least = (layout.kvp - 1) * _BLOCK_SIZE
             is_short = layout.kvp < 2 or (self.chunk_size or 0) < PIECES * layout.kvp
             if has_ring and is_short and name != ONE_RANK:
-                raise ConfigError(
-                    f"attention='ring' on {name} with chunks of {self.chunk_size}; accepted: kvp of 2 at least, and "
-                    f"{PIECES} tokens a group"
-                )
+                what = f"attention='ring' on {name} with chunks of {self.chunk_size}"
+                raise ConfigError(f"{what}; accepted: kvp of 2 at least, and {PIECES} tokens a group")
             if is_step and min(self.lengths) <= least:
                 raise ConfigError(
                     f"{min(self.lengths)} tokens over {layout.kvp} groups in blocks of {_BLOCK_SIZE} leave one without "
@@ -189,8 +187,7 @@ def start_job(options: ScalingOptions, layout: ParallelConfig, longest: int) -> 
 def _prefill(local: Local, hand: StepRunner, *, prompt_len: int, seed: int, attention: str) -> Report:
     """Read a random prompt to its first token."""
     if attention == RING:
-        most, kvp = local.config.scheduler.chunk_size, local.config.parallel.kvp
-        assert most is not None, "the job has one"
+        most, kvp = local.config.scheduler.chunk_size or prompt_len, local.config.parallel.kvp
         sizes = [(at, min(most, prompt_len - at)) for at in range(0, prompt_len, most)]
         hand.run_all([chunk(size, at, num_groups=kvp, is_dealt=size >= PIECES * kvp) for at, size in sizes])
         return {"seconds": [hand.last_s]}

@@ -6,7 +6,7 @@ each SP size s, the number of groups that a chunk is dealt to, the seconds of L 
     P(s, C, L) = a + b L + c C L + d L^2 + e C
 
 The last term is ours: between nodes a small chunk does not hide the transfer of its history. The coefficients of a size
-are fitted to measured chunks, or to computed ones (:func:`dealt_chunk_s`), by relative error and none below 0. Where no
+are fitted to measured chunks, or to predicted ones (:func:`fitted_times`), by relative error and none below 0. Where no
 chunk has a history (the paper's Table 1), e = 0 and c = 2 d: a token of history is read like one before it in the
 chunk.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -82,21 +81,16 @@ def relative_fit(columns: Sequence[Floats], seconds: Floats) -> Floats:
     return np.asarray(best / scale, dtype=np.float64)
 
 
-def dealt_chunk_s(predictor: Predictor, *, size: int, history: int, tokens: int) -> float:
-    """Seconds of a chunk that is dealt to ``size`` groups, by the predictor of a group, measured or of a spec."""
-    return predictor.predict([dealt_work(Row(0, history, tokens, False, True, 0, size))])
-
-
 def fitted_times(
     predictor_over: Callable[[int], Predictor], sizes: Sequence[int], *, longest: int, groups_per_node: int = 8
 ) -> ChunkTimes:
-    """Eq. 1 of some SP sizes, fitted to :func:`dealt_chunk_s` of chunks of up to ``longest`` tokens that end there at
-    the latest."""
+    """Eq. 1 of some SP sizes, fitted to what the predictor of a group says of chunks that end after ``longest`` tokens
+    at the latest."""
     lengths = sorted({max(longest >> halvings, 1) for halvings in range(_HALVINGS)})
     grid = [(int(share * n), n) for n in lengths for share in _HISTORIES if (share + 1) * n <= longest]
 
     def chunks(size: int) -> list[Chunk]:
-        seconds = partial(dealt_chunk_s, predictor_over(size), size=size)
-        return [(history, n, seconds(history=history, tokens=n)) for history, n in grid]
+        predict = predictor_over(size).predict
+        return [(at, n, predict([dealt_work(Row(0, at, n, False, True, 0, size))])) for at, n in grid]
 
     return fit_chunk_times({size: chunks(size) for size in sizes}, groups_per_node=groups_per_node)

@@ -41,24 +41,24 @@ class RateTable(JsonFile):
         for rate in self.rates:
             check_number("rates", rate, 0.0, MAX_RATE)
 
-    @classmethod
-    def read(cls, path: str) -> RateTable:
-        """The table of a file."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), source=path)
-        except OSError as error:
-            what = f"improvement_rate={path!r} ({error.strerror})"
-            raise ConfigError(f"{what}; accepted: a number from 0 to below 1, or a file of tools.best_rates") from error
-
     def at(self, qps: float) -> float:
         """The rate of the nearest load."""
         return min(zip(self.qps, self.rates, strict=True), key=lambda entry: abs(entry[0] - qps))[1]
 
-    def check(self, hardware: str, model: str, layout: str) -> None:
-        """Refuse a table that was made for something else."""
-        for name, value in {"hardware": hardware, "model": model, "layout": layout}.items():
-            if getattr(self, name) != value:
-                raise ConfigError(f"the improvement rates are for {name} {getattr(self, name)!r}; accepted: {value!r}")
+
+def read_rates(rate: float | str, **its: str) -> float | RateTable:
+    """A rate, or the table of a file; ConfigError for one of another ``hardware``, ``model`` or ``layout``."""
+    if not isinstance(rate, str):
+        return float(rate)
+    try:
+        table = RateTable.from_json(Path(rate).read_text(encoding="utf-8", errors="replace"), source=rate)
+    except OSError as error:
+        what = f"improvement_rate={rate!r} ({error.strerror})"
+        raise ConfigError(f"{what}; accepted: a number from 0 to below 1, or a file of tools.best_rates") from error
+    for name, value in its.items():
+        if (made_for := getattr(table, name)) != value:
+            raise ConfigError(f"the improvement rates are for {name} {made_for!r}; accepted: {value!r}")
+    return table
 
 
 class LoadWindow:

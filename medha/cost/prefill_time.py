@@ -120,6 +120,7 @@ class SpreadTimes:
     def __init__(
         self, predictor: Predictor, chunk: ChunkRule, config: SchedulerConfig, *, max_tokens: int, most_kv: int
     ) -> None:
+        @cache
         def over(count: int) -> PrefillTimes:
             rule = chunk
             if count > 1:
@@ -127,13 +128,10 @@ class SpreadTimes:
                 rule = lambda kv_before: max(count * chunk(kv_before), least(kv_before))  # noqa: E731
             return PrefillTimes(predictor, rule, max_tokens=max_tokens, count=count)
 
-        self._of = cache(over)
+        self._of = over
         self._most_kv = most_kv
-        self.pays = lru_cache(_PROMPTS)(self._pays)
-
-    def _pays(self, num_prompt: int, count: int) -> bool:
-        """Whether a prompt is read sooner on so many groups than on one."""
-        return self._of(count).total_s(num_prompt) < self._of(1).total_s(num_prompt)
+        # whether a prompt is read sooner on so many groups than on one
+        self.pays = lru_cache(_PROMPTS)(lambda prompt, count: over(count).total_s(prompt) < over(1).total_s(prompt))
 
     def __call__(self, num_prompt: int) -> PrefillTimes:
         """Those of a prompt of so many tokens."""

@@ -45,7 +45,7 @@ from medha.parallel.mesh import (
     wait_for_all,
 )
 from medha.records import StepLog
-from medha.sched.lanes import Dealing
+from medha.sched.cdsp import Planner
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
@@ -266,13 +266,13 @@ def _build_scheduler(
     sizes = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
     longest, num_groups = limits.max_model_len, config.parallel.kvp
     completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **sizes)
-    dealing = None
+    planner = None
     if completed.scheduler == CDSP:
         times = partial(fitted_times, lambda _: predictor, longest=longest)
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         hardware = spec_of_device(gpu, torch.get_num_threads()).name
-        dealing = Dealing.of(completed, config.parallel, times, hardware=hardware, model=shape_name(model))
-    return Scheduler(completed, dealing, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
+        planner = Planner.of(completed, config.parallel, times, hardware=hardware, model=shape_name(model))
+    return Scheduler(completed, planner, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
 
 
 def _with_async(config: EngineConfig, device: torch.device) -> EngineConfig:

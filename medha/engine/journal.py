@@ -101,7 +101,7 @@ def _head(scheduler: Scheduler) -> dict[str, Any]:
     predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
     head = {"format": FORMAT, "version": VERSION, "config": asdict(config)}
     dealing = None
-    if scheduler.dealing is not None:
-        times, rates = scheduler.dealing.planner.times, scheduler.dealing.rates
+    if scheduler.planner is not None:
+        times, rates = scheduler.planner.times, scheduler.planner.rates
         dealing = {"times": asdict(times), "rates": rates if isinstance(rates, float) else rates.to_json()}
     return {**head, **scheduler.sizes, "predictor": predicts, "dealing": dealing}

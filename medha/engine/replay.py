@@ -23,7 +23,6 @@ from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
-from medha.sched.lanes import Dealing
 from medha.sched.scheduler import Scheduler
 
 logger = logging.getLogger("medha")
@@ -94,13 +93,13 @@ def _scheduler(head: dict[str, Any]) -> Scheduler:
     coefficients = Coefficients.from_json(json.dumps(head["predictor"]["coefficients"]), source="journal")
     predictor = Predictor(coefficients, max_tokens=head["predictor"]["max_tokens"])
     sizes = {name: head[name] for name in ("num_blocks", "block_size", "num_groups", "max_prompt_tokens")}
-    config, dealing = SchedulerConfig(**head["config"]), None
+    config, planner = SchedulerConfig(**head["config"]), None
     if (dealt := head.get("dealing")) is not None:
         rows, rates = tuple(map(tuple, dealt["times"]["coefficients"])), dealt["rates"]
         times = ChunkTimes(tuple(dealt["times"]["sizes"]), rows, dealt["times"]["groups_per_node"])
         rates = rates if isinstance(rates, float) else RateTable.from_json(rates, source="journal")
-        dealing = Dealing(Planner(times, sizes["num_groups"], max_chunks=config.max_chunks), rates)
-    return Scheduler(config, dealing, predictor=predictor, **sizes)
+        planner = Planner(times, sizes["num_groups"], max_chunks=config.max_chunks, rates=rates)
+    return Scheduler(config, planner, predictor=predictor, **sizes)
 
 
 class _Replayer:

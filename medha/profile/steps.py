@@ -101,9 +101,8 @@ class StepRunner:
                 shared += [Shared(row.slot, group, 0 if dealt else start, held)] * (held > 0)
                 deals += [Deal(row.slot, group, held, held)] * dealt
                 start += held
-        return Batch(
-            next(self._batch_ids), tuple(rows), tuple(extents), frees, shared=tuple(shared), deals=tuple(deals)
-        )
+        held = {"shared": tuple(shared), "deals": tuple(deals)}
+        return Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees, **held)  # type: ignore[arg-type]
 
     def _extents(self, step: Step) -> list[Extent]:
         """Blocks of each slot, one run of them a group, one row behind the other around the pool."""

@@ -26,15 +26,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.batch import PIECES
+from medha.config import ParallelConfig, SchedulerConfig
 from medha.config.fields import are_sp_sizes
 from medha.cost.chunk_times import ChunkTimes
+from medha.cost.improvement import RateTable, read_rates
 from medha.errors import ConfigError
 
 
@@ -65,19 +67,40 @@ class Planner:
         times: the latency model; its sizes are those that may be used.
         num_groups: KVP groups.
         max_chunks: of a plan; 1 is request-level SP, None sets no bound.
+        rates: improvement rates.
 
     Raises:
         ConfigError: the sizes are not ascending powers of two, or one is above the number of groups.
     """
 
-    def __init__(self, times: ChunkTimes, num_groups: int, *, max_chunks: int | None = None) -> None:
+    def __init__(
+        self, times: ChunkTimes, num_groups: int, *, max_chunks: int | None = None, rates: float | RateTable = 0.0
+    ) -> None:
         if not are_sp_sizes(times.sizes) or times.sizes[-1] > num_groups:
             sizes = ",".join(map(str, times.sizes))
             raise ConfigError(f"sp_sizes={sizes!r}; accepted: ascending powers of two up to kvp={num_groups}")
         self.times = times
         self.num_groups = num_groups
         self.max_chunks = math.inf if max_chunks is None else max_chunks
+        self.rates = rates
         self.starts = [self._starts(size) for size in times.sizes]  # of the runs of each size
+
+    @classmethod
+    def of(
+        cls, config: SchedulerConfig, parallel: ParallelConfig, times: Callable[[Sequence[int]], ChunkTimes], **its: str
+    ) -> Planner:
+        """As configured, for a ``hardware`` and a ``model``; ``times`` gives the latency model of some SP sizes.
+        ConfigError for SP sizes that the layout does not have, or rates of something else."""
+        sizes = tuple(config.sp_sizes or (1 << power for power in range(parallel.kvp.bit_length())))
+        planner = cls(times(sizes), parallel.kvp, max_chunks=config.max_chunks)
+        planner.rates = read_rates(config.improvement_rate, **its, layout=planner.layout(parallel.tp))
+        return planner
+
+    def layout(self, tp: int) -> str:
+        """It in words, as improvement rates are for it."""
+        sizes = ",".join(map(str, self.times.sizes))
+        most = "any number of" if self.max_chunks == math.inf else self.max_chunks
+        return f"tp {tp}, kvp {self.num_groups}, SP {sizes}, {most} chunks"
 
     def _starts(self, size: int) -> list[int]:
         node, sizes = self.times.groups_per_node, self.times.sizes
@@ -138,21 +161,15 @@ class _Search:
     def best(self, rest: _Rest, low: int, high: int, max_chunks: float) -> tuple[float, tuple[Chunk, ...]]:
         """Algorithm 1 for the rest of a prompt, on sizes from ``low`` to ``high``: seconds from now on, and chunks; inf
         where no run is large enough."""
-        found = self._single(rest, low, high)
-        if found is None:
-            return math.inf, ()
-        best_s, top, first = found
+        best_s, top, first = self._single(rest, low, high)
         chunks: tuple[Chunk, ...] = (Chunk(rest.tokens, first, self.sizes[top]),)
         for k in range(low, top) if max_chunks > 1 else ():
-            place = self._extended(rest.run, k)
-            if place is None:
-                continue
-            run, wait_s = (place[0], k), max(place[1] - rest.elapsed_s, 0.0)
+            first, free_s = self._extended(rest.run, k)
+            run, wait_s = (first, k), max(free_s - rest.elapsed_s, 0.0)
             for next_k in range(k + 1, top + 1):
-                solved = self._solve(rest, run, wait_s, next_k)
-                if solved is None:
+                tokens, chunk_s = self._solve(rest, run, wait_s, next_k)
+                if not tokens:
                     continue
-                tokens, chunk_s = solved
                 end_s = wait_s + chunk_s
                 after = _Rest(rest.tokens - tokens, rest.history + tokens, run, rest.elapsed_s + end_s)
                 after_s, others = self.best(after, next_k, top, max_chunks - 1)
@@ -161,47 +178,39 @@ class _Search:
                     chunks = (Chunk(tokens, run[0], self.sizes[k]), *others)
         return best_s, chunks
 
-    def _single(self, rest: _Rest, low: int, high: int) -> tuple[float, int, int] | None:
-        """Algorithm 2: seconds, size and first group of the rest as one chunk; None where no run contains the last."""
-        best: tuple[float, int, int] | None = None
-        least_s = math.inf
+    def _single(self, rest: _Rest, low: int, high: int) -> tuple[float, int, int]:
+        """Algorithm 2: seconds, size and first group of the rest as one chunk; inf where no run contains the last."""
+        best, least_s = (math.inf, low, -1), math.inf
         left, done, run, elapsed_s = rest
         for k in range(low, high + 1):
-            place = self._extended(run, k)
-            if place is None or (best is not None and left < PIECES * self.sizes[k]):
-                continue
+            if left < PIECES * self.sizes[k] and least_s < math.inf:
+                break
+            first, free_s = self._extended(run, k)
             a, b, c, d, e = self.coefficients[k]
             seconds = a + e * done + left * (b + c * done + d * left)
-            if place[1] > elapsed_s:
-                seconds += place[1] - elapsed_s
-            if best is None or seconds < least_s:
-                best, least_s = (seconds, k, place[0]), self.keep * seconds
+            if free_s > elapsed_s:
+                seconds += free_s - elapsed_s
+            if seconds < least_s:
+                best, least_s = (seconds, k, first), self.keep * seconds
         return best
 
-    def _solve(self, rest: _Rest, run: tuple[int, int], wait_s: float, next_k: int) -> tuple[int, float] | None:
-        """Algorithm 3: tokens and seconds of a chunk on ``run`` that ends when a larger run is free; None for none."""
-        place = self._extended(run, next_k)
-        if place is None:
-            return None
-        k = run[1]
+    def _solve(self, rest: _Rest, run: tuple[int, int], wait_s: float, next_k: int) -> tuple[int, float]:
+        """Algorithm 3: tokens and seconds of a chunk on ``run`` that ends when a larger run is free; 0 for none."""
+        (_, free_s), (_, k) = self._extended(run, next_k), run
         a, b, c, d, e = self.coefficients[k]
         fixed_s, token_s = a + e * rest.history, b + c * rest.history
-        budget_s = max(place[1] - rest.elapsed_s, 0.0) - wait_s - fixed_s
-        if budget_s <= 0.0:
-            return None
-        slope = token_s + math.sqrt(token_s * token_s + 4.0 * d * budget_s)
-        if slope <= 0.0:
-            return None
-        tokens = int(2.0 * budget_s / slope)  # of the two forms of the root the one without cancellation
+        budget_s = max(free_s - rest.elapsed_s, 0.0) - wait_s - fixed_s
+        slope = token_s + math.sqrt(token_s * token_s + 4.0 * d * budget_s) if 0.0 < budget_s < math.inf else 0.0
+        tokens = int(2.0 * budget_s / slope) if slope > 0.0 else 0  # of the root's two forms that without cancellation
         if not PIECES * self.sizes[k] <= tokens < rest.tokens:
-            return None
+            return 0, 0.0
         return tokens, fixed_s + tokens * (token_s + d * tokens)
 
-    def _extended(self, run: tuple[int, int] | None, k: int) -> tuple[int, float] | None:
-        """The run of a size that contains another and is soonest free: its first group, and when; None for none."""
+    def _extended(self, run: tuple[int, int] | None, k: int) -> tuple[int, float]:
+        """The run of a size that contains another and is soonest free: its first group, and when; inf for none."""
         starts, peaks = self.starts[k], self.peaks[k]
         if run is not None:
             low = bisect_left(starts, run[0] + self.sizes[run[1]] - self.sizes[k])
             starts = starts[low : bisect_right(starts, run[0])]
         first = min(starts, key=peaks.__getitem__, default=None)
-        return None if first is None else (first, peaks[first])
+        return (-1, math.inf) if first is None else (first, peaks[first])

@@ -20,14 +20,13 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
 from medha.batch import PIECES, Batch
-from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.chunk_times import ChunkTimes
-from medha.cost.improvement import LoadWindow, RateTable
+from medha.config import SchedulerConfig
+from medha.cost.improvement import LoadWindow
 from medha.cost.predictor import Predictor
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.cdsp import Chunk, Planner
@@ -40,43 +39,6 @@ ARRIVAL = "arrival"
 _FIRST = 64  # requests that are planned anew at a decision
 _FAR = 2.0  # times the predicted seconds of a task, from which others are planned anew
 _SOON_S = 1e-6  # within which a group that is free counts as idle
-
-
-@dataclass(frozen=True, slots=True)
-class Dealing:
-    """What the scheduler needs to deal chunks."""
-
-    planner: Planner
-    rates: float | RateTable  # improvement rates
-
-    @classmethod
-    def of(
-        cls,
-        config: SchedulerConfig,
-        parallel: ParallelConfig,
-        times: Callable[[Sequence[int]], ChunkTimes],
-        *,
-        hardware: str,
-        model: str,
-    ) -> Dealing:
-        """As configured; ``times`` gives the latency model of some SP sizes.
-
-        Raises:
-            ConfigError: SP sizes that the layout does not have, or a file of rates for something else.
-        """
-        sizes = tuple(config.sp_sizes or (1 << power for power in range(parallel.kvp.bit_length())))
-        planner = Planner(times(sizes), parallel.kvp, max_chunks=config.max_chunks)
-        if not isinstance(config.improvement_rate, str):
-            return cls(planner, float(config.improvement_rate))
-        table = RateTable.read(config.improvement_rate)
-        table.check(hardware, model, dealt_layout(config, parallel, sizes))
-        return cls(planner, table)
-
-
-def dealt_layout(config: SchedulerConfig, parallel: ParallelConfig, sizes: Sequence[int]) -> str:
-    """A layout in words, as improvement rates are for it."""
-    most = config.max_chunks or "any number of"
-    return f"tp {parallel.tp}, kvp {parallel.kvp}, SP {','.join(map(str, sizes))}, {most} chunks"
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +54,8 @@ class _Task:
 class CdspPacker(Packer):
     """See the module."""
 
-    def __init__(self, config: SchedulerConfig, dealing: Dealing, memory: KVMemory, predictor: Predictor) -> None:
-        self.planner, self.load = dealing.planner, LoadWindow(dealing.rates)
+    def __init__(self, config: SchedulerConfig, planner: Planner, memory: KVMemory, predictor: Predictor) -> None:
+        self.planner, self.load = planner, LoadWindow(planner.rates)
         self.memory, self.predictor = memory, predictor
         self._ranking = None if config.plan_order == ARRIVAL else load_policy(config.plan_order)
         self._running: list[_Task] = []  # in flight

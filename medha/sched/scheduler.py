@@ -22,8 +22,9 @@ from medha.cost.prefill_time import PrefillTimes, SpreadTimes, budgeted_chunk, c
 from medha.errors import ConfigError, DeadlineError
 from medha.sched.baselines import CLASSICAL
 from medha.sched.batch_builder import BatchBuilder, Packer
+from medha.sched.cdsp import Planner
 from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
-from medha.sched.lanes import CdspPacker, Dealing
+from medha.sched.lanes import CdspPacker
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption
@@ -39,7 +40,7 @@ class Scheduler:
 
     Args:
         config: which scheduler and policy, budgets and depth.
-        dealing: of the cdsp scheduler alone, which needs it.
+        planner: of the cdsp scheduler alone, which needs it.
         num_blocks, block_size, num_groups: as of :class:`medha.sched.memory.KVMemory`.
         predictor: of the slowest stage of a group.
         max_prompt_tokens: longest prompt whose time is predicted apart.
@@ -48,7 +49,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        dealing: Dealing | None = None,
+        planner: Planner | None = None,
         /,
         *,
         predictor: Predictor,
@@ -59,20 +60,19 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.depth = config.num_in_flight
-        self.dealing = dealing
+        self.planner = planner
         self.predictor = predictor
         self.max_prompt_tokens = max_prompt_tokens
         pool = {"num_blocks": num_blocks, "block_size": block_size, "num_groups": num_groups}
         self.memory = KVMemory(config, **pool, prefix_cost_s=self._block_s)
         if config.scheduler == CDSP:
-            assert dealing is not None, "the cdsp scheduler needs a planner"
+            assert planner is not None, "the cdsp scheduler needs a planner"
             if config.max_num_seqs < num_groups:  # each started request has a group of its own
-                raise ConfigError(
-                    f"max_num_seqs={config.max_num_seqs} with scheduler='cdsp'; accepted: {num_groups} at least"
-                )
-            self.packer: Packer = CdspPacker(config, dealing, self.memory, predictor)
+                what = f"max_num_seqs={config.max_num_seqs} with scheduler='cdsp'"
+                raise ConfigError(f"{what}; accepted: {num_groups} at least")
+            self.packer: Packer = CdspPacker(config, planner, self.memory, predictor)
             self.depth = num_groups  # one batch on each lane at most
-            self.memory.max_span = dealing.planner.times.sizes[-1]
+            self.memory.max_span = planner.times.sizes[-1]
         elif config.scheduler != "medha":
             self.packer = CLASSICAL[config.scheduler]()
         else:
@@ -101,7 +101,7 @@ class Scheduler:
 
     def fresh(self) -> Scheduler:
         """A scheduler of the same configuration that knows no request; what the predictor has learned stays."""
-        return Scheduler(self.config, self.dealing, predictor=self.predictor, **self.sizes)
+        return Scheduler(self.config, self.planner, predictor=self.predictor, **self.sizes)
 
     @property
     def num_waiting(self) -> int:
@@ -147,7 +147,7 @@ class Scheduler:
         if request.num_kv_tokens > self.memory.max_request_tokens:
             most = self.memory.max_request_tokens
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
-        if self.dealing is not None and (request.max_new_tokens > 1 or request.prefix):
+        if self.planner is not None and (request.max_new_tokens > 1 or request.prefix):
             raise ValueError(f"{request}; accepted with scheduler='cdsp': one new token, and no prefix ids")
         prefix = self.memory.prefix
         hit = prefix.lookup(Chain(request.prefix), request.num_prompt_tokens - 1)

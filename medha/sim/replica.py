@@ -16,7 +16,7 @@ from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.roofline import MAX_SAMPLES, Shard, ring_cost, shape_name, stage_coefficients
 from medha.errors import ConfigError, hint
 from medha.models.hf_config import load_model_config
-from medha.sched.lanes import Dealing
+from medha.sched.cdsp import Planner
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline, Segment
 
@@ -65,19 +65,19 @@ class Replica:
         if config.async_scheduling is None:
             config = replace(config, async_scheduling=self.parallel.spp > 1)
         sizes = {"num_groups": self.parallel.kvp, "max_prompt_tokens": self.max_model_len}
-        dealing = self.dealing(predictor) if config.scheduler == CDSP else None
-        scheduler = Scheduler(config, dealing, **pool, **sizes, predictor=predictor)
-        times = None if dealing is None else dealing.planner.times
+        planner = self.planner(predictor) if config.scheduler == CDSP else None
+        scheduler = Scheduler(config, planner, **pool, **sizes, predictor=predictor)
+        times = None if planner is None else planner.times
         ahead = {"control_s": self.spec.control_s, "is_async": bool(config.async_scheduling), "chunk_times": times}
         return scheduler, Pipeline(stages, self.parallel.kvp, on_segment, **ahead)  # type: ignore[arg-type]
 
-    def dealing(self, predictor: Predictor) -> Dealing:
-        """What deals chunks; ``predictor`` is of a group. ConfigError for wrong SP sizes or rates of another."""
+    def planner(self, predictor: Predictor) -> Planner:
+        """What plans chunks; ``predictor`` is of a group. ConfigError for wrong SP sizes or rates of another."""
         in_a_node = max(self.spec.gpus_per_node // self.parallel.tp, 1)
         over = partial(self.predictor_over, predictor=predictor)
         times = partial(fitted_times, over, longest=self.max_model_len, groups_per_node=in_a_node)
         named = {"hardware": self.spec.name, "model": shape_name(self.model)}
-        return Dealing.of(self.scheduler, self.parallel, times, **named)
+        return Planner.of(self.scheduler, self.parallel, times, **named)
 
     def predictor_over(self, size: int, *, predictor: Predictor) -> Predictor:
         """Of chunks that are dealt to so many groups, in a node where they fit; ``predictor`` is of one stage, which

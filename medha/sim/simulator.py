@@ -60,7 +60,7 @@ class Simulation:
         self.gaps = self.outcome.gaps
         self.now_s = 0.0
         self._stop_s = math.inf if self.stop_s is None else self.stop_s
-        self._lanes = self.scheduler.dealing is not None
+        self._lanes = self.scheduler.planner is not None
         self._arrivals = enumerate(self.trace.rows())
         self._next = next(self._arrivals, None)
         self._live: dict[int, _Live] = {}

@@ -143,9 +143,7 @@ class Slots:
         slot, own = row.slot, deals[self.group - row.group]
         self._make_room(slot + 1)
         if self.held[slot] != own.held:
-            raise ValueError(
-                f"slot {slot} has {self.held[slot]} tokens on group {self.group}, the batch says {own.held}"
-            )
+            raise ValueError(f"slot {slot} has {self.held[slot]} tokens on group {self.group}, not {own.held}")
         end = own.held
         for source, target, count in shifts(deals):
             if self.group == source:

@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 
 from examples.reproduce.baselines.tetris import BETWEEN_NODES, CELLS, table_times
+from medha.batch import Row
 from medha.config import ParallelConfig
-from medha.cost.chunk_times import ChunkTimes, dealt_chunk_s, fit_chunk_times, fitted_times
+from medha.cost.chunk_times import ChunkTimes, fit_chunk_times, fitted_times
 from medha.cost.hardware import HardwareSpec, LinkRates, load_spec
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, dealt_work
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.replica import Replica, find_model
@@ -42,7 +43,7 @@ def predictor() -> Predictor:
 
 def ring_chunk_s(spec: HardwareSpec, kvp: int, *, size: int, history: int, tokens: int) -> float:
     over = Replica(spec, MODEL, ParallelConfig(kvp=kvp)).predictor_over(size, predictor=predictor())
-    return dealt_chunk_s(over, size=size, history=history, tokens=tokens)
+    return over.predict([dealt_work(Row(0, history, tokens, False, True, 0, size))])
 
 
 def test_the_ring_is_met_by_its_fit() -> None:

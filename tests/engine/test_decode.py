@@ -13,7 +13,6 @@ from medha.cost.predictor import Predictor
 from medha.engine.decode import DecodeInstance, HandOvers
 from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
-from medha.sched.lanes import Dealing
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline
 from tests.sched.costs import PLAIN
@@ -109,10 +108,10 @@ def test_one_that_ended_on_the_way_gives_its_blocks_back() -> None:
 
 def lanes(num_blocks: int, num_groups: int) -> Scheduler:
     config = SchedulerConfig("cdsp", improvement_rate=0.1)
-    dealing = Dealing(Planner(ChunkTimes((1, 2), TIMES.coefficients[:2]), num_groups), 0.1)
+    planner = Planner(ChunkTimes((1, 2), TIMES.coefficients[:2]), num_groups, rates=0.1)
     predictor = make_predictor(kvp=num_groups)
     return Scheduler(
-        config, dealing, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor
+        config, planner, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor
     )
 
 
@@ -175,7 +174,7 @@ def test_everybody_ends_behind_a_decode_pool_that_is_full_for_a_minute(on_lanes:
     num_blocks, draw = 300, random.Random(0)
     prefills = lanes(24, 2) if on_lanes else scheduler(24, num_groups=2)
     costs = [make_predictor()]
-    times = prefills.dealing.planner.times if prefills.dealing is not None else None
+    times = prefills.planner.times if prefills.planner is not None else None
     play = Play(
         (prefills, Pipeline(costs, 2, chunk_times=times)),
         [(scheduler(num_blocks), Pipeline([SLOW]))],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,14 @@ from medha.batch import PIECES, Batch
 from medha.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes
 from medha.cost.hardware import load_spec
-from medha.cost.improvement import LoadWindow, RateTable
+from medha.cost.improvement import LoadWindow, RateTable, read_rates
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
-from medha.sched.lanes import CdspPacker, Dealing
+from medha.sched.lanes import CdspPacker
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.replica import find_model
 from tools.best_rates import best_rate, played_ttft_s
@@ -45,9 +46,9 @@ class Driver:
     def __post_init__(self) -> None:
         config = SchedulerConfig("cdsp", prefix_caching=False, **self.options)  # type: ignore[arg-type]
         sizes = {"num_blocks": self.num_blocks, "block_size": BLOCK, "num_groups": 8}
-        dealing = Dealing(Planner(self.times, 8, max_chunks=config.max_chunks), self.rate)
+        planner = Planner(self.times, 8, max_chunks=config.max_chunks, rates=self.rate)
         predictor = Predictor(PREDICTOR, max_tokens=1 << 18)
-        self.scheduler = Scheduler(config, dealing, predictor=predictor, max_prompt_tokens=1 << 18, **sizes)
+        self.scheduler = Scheduler(config, planner, predictor=predictor, max_prompt_tokens=1 << 18, **sizes)
         self.now_s, self.ran = 0.0, list[tuple[Batch, float, float]]()  # batch, from, to
         self.events: list[tuple[float, int, Batch, float]] = []
         self.closed: dict[int, float] = {}
@@ -295,16 +296,14 @@ def test_the_best_rate_is_the_one_with_the_least_mean() -> None:
     assert sparse[0] == 0.05  # nobody waits
 
 
-def test_a_table_is_for_one_machine_model_and_layout() -> None:
-    again = RateTable.from_json(TABLE.to_json())
-    assert again == TABLE and again.at(1.4) == 0.3 and again.at(100) == 0.7
-    again.check("gpu", "model", "tp 1")
-    with pytest.raises(ConfigError, match="rates are for hardware 'gpu'; accepted: 'other'"):
-        again.check("other", "model", "tp 1")
-    with pytest.raises(ConfigError, match="rates are for model 'model'; accepted: 'm2'"):
-        again.check("gpu", "m2", "tp 1")
-    with pytest.raises(ConfigError, match="rates are for layout 'tp 1'; accepted: 'tp 2'"):
-        again.check("gpu", "model", "tp 2")
+def test_a_table_is_for_one_machine_model_and_layout(tmp_path: Path) -> None:
+    (path := tmp_path / "rates.json").write_text(TABLE.to_json())
+    its = {"hardware": "gpu", "model": "model", "layout": "tp 1"}
+    again = read_rates(str(path), **its)
+    assert isinstance(again, RateTable) and again == TABLE and again.at(1.4) == 0.3 and again.at(100) == 0.7
+    for name, other in {"hardware": "other", "model": "m2", "layout": "tp 2"}.items():
+        with pytest.raises(ConfigError, match=f"rates are for {name} '{its[name]}'; accepted: '{other}'"):
+            read_rates(str(path), **its | {name: other})
     with pytest.raises(ConfigError, match=r"rates=0.99; accepted: a finite number of at least 0, at most 0.75"):
         RateTable("gpu", "model", "tp 1", "x", (1.0,), (0.99,), (1.0,))
     with pytest.raises(ConfigError, match=r"qps=\(2.0, 1.0\); accepted: ascending loads"):

@@ -50,9 +50,7 @@ def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> Non
     scheduler, pipeline = one.build()
     outcome = Simulation(scheduler, pipeline, load).run()
     arrivals_s, prompts = load.arrival_s.tolist(), load.prompt_tokens.tolist()
-    said = played_ttft_s(
-        scheduler.dealing.planner, arrivals_s, prompts, LoadWindow(float(one.scheduler.improvement_rate))
-    )
+    said = played_ttft_s(scheduler.planner, arrivals_s, prompts, LoadWindow(float(one.scheduler.improvement_rate)))
     assert ttft_s(outcome) == pytest.approx(said.tolist(), rel=1e-4)  # a chunk may be a token longer, by rounding
     assert outcome.num_batches > len(load) or "max_chunks" in options or len(options.get("sp_sizes", "ab")) == 1  # type: ignore[arg-type]
     assert scheduler.memory.num_used == 0
@@ -62,7 +60,7 @@ def test_fixed_groups_are_servers_that_take_turns() -> None:
     """Fixed SP8 on 16 groups: two servers, of which each request takes the one that is free first."""
     load, one = trace(2.0, 200), replica(sp_sizes=(8,))
     scheduler, pipeline = one.build()
-    times = scheduler.dealing.planner.times
+    times = scheduler.planner.times
     servers, expected = [0.0, 0.0], []
     for arrival_s, prompt in zip(load.arrival_s.tolist(), load.prompt_tokens.tolist(), strict=True):
         end_s = max(heapq.heappop(servers), arrival_s) + times.seconds(8, 0, prompt)

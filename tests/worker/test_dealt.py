@@ -73,7 +73,7 @@ def test_what_a_group_holds_is_what_the_batch_says() -> None:
     slots = Slots(BLOCK)
     row = Row(3, 20, 8, False, False, 0, 2, is_dealt=True)
     batch = Batch(0, (row,), deals=(Deal(3, 0, 20, 10), Deal(3, 1, 0, 10)))
-    with pytest.raises(ValueError, match="slot 3 has 0 tokens on group 0, the batch says 20"):
+    with pytest.raises(ValueError, match="slot 3 has 0 tokens on group 0, not 20"):
         slots.prepare(batch.part_of(0))
     with pytest.raises(IndexError, match="slot 3 has 0 blocks, 10 tokens are to lie there"):
         Slots(BLOCK, 1).prepare(batch.part_of(1))

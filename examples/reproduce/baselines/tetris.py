@@ -28,7 +28,6 @@ from medha.cost.hardware import LinkRates
 from medha.cost.improvement import LoadWindow, RateTable
 from medha.cost.predictor import Predictor
 from medha.sched.cdsp import Planner
-from medha.sched.lanes import Dealing
 from medha.sim.replica import Replica
 from medha.workload.synth import generators, parse_lengths
 from medha.workload.trace import Trace
@@ -77,9 +76,9 @@ class Tetris:
     max_chunks: int | None = None
     rate: float | None = None
 
-    def planner(self) -> Planner:
+    def planner(self, rates: float | RateTable = 0.0) -> Planner:
         """What plans its prompts."""
-        return Planner(table_times(self.sizes), NUM_INSTANCES, max_chunks=self.max_chunks)
+        return Planner(table_times(self.sizes), NUM_INSTANCES, max_chunks=self.max_chunks, rates=rates)
 
 
 CDSP = Tetris("Tetris")
@@ -136,9 +135,9 @@ class Prefills(Replica):
     system: Tetris = CDSP
     rates: float | RateTable = 0.0
 
-    def dealing(self, predictor: Predictor) -> Dealing:
+    def planner(self, predictor: Predictor) -> Planner:
         """Of the system; ``predictor`` is not asked."""
-        return Dealing(self.system.planner(), self.rates)
+        return self.system.planner(self.rates)
 
 
 def served(
