@@ -17,10 +17,13 @@ constexpr float LOG2_E = 1.44269504f;
 
 // c[R, BLOCK] += a[R, depth] b[depth, BLOCK]; a's rows are `row` apart. Bytes from `next` on are asked for, `line` a step.
 template <int R>
-void product(const float* a, int64_t row, const float* b, int depth, float* c, const char* next, int line) {
+__attribute__((noinline)) void product(const float* a, int64_t row, const float* b, int depth, float* c, const char* next, int line) {
     Floats x[R][2];
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < 2; n++) x[r][n] = load(c + r * BLOCK + n * W);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        x[r][0] = load(c + r * BLOCK);
+        x[r][1] = load(c + r * BLOCK + W);
+    }
     for (int i = 0; i < depth; i++) {
         __builtin_prefetch(next + line * i, 0, 2);
         const Floats first = load(b + i * BLOCK), second = load(b + i * BLOCK + W);
@@ -30,8 +33,11 @@ void product(const float* a, int64_t row, const float* b, int depth, float* c, c
             x[r][1] += a[r * row + i] * second;
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < 2; n++) store(c + r * BLOCK + n * W, x[r][n]);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        store(c + r * BLOCK, x[r][0]);
+        store(c + r * BLOCK + W, x[r][1]);
+    }
 }
 
 #if MEDHA_PAIRS
@@ -84,6 +90,7 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
 #pragma omp for schedule(dynamic, 2) nowait
             for (int64_t block = 0; block < blocks; block++) {
                 const int num = int(std::min<int64_t>(BLOCK, N - block * BLOCK));
+                T* to = out + first * N + block * BLOCK;
                 for (int64_t part = 0; part < parts; part++) {
                     float* c = sums[part];
                     std::fill(c, c + BLOCK, 0.0f);
@@ -98,15 +105,23 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                             for (int i = 0; i < depth * BLOCK; i++) widened_tile[i] = widened(tile[i]);
                             b = widened_tile;
                         }
-                        for (int m = 0; m < rows; m += STRIP)
-                            product<STRIP>(std::min(STRIP, rows - m), a + m * row + k, row, b, depth, c + m * BLOCK, next,
-                                           int(BLOCK * sizeof(T)));
+                        for (int m = 0; m < rows; m += STRIP) {
+                            const int some = std::min(STRIP, rows - m);
+                            for (int r = m; k == 0 && part == 0 && r < m + some; r++)  // which outputs will be written
+                                for (int n = 0; n < BLOCK; n += 64 / sizeof(T)) __builtin_prefetch(to + r * N + n, 1);
+                            product<STRIP>(some, a + m * row + k, row, b, depth, c + m * BLOCK, next, int(BLOCK * sizeof(T)));
+                        }
                     }
                 }
                 for (int at = 0; gated && at < rows * BLOCK; at += W)
                     store(sums[0] + at, silu(load(sums[0] + at)) * load(sums[1] + at));
-                for (int m = 0; m < rows; m++)
-                    for (int n = 0; n < num; n++) narrow(sums[0][m * BLOCK + n], out + (first + m) * N + block * BLOCK + n);
+                for (int m = 0; m < rows; m++, to += N) {
+                    const float* c = sums[0] + m * BLOCK;
+                    if (num == BLOCK)
+                        narrow(load(c), to), narrow(load(c + W), to + W);
+                    else
+                        for (int n = 0; n < num; n++) narrow(c[n], to + n);
+                }
             }
         }
     }

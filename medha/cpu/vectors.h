@@ -109,6 +109,11 @@ inline void narrow(float x, BFloat16* to) {
     std::memcpy(&bits, &x, 4);
     to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+inline void narrow(Floats x, float* to) { store(to, x); }
+template <class T>
+inline void narrow(Floats x, T* to) {
+    for (int i = 0; i < W; i++) narrow(x[i], to + i);
+}
 
 // 2^x for x <= 0, within 2e-7 of it, and 0 where that is no normal number. The polynomial is a minimax fit on [-0.5, 0.5].
 inline Floats exp2_(Floats x) {
