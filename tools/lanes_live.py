@@ -101,7 +101,8 @@ class Live:
 
     def load(self, num_requests: int) -> tuple[list[float], list[float]]:
         """TTFT of a Poisson load, and as planned."""
-        planner = self.local.engine.scheduler.planner  # type: ignore[union-attr]
+        planner = self.local.engine.scheduler.planner
+        assert planner is not None, "cdsp plans"
         lengths = self._chance.integers(50, 2000, num_requests).tolist()
         every_s = float(np.mean([times_of((1,)).seconds(1, 0, n) for n in lengths])) / planner.num_groups / 0.6
         arrivals_s = np.cumsum(self._chance.exponential(every_s, num_requests)).tolist()

@@ -16,8 +16,10 @@ constexpr int64_t SMALL = 1 << 14;  // numbers that one thread is done with soon
 constexpr float LOG2_E = 1.44269504f;
 
 // c[R, BLOCK] += a[R, depth] b[depth, BLOCK]; a's rows are `row` apart. Bytes from `next` on are asked for, `line` a step.
+// Inlined, some callers would leave it fewer registers than it needs.
 template <int R>
-__attribute__((noinline)) void product(const float* a, int64_t row, const float* b, int depth, float* c, const char* next, int line) {
+__attribute__((noinline)) void product(const float* a, int64_t row, const float* b, int depth, float* c, const char* next,
+                                       int line) {
     Floats x[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {

@@ -101,8 +101,7 @@ class StepRunner:
                 shared += [Shared(row.slot, group, 0 if dealt else start, held)] * (held > 0)
                 deals += [Deal(row.slot, group, held, held)] * dealt
                 start += held
-        held = {"shared": tuple(shared), "deals": tuple(deals)}
-        return Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees, **held)  # type: ignore[arg-type]
+        return Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees, (), (), tuple(shared), (), tuple(deals))
 
     def _extents(self, step: Step) -> list[Extent]:
         """Blocks of each slot, one run of them a group, one row behind the other around the pool."""
