@@ -187,7 +187,8 @@ def serve_overhead(
 
         threading.Thread(target=wait).start()
         service.run(stopping.is_set)
-    front.close()
+    service.preparing.close()
+    front.bodies.interrupt()
     for name, seconds in box[0].items():
         p50, p99, most = (1e3 * np.percentile(seconds, percent) for percent in (50, 99, 100))
         what = f"{len(seconds)} {'gaps' if body_ids else 'requests'}"

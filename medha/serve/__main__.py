@@ -86,7 +86,8 @@ def serve(
         front = Front(role.engine, served_model_name or [config.model], keys, hosts=hosts, **limits)
         if role.caller is not None:
             role.caller.ranks.monitor.before_end = lambda message: front.fail(RankFailedError(message))
-        stack.callback(front.close)
+        stack.callback(front.service.preparing.close)
+        stack.callback(front.bodies.interrupt)
         interrupted = stack.enter_context(first_interrupt(also_terminate=True))
         stack.enter_context(state_on_signal(role.describe))
         tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile}

@@ -72,7 +72,7 @@ class Front:
         self._keys, self._hosts = keys, hosts
         self._max_body_bytes, self._max_concurrent = max_body_bytes, max_concurrent
         self._num_bytes = 0  # of bodies that are being read
-        self._bodies = BodyReader()
+        self.bodies = BodyReader()  # whoever ends the front interrupts it
         self._metrics = metrics = Metrics(engine, models[0])
         self._ignored: set[str] = set()  # names of fields
         self._start_s = int(time.time())
@@ -119,11 +119,6 @@ class Front:
         with ExitStack() as leave:
             scope["state"] |= {"name": None if name is None else name[0], "leave": leave}
             await self.app(scope, receive, send_named)
-
-    def close(self) -> None:
-        """Give up what is being read or prepared."""
-        self._bodies.interrupt()
-        self.service.preparing.close()
 
     def fail(self, error: EngineDeadError) -> None:
         """End every request with an error and let streams tell it; for another thread, as the engine's is stuck."""
@@ -187,7 +182,7 @@ class Front:
                         raise large
                     if self._num_bytes > _BODIES * most:
                         raise ApiError(503, "too many bodies are being read", retry_after="1")
-            found = await self._bodies.read(body)
+            found = await self.bodies.read(body)
         except TimeoutError as error:
             raise ApiError(408, "the body did not come in time", connection="close") from error
         except ValueError:

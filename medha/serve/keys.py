@@ -41,7 +41,10 @@ class Key:
         slo = {} if body.get("slo") is None else body["slo"]
         if isinstance(slo, dict):  # else it is refused where it is read
             texts = {name: headers.get(f"x-slo-{name[:4]}-ms") for name in ("ttft_s", "tpot_s")}
-            own = {name: getattr(self, name) if text is None else _seconds(name, text) for name, text in texts.items()}
+            try:
+                own = {name: getattr(self, name) if ms is None else float(ms) / 1e3 for name, ms in texts.items()}
+            except ValueError:
+                raise not_accepted("slo", None, "milliseconds in x-slo-ttft-ms and x-slo-tpot-ms") from None
             slo = own | {name: value for name, value in slo.items() if value is not None}
         priority = self.priority if body.get("priority") is None else body["priority"]
         return {"slo": slo, "priority": priority, "tenant": self.tenant}
@@ -55,13 +58,6 @@ class Key:
         most = self.priority or ("normal" if self.key else PRIORITIES[0])
         if PRIORITIES.index(priority) < PRIORITIES.index(most):
             raise not_accepted("priority", priority, f"{most} or less urgent, with this API key")
-
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        return float(text) / 1e3
-    except ValueError:
-        raise not_accepted(f"slo.{name}", text, "milliseconds in a header") from None
 
 
 def key_of(keys: Sequence[Key], authorization: str) -> Key | None:

@@ -80,16 +80,12 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(400, told, param=param, code=code)
 
 
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
 class Flags(msgspec.Struct):
     """Fields of a body that say how its answer is to come."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: dict[str, bool | None] | None = None
     return_progress: bool | None = None
     explain: bool | None = None
 
@@ -124,7 +120,7 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
     kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"
     head: Json = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
     head |= {"model": flags.model or models[0]}
-    if flags.stream_options is not None and flags.stream_options.include_usage:
+    if (flags.stream_options or {}).get("include_usage"):
         head["usage"] = None  # until the last chunk has it
     return Asked(flags, is_chat, arrivals, head, first.params)
 

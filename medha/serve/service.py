@@ -33,6 +33,7 @@ _RECENT = 3.0  # what was read counts half for an ETA once 1/3 of what is left h
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
 END_S = 1.0  # for which streams may end with what has become of them
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
+_TOGETHER_S = 0.008  # in which what follows a delivery is delivered together, but first and last tokens
 _QUICK = 2000  # characters or ids of a prompt, no template's, that is prepared sooner than a thread has got it
 
 
@@ -98,6 +99,8 @@ class Service:
         self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
+        self._is_urgent = False  # something of it
+        self._next: asyncio.TimerHandle | None = None  # delivery, which the loop makes of itself
 
     async def in_thread(self, prompt: Any, work: Callable[[], Any]) -> Any:
         """What some work on a prompt returns that may take long, after other such work."""
@@ -205,8 +208,9 @@ class Service:
         return dead
 
     def flush(self) -> None:
-        """Have the event loop take what has come of requests."""
-        if self._outbox and self.loop is not None:
+        """Have the event loop take what has come of requests, unless it will anyway, and that soon enough."""
+        if self._outbox and self.loop is not None and (self._is_urgent or self._next is None):
+            self._is_urgent = False
             with suppress(RuntimeError):  # the loop is closed: there is nobody left
                 self.loop.call_soon_threadsafe(self._deliver)
 
@@ -222,8 +226,14 @@ class Service:
             if any(one.finish_reason == "abort" for one in output.outputs):  # of one who still reads
                 output.error = _STOPPED
             self._outbox.append(partial(self.on_end, answer.requests[index], output))
+        self._is_urgent |= output.finished or output.metrics.num_output_tokens <= answer.requests[index].params.n
 
     def _deliver(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        self._next = None  # from here on who appends calls
+        if self._outbox:
+            self._next = asyncio.get_running_loop().call_later(_TOGETHER_S, self._deliver)
         while self._outbox:
             self._outbox.popleft()()
 

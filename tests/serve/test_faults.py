@@ -223,6 +223,7 @@ def test_who_may_come_in(start: Start, bytes_model: Model) -> None:
     assert server.post(PATH, asked(5, 1, slo={"ttft_s": 0.5}), **right)[1]["error"]["param"] == "slo.ttft_s"
     assert server.post(PATH, asked(5, 1), x_slo_ttft_ms="500", **right)[0] == 400
     assert server.post(PATH, asked(5, 1), x_slo_ttft_ms="1500", **right)[0] == 200
+    assert server.post(PATH, asked(5, 1), x_slo_ttft_ms="soon", **right)[0] == 400
     assert server.post(PATH, asked(5, 1, priority="high"), **right)[1]["error"]["param"] == "priority"
     assert server.post(PATH, asked(5, 1, priority="low"), **right)[0] == 200
     assert server.post(PATH, b" " * 3000, **right)[0] == 413

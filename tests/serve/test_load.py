@@ -8,11 +8,14 @@ import json
 import resource
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from medha.engine import explain
-from medha.serve import web
+from medha.params import SamplingParams
+from medha.serve import service, web
 from tests.commands import LIMIT_S, wait_until
 from tests.serve.conftest import Server, Start, asked, sent
 from tools.serve_overhead import Timetable, make_engine
@@ -98,3 +101,34 @@ def test_nothing_is_kept_of_2000_requests(start: Start, monkeypatch: pytest.Monk
     server = start(make_engine(0.001))
     before = num_blocks_after(server, 800)
     assert num_blocks_after(server, 2000) - before < 1800
+
+
+def test_what_follows_a_delivery_comes_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But first and last tokens at once."""
+    served, got = service.Service(make_engine(0.0, runner=Timetable(0.0))), list[int]()
+    put = lambda index, output: got.append(output.metrics.num_output_tokens)  # noqa: E731
+    answer: Any = SimpleNamespace(requests=[SimpleNamespace(params=SamplingParams(n=1))], put=put)
+
+    async def handed_out(token: int, within_s: float, *, finished: bool = False) -> list[int]:
+        monkeypatch.setattr(service, "_TOGETHER_S", within_s)
+        metrics = SimpleNamespace(num_output_tokens=token)
+        output: Any = SimpleNamespace(finished=finished, metrics=metrics, outputs=[])
+        served._hand_out(answer, 0, output)
+        served.flush()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return got.copy()
+
+    async def told() -> None:
+        served.loop = asyncio.get_running_loop()
+        assert await handed_out(2, LIMIT_S) == [2]
+        assert await handed_out(3, LIMIT_S) == await handed_out(4, LIMIT_S) == [2]
+        assert await handed_out(1, LIMIT_S) == [2, 3, 4, 1]
+        assert await handed_out(5, LIMIT_S) == [2, 3, 4, 1]
+        assert await handed_out(6, 1e-3, finished=True) == [2, 3, 4, 1, 5, 6]
+        await handed_out(7, LIMIT_S)
+        while len(got) < 7:  # the loop delivers of itself
+            await asyncio.sleep(1e-3)
+
+    asyncio.run(told())
+    served.preparing.close()
