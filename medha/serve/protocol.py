@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -29,6 +29,7 @@ from medha.outputs import CompletionOutput, Logprob, RequestOutput
 from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
 
 Json = dict[str, Any]
+_StreamOptions = TypedDict("_StreamOptions", {"include_usage": bool | None}, total=False)  # noqa: UP013
 MAX_CHOICES = 512  # completions of one HTTP request
 _LEAST = -9999.0  # of logprobs, as JSON has no infinity; vLLM's number for it
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
@@ -85,7 +86,7 @@ class Flags(msgspec.Struct):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: dict[str, bool | None] | None = None
+    stream_options: _StreamOptions | None = None
     return_progress: bool | None = None
     explain: bool | None = None
 
@@ -120,7 +121,7 @@ def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: 
     kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"
     head: Json = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
     head |= {"model": flags.model or models[0]}
-    if (flags.stream_options or {}).get("include_usage"):
+    if flags.stream_options is not None and flags.stream_options.get("include_usage"):
         head["usage"] = None  # until the last chunk has it
     return Asked(flags, is_chat, arrivals, head, first.params)
 

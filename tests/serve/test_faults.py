@@ -224,6 +224,10 @@ def test_who_may_come_in(start: Start, bytes_model: Model) -> None:
     assert server.post(PATH, asked(5, 1), x_slo_ttft_ms="500", **right)[0] == 400
     assert server.post(PATH, asked(5, 1), x_slo_ttft_ms="1500", **right)[0] == 200
     assert server.post(PATH, asked(5, 1), x_slo_ttft_ms="soon", **right)[0] == 400
+    options = {"stream": True, "stream_options": {"include_usage": "yes"}}
+    assert server.post(PATH, asked(5, 1, **options), **right)[1]["error"]["param"] == "stream_options.include_usage"
+    options = {"stream": True, "stream_options": {"include_usage": None, "of_another_engine": [1]}}
+    assert server.post(PATH, asked(5, 1, **options), **right)[0] == 200
     assert server.post(PATH, asked(5, 1, priority="high"), **right)[1]["error"]["param"] == "priority"
     assert server.post(PATH, asked(5, 1, priority="low"), **right)[0] == 200
     assert server.post(PATH, b" " * 3000, **right)[0] == 413
