@@ -57,11 +57,12 @@ class CpuBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
         assert k_PKH.stride() == v_PKH.stride() and k_PKH.stride(2) == 1, "keys and values lie alike"
-        q_TNH = q_TNH.contiguous()
-        out_TNH = torch.empty_like(q_TNH)
+        if q_TNH.stride()[1:] != (q_TNH.shape[2], 1):
+            q_TNH = q_TNH.contiguous()
+        out_TNH = q_TNH.new_empty(q_TNH.shape)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         function("attend", q_TNH.dtype)(
-            *(q_TNH.data_ptr(), k_PKH.data_ptr(), v_PKH.data_ptr(), *k_PKH.stride()[:2]),
+            *(q_TNH.data_ptr(), k_PKH.data_ptr(), v_PKH.data_ptr(), q_TNH.stride(0), *k_PKH.stride()[:2]),
             *(out_TNH.data_ptr(), lse_TN.data_ptr(), q_TNH.shape[1], *k_PKH.shape[1:]),
             *plan.arguments,
             torch.get_num_threads(),

@@ -128,8 +128,8 @@ struct Task {
 };
 
 template <class Kernel, class T>
-void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t head_stride, T* out, float* lse, int64_t N,
-            int64_t K, int64_t H, int64_t R, const int64_t* q_indptr, const int64_t* kv_len, const uint8_t* causal,
+void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_stride, int64_t head_stride, T* out,
+            float* lse, int64_t N, int64_t K, int64_t H, int64_t R, const int64_t* q_indptr, const int64_t* kv_len, const uint8_t* causal,
             const int32_t* pages, const int64_t* page_indptr, int64_t page_size, int num_threads) {
     const int64_t G = N / K;
     auto sees = [&](int64_t row, int64_t query) {  // how many keys
@@ -208,8 +208,10 @@ void attend(const T* q, const T* k, const T* v, int64_t token_stride, int64_t he
             };
             for (int head = 0; head < task.heads; head++)
                 for_strips(head, [&](int at, int, int some) {
-                    for (int i = 0; i < some; i++)
-                        kernel.put_query(q + place(task, at + i) * H, at, i, some, int(H), scale, queries);
+                    for (int i = 0; i < some; i++) {
+                        const int64_t its = place(task, at + i);
+                        kernel.put_query(q + its / N * q_stride + its % N * H, at, i, some, int(H), scale, queries);
+                    }
                 });
             auto clear = [&](float* its_sums, float* its_top, float* its_sum) {
                 std::fill(its_sums, its_sums + num * H, 0.0f);
@@ -297,12 +299,12 @@ auto* attend_for(int64_t H) {
 }  // namespace
 
 #define MEDHA_ATTEND(NAME, T)                                                                                            \
-    extern "C" void NAME(const T* q, const T* k, const T* v, int64_t token_stride, int64_t head_stride, T* out,          \
-                         float* lse, int64_t N, int64_t K, int64_t H, int64_t R, const int64_t* q_indptr,                \
-                         const int64_t* kv_len, const uint8_t* causal, const int32_t* pages, const int64_t* page_indptr, \
-                         int64_t page_size, int num_threads) {                                                           \
-        attend_for<T>(H)(q, k, v, token_stride, head_stride, out, lse, N, K, H, R, q_indptr, kv_len, causal, pages,      \
-                         page_indptr, page_size, num_threads);                                                           \
+    extern "C" void NAME(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_stride,                     \
+                         int64_t head_stride, T* out, float* lse, int64_t N, int64_t K, int64_t H, int64_t R,            \
+                         const int64_t* q_indptr, const int64_t* kv_len, const uint8_t* causal, const int32_t* pages,    \
+                         const int64_t* page_indptr, int64_t page_size, int num_threads) {                               \
+        attend_for<T>(H)(q, k, v, q_stride, token_stride, head_stride, out, lse, N, K, H, R, q_indptr, kv_len, causal,   \
+                         pages, page_indptr, page_size, num_threads);                                                    \
     }
 MEDHA_ATTEND(attend_float32, float)
 MEDHA_ATTEND(attend_float16, Float16)

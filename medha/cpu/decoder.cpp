@@ -1,7 +1,8 @@
 // What lies around attention in a decoder's layer, on the CPU: products with weights, norms, RoPE; decoder.py calls it.
 //
-// A product goes over a weight in columns of BLOCK outputs, DEPTH inputs at a time, which stay in the first-level cache
-// while all rows of x read them, and asks for what comes next meanwhile; strips of a few rows keep their sums in registers.
+// A product goes over a weight in columns of BLOCK outputs, at most DEPTH inputs at a time, which stay in the first-level
+// cache while all rows of x read them; strips of a few rows keep their sums in registers, and each asks for a part of what
+// comes next.
 // So few rows read a weight as fast as memory gives it. Numbers of 16 bits are widened a tile at a time; sums are float32.
 // What a row gets depends neither on the other rows nor on the number of threads.
 
@@ -75,7 +76,8 @@ inline void as_operand(BFloat16 x, BFloat16* to) { *to = x; }
 template <class Operand, class T>
 void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K, int64_t N, bool gated, int num_threads) {
     constexpr bool as_is = std::is_same_v<T, Operand>;
-    const int64_t blocks = (N + BLOCK - 1) / BLOCK, parts = 1 + gated;
+    const int64_t blocks = (N + BLOCK - 1) / BLOCK, parts = 1 + gated, slices = (K + DEPTH - 1) / DEPTH;
+    const int64_t slice = ((K + slices - 1) / slices + W - 1) / W * W;  // inputs, at most DEPTH
 #pragma omp parallel num_threads(num_threads)
     {
         // Rows that begin at the same place of pages would push each other out of the first-level cache: those are copied.
@@ -85,11 +87,11 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
         alignas(64) float sums[2][ROWS * BLOCK];
         alignas(64) Operand widened_tile[as_is ? 1 : DEPTH * BLOCK];
         for (int64_t first = 0; first < M; first += ROWS) {
-            const int rows = int(std::min<int64_t>(ROWS, M - first));
+            const int rows = int(std::min<int64_t>(ROWS, M - first)), strips = (rows + STRIP - 1) / STRIP;
             const Operand* a = in_place ? reinterpret_cast<const Operand*>(x + first * K) : copy.data();
             for (int m = 0; !in_place && m < rows; m++)
                 for (int64_t i = 0; i < K; i++) as_operand(x[(first + m) * K + i], &copy[m * row + i]);
-#pragma omp for schedule(dynamic, 2) nowait
+#pragma omp for schedule(guided) nowait  // what is asked for ahead is mostly the same thread's
             for (int64_t block = 0; block < blocks; block++) {
                 const int num = int(std::min<int64_t>(BLOCK, N - block * BLOCK));
                 T* to = out + first * N + block * BLOCK;
@@ -98,8 +100,8 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                     std::fill(c, c + BLOCK, 0.0f);
                     for (int n = 0; bias && n < num; n++) c[n] = widened(bias[block * BLOCK + n]);
                     for (int m = 1; m < rows; m++) std::copy(c, c + BLOCK, c + m * BLOCK);
-                    for (int64_t k = 0; k < K; k += DEPTH) {
-                        const int depth = int(std::min<int64_t>(DEPTH, K - k));
+                    for (int64_t k = 0; k < K; k += slice) {
+                        const int depth = int(std::min(slice, K - k)), line = int(BLOCK * sizeof(T)) / strips;
                         const T* tile = w + ((block * parts + part) * K + k) * BLOCK;
                         const char* next = reinterpret_cast<const char*>(tile + depth * BLOCK);
                         const Operand* b = reinterpret_cast<const Operand*>(tile);
@@ -111,18 +113,19 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
                             const int some = std::min(STRIP, rows - m);
                             for (int r = m; k == 0 && part == 0 && r < m + some; r++)  // which outputs will be written
                                 for (int n = 0; n < BLOCK; n += 64 / sizeof(T)) __builtin_prefetch(to + r * N + n, 1);
-                            product<STRIP>(some, a + m * row + k, row, b, depth, c + m * BLOCK, next, int(BLOCK * sizeof(T)));
+                            const char* its_next = next + m / STRIP * line * depth;
+                            product<STRIP>(some, a + m * row + k, row, b, depth, c + m * BLOCK, its_next, line);
                         }
                     }
                 }
-                for (int at = 0; gated && at < rows * BLOCK; at += W)
-                    store(sums[0] + at, silu(load(sums[0] + at)) * load(sums[1] + at));
                 for (int m = 0; m < rows; m++, to += N) {
-                    const float* c = sums[0] + m * BLOCK;
-                    if (num == BLOCK)
-                        narrow(load(c), to), narrow(load(c + W), to + W);
-                    else
-                        for (int n = 0; n < num; n++) narrow(c[n], to + n);
+                    float* c = sums[0] + m * BLOCK;
+                    for (int n = 0; n < BLOCK; n += W) {
+                        Floats y = load(c + n);
+                        if (gated) y = silu(y) * load(sums[1] + m * BLOCK + n);
+                        num == BLOCK ? narrow(y, to + n) : store(c + n, y);
+                    }
+                    for (int n = 0; num < BLOCK && n < num; n++) narrow(c[n], to + n);
                 }
             }
         }
@@ -249,9 +252,11 @@ extern "C" int64_t inputs_together(int64_t K) { return MEDHA_PAIRS && K % 2 == 0
 
 // Heads of `bytes` bytes from token kept[i] of x, or i, to token targets[i] of a pool; strides are in bytes.
 extern "C" void write_tokens(char* pool, const char* x, const int64_t* targets, const int64_t* kept, int64_t token_stride,
-                             int64_t head_stride, int64_t x_stride, int64_t num, int64_t heads, int64_t bytes) {
-    for (int64_t head = 0; head < heads; head++)
-        for (int64_t i = 0; i < num; i++)
+                             int64_t head_stride, int64_t x_stride, int64_t num, int64_t heads, int64_t bytes,
+                             int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num * heads * bytes > SMALL * 4)
+    for (int64_t i = 0; i < num; i++)
+        for (int64_t head = 0; head < heads; head++)
             std::memcpy(pool + targets[i] * token_stride + head * head_stride,
                         x + (kept ? kept[i] : i) * x_stride + head * bytes, bytes);
 }

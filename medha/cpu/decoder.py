@@ -77,7 +77,7 @@ def write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], targets: torch.Ten
         if new_TNH.stride()[1:] != (new_TNH.size(2), 1):
             new_TNH = new_TNH.contiguous()
         strides = (size * pool.itemsize for size in (*pool.stride()[:2], new_TNH.stride(0)))
-        sizes = targets.size(0), new_TNH.size(1), new_TNH.size(2) * pool.itemsize
+        sizes = targets.size(0), new_TNH.size(1), new_TNH.size(2) * pool.itemsize, torch.get_num_threads()
         function("write_tokens")(pool.data_ptr(), new_TNH.data_ptr(), targets.data_ptr(), at_kept, *strides, *sizes)
 
 
