@@ -11,8 +11,10 @@
 
 namespace {
 
-constexpr int QUERIES = 384, LEAST = 96;  // of a tile: most queries and, for the sake of threads, fewer
+constexpr int QUERIES = 768, LEAST = 96;  // of a tile: most queries and, for the sake of threads, fewer
+constexpr int SUMS = 384 * 128;           // most numbers of its queries: a second-level cache holds them, and their sums
 constexpr int FEW_QUERIES = 32, FEW_KEYS = 64;  // so few queries go over so many keys at a time, which a first-level cache holds
+constexpr int LINE = 16;  // floats of a line of the caches
 constexpr int PART = 2048, MOST_PARTS = 64;     // ... and read parts of a row's keys independently
 constexpr int64_t WINDOW = (1 << 15) / KEYS * KEYS;  // keys whose sums are kept in one float32: over millions they would lose digits
 static_assert(WINDOW % FEW_KEYS == 0, "a window ends where a tile of keys does");
@@ -129,8 +131,8 @@ struct Task {
 
 template <class Kernel, class T>
 void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_stride, int64_t head_stride, T* out,
-            float* lse, int64_t N, int64_t K, int64_t H, int64_t R, const int64_t* q_indptr, const int64_t* kv_len, const uint8_t* causal,
-            const int32_t* pages, const int64_t* page_indptr, int64_t page_size, int num_threads) {
+            float* lse, int64_t N, int64_t K, int64_t H, int64_t R, const int64_t* q_indptr, const int64_t* kv_len,
+            const uint8_t* causal, const int32_t* pages, const int64_t* page_indptr, int64_t page_size, int num_threads) {
     const int64_t G = N / K;
     auto sees = [&](int64_t row, int64_t query) {  // how many keys
         return causal[row] ? kv_len[row] - (q_indptr[row + 1] - q_indptr[row]) + query / G + 1 : kv_len[row];
@@ -150,9 +152,10 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
             few += num_parts(row);
     }
     // Each thread has some tasks. Heads together read memory from end to end, many queries pack keys and values less often.
-    const int64_t together = few < 2 * num_threads ? 1 : QUERIES / FEW_QUERIES;
     constexpr int MOST = Kernel::MOST;
-    const int64_t tile = std::clamp<int64_t>((many / (2 * num_threads) + MOST - 1) / MOST * MOST, LEAST, QUERIES);
+    const int64_t most_queries = std::clamp<int64_t>(SUMS / H / MOST * MOST, LEAST, QUERIES);
+    const int64_t together = few < 2 * num_threads ? 1 : most_queries / FEW_QUERIES;
+    const int64_t tile = std::clamp<int64_t>((many / (2 * num_threads) + MOST - 1) / MOST * MOST, LEAST, most_queries);
     std::vector<Task> tasks;
     int64_t num_partials = 0;
     for (int64_t row = 0; row < R; row++) {
@@ -191,10 +194,11 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
 #pragma omp parallel num_threads(num_threads)
     {
         thread_local std::vector<float> buffer;
-        buffer.resize(std::max<size_t>(buffer.size(), (2 * KEYS + 3 * QUERIES) * H));
-        float *queries = buffer.data() + 2 * KEYS * H, *sums = queries + QUERIES * H, top[QUERIES], sum[QUERIES];
-        float *all_sums = sums + QUERIES * H, all_top[QUERIES], all_sum[QUERIES];  // of the windows that are done
-        Keys keys{buffer.data(), buffer.data() + KEYS * H, 0, int(H)};
+        buffer.resize(std::max<size_t>(buffer.size(), (2 * KEYS + 3 * most_queries) * H + LINE));
+        float* packed = buffer.data() + -(uintptr_t(buffer.data()) / sizeof(float)) % LINE;  // no vector lies in two lines
+        float *queries = packed + 2 * KEYS * H, *sums = queries + most_queries * H, top[QUERIES], sum[QUERIES];
+        float *all_sums = sums + most_queries * H, all_top[QUERIES], all_sum[QUERIES];  // of the windows that are done
+        Keys keys{packed, packed + KEYS * H, 0, int(H)};
         int seen[QUERIES];
         int64_t from[KEYS], next[KEYS];  // where the tile's keys begin, and those of the tile behind it
         Kernel kernel;
