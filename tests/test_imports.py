@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "child": set(),
     "text": {*_GROUND, "child", "models.folder"},
     "models": {*_GROUND, "cpu"},
-    "parallel": {*_GROUND, "attention.merge", "attention.staging", "child"},
+    "parallel": {*_GROUND, "attention.merge", "attention.staging", "child", "cpu"},
     "cost": _GROUND,
     "sched": {*_GROUND, "cost"},
     "worker": {*_GROUND, "cpu", "models", "attention", "parallel"},

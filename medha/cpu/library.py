@@ -18,6 +18,7 @@ from collections.abc import Callable
 from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,17 +85,20 @@ _ARGUMENTS = {
     "linear": [c_void_p] * 4 + [c_int64] * 5,
     "rmsnorm": [c_void_p] * 4 + [c_int64] * 3 + [c_double],
     "rotate": [c_void_p] * 2 + [c_int64] * 5,
+    "tell": [c_void_p, c_int],
+    "wait_for": [c_void_p, c_int, c_int64, c_int64],
     "write_tokens": [c_void_p] * 4 + [c_int64] * 7,
 }
+_RESULTS = {"wait_for": c_int}
 
 
 @cache
-def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
+def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
     """A kernel of this name, for a dtype if there is one for each; it is given pointers alone."""
     kernels, missing = library()
     assert kernels is not None, missing
     found = getattr(kernels, name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}")
-    found.argtypes, found.restype = _ARGUMENTS[name], None
+    found.argtypes, found.restype = _ARGUMENTS[name], _RESULTS.get(name)
     return found  # type: ignore[no-any-return]
 
 

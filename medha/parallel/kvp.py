@@ -2,9 +2,10 @@
 
 Source: the paper, arXiv 2409.17264 v5 section 3.3. What travels is an output and a log-sum-exp for each query and head,
 whatever the length of the context. Every rank of a span merges the same parts in shard order, so each gets the same
-bits and no result need be sent back. Each sends its part to every other, all spans of a layer at once, over the one
-group that the ranks of its stage and tensor-parallel index have on the device's backend: see docs/layouts.md. The
-digest of the shared rows is compared once a batch, over gloo.
+bits and no result need be sent back. Each sends its parts of all spans of a layer to every other at once, over the one
+group that the ranks of its stage and tensor-parallel index have on the device's backend (docs/layouts.md); short ones,
+where the ranks compute on CPUs of one machine, through memory that they share. The digest of the shared rows is
+compared once a batch, over gloo or likewise.
 
 Legend: T tokens shared on a span, N query heads of one rank, H head dimension.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial, reduce
 from itertools import groupby
+from operator import xor
 from typing import NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ import torch.distributed as dist
 
 from medha.attention.merge import merge_partials
 from medha.batch import Batch
+from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import Digests, check_digest
 
 _ALIGNMENT = 16  # bytes
@@ -36,6 +40,11 @@ class Shared(NamedTuple):
     tokens: slice  # where their tokens lie among those of all shared rows of this rank's part of the batch
     digest: int  # CRC-32 of the rows
 
+    @property
+    def groups(self) -> range:
+        """Those of the run."""
+        return range(self.run[0], self.run[1] + 1)
+
     def check(self, group: int, theirs: list[int]) -> None:
         """Refuse a group whose batch id and digest are others than those of the rows here."""
         check_digest([self.batch_id, self.digest], theirs, f"group {group} merges rows of")
@@ -50,31 +59,48 @@ class Merge:
     _: KW_ONLY
     ranks: Sequence[int]  # the global rank of each KV-parallel group
     own: int  # this rank's KV-parallel group
+    memory: SharedMemory | None = None  # by which short messages go, where all ranks have it
 
     def start(self, parts: Sequence[tuple[Shared, Partial]], *, compare: bool) -> Pending:
-        """Begin to exchange this rank's parts of one layer with the other ranks of their spans, all in one group of
-        sends and receives. Every rank of a span calls it, the spans in ascending order.
+        """Begin to exchange this rank's parts of one layer with the other ranks of their spans, a message to each.
+        Every rank of a span calls it, the spans in ascending order.
 
         Args:
             parts: of each span, out [T, N, H], and lse [T, N], natural logarithm, float32, -inf for an empty shard.
             compare: whether the digests of the rows are exchanged too; once a batch.
         """
-        everyone, ops, digests = [], [], []
-        for shared, partial in parts:
-            first, last = shared.run
-            others = [(self.ranks[group], group) for group in range(first, last + 1) if group != self.own]
-            buffers = _buffers(partial, 1 + last - first)
-            mine = buffers[self.own - first]
-            for view, values in zip(_views(mine, partial), partial, strict=True):
-                view.copy_(values)
-            ops += [dist.P2POp(dist.irecv, buffers[group - first], rank, self.group) for rank, group in others]
-            ops += [dist.P2POp(dist.isend, mine, rank, self.group) for rank, _ in others]
-            everyone.append(buffers)
+        digests, ops, arriving = [], [], dict[int, Callable[[], torch.Tensor]]()
+        for group in sorted({group for shared, _ in parts for group in shared.groups} - {self.own}):
+            spans, told = zip(*[(shared, part) for shared, part in parts if group in shared.groups], strict=True)
+            rank, size = self.ranks[group], sum(map(_size, told))
             if compare:
-                digests += [(shared, group, self.digests.post(rank)) for rank, group in others]
-                for rank, _ in others:
-                    self.digests.send(shared.batch_id, shared.digest, rank)
-        return Pending(parts, everyone, dist.batch_isend_irecv(ops), digests)
+                meant = spans[0]._replace(digest=reduce(xor, [shared.digest for shared in spans]))
+                digests.append((meant, group, self._compare(meant, rank)))
+            memory = self.memory if size <= MOST_BYTES else None
+            mine = told[0][0].new_empty(size, dtype=torch.uint8) if memory is None else memory.buffer(rank, size)
+            for views, part in zip(_views(mine, told), told, strict=True):
+                for view, values in zip(views, part, strict=True):
+                    view.copy_(values)
+            if memory is None:
+                theirs = torch.empty_like(mine)
+                arriving[group] = theirs.contiguous  # itself
+                ops += [dist.P2POp(what, x, rank, self.group) for what, x in ((dist.irecv, theirs), (dist.isend, mine))]
+            else:
+                memory.send(rank)
+                arriving[group] = partial(memory.receive, rank, size)
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return Pending(parts, self.own, arriving, works, ops, digests)
+
+    def _compare(self, meant: Shared, rank: int) -> Callable[[], list[int]]:
+        """Tell a rank which rows are meant; what is returned waits for what it says of them."""
+        if (memory := self.memory) is None:
+            received = self.digests.post(rank)
+            self.digests.send(meant.batch_id, meant.digest, rank)
+            return received
+        ours = torch.tensor([meant.batch_id, meant.digest])
+        memory.buffer(rank, ours.nbytes).view(ours.dtype).copy_(ours)
+        memory.send(rank)
+        return lambda: memory.receive(rank, ours.nbytes).view(ours.dtype).tolist()
 
     def warm(self, device: torch.device) -> None:
         """Use the communicator once; the rank of every KV-parallel group calls it."""
@@ -87,9 +113,11 @@ class Pending(NamedTuple):
     """A merge under way; the buffers live as long as it does."""
 
     parts: Sequence[tuple[Shared, Partial]]
-    everyone: list[torch.Tensor]  # of each span, the parts of its groups as bytes
+    own: int  # this rank's group
+    arriving: dict[int, Callable[[], torch.Tensor]]  # by group, what waits for its parts of the spans that it shares
     works: list[dist.Work]
-    digests: list[tuple[Shared, int, Callable[[], list[int]]]]  # what each other group says of a span
+    ops: list[dist.P2POp]  # hold what is sent
+    digests: list[tuple[Shared, int, Callable[[], list[int]]]]  # what each other group says of the spans that it shares
 
     def result(self) -> list[torch.Tensor]:
         """The merged output [T, N, H] of each span over the whole context; waits for the other groups.
@@ -100,10 +128,10 @@ class Pending(NamedTuple):
             shared.check(group, received())
         for work in self.works:
             work.wait()
-        return [
-            merge_partials([_views(row, partial) for row in buffers])[0]
-            for (_, partial), buffers in zip(self.parts, self.everyone, strict=True)
-        ]
+        found = {self.own: iter([part for _, part in self.parts])}
+        for group, message in self.arriving.items():
+            found[group] = iter(_views(message(), [part for shared, part in self.parts if group in shared.groups]))
+        return [merge_partials([next(found[group]) for group in shared.groups])[0] for shared, _ in self.parts]
 
 
 def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:
@@ -121,17 +149,18 @@ def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:
     return found
 
 
-def _buffers(like: Partial, num_groups: int) -> torch.Tensor:
-    """Memory for the parts of so many groups, as bytes: output, then log-sum-exp."""
-    size = sum(tensor.nbytes for tensor in like)
-    return like[0].new_empty(num_groups, size + -size % _ALIGNMENT, dtype=torch.uint8)
+def _size(partial: Partial) -> int:
+    """Bytes of a part in a message: output, then log-sum-exp."""
+    size = partial[0].nbytes + partial[1].nbytes
+    return size + -size % _ALIGNMENT
 
 
-def _views(buffer: torch.Tensor, like: Partial) -> Partial:
-    """The output and log-sum-exp of a part of this shape."""
-    out_TNH, lse_TN = like
-    size, end = out_TNH.nbytes, out_TNH.nbytes + lse_TN.nbytes
-    return (
-        buffer[:size].view(out_TNH.dtype).view(out_TNH.shape),
-        buffer[size:end].view(lse_TN.dtype).view(lse_TN.shape),
-    )
+def _views(message: torch.Tensor, likes: Sequence[Partial]) -> list[Partial]:
+    """The output and log-sum-exp of each part of a message, of these shapes."""
+    found, start = list[Partial](), 0
+    for out_TNH, lse_TN in likes:
+        middle = start + out_TNH.nbytes
+        out, lse = message[start:middle], message[middle : middle + lse_TN.nbytes]
+        found.append((out.view(out_TNH.dtype).view(out_TNH.shape), lse.view(lse_TN.dtype).view(lse_TN.shape)))
+        start += _size((out_TNH, lse_TN))
+    return found

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 
 
 def parallelize_(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -54,11 +57,17 @@ def local_slices(parameter: torch.Tensor) -> tuple[slice, ...] | None:
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
-def all_reduce_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that sums a contiguous tensor over ``group``, in place, and returns it; every rank calls it."""
+def all_reduce_over(
+    group: dist.ProcessGroup, memory: SharedMemory | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that sums a tensor over ``group``, maybe in place, and returns it; every rank calls it. Short ones go
+    through ``memory``, where all ranks have it."""
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x := x.contiguous(), group=group)
+        x = x.contiguous()
+        if memory is not None and x.nbytes <= MOST_BYTES:
+            return reduce(torch.add, memory.gather(x))
+        dist.all_reduce(x, group=group)
         return x
 
     return all_reduce

@@ -28,6 +28,7 @@ from medha.models.weights import Checkpoint, TensorInfo, check_tensors, load_par
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch
 from medha.parallel.mesh import Ranks, wait_for_all
+from medha.parallel.shared_memory import share_memory
 from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.worker.kv_cache import KVCache
@@ -132,7 +133,8 @@ def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[st
     )
     merge = None
     if ranks.merge_group is not None:
-        merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group)
+        memory = share_memory(ranks, ranks.merge_group, device)
+        merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group, memory=memory)
         merge.warm(device)
     pipe.warm()
     return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
@@ -212,11 +214,12 @@ def load_model(
                 index=lambda name: shard.index(name, parameters[name]),
             )
     if config.parallel.tp_forward == "local":
-        tensor_shard = None
+        tensor_shard, fused = None, _fused_kernels(backend, shard.model, shard.dtype, device, ranks=ranks)
         if tp_ranks is not None:
             group = tp_ranks.tp_group
-            tensor_shard = TensorShard(shard.tp_rank, shard.tp, all_reduce_over(group), all_gather_over(group))
-        model.pack_(tensor_shard, _fused_kernels(backend, shard.model, shard.dtype, device, ranks=ranks))
+            sums = all_reduce_over(group, share_memory(tp_ranks, group, device))
+            tensor_shard = TensorShard(shard.tp_rank, shard.tp, sums, all_gather_over(group))
+        model.pack_(tensor_shard, fused)
     return model
 
 

@@ -9,28 +9,40 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from medha.parallel import kvp
 from medha.parallel.kvp import Merge
+from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
 from tests.parallel.workers import WorkerPool
 from tests.serving import random_ids
 
+DIGEST_BYTES = 16
+
 Counts = dict[str, Counter[str]]
 """Of each kind of transfer: its messages, bytes, and the bytes of what was to be sent."""
 
 
-def count(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], Counts]:
-    """On each rank: tokens, and what it sends; the sends of digests are told by their group."""
+def count(
+    folder: str, options: dict[str, Any], prompts: list[list[int]], most_bytes: int
+) -> tuple[list[list[int]], Counts]:
+    """On each rank: tokens, and what it sends; parts of more than ``most_bytes`` by the group. The sends of digests are
+    told by their group."""
     from medha import LLM
 
     counts: Counts = {"pipe": Counter(), "merge": Counter(), "gloo": Counter()}
     now = ["gloo"]
-    isend, send, start = dist.isend, StagePipe.send, Merge.start
+    isend, buffer, send, start = dist.isend, SharedMemory.buffer, StagePipe.send, Merge.start
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kind = now[0] if tensor.dtype in (torch.float32, torch.uint8) else "gloo"
         counts[kind].update(messages=1, bytes=tensor.nbytes)
         return isend(tensor, *args, **kwargs)
+
+    def written(self: SharedMemory, rank: int, num_bytes: int) -> torch.Tensor:
+        kind = now[0] if num_bytes > DIGEST_BYTES else "gloo"
+        counts[kind].update(messages=1, bytes=num_bytes, shared=1)
+        return buffer(self, rank, num_bytes)
 
     def sent(self: StagePipe, batch: Any, x_TD: torch.Tensor) -> None:
         counts["pipe"].update(batches=1, whole=x_TD.nbytes)
@@ -39,6 +51,8 @@ def count(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tup
         now[0] = "gloo"
 
     def started(self: Merge, parts: Any, *, compare: bool) -> Any:
+        if parts[0][0].batch_id < 0:  # warms the communicator
+            return start(self, parts, compare=compare)
         for shared, (out_TNH, lse_TN) in parts:
             num_others = shared.run[1] - shared.run[0]
             counts["merge"].update(spans=1, peers=num_others, whole=num_others * (out_TNH.nbytes + lse_TN.nbytes))
@@ -50,6 +64,8 @@ def count(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tup
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StagePipe, "send", sent)
         patch.setattr(Merge, "start", started)
+        patch.setattr(SharedMemory, "buffer", written)
+        patch.setattr(kvp, "MOST_BYTES", most_bytes)
         patch.setattr(dist, "isend", counted)
         patch.setattr(dist.distributed_c10d, "isend", counted)
         with LLM(folder, **options) as llm:
@@ -65,14 +81,14 @@ PROMPTS = [random_ids(length, seed=8) for length in (150, 5, 61)]
 @cache
 def alone(model: Path) -> Any:
     """The tokens of one rank, which sends nothing."""
-    tokens, counts = count(str(model), OPTIONS, PROMPTS)
+    tokens, counts = count(str(model), OPTIONS, PROMPTS, MOST_BYTES)
     assert counts["pipe"] == counts["merge"] == Counter()
     return tokens
 
 
-def found(workers: WorkerPool, model: Path, **layout: int) -> list[Counts]:
+def found(workers: WorkerPool, model: Path, most_bytes: int = MOST_BYTES, **layout: int) -> list[Counts]:
     size = layout.get("tp", 1) * layout.get("spp", 1) * layout.get("kvp", 1)
-    answers = workers.run(count, size, str(model), OPTIONS | layout, PROMPTS)
+    answers = workers.run(count, size, str(model), OPTIONS | layout, PROMPTS, most_bytes)
     assert answers[0][0] == alone(model)
     return [counts for _, counts in answers]
 
@@ -87,9 +103,15 @@ def test_a_rank_sends_its_share_of_the_hidden_states_in_one_message(workers: Wor
     assert all(last == Counter() for last in counts[tp:])
 
 
-def test_a_rank_sends_its_part_to_each_other_rank_of_a_span_once(workers: WorkerPool, model: Path) -> None:
-    """As many bytes as a ring's all-gather sends, in one step for as many steps as there are others."""
-    for counts in found(workers, model, kvp=3, max_kv_per_group=64):
+@pytest.mark.parametrize("most_bytes", [0, 1000, MOST_BYTES])
+def test_a_rank_sends_its_parts_to_each_other_rank_once(workers: WorkerPool, model: Path, most_bytes: int) -> None:
+    """As many bytes as a ring's all-gather sends, in one step for as many steps as there are others; short ones through
+    the memory that they share."""
+    for counts in found(workers, model, most_bytes, kvp=3, max_kv_per_group=64):
         merges = counts["merge"]
-        assert merges["messages"] == merges["peers"] >= merges["spans"] > 10
+        assert merges["peers"] >= merges["messages"] >= merges["peers"] - merges["spans"] > 10
+        assert (merges["shared"] > 0, merges["shared"] < merges["messages"]) == (
+            most_bytes > 0,
+            most_bytes < MOST_BYTES,
+        )
         assert 0 <= merges["bytes"] - merges["whole"] < 16 * merges["messages"]

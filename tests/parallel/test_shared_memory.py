@@ -1,0 +1,138 @@
+"""Memory that ranks share: every message arrives whole and in order; without it, and where a rank fails, all go on."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import medha.parallel.shared_memory as shared_memory
+from medha.errors import RankFailedError
+from medha.parallel.launch import read_launch
+from medha.parallel.shared_memory import MOST_BYTES, SharedMemory, share_memory
+from medha.parallel.tp import all_reduce_over
+from tests.parallel.workers import TIMEOUT_S, WorkerPool
+
+CPU = torch.device("cpu")
+
+
+def on_ranks(work: Callable[[Any, Any], Any]) -> Any:
+    """On each rank: work with what a job's ranks know, and a group of all."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    store, launch = dist.distributed_c10d._get_default_store(), read_launch()
+    monitor = SimpleNamespace(has_failure=False, first_error=lambda: "rank 1 has died")
+    config = SimpleNamespace(dist_timeout_s=TIMEOUT_S)
+    ranks = SimpleNamespace(
+        rank=dist.get_rank(), job=SimpleNamespace(launch=launch, store=store), monitor=monitor, config=config
+    )
+    try:
+        return work(ranks, dist.new_group())
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def message(sender: int, receiver: int, number: int, size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(number * 64 + sender * 8 + receiver))
+
+
+def exchange(ranks: Any, group: Any) -> tuple[int, bool]:
+    made, paths = shared_memory._made, list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_made", lambda size: paths.append(made(size)) or paths[0])
+        memory = share_memory(ranks, group, CPU)
+    assert memory is not None
+    is_left = any(map(os.path.exists, paths))
+    chance = torch.Generator().manual_seed(5)
+    wrong = 0
+    for number in range(500):  # every rank draws the same runs of ranks and sizes
+        first, last = sorted(torch.randint(0, dist.get_world_size(), (2,), generator=chance).tolist())
+        size = int(torch.randint(1, MOST_BYTES if number % 50 == 0 else 300, (1,), generator=chance))
+        if not first <= ranks.rank <= last:
+            continue
+        others = [rank for rank in range(first, last + 1) if rank != ranks.rank]
+        for part in range(2):  # as many as may be on their way
+            for rank in others:
+                memory.buffer(rank, size).copy_(message(ranks.rank, rank, 2 * number + part, size))
+                memory.send(rank)
+        for part in range(2):
+            for rank in others:
+                sent = message(rank, ranks.rank, 2 * number + part, size).to(torch.uint8)
+                wrong += not torch.equal(memory.receive(rank, size), sent)
+    return wrong, is_left
+
+
+def exchanged() -> Any:
+    return on_ranks(exchange)
+
+
+def test_messages_among_changing_ranks_arrive_whole_and_in_order(workers: WorkerPool) -> None:
+    """The file is gone before the first of them."""
+    assert workers.run(exchanged, 4) == [(0, False)] * 4
+
+
+def sum_up(ranks: Any, group: Any) -> list[bool]:
+    total = all_reduce_over(group, share_memory(ranks, group, CPU))
+    sizes, found = (1, 7, 4096, MOST_BYTES // 2, MOST_BYTES // 2 + 1), []
+    for size in sizes:  # the last one goes by gloo
+        parts = [torch.randn(size, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(3)]
+        own = parts[ranks.rank].clone()
+        found.append(torch.equal(total(own), parts[0] + parts[1] + parts[2]) or size == sizes[-1])
+        found.append(torch.equal(own, parts[ranks.rank]) or size == sizes[-1])
+    return found
+
+
+def summed() -> Any:
+    return on_ranks(sum_up)
+
+
+def test_sums_are_of_the_parts_in_order_of_rank(workers: WorkerPool) -> None:
+    assert workers.run(summed, 3) == [[True] * 10] * 3
+
+
+def lack(ranks: Any, group: Any) -> list[bool]:
+    is_there = []
+    for lacking in (0, 1, None):  # the rank that makes the file, and one that opens it
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks.rank == lacking == 0:
+                patch.setattr(shared_memory, "_FOLDER", "/nowhere")
+            if ranks.rank == lacking == 1:
+                patch.setattr(shared_memory.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
+            ranks.job.store = dist.PrefixStore(str(lacking), dist.distributed_c10d._get_default_store())
+            is_there.append(share_memory(ranks, group, CPU) is not None)
+    return is_there
+
+
+def lacked() -> Any:
+    return on_ranks(lack)
+
+
+def test_where_one_rank_cannot_have_it_none_has(workers: WorkerPool) -> None:
+    assert workers.run(lacked, 2) == [[False, False, True]] * 2
+
+
+def fail(ranks: Any, group: Any) -> list[str]:
+    memory, messages = share_memory(ranks, group, CPU), []
+    assert isinstance(memory, SharedMemory)
+    for has_failure, limit_s in ((True, 60.0), (False, 0.15)):
+        ranks.monitor.has_failure, ranks.config.dist_timeout_s = has_failure, limit_s
+        with pytest.raises((RankFailedError, RuntimeError)) as caught:
+            memory.receive(1 - ranks.rank, 8)
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    return messages
+
+
+def failed() -> Any:
+    return on_ranks(fail)
+
+
+def test_who_waits_hears_of_a_rank_that_has_failed_and_waits_no_longer_than_for_a_transfer(workers: WorkerPool) -> None:
+    for rank, messages in enumerate(workers.run(failed, 2)):
+        assert messages == [
+            "RankFailedError: rank 1 has died",
+            f"RuntimeError: Timed out waiting 0 s for rank {1 - rank}",
+        ]
