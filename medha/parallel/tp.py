@@ -73,16 +73,22 @@ def all_reduce_over(
     return all_reduce
 
 
-def all_gather_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that puts [S, W] of every rank of ``group`` side by side, [S, size * W]; every rank calls it."""
+def all_gather_over(
+    group: dist.ProcessGroup, memory: SharedMemory | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that puts [S, W] of every rank of ``group`` side by side, [S, size * W]; every rank calls it. As of
+    :func:`all_reduce_over`."""
     # The name changed in torch 2.13; 2.11 has only the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     size = dist.get_world_size(group)
 
     def all_gather(x_SW: torch.Tensor) -> torch.Tensor:
+        x_SW = x_SW.contiguous()
+        if memory is not None and x_SW.nbytes <= MOST_BYTES:
+            return torch.cat(memory.gather(x_SW), dim=1)
         S, W = x_SW.shape
         parts = x_SW.new_empty(size * S, W)
-        gather(parts, x_SW.contiguous(), group=group)
+        gather(parts, x_SW, group=group)
         return parts.view(size, S, W).transpose(0, 1).reshape(S, size * W)
 
     return all_gather

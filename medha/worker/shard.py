@@ -217,8 +217,9 @@ def load_model(
         tensor_shard, fused = None, _fused_kernels(backend, shard.model, shard.dtype, device, ranks=ranks)
         if tp_ranks is not None:
             group = tp_ranks.tp_group
-            sums = all_reduce_over(group, share_memory(tp_ranks, group, device))
-            tensor_shard = TensorShard(shard.tp_rank, shard.tp, sums, all_gather_over(group))
+            memory = share_memory(tp_ranks, group, device)
+            collectives = all_reduce_over(group, memory), all_gather_over(group, memory)
+            tensor_shard = TensorShard(shard.tp_rank, shard.tp, *collectives)
         model.pack_(tensor_shard, fused)
     return model
 

@@ -14,7 +14,7 @@ import medha.parallel.shared_memory as shared_memory
 from medha.errors import RankFailedError
 from medha.parallel.launch import read_launch
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory, share_memory
-from medha.parallel.tp import all_reduce_over
+from medha.parallel.tp import all_gather_over, all_reduce_over
 from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
 CPU = torch.device("cpu")
@@ -75,23 +75,26 @@ def test_messages_among_changing_ranks_arrive_whole_and_in_order(workers: Worker
     assert workers.run(exchanged, 4) == [(0, False)] * 4
 
 
-def sum_up(ranks: Any, group: Any) -> list[bool]:
-    total = all_reduce_over(group, share_memory(ranks, group, CPU))
-    sizes, found = (1, 7, 4096, MOST_BYTES // 2, MOST_BYTES // 2 + 1), []
-    for size in sizes:  # the last one goes by gloo
-        parts = [torch.randn(size, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(3)]
-        own = parts[ranks.rank].clone()
-        found.append(torch.equal(total(own), parts[0] + parts[1] + parts[2]) or size == sizes[-1])
-        found.append(torch.equal(own, parts[ranks.rank]) or size == sizes[-1])
-    return found
+def combine(ranks: Any, group: Any) -> list[str]:
+    memory = share_memory(ranks, group, CPU)
+    add_up, side_by_side = all_reduce_over(group, memory), all_gather_over(group, memory)
+    wrong = []
+    for width in (1, 7, 2048, MOST_BYTES // 4, MOST_BYTES // 4 + 1):  # the last one goes by gloo
+        parts = [torch.randn(2, width, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(3)]
+        if not torch.equal(side_by_side(parts[ranks.rank]), torch.cat(parts, dim=1)):
+            wrong.append(f"gathered {width}")
+        total = add_up(parts[ranks.rank].clone())
+        if not torch.equal(total, parts[0] + parts[1] + parts[2]) and 4 * width <= MOST_BYTES:
+            wrong.append(f"sum of {width}")
+    return wrong
 
 
-def summed() -> Any:
-    return on_ranks(sum_up)
+def combined() -> Any:
+    return on_ranks(combine)
 
 
-def test_sums_are_of_the_parts_in_order_of_rank(workers: WorkerPool) -> None:
-    assert workers.run(summed, 3) == [[True] * 10] * 3
+def test_sums_are_of_the_parts_in_order_of_rank_and_gathered_parts_lie_in_it(workers: WorkerPool) -> None:
+    assert workers.run(combined, 3) == [[]] * 3
 
 
 def lack(ranks: Any, group: Any) -> list[bool]:
