@@ -29,7 +29,7 @@ MOST_BYTES = 1 << 17
 _FOLDER = "/dev/shm"
 _NUM_BUFFERS = 4
 _LINE = 64  # bytes
-_LOOK_US = 200  # before a rank that waits sleeps
+_LOOK_US = 200  # before a rank that waits sleeps, where each has its cores
 _SLEEP_US = 100_000  # before it asks whether another has failed
 
 
@@ -47,6 +47,8 @@ class SharedMemory:
         self._index = {rank: index for index, rank in enumerate(members)}
         self._ranks, self._own = ranks, self._index[ranks.rank]
         self._num_sent, self._num_received = Counter[int](), Counter[int]()
+        num_threads = ranks.job.launch.local_world_size * torch.get_num_threads()
+        self._look_us = _LOOK_US if num_threads <= (os.cpu_count() or 1) else 0
 
     def buffer(self, rank: int, num_bytes: int) -> torch.Tensor:
         """Where the next message to a rank, of at most MOST_BYTES, is to be written."""
@@ -64,7 +66,7 @@ class SharedMemory:
         """
         self._num_received[rank] += 1
         channel, number, waited_us = self._memory[self._index[rank], self._own], self._num_received[rank], 0
-        while not function("wait_for")(channel.data_ptr(), number, _LOOK_US, _SLEEP_US):
+        while not function("wait_for")(channel.data_ptr(), number, self._look_us, _SLEEP_US):
             waited_us += _SLEEP_US
             if self._ranks.monitor.has_failure:
                 raise RankFailedError(self._ranks.monitor.first_error() or "a rank has failed")
