@@ -186,10 +186,11 @@ class Scheduler:
         predicted_s = max(now_s - request.arrival_s, 0.0) + in_flight_s + alone_s
         return predicted_s if predicted_s > objective_s else None
 
-    def prefill_left_s(self, num_computed: int, num_prompt: int) -> float:
-        """Predicted seconds to read the rest of a prompt beside the present decodes, if nobody else's is read. Any
-        thread may ask."""
-        return self._queue.left_s(num_computed, num_prompt) * self._factor() * self._queue.stretch
+    def prefill_left_s(self, num_computed: int, num_prompt: int, *, corrected: bool = True) -> float:
+        """Predicted seconds to read the rest of a prompt beside the present decodes, if nobody else's is read;
+        ``corrected`` by what running has taught, or not. Any thread may ask."""
+        left_s = self._queue.left_s(num_computed, num_prompt) * self._queue.stretch
+        return left_s * self._factor() if corrected else left_s
 
     def _factor(self) -> float:
         """The present correction of a prefill's predicted seconds."""

@@ -145,10 +145,10 @@ class Service:
         return min((self._eta_s(one) for one in _unread(requests)), default=0.0)
 
     def _eta_s(self, one: Completion) -> float:
-        left_s, begun_s = self.left_s(one), one.metrics.first_scheduled
+        left_s, begun_s = self.left_s(one, corrected=False), one.metrics.first_scheduled
         at_s, num_read, took_s, alone_s = self._paces.get(one, (begun_s, one.metrics.num_cached_tokens, 0.0, 0.0))
         if at_s is not None and one.num_computed_tokens != num_read:
-            step_s = self.left_s(one, num_read) - left_s
+            step_s = self.left_s(one, num_read, corrected=False) - left_s
             if step_s > 0:
                 kept = left_s / (left_s + _RECENT * step_s)
                 took_s, alone_s, at_s = kept * took_s + one.computed_s - at_s, kept * alone_s + step_s, one.computed_s
@@ -156,7 +156,7 @@ class Service:
                 took_s, alone_s, at_s = 0.0, 0.0, self.engine.now()
             self._paces[one] = at_s, one.num_computed_tokens, took_s, alone_s
         if not alone_s:
-            return self._ahead_s(left_s) + left_s
+            return self._ahead_s(left_s := self.left_s(one)) + left_s
         return max(left_s * took_s / alone_s - (self.engine.now() - one.computed_s), 0.0)
 
     def _ahead_s(self, left_s: float) -> float:
@@ -168,11 +168,11 @@ class Service:
         less, as_much = lefts[lefts < left_s].sum(), lefts[lefts == left_s].sum()  # one of these is its own
         return float(less + max(as_much - left_s, 0.0) / 2)
 
-    def left_s(self, one: Completion, num_done: int | None = None) -> float:
-        """Predicted seconds to read a prompt alone from where it is, or was, on."""
+    def left_s(self, one: Completion, num_done: int | None = None, *, corrected: bool = True) -> float:
+        """Predicted seconds to read a prompt alone from where it is, or was, on; see :meth:`Scheduler.prefill_left_s`."""
         if num_done is None:
             num_done = one.num_computed_tokens or self.engine.scheduler.num_there(one.slot)
-        return self.engine.scheduler.prefill_left_s(num_done, len(one.request.prompt_ids))
+        return self.engine.scheduler.prefill_left_s(num_done, len(one.request.prompt_ids), corrected=corrected)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Serve until ``should_stop``; raises EngineDeadError where a step failed, when its requests have ended."""
