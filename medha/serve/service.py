@@ -169,7 +169,7 @@ class Service:
         return float(less + max(as_much - left_s, 0.0) / 2)
 
     def left_s(self, one: Completion, num_done: int | None = None, *, corrected: bool = True) -> float:
-        """Predicted seconds to read a prompt alone from where it is, or was, on; see :meth:`Scheduler.prefill_left_s`."""
+        """Predicted seconds to read a prompt alone from where it is, or was, on; ``corrected`` as the scheduler's."""
         if num_done is None:
             num_done = one.num_computed_tokens or self.engine.scheduler.num_there(one.slot)
         return self.engine.scheduler.prefill_left_s(num_done, len(one.request.prompt_ids), corrected=corrected)
