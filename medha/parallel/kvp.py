@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial, reduce
 from itertools import groupby
-from operator import xor
 from typing import NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ class Merge:
             spans, told = zip(*[(shared, part) for shared, part in parts if group in shared.groups], strict=True)
             rank, size = self.ranks[group], sum(map(_size, told))
             if compare:
-                meant = spans[0]._replace(digest=reduce(xor, [shared.digest for shared in spans]))
+                meant = spans[0]._replace(digest=reduce(_joined, [shared.digest for shared in spans]))
                 digests.append((meant, group, self._compare(meant, rank)))
             memory = self.memory if size <= MOST_BYTES else None
             mine = told[0][0].new_empty(size, dtype=torch.uint8) if memory is None else memory.buffer(rank, size)
@@ -147,6 +146,11 @@ def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:
         found.append(Shared(batch.batch_id, run, slice(start, end), theirs.digest()))
         start = end
     return found
+
+
+def _joined(digest: int, following: int) -> int:
+    """One digest of two, which in the other order is another."""
+    return (31 * digest + following) % (1 << 32)
 
 
 def _size(partial: Partial) -> int:

@@ -34,7 +34,7 @@ from medha.engine.wire import ReportLine
 from medha.errors import PlanDivergenceError, RankFailedError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlSender, Message
-from medha.parallel.kvp import Merge, Pending, Shared
+from medha.parallel.kvp import Merge, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import Digests, StagePipe
 from medha.params import SamplingParams
@@ -406,12 +406,9 @@ def merge_synchronously(patch: pytest.MonkeyPatch) -> None:
     """merges are waited for one after the other, before anything else is computed."""
     start = Merge.start
 
-    def start_and_wait(self: Merge, parts: Any, *, compare: bool) -> Pending:
-        by_span = [start(self, [part], compare=compare) for part in parts]
-        for work in (work for pending in by_span for work in pending.works):
-            work.wait()
-        _, everyone, works, digests = (list(itertools.chain(*lists)) for lists in zip(*by_span, strict=True))
-        return Pending(parts, everyone, works, digests)
+    def start_and_wait(self: Merge, parts: Any, *, compare: bool) -> Any:
+        merged = [out for part in parts for out in start(self, [part], compare=compare).result()]
+        return SimpleNamespace(result=lambda: merged)
 
     patch.setattr(Merge, "start", start_and_wait)
 
