@@ -397,4 +397,4 @@ def _end_at_once(message: str, speak: bool) -> None:
 def _is_in_transfer(thread: threading.Thread) -> bool:
     """Whether a thread is within torch.distributed or memory that ranks share, where it waits for other ranks."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and any(x in frame.f_code.co_filename for x in ("/torch/distributed/", "/shared_memory.py"))
+    return frame is not None and any(x in frame.f_code.co_filename for x in ("torch/distributed/", "/shared_memory.py"))
