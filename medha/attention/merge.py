@@ -7,12 +7,15 @@ log-sum-exp here is a natural logarithm in float32, -inf for an empty part.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_void_p
 
 import torch
 
+from medha.cpu.library import function
+
 
 def merge_partials(
-    partials: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    partials: Sequence[tuple[torch.Tensor, torch.Tensor]], *, by_kernel: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of disjoint KV parts, from attention over each.
 
@@ -20,12 +23,20 @@ def merge_partials(
 
     Args:
         partials: (out [..., H] any float dtype, lse [...] float32) of each part, at least one, shapes equal.
+        by_kernel: by one of the CPU's own, which is there and takes contiguous parts.
 
     Returns:
         (out, lse) of the union; out in the dtype of the first part. Rows empty in every part are 0 and -inf.
     """
     if len(partials) == 1:
         return partials[0]
+    if by_kernel:
+        assert all(x.is_contiguous() for part in partials for x in part), "the kernel is given pointers alone"
+        out, lse = torch.empty_like(partials[0][0]), torch.empty_like(partials[0][1])
+        parts = [(c_void_p * len(partials))(*[x.data_ptr() for x in some]) for some in zip(*partials, strict=True)]
+        sizes = len(partials), lse.numel(), out.size(-1)
+        function("merge", out.dtype)(*parts, *sizes, out.data_ptr(), lse.data_ptr(), torch.get_num_threads())
+        return out, lse
     lse_parts = torch.stack([lse for _, lse in partials])
     lse = torch.logsumexp(lse_parts, dim=0)
     # An empty part has weight 0; where all are empty, lse is -inf and -inf - -inf would be nan.

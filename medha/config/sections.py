@@ -221,7 +221,7 @@ class SchedulerConfig:
         "while another computes.",
         BOOLEAN,
         flags=("--async-scheduling/--no-async-scheduling",),
-        shown="on; off with one rank on a CPU and in simulations of one stage, which would gain nothing",
+        shown="on; off without stages where one machine's ranks compute on all its cores, and in such simulations",
     )
     tenant_weights: dict[str, float] | None = _serving(
         None,

@@ -291,6 +291,26 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
     }
 }
 
+// Attention over the union of P parts, R rows of H numbers each, from outputs and natural log-sum-exps of the parts.
+template <class T>
+void merge(const T* const* outs, const float* const* lses, int64_t P, int64_t R, int64_t H, T* out, float* lse,
+           int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (P * R * H > 1 << 14)
+    for (int64_t r = 0; r < R; r++) {
+        thread_local std::vector<float> sums;
+        sums.assign(H, 0.0f);
+        float most = lses[0][r], total = 0;
+        for (int64_t p = 1; p < P; p++) most = std::max(most, lses[p][r]);
+        for (int64_t p = 0; p < P; p++) total += most == -INFINITY ? 0 : std::exp(lses[p][r] - most);
+        lse[r] = most + std::log(total);
+        for (int64_t p = 0; p < P; p++) {
+            const float weight = most == -INFINITY ? 0 : std::exp(lses[p][r] - lse[r]);
+            for (int64_t h = 0; h < H; h++) sums[h] += weight * widened(outs[p][r * H + h]);
+        }
+        for (int64_t h = 0; h < H; h++) narrow(sums[h], out + r * H + h);
+    }
+}
+
 template <class T>
 auto* attend_for(int64_t H) {
 #if MEDHA_PAIRS
@@ -303,13 +323,17 @@ auto* attend_for(int64_t H) {
 }  // namespace
 
 #define MEDHA_ATTEND(NAME, T)                                                                                            \
-    extern "C" void NAME(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_stride,                     \
+    extern "C" void attend_##NAME(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_stride,            \
                          int64_t head_stride, T* out, float* lse, int64_t N, int64_t K, int64_t H, int64_t R,            \
                          const int64_t* q_indptr, const int64_t* kv_len, const uint8_t* causal, const int32_t* pages,    \
                          const int64_t* page_indptr, int64_t page_size, int num_threads) {                               \
         attend_for<T>(H)(q, k, v, q_stride, token_stride, head_stride, out, lse, N, K, H, R, q_indptr, kv_len, causal,   \
                          pages, page_indptr, page_size, num_threads);                                                    \
+    }                                                                                                                    \
+    extern "C" void merge_##NAME(const T* const* outs, const float* const* lses, int64_t P, int64_t R, int64_t H,        \
+                                 T* out, float* lse, int num_threads) {                                                  \
+        merge(outs, lses, P, R, H, out, lse, num_threads);                                                               \
     }
-MEDHA_ATTEND(attend_float32, float)
-MEDHA_ATTEND(attend_float16, Float16)
-MEDHA_ATTEND(attend_bfloat16, BFloat16)
+MEDHA_ATTEND(float32, float)
+MEDHA_ATTEND(float16, Float16)
+MEDHA_ATTEND(bfloat16, BFloat16)

@@ -83,6 +83,7 @@ def _keep_freed_memory() -> None:
 _ARGUMENTS = {
     "attend": [*[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2, *[c_int64] * 4, *[c_void_p] * 5, c_int64, c_int],
     "linear": [c_void_p] * 4 + [c_int64] * 5,
+    "merge": [*[c_void_p] * 2, *[c_int64] * 3, *[c_void_p] * 2, c_int],
     "rmsnorm": [c_void_p] * 4 + [c_int64] * 3 + [c_double],
     "rotate": [c_void_p] * 2 + [c_int64] * 5,
     "tell": [c_void_p, c_int],

@@ -33,7 +33,7 @@ from medha.models.folder import resolve_model
 from medha.models.hf_config import load_generation_config, model_config_of
 from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
-from medha.parallel.launch import read_launch
+from medha.parallel.launch import Launch, read_launch
 from medha.parallel.mesh import (
     Job,
     Ranks,
@@ -144,7 +144,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
     check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = own_device(pick_device(config.device), None if job is None else job.launch)
-    config = _with_async(config, device)
+    config = _with_async(config, device, None if job is None else job.launch)
     if config.scheduler.scheduler == CDSP:  # a chunk may be a whole prompt on one group
         most = min(max(config.scheduler.max_batch_tokens, limits.max_model_len), 1 << 24)
         config = _scheduling(config, max_batch_tokens=most)
@@ -275,11 +275,16 @@ def _build_scheduler(
     return Scheduler(completed, planner, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
 
 
-def _with_async(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The configuration with async scheduling decided: on where anything runs beside this host."""
+def _with_async(config: EngineConfig, device: torch.device, launch: Launch | None) -> EngineConfig:
+    """The configuration with async scheduling decided: on where something runs beside this host's schedule. With stages
+    or several machines that waits for messages; on one machine's CPU it takes cores, unless some are left."""
     if config.scheduler.async_scheduling is not None:
         return config
-    return _scheduling(config, async_scheduling=device.type == "cuda" or config.parallel.world_size > 1)
+    is_async = device.type == "cuda"
+    if not is_async and launch is not None:
+        is_alone = config.parallel.spp == 1 and launch.local_world_size == launch.world_size
+        is_async = not is_alone or launch.spare_cores(torch.get_num_threads()) > 0
+    return _scheduling(config, async_scheduling=is_async)
 
 
 def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> EngineConfig:

@@ -187,15 +187,14 @@ class ControlReceiver(Generic[T]):
             parts: list[npt.NDArray[np.int32]] = []
             while True:
                 buffer = posted.popleft()()
-                posted.append(self._post())
                 size, continues = buffer[:_FRAME_HEADER].tolist()
                 parts.append(buffer[_FRAME_HEADER : _FRAME_HEADER + size].numpy())
-                if continues:
-                    continue
-                message, parts = decode(np.concatenate(parts)), []
-                self._arrived.put(self._prepare(message))
-                if message.kind == "stop":
-                    return
+                if not continues:
+                    message, parts = decode(np.concatenate(parts)), []
+                    self._arrived.put(self._prepare(message))
+                    if message.kind == "stop":
+                        return
+                posted.append(self._post())
         except Exception as error:
             self._arrived.put(error)
 

@@ -88,7 +88,7 @@ class Merge:
                 memory.send(rank)
                 arriving[group] = partial(memory.receive, rank, size)
         works = dist.batch_isend_irecv(ops) if ops else []
-        return Pending(parts, self.own, arriving, works, ops, digests)
+        return Pending(parts, self.own, arriving, works, ops, digests, self.memory is not None)
 
     def _compare(self, meant: Shared, rank: int) -> Callable[[], list[int]]:
         """Tell a rank which rows are meant; what is returned waits for what it says of them."""
@@ -117,6 +117,7 @@ class Pending(NamedTuple):
     works: list[dist.Work]
     ops: list[dist.P2POp]  # hold what is sent
     digests: list[tuple[Shared, int, Callable[[], list[int]]]]  # what each other group says of the spans that it shares
+    by_kernel: bool  # where all ranks have the CPU's own
 
     def result(self) -> list[torch.Tensor]:
         """The merged output [T, N, H] of each span over the whole context; waits for the other groups.
@@ -130,7 +131,8 @@ class Pending(NamedTuple):
         found = {self.own: iter([part for _, part in self.parts])}
         for group, message in self.arriving.items():
             found[group] = iter(_views(message(), [part for shared, part in self.parts if group in shared.groups]))
-        return [merge_partials([next(found[group]) for group in shared.groups])[0] for shared, _ in self.parts]
+        its_parts = ([next(found[group]) for group in shared.groups] for shared, _ in self.parts)
+        return [merge_partials(parts, by_kernel=self.by_kernel)[0] for parts in its_parts]
 
 
 def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:

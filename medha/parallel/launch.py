@@ -53,6 +53,10 @@ class Launch:
         """Where the ranks meet, for messages."""
         return f"{self.host}:{self.port}"
 
+    def spare_cores(self, num_threads: int) -> int:
+        """Cores of this machine beyond so many for each of its ranks; below 0 where these share some."""
+        return (os.cpu_count() or 1) - self.local_world_size * num_threads
+
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """What torchrun set, or None for a plain Python process; ConfigError where it is not whole, or no rank."""

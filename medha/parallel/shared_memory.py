@@ -13,7 +13,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -43,51 +42,64 @@ class SharedMemory:
     """
 
     def __init__(self, memory: mmap.mmap, members: Sequence[int], ranks: Ranks) -> None:
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8).view(len(members), len(members), -1)
-        self._index = {rank: index for index, rank in enumerate(members)}
-        self._ranks, self._own = ranks, self._index[ranks.rank]
-        self._num_sent, self._num_received = Counter[int](), Counter[int]()
-        num_threads = ranks.job.launch.local_world_size * torch.get_num_threads()
-        self._look_us = _LOOK_US if num_threads <= (os.cpu_count() or 1) else 0
+        whole, own = torch.frombuffer(memory, dtype=torch.uint8).view(len(members), len(members), -1), ranks.rank
+        self._ranks, self._members, index = ranks, members, members.index(own)
+        self._sent = dict(zip(members, map(_Channel, whole[index]), strict=True))
+        self._received = dict(zip(members, map(_Channel, whole[:, index]), strict=True))
+        self._look_us = _LOOK_US if ranks.job.launch.spare_cores(torch.get_num_threads()) >= 0 else 0
 
     def buffer(self, rank: int, num_bytes: int) -> torch.Tensor:
         """Where the next message to a rank, of at most MOST_BYTES, is to be written."""
-        return _buffer(self._memory[self._own, self._index[rank]], self._num_sent[rank] + 1, num_bytes)
+        channel = self._sent[rank]
+        return channel.buffer(channel.number + 1, num_bytes)
 
     def send(self, rank: int) -> None:
         """Send what was written."""
-        self._num_sent[rank] += 1
-        function("tell")(self._memory[self._own, self._index[rank]].data_ptr(), self._num_sent[rank])
+        channel = self._sent[rank]
+        channel.number += 1
+        function("tell")(channel.at, channel.number)
 
     def receive(self, rank: int, num_bytes: int) -> torch.Tensor:
         """The next message of a rank, which stays until this rank has sent it another; waits for it.
 
         RankFailedError where a rank has failed meanwhile; RuntimeError where it takes longer than a transfer may.
         """
-        self._num_received[rank] += 1
-        channel, number, waited_us = self._memory[self._index[rank], self._own], self._num_received[rank], 0
-        while not function("wait_for")(channel.data_ptr(), number, self._look_us, _SLEEP_US):
+        channel, waited_us = self._received[rank], 0
+        channel.number += 1
+        while not function("wait_for")(channel.at, channel.number, self._look_us, _SLEEP_US):
             waited_us += _SLEEP_US
             if self._ranks.monitor.has_failure:
                 raise RankFailedError(self._ranks.monitor.first_error() or "a rank has failed")
             if waited_us > self._ranks.config.dist_timeout_s * 1e6:
                 raise RuntimeError(f"Timed out waiting {waited_us / 1e6:.0f} s for rank {rank}")
-        return _buffer(channel, number, num_bytes)
+        return channel.buffer(channel.number, num_bytes)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """A contiguous tensor of at most MOST_BYTES of every member, in order; each of them calls this. Those of others
         stay until it is called again."""
-        others = [rank for rank in self._index if rank != self._ranks.rank]
+        others = [rank for rank in self._members if rank != self._ranks.rank]
         for rank in others:
             self.buffer(rank, x.nbytes).view(x.dtype).view(x.shape).copy_(x)
             self.send(rank)
         found = {rank: self.receive(rank, x.nbytes).view(x.dtype).view(x.shape) for rank in others}
-        return [found.get(rank, x) for rank in self._index]
+        return [found.get(rank, x) for rank in self._members]
 
 
-def _buffer(channel: torch.Tensor, number: int, num_bytes: int) -> torch.Tensor:
-    start = _LINE + number % _NUM_BUFFERS * MOST_BYTES
-    return channel[start : start + num_bytes]
+class _Channel:
+    """One direction between two ranks: a number in memory, and behind it buffers.
+
+    Attributes:
+        at: the address of the number, that of the last message that was sent.
+        number: of the last message that this rank has sent or received.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.at, self.number = memory.data_ptr(), 0
+        self._buffers = memory[_LINE:].view(_NUM_BUFFERS, MOST_BYTES).unbind()
+
+    def buffer(self, number: int, num_bytes: int) -> torch.Tensor:
+        """That of a message."""
+        return self._buffers[number % _NUM_BUFFERS][:num_bytes]
 
 
 def share_memory(ranks: Ranks, group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:

@@ -98,7 +98,7 @@ class Service:
         self._paces: WeakKeyDictionary[Completion, tuple[float, int, float, float]] = WeakKeyDictionary()
         self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._outbox: deque[Callable[[], None]] = deque()  # any thread appends, the event loop calls
+        self._outbox: deque[Callable[[], object]] = deque()  # any thread appends, the event loop calls
         self._is_urgent = False  # something of it
         self._next: asyncio.TimerHandle | None = None  # delivery, which the loop makes of itself
 
@@ -225,7 +225,8 @@ class Service:
         if output.finished:
             if any(one.finish_reason == "abort" for one in output.outputs):  # of one who still reads
                 output.error = _STOPPED
-            self._outbox.append(partial(self.on_end, answer.requests[index], output))
+            assert self.loop is not None, "a loop has asked for it"
+            self._outbox.append(partial(self.loop.call_soon, self.on_end, answer.requests[index], output))
         self._is_urgent |= output.finished or output.metrics.num_output_tokens <= answer.requests[index].params.n
 
     def _deliver(self) -> None:

@@ -78,7 +78,7 @@ class Slots:
         self._first = np.zeros(_FIRST_SLOTS, np.int64)  # position of the first of them
         self._num_blocks = np.zeros(_FIRST_SLOTS, np.int64)
         self._blocks: list[npt.NDArray[np.int32]] = [_NONE] * _FIRST_SLOTS  # with spare room behind
-        # of the last step, if it was of decodes alone: the columns that its rows have in the next one, and the step
+        # of the last step, if it had decodes alone: the columns that its rows have in the next one, and the step
         self._last: tuple[Ints, StepInput] | None = None
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
@@ -172,7 +172,7 @@ class Slots:
         is_next = last is not None and np.array_equal(columns, last[0]) and not batch.swaps_in
         if last is None or not is_next or not self._go_on(step, last[1]):
             self._gather_anew(step, columns)
-        if step.is_of_decodes:
+        if len(step.decode_slots) == len(batch.rows):
             self._last = columns + _NEXT_DECODE, step
 
     def _gather_anew(self, step: StepInput, columns: Ints) -> None:
@@ -227,21 +227,28 @@ class Slots:
     def _go_on(self, step: StepInput, before: StepInput) -> bool:
         """Gather a step whose rows are the next decodes of those of the step before: what did not change is the same
         arrays, which nobody changes. False where a block is missing."""
-        own, size = before.own, self.block_size
-        assert own is not None, "decodes of one group"
-        pages, page_indptr, targets = own.pages, own.page_indptr, before.targets + 1
-        begins = np.flatnonzero(own.kv_len % size == 0)  # rows whose last block is full
-        if len(begins):
-            slots, at = before.decode_slots[begins], own.kv_len[begins] // size
-            if (at >= self._num_blocks[slots]).any():
-                return False
-            places = zip(slots.tolist(), at.tolist(), strict=True)
-            new = np.array([self._blocks[slot][i] for slot, i in places], np.int32)
-            pages = np.insert(pages, page_indptr[begins + 1], new)
-            page_indptr = page_indptr + np.searchsorted(begins, np.arange(len(page_indptr)))
-            targets[begins] = new * np.int64(size)
-        kv_len = self.held[before.decode_slots] = own.kv_len + 1
-        step.own = AttentionRows(own.q_indptr, kv_len, own.causal, size, pages, page_indptr)
+        size, targets, first, num_kept, parts = self.block_size, before.targets + 1, 0, 0, list[AttentionRows | None]()
+        for part in (before.own, before.shared):
+            if part is None:
+                parts.append(None)
+                continue
+            slots, grows = before.decode_slots[first : first + len(part)], part.causal
+            pages, page_indptr = part.pages, part.page_indptr
+            begins = np.flatnonzero(grows & (part.kv_len % size == 0))  # rows whose last block is full
+            if len(begins):
+                at = part.kv_len[begins] // size
+                if (at >= self._num_blocks[slots[begins]]).any():
+                    return False
+                places = zip(slots[begins].tolist(), at.tolist(), strict=True)
+                new = np.array([self._blocks[slot][i] for slot, i in places], np.int32)
+                pages = np.insert(pages, page_indptr[begins + 1], new)
+                page_indptr = page_indptr + np.searchsorted(begins, np.arange(len(page_indptr)))
+                targets[num_kept + np.cumsum(grows)[begins] - 1] = new * np.int64(size)
+            kv_len = self.held[slots] = part.kv_len + grows
+            parts.append(AttentionRows(part.q_indptr, kv_len, grows, size, pages, page_indptr))
+            first, num_kept = first + len(part), num_kept + int(grows.sum())
+        step.own, step.shared = parts
+        step.kept = before.kept
         step.positions, step.targets = before.positions + 1, targets
         step.decode_tokens, step.decode_slots = before.decode_tokens, before.decode_slots
         step.drawn_rows = _rows_at(step.batch.rows, before.drawn_tokens)

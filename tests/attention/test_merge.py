@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.attention.merge import merge_partials
+from medha.cpu.library import library
 from tests.attention.reference import masked_attention
 
 # Outputs of at most 4 and one rounding of each part and of the sum; log-sum-exps stay float32.
@@ -34,12 +35,21 @@ def shards(
     shard_of[1] = 0  # all keys in one shard
     parts = [masked_attention(q, k, v, shard_of == i) for i in range(num_shards)]
     whole = masked_attention(q, k, v, shard_of < num_shards)
-    return [(out.to(dtype), lse.float()) for out, lse in parts], whole
+    return [(out.to(dtype).contiguous(), lse.float().contiguous()) for out, lse in parts], whole
+
+
+def merged(parts: list[Partial]) -> list[Partial]:
+    """By torch, and by the CPU's kernel where there is one."""
+    return [merge_partials(parts, by_kernel=by_kernel) for by_kernel in (False, True)[: 1 + (library()[0] is not None)]]
 
 
 def check(parts: list[Partial], whole: Partial) -> None:
     """The property: the merge is attention over the union."""
-    out, lse = merge_partials(parts)
+    for found in merged(parts):
+        check_merged(*found, parts, whole)
+
+
+def check_merged(out: torch.Tensor, lse: torch.Tensor, parts: list[Partial], whole: Partial) -> None:
     dtype = parts[0][0].dtype
     # What a float32 log-sum-exp as large as the largest here is rounded by; relative weights are off by as much.
     largest = torch.stack([lse for _, lse in parts]).nan_to_num(neginf=0.0).abs().max()
@@ -69,7 +79,8 @@ def test_an_empty_part_changes_no_bit() -> None:
     empty = (torch.zeros(12, 4, 16), torch.full((12, 4), -math.inf))
     for place in range(4):
         padded = [*parts[:place], empty, *parts[place:]]
-        assert all(torch.equal(x, y) for x, y in zip(merge_partials(padded), merge_partials(parts), strict=True))
+        for mine, theirs in zip(merged(padded), merged(parts), strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,13 +182,19 @@ def test_each_rank_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) ->
         own_device(cuda, ranks[4])
 
 
-def test_scheduling_is_async_where_anything_runs_beside_the_host() -> None:
-    def is_async(device: str, **options: Any) -> bool | None:
-        config = EngineConfig.from_flat("m", **options)
-        return _with_async(config, torch.device(device)).scheduler.async_scheduling
+def test_scheduling_is_async_where_anything_runs_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
 
-    assert (is_async("cuda"), is_async("cpu"), is_async("cpu", tp=2)) == (True, False, True)
-    assert (is_async("cuda", async_scheduling=False), is_async("cpu", async_scheduling=True)) == (False, True)
+    def is_async(device: str, ranks: int = 1, local: int = 2, spare: int = 0, **options: Any) -> bool | None:
+        monkeypatch.setattr(os, "cpu_count", lambda: local * threads + spare)
+        place = Launch(rank=0, world_size=ranks, local_rank=0, local_world_size=local, host="host", port=1)
+        config = EngineConfig.from_flat("m", **options)
+        return _with_async(config, torch.device(device), place if ranks > 1 else None).scheduler.async_scheduling
+
+    assert is_async("cuda") and is_async("cuda", 2, tp=2) and is_async("cpu", async_scheduling=True)
+    assert not is_async("cpu") and not is_async("cuda", async_scheduling=False)
+    assert not is_async("cpu", 2, tp=2) and not is_async("cpu", 2, spare=-1, kvp=2)
+    assert is_async("cpu", 2, spp=2) and is_async("cpu", 2, spare=1, tp=2) and is_async("cpu", 2, local=1, kvp=2)
 
 
 def test_graphs_are_for_cuda_and_flashinfer() -> None:

@@ -53,7 +53,7 @@ def block_not_freed(patch: Patch) -> None:
 def merge_without_lse(patch: Patch) -> None:
     """The parts of a sequence on several groups are averaged, whatever their weights."""
 
-    def mean(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def mean(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], **_: bool) -> tuple[torch.Tensor, torch.Tensor]:
         outs = torch.stack([out for out, _ in parts])
         return outs.mean(dim=0), parts[0][1]
 

@@ -217,7 +217,7 @@ class ToyAttention:
         return out_TNH
 
 
-def toy_merge(partials: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def toy_merge(partials: list[tuple[torch.Tensor, torch.Tensor]], **_: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([out for out, _ in partials]).sum(0) % MODULUS, partials[0][1]
 
 

@@ -14,7 +14,7 @@ from medha.sched.scheduler import Scheduler, efficient_kv
 from tests.sched.virtual import make_predictor
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
-PREDICTOR = make_predictor(max_tokens=2048)
+PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
 
 
 def rates_behind(kv_before: int) -> dict[int, float]:
@@ -110,7 +110,7 @@ def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
         first_s = 4 * quantum_s * (share > 0)  # there from the start
         assert 0.95 * share * with_s + first_s <= without_s <= share * with_s + first_s + 1.0  # and the first prompts
         means_s.append(times[9][0] / len(times[0]))
-    assert means_s[1] < 0.4 * means_s[0] and means_s[2] < 0.6 * means_s[1]
+    assert means_s[1] < 0.3 * means_s[0] and means_s[2] < 0.6 * means_s[1]
 
 
 def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:

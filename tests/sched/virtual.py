@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -36,9 +36,11 @@ MODEL = ModelConfig(
 """A small model, for predicted times of the size that a CPU has: 1,000 tokens take about a second."""
 
 
-def make_predictor(*, max_tokens: int = 2048, kvp: int = 1) -> Predictor:
-    """That of a CPU of four threads."""
+def make_predictor(*, max_tokens: int = 2048, kvp: int = 1, attention: float = 1.0) -> Predictor:
+    """That of a CPU of four threads, with attention so many times as fast."""
     spec = load_spec("cpu").times(4)
+    rates = spec.attention
+    spec = replace(spec, attention=replace(rates, flops_per_s=attention * rates.flops_per_s))
     return Predictor(stage_coefficients(spec, MODEL, ParallelConfig(kvp=kvp), 0, dtype_bytes=4), max_tokens=max_tokens)
 
 

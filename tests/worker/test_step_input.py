@@ -98,9 +98,9 @@ class Plans:
             back += facing(group, self.live[slot].blocks[group][: len(host)], host)
         return Batch(batch_id, tuple(rows), tuple(new), tuple(frees), tuple(out), tuple(back))
 
-    def _row(self, slot: int, request: Request, *, grows: bool) -> tuple[Row, list[Extent]]:
+    def _row(self, slot: int, request: Request, *, grows: bool, decodes: bool = False) -> tuple[Row, list[Extent]]:
         position, holder = len(request.values), request.group + request.num_groups - 1
-        is_decode = position > 0 and self.rng.random() < 0.5
+        is_decode = decodes or (position > 0 and self.rng.random() < 0.5)
         q_len = 1 if is_decode else self.rng.randint(1, 9)
         if grows and position and holder + 1 < GROUPS:
             holder += 1
@@ -128,19 +128,14 @@ class Decodes(Plans):
     """Draws mostly batches in which the same requests decode on."""
 
     def batch(self, batch_id: int) -> Batch:
-        ready = [
-            item for item in self.live.items() if item[1].num_groups == 1 and 0 < len(item[1].values) < MOST_TOKENS
-        ]
+        ready = [item for item in self.live.items() if 0 < len(item[1].values) < MOST_TOKENS]
         if not ready or self.rng.random() < 0.1:
             return super().batch(batch_id)
         rows, new = [], []
         for slot, request in ready:
-            position, blocks = len(request.values), request.blocks[request.group]
-            request.values.append(float(next(self._values)))
-            more = self._take(self._free[request.group], max(-(-(position + 1) // BLOCK) - len(blocks), 0))
-            blocks += more
-            rows.append(Row(slot, position, 1, True, True, request.group))
-            new += extents(slot, more, request.group)
+            row, its_new = self._row(slot, request, grows=False, decodes=True)
+            rows.append(row)
+            new += its_new
         return Batch(batch_id, tuple(rows), tuple(new))
 
 
