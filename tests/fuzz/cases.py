@@ -213,6 +213,8 @@ def _draw(seed: int, ranks: int) -> Case:
     shares = random.Random(f"{seed} shares")  # apart, so that all else of a seed stays as it was
     asks = [replace(ask, num_shared=shares.choice([0, ask.length // 2, ask.length - 1, ask.length])) for ask in asks]
     options |= {"prefix_caching": shares.random() < 0.9, "prefix_eviction": shares.choice(["value", "lru"])}
+    if ranks > 1:
+        options["async_scheduling"] = shares.choice([True, False])
     asks.sort(key=lambda ask: ask.at)
     spike = rng.choice([1.0, 1.0, 100.0])
     return Case(model, tuple(asks), layout, (0, 0), options, step_s, token_s, spike, abandon)

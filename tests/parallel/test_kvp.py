@@ -128,7 +128,7 @@ def test_tokens_are_those_of_transformers(
     lengths = (1, share - 3, 700, 2, share, share + 1, 33, 2 * share - 7, share - 1, 129)
     prompts, expected = reference(tmp_path, "llama", False, lengths, num_layers=3)
     options = {"kvp": kvp, "spp": spp, "tp": tp, "max_kv_per_group": share, "chunk_size": 97, "block_size": 64}
-    options |= {"max_batch_tokens": 160, "num_kv_blocks": 40}
+    options |= {"max_batch_tokens": 160, "num_kv_blocks": 40, "async_scheduling": True}
     answers = workers.run(generate, kvp * spp * tp, str(tmp_path), options, prompts)
     assert answers[0][0] == expected
     check_merges([merges for _, merges, _ in answers], kvp)

@@ -63,7 +63,7 @@ def check_layout(
     tp, spp, tp_forward = layout
     prompts, expected = reference(folder, family, tied, lengths, num_layers=max(3, spp))
     options = {"chunk_size": 97, "max_batch_tokens": 160, "block_size": 64, "num_kv_blocks": 40} | options
-    options |= {"tp": tp, "spp": spp, "tp_forward": tp_forward}
+    options |= {"tp": tp, "spp": spp, "tp_forward": tp_forward, "async_scheduling": tp_forward == "local"}
     world_size = tp * spp
     answers = workers.run(generate, world_size, str(folder), options, prompts, NUM_TOKENS)
     assert [tokens for tokens, _ in answers] == [expected] + [[]] * (world_size - 1)

@@ -139,7 +139,7 @@ def decode_gated(folder: str, layout: dict[str, int]) -> tuple[list[str], list[R
         return decision
 
     timeline = Timeline()
-    sizes: dict[str, Any] = {"num_kv_blocks": 40, "prefix_caching": False, "max_num_seqs": 8}
+    sizes: dict[str, Any] = {"num_kv_blocks": 40, "prefix_caching": False, "max_num_seqs": 8, "async_scheduling": True}
     config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **sizes, **layout)
     role = build_role(config, timeline=timeline)
     driven, follower = getattr(role.engine, "runner", None), role.follower
