@@ -33,7 +33,7 @@ _RECENT = 3.0  # what was read counts half for an ETA once 1/3 of what is left h
 _LEFTS_S = 0.25  # for which what all prompts have left is remembered
 END_S = 1.0  # for which streams may end with what has become of them
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
-_TOGETHER_S = 0.008  # in which what follows a delivery is delivered together, but first and last tokens
+_TOGETHER_S = 0.02  # in which what follows a delivery is delivered together, but first and last tokens
 _QUICK = 2000  # characters or ids of a prompt, no template's, that is prepared sooner than a thread has got it
 
 
