@@ -22,12 +22,12 @@ def test_two_ranks_answer_as_one_until_one_is_killed_under_load(
     bytes_model: Model, tmp_path: Path, layout: str, launcher: tuple[str, ...]
 ) -> None:
     """Which ends every stream, and the server: some are read, some are answered, and one has not begun."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)  # longer than what comes together
     expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
     many = ("--max-model-len", "4096", "--num-kv-blocks", "512", "--max-num-seqs", "7")
     with serving(tmp_path / "log", bytes_model.folder, *many, layout, 2, launcher=launcher) as server:
-        assert json.loads(server.complete("hello", 20).read())["choices"][0]["text"] == expected
-        lines = server.complete("hello", 20, stream=True).read().splitlines()
+        assert json.loads(server.complete("hello", 400).read())["choices"][0]["text"] == expected
+        lines = server.complete("hello", 400, stream=True).read().splitlines()
         pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith(b"data: {")]
         assert "".join(pieces) == expected and len(pieces) > 5
         answers = [server.complete("hello" * size, 2000, stream=True) for size in (1, 1, 1, 1, 300, 300, 300, 1)]
