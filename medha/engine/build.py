@@ -141,10 +141,11 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
     model_config = model_config_of(config, folder)
-    check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
+    launch = None if job is None else job.launch
+    check_layout(config.parallel, model_config, 1 if launch is None else launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
-    device = own_device(pick_device(config.device), None if job is None else job.launch)
-    config = _with_async(config, device, None if job is None else job.launch)
+    device = own_device(pick_device(config.device), launch)
+    config = _with_async(config, device, launch)
     if config.scheduler.scheduler == CDSP:  # a chunk may be a whole prompt on one group
         most = min(max(config.scheduler.max_batch_tokens, limits.max_model_len), 1 << 24)
         config = _scheduling(config, max_batch_tokens=most)

@@ -227,33 +227,33 @@ class Slots:
     def _go_on(self, step: StepInput, before: StepInput) -> bool:
         """Gather a step whose rows are the next decodes of those of the step before: what did not change is the same
         arrays, which nobody changes. False where a block is missing."""
-        size, targets, first, num_kept, parts = self.block_size, before.targets + 1, 0, 0, list[AttentionRows | None]()
-        for part in (before.own, before.shared):
-            if part is None:
-                parts.append(None)
-                continue
-            slots, grows = before.decode_slots[first : first + len(part)], part.causal
-            pages, page_indptr = part.pages, part.page_indptr
-            begins = np.flatnonzero(grows & (part.kv_len % size == 0))  # rows whose last block is full
-            if len(begins):
-                at = part.kv_len[begins] // size
-                if (at >= self._num_blocks[slots[begins]]).any():
-                    return False
-                places = zip(slots[begins].tolist(), at.tolist(), strict=True)
-                new = np.array([self._blocks[slot][i] for slot, i in places], np.int32)
-                pages = np.insert(pages, page_indptr[begins + 1], new)
-                page_indptr = page_indptr + np.searchsorted(begins, np.arange(len(page_indptr)))
-                targets[num_kept + np.cumsum(grows)[begins] - 1] = new * np.int64(size)
-            kv_len = self.held[slots] = part.kv_len + grows
-            parts.append(AttentionRows(part.q_indptr, kv_len, grows, size, pages, page_indptr))
-            first, num_kept = first + len(part), num_kept + int(grows.sum())
-        step.own, step.shared = parts
-        step.kept = before.kept
-        step.positions, step.targets = before.positions + 1, targets
+        slots, targets = before.decode_slots, before.targets + 1
+        grows = np.concatenate([part.causal for part in (before.own, before.shared) if part is not None])
+        if (grows & (self.held[slots] >= self._num_blocks[slots] * self.block_size)).any():
+            return False
+        self.held[slots] += grows
+        num_own = 0 if before.own is None else len(before.own)  # rows, all of which grow here
+        step.own, step.shared = (
+            None if part is None else self._grown(part, slots[at], targets[at])
+            for part, at in ((before.own, slice(num_own)), (before.shared, slice(num_own, None)))
+        )
+        step.positions, step.targets, step.kept = before.positions + 1, targets, before.kept
         step.decode_tokens, step.decode_slots = before.decode_tokens, before.decode_slots
         step.drawn_rows = _rows_at(step.batch.rows, before.drawn_tokens)
         step.drawn_tokens, step.drawn_slots = before.drawn_tokens, before.drawn_slots
         return True
+
+    def _grown(self, part: AttentionRows, slots: Ints, targets: Ints) -> AttentionRows:
+        """Decodes with a key more where they grow here; where that begins a block it is put into ``targets``."""
+        size, pages, page_indptr = self.block_size, part.pages, part.page_indptr
+        begins = np.flatnonzero(part.causal & (part.kv_len % size == 0))  # rows whose last block is full
+        if len(begins):
+            places = zip(slots[begins].tolist(), (part.kv_len[begins] // size).tolist(), strict=True)
+            new = np.array([self._blocks[slot][i] for slot, i in places], np.int32)
+            pages = np.insert(pages, page_indptr[begins + 1], new)
+            page_indptr = page_indptr + np.searchsorted(begins, np.arange(len(page_indptr)))
+            targets[np.cumsum(part.causal)[begins] - 1] = new * np.int64(size)
+        return AttentionRows(part.q_indptr, part.kv_len + part.causal, part.causal, size, pages, page_indptr)
 
     def _runs(self, swaps: Sequence[Swap]) -> list[Run]:
         """The tokens that move with a batch's swaps on this group."""

@@ -226,6 +226,20 @@ def test_a_request_that_is_handed_over_takes_a_slot_whose_decode_ended_just_befo
     assert (step.own.kv_len.tolist(), step.targets.tolist()) == ([9], [12 * BLOCK])
 
 
+def test_a_block_begins_for_the_row_that_grows_here_behind_one_that_grows_elsewhere() -> None:
+    slots = Slots(BLOCK, 2)
+    first = Row(0, 8, 4, False, False, 0, 3), Row(1, 4, 3, False, False, 1, 2)
+    slots.prepare(Batch(0, first, (Extent(0, 5, 1, 2), Extent(1, 9, 1, 2))))
+    slots.prepare(Batch(1, (Row(0, 12, 1, True, True, 0, 4), Row(1, 7, 1, True, True, 1, 2))))
+    last = slots._last
+    rows = Row(0, 13, 1, True, True, 0, 4), Row(1, 8, 1, True, True, 1, 2)
+    step = slots.prepare(Batch(2, rows, (Extent(1, 20, 1, 2),)))
+    assert last is not None and step.decode_slots is last[1].decode_slots  # it goes on from the one before
+    assert step.shared is not None and step.kept is not None
+    assert (step.shared.pages.tolist(), step.shared.kv_len.tolist()) == ([5, 9, 20], [4, 5])
+    assert (step.kept.tolist(), step.targets.tolist()) == ([1], [20 * BLOCK])
+
+
 def test_cleared_slots_are_as_new() -> None:
     slots = Slots(BLOCK)
     batch = Batch(0, (Row(1, 0, 5, False, False),), (Extent(1, 3, 2),))
