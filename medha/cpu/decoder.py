@@ -5,7 +5,7 @@ Legend: T tokens, D model dimension, N heads, H head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int64
 
 import torch
@@ -14,26 +14,37 @@ import torch.nn.functional as F
 from medha.cpu.library import function, library
 
 
-def packed_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, gate: torch.Tensor | None = None
-) -> Callable[[torch.Tensor], torch.Tensor]:
+class PackedLinear:
     """``F.linear`` with a weight [out, in], which is laid out once for the kernel; with a gate of the same shape
     ``silu(F.linear(x, gate)) * F.linear(x, weight)``."""
-    (num_out, num_in), dtype = weight.shape, weight.dtype
-    parts = [_in_blocks(one) for one in (gate, weight) if one is not None]
-    packed = torch.stack(parts, dim=1) if gate is not None else parts[0]
-    bias = None if bias is None else bias.contiguous()
-    multiply, fixed = function("linear", dtype), (num_in, num_out, gate is not None)
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        assert x.dtype == dtype and x.size(1) == num_in, "the kernel is given pointers alone"
-        x, rows = x.contiguous(), x.size(0)  # len() of a tensor takes longer
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gate: torch.Tensor | None = None
+    ) -> None:
+        (num_out, self._num_in), self._dtype = weight.shape, weight.dtype
+        parts = [_in_blocks(one) for one in (gate, weight) if one is not None]
+        self._packed = torch.stack(parts, dim=1) if gate is not None else parts[0]
+        self._bias = None if bias is None else bias.contiguous()
+        self._multiply, self._is_gated = function("linear", self._dtype), gate is not None
+        self._outputs, self._block = range(num_out), parts[0].size(1) // self._num_in
+        self._stride = len(parts) * self._num_in * weight.itemsize
+
+    def outputs_of(self, index: int, count: int) -> range:
+        """The outputs of one of so many parts, which begins at a block; the last ones may be shorter, or empty."""
+        width = -(-len(self._outputs) // (count * self._block)) * self._block
+        return self._outputs[index * width : (index + 1) * width]
+
+    def __call__(self, x: torch.Tensor, outputs: range | None = None) -> torch.Tensor:
+        """Of [S, in] all outputs, or those of a part."""
+        assert x.dtype == self._dtype and x.size(1) == self._num_in, "the kernel is given pointers alone"
+        outputs = self._outputs if outputs is None else outputs
+        x, rows, first, num_out = x.contiguous(), x.size(0), outputs.start, len(outputs)  # len(x) takes longer
         out = x.new_empty(rows, num_out)
-        at_bias = None if bias is None else bias.data_ptr()
-        multiply(x.data_ptr(), packed.data_ptr(), at_bias, out.data_ptr(), rows, *fixed, torch.get_num_threads())
+        at_bias = None if self._bias is None else self._bias.data_ptr() + first * self._bias.itemsize
+        at_weight, sizes = self._packed.data_ptr() + first * self._stride, (rows, self._num_in, num_out)
+        threads = torch.get_num_threads()
+        self._multiply(x.data_ptr(), at_weight, at_bias, out.data_ptr(), *sizes, self._is_gated, threads)
         return out
-
-    return linear
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -60,7 +60,8 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if self.has_head else None
         self.tie_()
         self._embed: LinearFn | None = None
-        self._head: LinearFn | None = None
+        self.head: LinearFn | None = None  # packed: of this rank's part of the vocabulary, [S, D] to [S, W]
+        self._gather: LinearFn | None = None  # those of all ranks
         self.fused: FusedKernels | None = None
 
     def tie_(self) -> None:
@@ -93,10 +94,16 @@ class Decoder(nn.Module):
             x_TD, more_TD = layer(x_TD, more_TD, rotate_both, partial(attend, i))
         return x_TD if more_TD is None else x_TD + more_TD
 
-    def logits(self, x_SD: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Final norm and head of the given rows: float32 [S, V], whole on every rank; ``into`` is where they go."""
-        assert self.lm_head is not None or self._head is not None, "this stage has no head"
-        logits: torch.Tensor = (self._head or self.lm_head)(self.model["norm"](x_SD))  # type: ignore[misc]
+    def logits(
+        self, x_SD: torch.Tensor, into: torch.Tensor | None = None, *, head: LinearFn | None = None
+    ) -> torch.Tensor:
+        """Final norm and head of the given rows: float32 [S, V], whole on every rank; ``into`` is where they go.
+        ``head`` computes what this rank's does, if given."""
+        head = head or self.head or self.lm_head
+        assert head is not None, "this stage has no head"
+        logits = head(self.model["norm"](x_SD))
+        if self._gather is not None and len(logits):
+            logits = self._gather(logits)[:, : self.config.vocab_size]
         return logits.float() if into is None else into.copy_(logits)
 
     def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
@@ -113,8 +120,11 @@ class Decoder(nn.Module):
             rows_VD = local_part(cast(torch.Tensor, self.model["embed_tokens"].weight))
             self._embed = _vocab_parallel_embedding(rows_VD, self.config.vocab_size, shard)
         if self.lm_head is not None:
-            self._head = _vocab_parallel_head(local_part(self.lm_head.weight), self.config.vocab_size, shard, fused)
-            self.lm_head = None
+            rows_VD = local_part(self.lm_head.weight)
+            if shard is not None:  # split evenly, the last ranks' parts padded to the width of the first
+                width = -(-self.config.vocab_size // shard.size)
+                rows_VD, self._gather = F.pad(rows_VD, (0, 0, 0, width - len(rows_VD))), shard.all_gather
+            self.head, self.lm_head = packed_weight(rows_VD, fused=fused), None
 
 
 def _vocab_parallel_embedding(rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard) -> LinearFn:
@@ -128,17 +138,6 @@ def _vocab_parallel_embedding(rows_VD: torch.Tensor, vocab_size: int, shard: Ten
         return shard.all_reduce(out_TD.masked_fill_(absent[:, None], 0.0))
 
     return embed
-
-
-def _vocab_parallel_head(
-    rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None, fused: FusedKernels | None
-) -> LinearFn:
-    """Head whose rows are split evenly, the last ranks' parts padded to the width of the first, gathered."""
-    if shard is None:
-        return packed_weight(rows_VD, fused=fused)
-    width = -(-vocab_size // shard.size)
-    head = packed_weight(F.pad(rows_VD, (0, 0, 0, width - len(rows_VD))), fused=fused)
-    return lambda x_SD: shard.all_gather(head(x_SD))[:, :vocab_size]
 
 
 def build_decoder(

@@ -54,7 +54,7 @@ class FusedKernels(NamedTuple):
     append_kv: Callable[..., None] | None = None  # append_paged_kv_cache
 
 
-OWN_KERNELS = FusedKernels(cpu.rmsnorm, cpu.fused_add_rmsnorm, None, cpu.apply_rope, cpu.packed_linear)
+OWN_KERNELS = FusedKernels(cpu.rmsnorm, cpu.fused_add_rmsnorm, None, cpu.apply_rope, cpu.PackedLinear)
 """Of the CPU, where :func:`medha.cpu.library.library` is; without the products that torch has faster."""
 
 

@@ -7,11 +7,16 @@ group that the ranks of its stage and tensor-parallel index have on the device's
 where the ranks compute on CPUs of one machine, through memory that they share. The digest of the shared rows is
 compared once a batch, over gloo or likewise.
 
-Legend: T tokens shared on a span, N query heads of one rank, H head dimension.
+All groups of a span have its rows' hidden states at the end. Where ranks share memory, each computes a part of the
+logits of those that sample, for the one that draws.
+
+Legend: T tokens shared on a span, N query heads of one rank, H head dimension, S rows that sample, D model dimension, W
+outputs of a rank's head.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial, reduce
@@ -23,6 +28,7 @@ import torch.distributed as dist
 
 from medha.attention.merge import merge_partials
 from medha.batch import Batch
+from medha.cpu.decoder import PackedLinear
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import Digests, check_digest
 
@@ -47,6 +53,13 @@ class Shared(NamedTuple):
     def check(self, group: int, theirs: list[int]) -> None:
         """Refuse a group whose batch id and digest are others than those of the rows here."""
         check_digest([self.batch_id, self.digest], theirs, f"group {group} merges rows of")
+
+
+class SharedDraw(NamedTuple):
+    """Rows of one run that sample: each of its groups computes a part of their logits, and the first one draws."""
+
+    groups: range
+    tokens: list[int]  # index of the last token of each among those of this rank's part of the batch
 
 
 @dataclass(eq=False, repr=False)
@@ -89,6 +102,44 @@ class Merge:
                 arriving[group] = partial(memory.receive, rank, size)
         works = dist.batch_isend_irecv(ops) if ops else []
         return Pending(parts, self.own, arriving, works, ops, digests, self.memory is not None)
+
+    def draws(self, draws: Sequence[SharedDraw], head: PackedLinear, itemsize: int) -> list[SharedDraw]:
+        """Those whose logits are computed in parts: where a part is a short message. Every rank of a run says the
+        same."""
+        most = 0 if self.memory is None else MOST_BYTES // itemsize
+        return [one for one in draws if len(one.tokens) * len(head.outputs_of(0, len(one.groups))) <= most]
+
+    def logits(self, x_SD: torch.Tensor, draws: Sequence[SharedDraw], head: PackedLinear) -> torch.Tensor:
+        """Compute parts of logits for other groups, and [S, W] of the rows that this one draws from, with what others
+        compute of these. Every rank of a run calls it.
+
+        Args:
+            x_SD: normed rows, those that are drawn from here and then those of draws of other groups, in their order.
+            draws: of runs with this group, each of which begins at another one.
+            head: this rank's.
+        """
+        assert self.memory is not None, "parts of logits are short messages"
+        memory = self.memory
+        own_outputs = [head.outputs_of(one.groups.index(self.own), len(one.groups)) for one in draws]
+        here = next((one for one in draws if one.groups[0] == self.own), None)
+        num_here = len(x_SD) - sum(len(one.tokens) for one in draws if one is not here)
+        # a row that other groups know nothing of needs the whole head, which computes all rows then
+        is_whole = len(set(own_outputs)) > 1 or num_here > (0 if here is None else len(here.tokens))
+        product_SW, end = head(x_SD, None if is_whole else own_outputs[0]), num_here
+        found = [product_SW[:num_here]]
+        for one, outputs in zip(draws, own_outputs, strict=True):
+            if one is not here:
+                part = product_SW[end : (end := end + len(one.tokens))]
+                part = part[:, outputs.start : outputs.stop] if is_whole else part
+                rank = self.ranks[one.groups[0]]
+                memory.buffer(rank, part.nbytes).view(part.dtype).view(part.shape).copy_(part)
+                memory.send(rank)
+        if here is not None:
+            for index, group in list(enumerate(here.groups))[1:]:
+                shape = len(here.tokens), len(head.outputs_of(index, len(here.groups)))
+                part = memory.receive(self.ranks[group], math.prod(shape) * x_SD.itemsize)
+                found.append(part.view(x_SD.dtype).view(shape))
+        return found[0] if is_whole else torch.cat(found, dim=1)
 
     def _compare(self, meant: Shared, rank: int) -> Callable[[], list[int]]:
         """Tell a rank which rows are meant; what is returned waits for what it says of them."""
@@ -148,6 +199,18 @@ def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:
         found.append(Shared(batch.batch_id, run, slice(start, end), theirs.digest()))
         start = end
     return found
+
+
+def shared_draws(batch: Batch) -> list[SharedDraw]:
+    """Of each group the rows that sample on the longest run that begins there, in a rank's part of a batch. Whoever is
+    in a shorter run is in the longest too, so all ranks of a run say the same."""
+    found, end = dict[tuple[int, int], list[int]](), 0
+    for row in batch.rows:
+        end += row.q_len if batch.group is None else row.tokens_on(batch.group)
+        if row.samples and row.is_shared and not row.is_dealt:
+            found.setdefault(row.span, []).append(end - 1)
+    longest = {run[0]: run for run in sorted(found)}
+    return [SharedDraw(range(run[0], run[1] + 1), found[run]) for run in longest.values()]
 
 
 def _joined(digest: int, following: int) -> int:

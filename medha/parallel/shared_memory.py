@@ -4,8 +4,8 @@ On a CPU the parts of attention and the sums of a decode are small and come once
 threads and the system's sockets have to do, and each thread waits for a core where all of them compute; one of these is
 there as soon as it is written. Longer ones go by the process group.
 
-Two ranks send each other equally many messages, at most two before they wait for as many: while two of the four buffers
-for each direction are written, the messages before may still be read.
+Two ranks send each other equally many messages, at most two before they wait for as many, and now and then one of them
+one more: while three of the four buffers for each direction are written, the message before may still be read.
 """
 
 from __future__ import annotations

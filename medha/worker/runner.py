@@ -35,6 +35,7 @@ from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend
 from medha.attention.staging import record_event
 from medha.batch import Batch
+from medha.cpu.decoder import PackedLinear
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, Partial, shared_rows
@@ -254,9 +255,22 @@ class Runner:
             x_TD = self._received(step.batch)
         with phase("medha.forward"):
             x_TD = self.model(x_TD, cos, sin, attend)
-            if self.model.has_head and step.drawn_rows:
-                x_TD = self.model.logits(x_TD if len(sent.drawn_tokens) == len(x_TD) else x_TD[sent.drawn_tokens])
+            if self.model.has_head:
+                x_TD = self._logits(x_TD, step, sent)
         return x_TD, sent.drawn_slots, None
+
+    def _logits(self, x_TD: torch.Tensor, step: StepInput, sent: DeviceStep) -> torch.Tensor:
+        """Logits [S, V] of the rows that are drawn from here, if there are any; of what several groups draw from each
+        computes a part."""
+        merge, head, tokens, others = self.merge, self.model.head, sent.drawn_tokens, list[int]()
+        if merge is not None and isinstance(head, PackedLinear):
+            draws = merge.draws(step.shared_draws, head, x_TD.itemsize)
+            others = [token for one in draws if one.groups[0] != self.group for token in one.tokens]
+            head = partial(merge.logits, draws=draws, head=head) if draws else head
+        if not step.drawn_rows and not others:
+            return x_TD
+        x_SD = x_TD if len(tokens) == len(x_TD) else x_TD[tokens]
+        return self.model.logits(torch.cat([x_SD, x_TD[others]]) if others else x_SD, head=head)
 
     def _received(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""

@@ -21,6 +21,7 @@ import torch
 from medha.attention.interface import AttentionRows
 from medha.attention.staging import to_device
 from medha.batch import Batch, Deal, Extent, Row, Swap, shifts
+from medha.parallel.kvp import SharedDraw, shared_draws
 from medha.worker.dealt import DealtRows, Move, dealt_rows, runs_of
 from medha.worker.kv_cache import Run
 
@@ -49,6 +50,7 @@ class StepInput:
     drawn_rows: tuple[Row, ...] = ()  # after which a token is drawn on this group
     drawn_tokens: Ints = field(default_factory=_NO_INTS.copy)  # index of the last token of each of those [S]
     drawn_slots: Ints = field(default_factory=_NO_INTS.copy)
+    shared_draws: Sequence[SharedDraw] = ()  # rows of several groups, this one's too
     swaps_out: Sequence[Run] = ()  # tokens that move to host memory, and back
     swaps_in: Sequence[Run] = ()
     copies: Sequence[Run] = ()  # tokens that move within the pool, in this order
@@ -223,6 +225,7 @@ class Slots:
         drawn = np.flatnonzero((samples > 0) & (group == self.group))
         step.drawn_rows = _rows_at(rows, drawn)
         step.drawn_tokens, step.drawn_slots = ends[drawn] - 1, slot[drawn]
+        step.shared_draws = shared_draws(step.batch) if step.shared is not None else ()
 
     def _go_on(self, step: StepInput, before: StepInput) -> bool:
         """Gather a step whose rows are the next decodes of those of the step before: what did not change is the same
@@ -241,6 +244,7 @@ class Slots:
         step.decode_tokens, step.decode_slots = before.decode_tokens, before.decode_slots
         step.drawn_rows = _rows_at(step.batch.rows, before.drawn_tokens)
         step.drawn_tokens, step.drawn_slots = before.drawn_tokens, before.drawn_slots
+        step.shared_draws = before.shared_draws
         return True
 
     def _grown(self, part: AttentionRows, slots: Ints, targets: Ints) -> AttentionRows:

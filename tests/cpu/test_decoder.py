@@ -25,7 +25,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def test_products(dtype: torch.dtype, num_in: int, num_out: int) -> None:
     weight, gate = (normal(num_out, num_in, dtype=dtype, seed=seed) / num_in**0.5 for seed in (1, 2))
     bias = normal(num_out, dtype=dtype, seed=3)
-    plain, gated = decoder.packed_linear(weight, bias), decoder.packed_linear(weight, gate=4 * gate)
+    plain, gated = decoder.PackedLinear(weight, bias), decoder.PackedLinear(weight, gate=4 * gate)
     for rows in (0, 1, 5, 6, 7, 96, 200):
         x = normal(rows, 2 * num_in, dtype=dtype)[:, :num_in]  # its rows are not adjacent
         wide, up = x.double(), weight.double().T
@@ -43,24 +43,24 @@ def test_every_width_of_vector(width: int, anew: pytest.MonkeyPatch) -> None:
         weight, gate, x = (normal(rows, 150, dtype=dtype, seed=rows) for rows in (70, 70, 31))
         wide = x.double()
         want = F.silu(wide @ gate.double().T) * (wide @ weight.double().T)
-        assert_close(decoder.packed_linear(weight, gate=gate)(x), want, dtype)
+        assert_close(decoder.PackedLinear(weight, gate=gate)(x), want, dtype)
         weight = normal(150, dtype=dtype)
         assert_close(decoder.rmsnorm(x, weight, 1e-6), F.rms_norm(wide, (150,), weight.double(), 1e-6), dtype)
 
 
 def test_silu_at_its_ends() -> None:
     one, zeros = torch.ones(1, 1), torch.zeros(1, 1)
-    gated = decoder.packed_linear(one, gate=one)
+    gated = decoder.PackedLinear(one, gate=one)
     for x in (-1e4, -100.0, -1.0, 0.0, 50.0, 1e4):
         got = gated(torch.tensor([[x]]))
         torch.testing.assert_close(got, F.silu(torch.tensor([[x]])) * x)
-    assert decoder.packed_linear(zeros, gate=one)(torch.full((1, 1), float("nan"))).isnan().all()
+    assert decoder.PackedLinear(zeros, gate=one)(torch.full((1, 1), float("nan"))).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_neither_company_nor_threads_change_a_bit(dtype: torch.dtype) -> None:
     weight, gate, x = (normal(rows, 300, dtype=dtype, seed=rows) for rows in (130, 130, 250))
-    linear, gated = decoder.packed_linear(weight), decoder.packed_linear(weight, gate=gate)
+    linear, gated = decoder.PackedLinear(weight), decoder.PackedLinear(weight, gate=gate)
     norm = normal(300, dtype=dtype)
     parts = [slice(0, 1), slice(1, 7), slice(7, 150), slice(150, 250)]
     for compute in (linear, gated, lambda x: decoder.rmsnorm(x, norm, 1e-6)):
