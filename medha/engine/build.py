@@ -189,10 +189,11 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
     lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
     if lanes and not has_instances:
         limits = dataclasses.replace(limits, most_new_tokens=1)
+    ahead = lanes or config.scheduler.async_scheduling is not False
     transfers = TransferLine(ranks, runner, shard) if ranks is not None and has_instances else None
     if ranks is not None and ranks.rank != 0:
         decodes = not lanes or ranks.group >= config.parallel.kvp
-        follower = Follower(runner, ranks, decodes=decodes, transfers=transfers)
+        follower = Follower(runner, ranks, decodes=decodes, ahead=ahead, transfers=transfers)
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
     scheduler = _build_scheduler(config, coefficients, limits, pool.of_prefills, device, model_config)
@@ -217,7 +218,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
     if ranks is None:
         return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
-    driven = DrivingRunner(runner, ranks, sender, lanes=lanes, transfers=transfers)
+    driven = DrivingRunner(runner, ranks, sender, lanes=lanes, ahead=ahead, transfers=transfers)
     hand_overs = HandOvers(instances, config.parallel.transfer_buffers, driven.hand_over)
     engine = Engine(driven, scheduler, limits, hand_overs=hand_overs, news=driven.news, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()

@@ -28,6 +28,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -72,6 +73,9 @@ class _Late:
 class DrivingRunner:
     """Rank 0's runner: sends each batch to the others and runs its own stage of it, and tells them what is called.
 
+    Args:
+        ahead: whether decodes are scheduled before their tokens are known; else these are told with the batch.
+
     Attributes:
         news: with ``lanes``, set when a batch may have come to be done; None where batches complete in order.
         timeline: gets what the others have recorded before they leave, if given.
@@ -84,17 +88,22 @@ class DrivingRunner:
         sender: ControlSender,
         *,
         lanes: bool = False,
+        ahead: bool = True,
         transfers: TransferLine | None = None,
     ) -> None:
         self._runner = runner
+        self._tells_tokens = not (ahead or lanes)  # a batch has those of its decodes
+        # Where nothing is to be done beside a batch it runs when its result is asked for.
+        self._in_turn = self._tells_tokens and ranks.config.spp == 1 and runner.device.type == "cpu"
         self._transfers = transfers  # where there are decode instances, and so lanes
         self.ranks = ranks
         self._sender = sender
         self._reports = ReportLine(ranks, runner)
-        self._tokens = TokenLine(ranks, runner, decodes=not lanes)
+        self._tokens = TokenLine(ranks, runner, decodes=ahead and not lanes)
         self.news = threading.Event() if lanes else None
         self.timeline: StepLog | None = None
-        self._own = Lane("medha-own", partial(runner.recorder.waiting, "control"))  # runs this rank's part of batches
+        waiting = nullcontext if self._in_turn else partial(runner.recorder.waiting, "control")
+        self._own = Lane("medha-own", waiting)  # runs this rank's part of batches
         if runner.device.type == "cuda":
             self._own.submit(partial(torch.cuda.set_device, runner.device))
         self._awaited = [Lane("medha-reports") for _ in range(ranks.config.num_groups)]  # each waits for a group
@@ -103,7 +112,8 @@ class DrivingRunner:
         self._num_in_pipeline = 0
         self._is_interrupted = False
         self._awaits = lanes  # whether the main thread waits for the others; with lanes it does where nothing is to do
-        ranks.monitor.computing, ranks.monitor.waits_for = self._own.thread, self._waits_for
+        if not self._in_turn:
+            ranks.monitor.computing, ranks.monitor.waits_for = self._own.thread, self._waits_for
         self._groups = groups = range(ranks.config.num_groups)
         self._late = [_Late() for _ in groups]
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
@@ -142,7 +152,7 @@ class DrivingRunner:
             alike = defaultdict[bytes, list[int]](list)  # by the tokens that they embed, ranks that are told no more
             for group in groups:
                 parts[group] = part = whole.part_of(group)
-                tokens, embedders = self._runner.chunk_ids(part), self._embedders[group]
+                tokens, embedders = self._runner.chunk_ids(part, decodes=self._tells_tokens), self._embedders[group]
                 own_ids = tokens if group == 0 else own_ids
                 sampler, (opened, ids) = self.ranks.sampler_rank(group), self._opened(part, group)
                 if opened:
@@ -155,18 +165,19 @@ class DrivingRunner:
             for data, its_ranks in alike.items():
                 message = Message("batch", fields, whole, np.frombuffer(data, np.int32))
                 self._sender.send(message, only=its_ranks)
-        concerned = [group for group in sorted(parts) if parts[group].rows]
-        reports: dict[int, Future[StepResult]] = {}
-        for group in concerned:
-            if self.ranks.sampler_rank(group) != 0:
-                reports[group] = self._awaited[group].submit(self._reports.post(parts[group], group))
+        concerned = [group for group in sorted(parts) if parts[group].rows and self.ranks.sampler_rank(group) != 0]
+        posted = {group: self._reports.post(parts[group], group) for group in concerned}
+        if self._in_turn:
+            step = self._runner.prepare(parts[0], own_ids)
+            return PendingStep(partial(self._completed, batch, [partial(self._run_own, step), *posted.values()]))
+        reports = {group: self._awaited[group].submit(report) for group, report in posted.items()}
         if 0 in reports:
             self._tokens.take_from(reports[0], parts[0])
         futures: list[Future[Any]] = [*reports.values()]
         if 0 in parts:
             step = self._runner.prepare(parts[0], own_ids)
             futures.insert(0, self._own.submit(partial(self._run_own, step)))
-        pending = PendingStep(partial(self._completed, batch, futures))
+        pending = PendingStep(partial(self._completed, batch, [future.result for future in futures]))
         if self.news is None:
             return pending
         wake = self.news.set
@@ -233,14 +244,14 @@ class DrivingRunner:
                     ids.append(its_ids)
         return opened, np.concatenate(ids)
 
-    def _completed(self, batch: Batch, futures: Sequence[Future[StepResult | None]]) -> StepResult:
+    def _completed(self, batch: Batch, parts: Sequence[Callable[[], StepResult | None]]) -> StepResult:
         """Wait for a batch, with lanes one that is done, else the oldest in the pipeline: for what rank 0 itself
         sampled, and the reports of the groups that it concerns; raises as :meth:`submit`."""
         with failures_named(self.ranks.monitor, batch):
             if self.news is not None and self.ranks.monitor.has_failure:  # what it waits for may never come
                 raise RankFailedError(self.ranks.monitor.first_error() or "a rank has failed")
             self._awaits = True
-            results = [result for future in futures if (result := future.result()) is not None]
+            results = [result for part in parts if (result := part()) is not None]
             self._awaits = self.news is not None
         rows = tuple(row for result in results for row in result.rows)
         sampled = [token for result in results for token in result.sampled]
@@ -301,17 +312,28 @@ class DrivingRunner:
 
 
 class Follower:
-    """What every rank but 0 does: run its stage of each batch in the order of the messages; ``decodes`` is as of
-    :class:`TokenLine`."""
+    """What every rank but 0 does: run its stage of each batch in the order of the messages.
+
+    Args:
+        decodes: whether this rank's group does.
+        ahead: as of :class:`DrivingRunner`.
+    """
 
     def __init__(
-        self, runner: Runner, ranks: Ranks, *, decodes: bool = True, transfers: TransferLine | None = None
+        self,
+        runner: Runner,
+        ranks: Ranks,
+        *,
+        decodes: bool = True,
+        ahead: bool = True,
+        transfers: TransferLine | None = None,
     ) -> None:
         self._runner = runner
+        self._tells_tokens = decodes and not ahead
         self._transfers = transfers
         self.ranks = ranks
         self._reports = ReportLine(ranks, runner)
-        self._tokens = TokenLine(ranks, runner, decodes=decodes)
+        self._tokens = TokenLine(ranks, runner, decodes=decodes and ahead)
         self._newest: Message | None = None
         self._receiver = ControlReceiver(ranks.control_group, self._take)
 
@@ -360,8 +382,8 @@ class Follower:
         for slot in message.fields.get("close", ()):
             self._runner.close(slot)
         part = batch.part_of(self.ranks.group)
-        num_ids = part.num_tokens - part.num_decodes if self.ranks.is_first_stage else 0
-        chunk_ids, ids = np.split(message.token_ids, [num_ids])
+        num_ids = part.num_tokens - (0 if self._tells_tokens else part.num_decodes) if self.ranks.is_first_stage else 0
+        own_ids, ids = np.split(message.token_ids, [num_ids])
         for fields in message.fields.get("open", ()):
             slot, sampling, ids = decode_sampling(fields, ids)
             self._runner.open_sampling(slot, sampling)
@@ -369,7 +391,7 @@ class Follower:
             self._runner.pipe.post(part)
         if self.ranks.is_first_stage:
             self._tokens.post(batch)
-        return self._runner.prepare(part, chunk_ids)
+        return self._runner.prepare(part, own_ids)
 
     def _hand_over(self, message: Message, batch: Batch) -> None:
         """Begin to send or receive the KV of a request."""

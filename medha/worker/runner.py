@@ -141,21 +141,23 @@ class Runner:
 
         return begin() if self.device.type == "cuda" else PendingStep(lambda: begin().result())
 
-    def prepare(self, batch: Batch, chunk_ids: npt.NDArray[np.int32] | None) -> StepInput:
+    def prepare(self, batch: Batch, ids: npt.NDArray[np.int32] | None) -> StepInput:
         """Make a batch ready to run: on the host alone, in the order of the batches.
 
         Args:
             batch: the part of the plan that concerns this rank's group; without rows tables change and blocks move.
-            chunk_ids: tokens of the rows that are no decodes, in order, where tokens are embedded.
+            ids: as of :meth:`chunk_ids`, where tokens are embedded.
         """
         with phase("medha.prepare"):
             step = self.slots.prepare(batch)
-            if self.model.has_embedding and batch.chunks:
-                assert chunk_ids is not None, "a rank with the embedding gets tokens"
-                step.token_ids = np.zeros(len(step.positions), np.int32)
-                is_chunk = np.ones(len(step.positions), bool)
-                is_chunk[step.decode_tokens] = False
-                step.token_ids[is_chunk] = chunk_ids
+            if self.model.has_embedding and ids is not None:
+                num_chunk_ids = len(step.positions) - len(step.decode_tokens)
+                step.decode_ids = ids[num_chunk_ids:]
+                if num_chunk_ids:
+                    step.token_ids = np.zeros(len(step.positions), np.int32)
+                    is_chunk = np.ones(len(step.positions), bool)
+                    is_chunk[step.decode_tokens] = False
+                    step.token_ids[is_chunk] = ids[:num_chunk_ids]
         return step
 
     @torch.inference_mode()
@@ -173,6 +175,8 @@ class Runner:
                 copies[-1]()
             return None
         self._make_room(len(self.slots.held))
+        if len(step.decode_ids):
+            self.note_tokens(step.decode_slots.tolist(), torch.from_numpy(step.decode_ids.astype(np.int64)))
         graphs = self.graphs if self.graphs is not None and self.graphs.holds(step) else None
         out, slots, greedy = self._eager(step, copies) if graphs is None else self._replay(graphs, step, copies)
         if not self.model.has_head:
@@ -220,8 +224,9 @@ class Runner:
         self._make_room(1 + max(slots))
         self.last_tokens[torch.tensor(slots, device=self.device)] = tokens.to(self.device, non_blocking=True)
 
-    def chunk_ids(self, batch: Batch) -> npt.NDArray[np.int32]:
-        """The tokens of a batch's rows that are no decodes, in order, where prompts are kept."""
+    def chunk_ids(self, batch: Batch, *, decodes: bool = False) -> npt.NDArray[np.int32]:
+        """The tokens of a batch's rows that are no decodes, in order, where prompts are kept; if ``decodes``, behind
+        them those of the decodes, which must be known."""
         parts = [np.empty(0, np.int32)]
         for row in batch.chunks:
             prompt = self._prompts[row.slot]
@@ -230,6 +235,10 @@ class Runner:
                 if span.stop > len(prompt):  # computed again after it was preempted
                     first = max(span.start - len(prompt), 0)
                     parts.append(np.array(self._drawn[row.slot][first : span.stop - len(prompt)], np.int32))
+        if decodes:
+            rows = [row for row in batch.rows if row.is_decode]
+            known = [self._drawn[row.slot][row.position - len(self._prompts[row.slot])] for row in rows]
+            parts.append(np.array(known, np.int32))
         return np.concatenate(parts)
 
     def _replay(self, graphs: DecodeGraphs, step: StepInput, copies: list[Wait]) -> _Ran:

@@ -47,6 +47,7 @@ class StepInput:
     receives: list[Move] = field(default_factory=list)  # and comes from others
     decode_tokens: Ints = field(default_factory=_NO_INTS.copy)  # index of each decode's token among the T
     decode_slots: Ints = field(default_factory=_NO_INTS.copy)
+    decode_ids: npt.NDArray[np.int32] = field(default_factory=_NONE.copy)  # their tokens, where the batch tells them
     drawn_rows: tuple[Row, ...] = ()  # after which a token is drawn on this group
     drawn_tokens: Ints = field(default_factory=_NO_INTS.copy)  # index of the last token of each of those [S]
     drawn_slots: Ints = field(default_factory=_NO_INTS.copy)

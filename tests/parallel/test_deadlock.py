@@ -171,6 +171,7 @@ class ToyModel:
         self.config = SimpleNamespace(rope=RopeConfig(), head_dim=DIM)
         self.has_embedding = layers.start == 0
         self.has_head = layers.stop == NUM_LAYERS
+        self.head = None
         self._layers = layers
         self._tp, self._tp_rank = tp, tp_rank
         self._all_reduce = all_reduce
@@ -188,7 +189,7 @@ class ToyModel:
             x_TD = self._all_reduce(mixed_TD * own[:, None])
         return x_TD
 
-    def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
+    def logits(self, x_SD: torch.Tensor, *, head: None) -> torch.Tensor:
         one_hot = torch.nn.functional.one_hot(x_SD[:, 0].long() % TOY_VOCAB, TOY_VOCAB).float()
         return self._all_reduce(one_hot if self._tp_rank == 0 else torch.zeros_like(one_hot))
 
