@@ -44,6 +44,7 @@ from medha.parallel.mesh import (
     over_ranks,
     wait_for_all,
 )
+from medha.parallel.shared_memory import Lines, share_lines
 from medha.records import StepLog
 from medha.sched.cdsp import Planner
 from medha.sched.policy import load_policy
@@ -168,11 +169,11 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
         logger.log(level, "attention_backend=%r: %s; torch serves", wanted, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
     model = load_model(config, shard, ranks, folder, backend, device)
-    links: dict[str, Any] = {}
+    links, lines = dict[str, Any](), dict[int, Lines]()
     if job is not None and ranks is not None:
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
-        links = make_links(ranks, shard, device)
+        links, lines = make_links(ranks, shard, device), share_lines(ranks, device)
     if is_measured(config, device):
         beside = bytes_beside_kv(config, shard, model, backend, device)
         pool = _KVPools.of(config, ranks, num_kv_blocks(config, shard, device, limits.max_model_len, beside=beside))
@@ -193,7 +194,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
     transfers = TransferLine(ranks, runner, shard) if ranks is not None and has_instances else None
     if ranks is not None and ranks.rank != 0:
         decodes = not lanes or ranks.group >= config.parallel.kvp
-        follower = Follower(runner, ranks, decodes=decodes, ahead=ahead, transfers=transfers)
+        follower = Follower(runner, ranks, decodes=decodes, ahead=ahead, transfers=transfers, lines=lines)
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
     scheduler = _build_scheduler(config, coefficients, limits, pool.of_prefills, device, model_config)
@@ -217,8 +218,9 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
     texts: dict[str, Any] = {"tokenizer": tokenizer, "timeline": timeline}
     if ranks is None:
         return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
-    sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
-    driven = DrivingRunner(runner, ranks, sender, lanes=lanes, ahead=ahead, transfers=transfers)
+    control = {rank: its.control for rank, its in lines.items()}
+    sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size), control)
+    driven = DrivingRunner(runner, ranks, sender, lanes=lanes, ahead=ahead, transfers=transfers, lines=lines)
     hand_overs = HandOvers(instances, config.parallel.transfer_buffers, driven.hand_over)
     engine = Engine(driven, scheduler, limits, hand_overs=hand_overs, news=driven.news, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()

@@ -51,6 +51,7 @@ from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
+from medha.parallel.shared_memory import Lines
 from medha.records import RankRecords, StepLog
 from medha.worker.runner import Runner
 from medha.worker.sampling import SlotSampling
@@ -90,6 +91,7 @@ class DrivingRunner:
         lanes: bool = False,
         ahead: bool = True,
         transfers: TransferLine | None = None,
+        lines: dict[int, Lines] | None = None,
     ) -> None:
         self._runner = runner
         self._tells_tokens = not (ahead or lanes)  # a batch has those of its decodes
@@ -98,7 +100,7 @@ class DrivingRunner:
         self._transfers = transfers  # where there are decode instances, and so lanes
         self.ranks = ranks
         self._sender = sender
-        self._reports = ReportLine(ranks, runner)
+        self._reports = ReportLine(ranks, runner, lines or {})
         self._tokens = TokenLine(ranks, runner, decodes=ahead and not lanes)
         self.news = threading.Event() if lanes else None
         self.timeline: StepLog | None = None
@@ -112,7 +114,10 @@ class DrivingRunner:
         self._num_in_pipeline = 0
         self._is_interrupted = False
         self._awaits = lanes  # whether the main thread waits for the others; with lanes it does where nothing is to do
-        if not self._in_turn:
+        if self._in_turn:
+            for its in (lines or {}).values():
+                its.reports.look()
+        else:
             ranks.monitor.computing, ranks.monitor.waits_for = self._own.thread, self._waits_for
         self._groups = groups = range(ranks.config.num_groups)
         self._late = [_Late() for _ in groups]
@@ -327,15 +332,17 @@ class Follower:
         decodes: bool = True,
         ahead: bool = True,
         transfers: TransferLine | None = None,
+        lines: dict[int, Lines] | None = None,
     ) -> None:
         self._runner = runner
         self._tells_tokens = decodes and not ahead
         self._transfers = transfers
         self.ranks = ranks
-        self._reports = ReportLine(ranks, runner)
+        self._reports = ReportLine(ranks, runner, lines or {})
         self._tokens = TokenLine(ranks, runner, decodes=decodes and ahead)
         self._newest: Message | None = None
-        self._receiver = ControlReceiver(ranks.control_group, self._take)
+        line, in_turn = lines[ranks.rank].control if lines else None, self._tells_tokens and ranks.config.spp == 1
+        self._receiver = ControlReceiver(ranks.control_group, self._take, line, in_turn=in_turn)
 
     def describe(self) -> str:
         """How many messages have come that were not followed, and the last one; for another thread."""

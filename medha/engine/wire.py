@@ -23,6 +23,7 @@ from medha import errors
 from medha.batch import Batch, Row
 from medha.parallel.control import Sends, post_receive
 from medha.parallel.mesh import Ranks
+from medha.parallel.shared_memory import PAGE_BYTES, Lines
 from medha.params import SamplingParams
 from medha.records import RankRecords, decode_records, encode_records
 from medha.worker.runner import Runner
@@ -124,9 +125,10 @@ class ReportLine:
     """What others tell rank 0, at both ends: the sampling rank of each group reports batches that are done, and all
     ranks send records of what they ran when they are asked."""
 
-    def __init__(self, ranks: Ranks, runner: Runner) -> None:
+    def __init__(self, ranks: Ranks, runner: Runner, lines: Mapping[int, Lines]) -> None:
         self._ranks = ranks
         self._runner = runner
+        self._lines = lines  # for short reports, by the other rank
         self._sends = Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
 
     def post(self, batch: Batch, group: int) -> Callable[[], StepResult]:
@@ -134,12 +136,21 @@ class ReportLine:
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
-        report = post_receive(buffer, self._ranks.sampler_rank(group), self._ranks.report_group, _REPORTS_TAG)
+        rank = self._ranks.sampler_rank(group)
+        if self._lines and buffer.nbytes <= PAGE_BYTES:
+            limit_s = self._ranks.config.dist_timeout_s
+            report: Callable[[], torch.Tensor] = partial(self._lines[rank].reports.receive, buffer, limit_s=limit_s)
+        else:
+            report = post_receive(buffer, rank, self._ranks.report_group, _REPORTS_TAG)
         return lambda: decode_report(report(), rows, slots)
 
     def send(self, result: StepResult) -> None:
         """Send what was sampled to rank 0, on another rank."""
-        self._sends.add(encode_report(result, [self._runner.sampling(row.slot) for row in result.rows]), 0)
+        report = encode_report(result, [self._runner.sampling(row.slot) for row in result.rows])
+        if self._lines and report.nbytes <= PAGE_BYTES:
+            self._lines[self._ranks.rank].reports.send(report)
+        else:
+            self._sends.add(report, 0)
 
     def own_records(self) -> RankRecords:
         """What this rank has run since the last call."""

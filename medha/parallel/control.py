@@ -12,8 +12,9 @@ import queue
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from medha.batch import Batch
 from medha.errors import PlanDivergenceError
+from medha.parallel.shared_memory import PAGE_BYTES, Line
 
 T = TypeVar("T")
 
@@ -130,10 +132,11 @@ def post_receive(buffer: torch.Tensor, rank: int, group: dist.ProcessGroup, tag:
 
 
 class ControlSender:
-    """Rank 0's end, of a gloo group that is used for nothing else."""
+    """Rank 0's end, of a gloo group that is used for nothing else, or of memory that it shares with the others."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], lines: Mapping[int, Line] | None = None) -> None:
         self._sends = {rank: Sends(group, 0, _RING) for rank in ranks}
+        self._lines = lines or {}
         self._batch: Batch | None = None  # of the last message, and encoded
         self._plan = encode_batch(None)
 
@@ -144,10 +147,13 @@ class ControlSender:
         """
         if message.batch is not self._batch:  # it goes to several with different tokens
             self._batch, self._plan = message.batch, encode_batch(message.batch)
-        frames = _frames(encode(message, self._plan))
+        frames = _frames(encode(message, self._plan), PAGE_BYTES // 4 if self._lines else FRAME_INTS)
         for rank in self._sends if only is None else only:
             for frame in frames:
-                self._sends[rank].add(frame, rank)
+                if self._lines:
+                    self._lines[rank].send(frame)
+                else:
+                    self._sends[rank].add(frame, rank)
 
     def drain(self) -> None:
         """Wait until everything has been received."""
@@ -161,13 +167,27 @@ class ControlReceiver(Generic[T]):
     Args:
         group: its timeout must outlast any pause between messages.
         prepare: what is done with each message, in order, while the rank computes; it raises nothing.
+        line: by which they come instead.
+        in_turn: whether, with a line, whoever asks for a message takes and prepares it: none comes while it computes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, prepare: Callable[[Message], T]) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        prepare: Callable[[Message], T],
+        line: Line | None = None,
+        *,
+        in_turn: bool = False,
+    ) -> None:
+        self._group, self._line = group, line
         self._prepare = prepare
+        self._messages = self._decoded()
+        self._in_turn = in_turn and line is not None
         self._arrived: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="medha-control", daemon=True).start()
+        if in_turn and line is not None:
+            line.look()
+        else:
+            threading.Thread(target=self._run, name="medha-control", daemon=True).start()
 
     @property
     def num_arrived(self) -> int:
@@ -176,6 +196,8 @@ class ControlReceiver(Generic[T]):
 
     def receive(self) -> T:
         """What came of the next message; waits for it. Raises what broke the stream."""
+        if self._in_turn:
+            return self._prepare(next(self._messages))
         message = self._arrived.get()
         if isinstance(message, Exception):
             raise message
@@ -183,31 +205,37 @@ class ControlReceiver(Generic[T]):
 
     def _run(self) -> None:
         try:
-            posted = deque(self._post() for _ in range(_POSTED))
-            parts: list[npt.NDArray[np.int32]] = []
-            while True:
-                buffer = posted.popleft()()
-                size, continues = buffer[:_FRAME_HEADER].tolist()
-                parts.append(buffer[_FRAME_HEADER : _FRAME_HEADER + size].numpy())
-                if not continues:
-                    message, parts = decode(np.concatenate(parts)), []
-                    self._arrived.put(self._prepare(message))
-                    if message.kind == "stop":
-                        return
-                posted.append(self._post())
+            for message in self._messages:
+                self._arrived.put(self._prepare(message))
         except Exception as error:
             self._arrived.put(error)
 
+    def _decoded(self) -> Iterator[Message]:
+        posted = deque(self._post() for _ in range(_POSTED))
+        parts: list[npt.NDArray[np.int32]] = []
+        kind = ""
+        while kind != "stop":
+            buffer = posted.popleft()()
+            size, continues = buffer[:_FRAME_HEADER].tolist()
+            parts.append(buffer[_FRAME_HEADER : _FRAME_HEADER + size].numpy())
+            if not continues:
+                message, parts = decode(np.concatenate(parts)), []
+                kind = message.kind
+                yield message
+            posted.append(self._post())
+
     def _post(self) -> Callable[[], torch.Tensor]:
+        if self._line is not None:
+            return partial(self._line.receive, torch.empty(PAGE_BYTES // 4, dtype=torch.int32))
         return post_receive(torch.empty(FRAME_INTS, dtype=torch.int32), 0, self._group, 0)
 
 
 _FRAME_HEADER = 2  # integers in the frame, whether more frames follow
 
 
-def _frames(ints: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-    """A message cut into frames of at most FRAME_INTS."""
-    size = FRAME_INTS - _FRAME_HEADER
+def _frames(ints: npt.NDArray[np.int32], most: int) -> list[torch.Tensor]:
+    """A message cut into frames of at most so many integers."""
+    size = most - _FRAME_HEADER
     pieces = [ints[i : i + size] for i in range(0, len(ints), size)]
     return [
         torch.from_numpy(np.concatenate((np.array((len(piece), i < len(pieces)), np.int32), piece)))

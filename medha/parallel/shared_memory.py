@@ -10,10 +10,12 @@ one more: while three of the four buffers for each direction are written, the me
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,12 @@ from medha.parallel.mesh import Ranks
 MOST_BYTES = 1 << 17
 """Of a message."""
 
+PAGE_BYTES = 1 << 14
+"""Of a message of a :class:`Line`."""
+
 _FOLDER = "/dev/shm"
 _NUM_BUFFERS = 4
+_NUM_PAGES = 16
 _LINE = 64  # bytes
 _LOOK_US = 200  # before a rank that waits sleeps, where each has its cores
 _SLEEP_US = 100_000  # before it asks whether another has failed
@@ -46,7 +52,7 @@ class SharedMemory:
         self._ranks, self._members, index = ranks, members, members.index(own)
         self._sent = dict(zip(members, map(_Channel, whole[index]), strict=True))
         self._received = dict(zip(members, map(_Channel, whole[:, index]), strict=True))
-        self._look_us = _LOOK_US if ranks.job.launch.spare_cores(torch.get_num_threads()) >= 0 else 0
+        self._look_us = _look_us(ranks)
 
     def buffer(self, rank: int, num_bytes: int) -> torch.Tensor:
         """Where the next message to a rank, of at most MOST_BYTES, is to be written."""
@@ -60,18 +66,11 @@ class SharedMemory:
         function("tell")(channel.at, channel.number)
 
     def receive(self, rank: int, num_bytes: int) -> torch.Tensor:
-        """The next message of a rank, which stays until this rank has sent it another; waits for it.
-
-        RankFailedError where a rank has failed meanwhile; RuntimeError where it takes longer than a transfer may.
-        """
-        channel, waited_us = self._received[rank], 0
+        """The next message of a rank, which stays until this rank has sent it another; waits for it. Raises as
+        :func:`_await`."""
+        channel = self._received[rank]
         channel.number += 1
-        while not function("wait_for")(channel.at, channel.number, self._look_us, _SLEEP_US):
-            waited_us += _SLEEP_US
-            if self._ranks.monitor.has_failure:
-                raise RankFailedError(self._ranks.monitor.first_error() or "a rank has failed")
-            if waited_us > self._ranks.config.dist_timeout_s * 1e6:
-                raise RuntimeError(f"Timed out waiting {waited_us / 1e6:.0f} s for rank {rank}")
+        _await(self._ranks, channel.at, channel.number, rank, self._look_us, self._ranks.config.dist_timeout_s)
         return channel.buffer(channel.number, num_bytes)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -85,6 +84,60 @@ class SharedMemory:
         return [found.get(rank, x) for rank in self._members]
 
 
+class Line:
+    """This rank's end of one-way messages of at most PAGE_BYTES, one after the other, to another rank or from it.
+
+    Args:
+        memory: zeros that the two ranks share.
+        other: the other one's global rank.
+        ranks: tells of failures.
+    """
+
+    def __init__(self, memory: torch.Tensor, other: int, ranks: Ranks) -> None:
+        self._taken, self._channel = memory.data_ptr(), _Channel(memory[_LINE:], PAGE_BYTES)
+        self._other, self._ranks, self._look_us = other, ranks, 0
+
+    def look(self) -> None:
+        """Look before sleeping from now on, where ranks have their cores: for as long as a step is decided."""
+        self._look_us = 15 * _look_us(self._ranks)
+
+    def send(self, message: torch.Tensor) -> None:
+        """Send a contiguous tensor; waits where the receiver is as many behind as there are pages."""
+        channel = self._channel
+        channel.number += 1
+        _await(self._ranks, self._taken, channel.number - _NUM_PAGES, self._other)
+        channel.buffer(channel.number, message.nbytes).view(message.dtype).view(message.shape).copy_(message)
+        function("tell")(channel.at, channel.number)
+
+    def receive(self, into: torch.Tensor, *, limit_s: float = math.inf) -> torch.Tensor:
+        """Wait for the next message, which is put into a contiguous tensor and returned. Raises as :func:`_await`."""
+        channel = self._channel
+        channel.number += 1
+        _await(self._ranks, channel.at, channel.number, self._other, self._look_us, limit_s)
+        into.copy_(channel.buffer(channel.number, into.nbytes).view(into.dtype).view(into.shape))
+        function("tell")(self._taken, channel.number)
+        return into
+
+
+def _look_us(ranks: Ranks) -> int:
+    """Microseconds for which a rank that computes looks before it sleeps."""
+    return _LOOK_US if ranks.job.launch.spare_cores(torch.get_num_threads()) >= 0 else 0
+
+
+def _await(ranks: Ranks, at: int, number: int, rank: int, look_us: int = 0, limit_s: float = math.inf) -> None:
+    """Wait until the number at an address has come, which another rank tells.
+
+    RankFailedError where a rank has failed meanwhile; RuntimeError where it takes longer than a transfer may.
+    """
+    waited_us, wait_for = 0, function("wait_for")
+    while not wait_for(at, number, look_us, _SLEEP_US):
+        waited_us, look_us = waited_us + _SLEEP_US, 0
+        if ranks.monitor.has_failure:
+            raise RankFailedError(ranks.monitor.first_error() or "a rank has failed")
+        if waited_us > limit_s * 1e6:
+            raise RuntimeError(f"Timed out waiting {waited_us / 1e6:.0f} s for rank {rank}")
+
+
 class _Channel:
     """One direction between two ranks: a number in memory, and behind it buffers.
 
@@ -93,23 +146,49 @@ class _Channel:
         number: of the last message that this rank has sent or received.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, most_bytes: int = MOST_BYTES) -> None:
         self.at, self.number = memory.data_ptr(), 0
-        self._buffers = memory[_LINE:].view(_NUM_BUFFERS, MOST_BYTES).unbind()
+        self._buffers = memory[_LINE:].view(-1, most_bytes).unbind()
 
     def buffer(self, number: int, num_bytes: int) -> torch.Tensor:
         """That of a message."""
-        return self._buffers[number % _NUM_BUFFERS][:num_bytes]
+        return self._buffers[number % len(self._buffers)][:num_bytes]
 
 
 def share_memory(ranks: Ranks, group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:
     """Memory for the ranks of a group, each of which calls this; None where they do not all compute on CPUs of one
     machine, or one of them cannot have it."""
+    members = dist.get_process_group_ranks(group)
+    size = len(members) ** 2 * (_LINE + _NUM_BUFFERS * MOST_BYTES)
+    memory = _shared(ranks, group, device, size, f"memory/{members}")
+    return None if memory is None else SharedMemory(memory, members, ranks)
+
+
+class Lines(NamedTuple):
+    """Between rank 0 and another one."""
+
+    control: Line  # to the other
+    reports: Line  # from it
+
+
+def share_lines(ranks: Ranks, device: torch.device) -> dict[int, Lines]:
+    """By other rank the lines of this one, rank 0's with each other or another's with rank 0; every rank calls it. None
+    where :func:`share_memory` has no memory."""
+    size = ranks.config.world_size
+    memory = _shared(ranks, ranks.report_group, device, size * 2 * (2 * _LINE + _NUM_PAGES * PAGE_BYTES), "lines")
+    if memory is None:
+        return {}
+    whole = torch.frombuffer(memory, dtype=torch.uint8).view(size, 2, -1)
+    others = range(1, size) if ranks.rank == 0 else [ranks.rank]
+    return {one: Lines(*(Line(part, one if ranks.rank == 0 else 0, ranks) for part in whole[one])) for one in others}
+
+
+def _shared(ranks: Ranks, group: dist.ProcessGroup, device: torch.device, size: int, key: str) -> mmap.mmap | None:
+    """Zeros that the ranks of a group share, each of which calls this; ``key`` is theirs alone."""
     members, launch = dist.get_process_group_ranks(group), ranks.job.launch
     node = range(first := launch.rank - launch.local_rank, first + launch.local_world_size)
     if device.type != "cpu" or len(members) == 1 or not set(members) <= set(node):
         return None
-    size, key = len(members) ** 2 * (_LINE + _NUM_BUFFERS * MOST_BYTES), f"memory/{members}"
     if ranks.rank == members[0]:
         ranks.job.store.set(key, _made(size))
     path, memory = ranks.job.store.get(key).decode(), None
@@ -122,7 +201,7 @@ def share_memory(ranks: Ranks, group: dist.ProcessGroup, device: torch.device) -
     dist.all_reduce(is_there, op=dist.ReduceOp.MIN, group=group)
     if ranks.rank == members[0] and path:
         os.unlink(path)
-    return SharedMemory(memory, members, ranks) if memory is not None and is_there else None
+    return memory if is_there else None
 
 
 def _made(size: int) -> str:

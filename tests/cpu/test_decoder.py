@@ -71,6 +71,18 @@ def test_neither_company_nor_threads_change_a_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_out", [1, 64, 257])
+def test_parts_of_the_outputs_are_those_of_the_whole(dtype: torch.dtype, num_out: int) -> None:
+    weight, gate, x = (normal(rows, 300, dtype=dtype, seed=rows) for rows in (num_out, num_out, 9))
+    bias = normal(num_out, dtype=dtype)
+    for linear in (decoder.PackedLinear(weight, bias), decoder.PackedLinear(weight, gate=gate)):
+        for count in (1, 2, 3, 8):
+            parts = [linear(x, linear.outputs_of(index, count)) for index in range(count)]
+            assert torch.equal(torch.cat(parts, dim=1), linear(x))
+            assert max(part.size(1) for part in parts) == parts[0].size(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(dtype: torch.dtype) -> None:
     norm = RMSNorm(96, 1e-5).to(dtype).requires_grad_(False)
     norm.weight.data = normal(96, dtype=dtype, seed=1)

@@ -1,8 +1,11 @@
 """KV-cache parallelism in real gloo processes: tokens, the same bits on every group, rows that differ."""
 
 import os
+import random
 import zlib
+from collections import Counter
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,16 @@ import torch.distributed as dist
 
 from medha.batch import Batch, Row
 from medha.config import ParallelConfig
+from medha.cpu.decoder import PackedLinear
 from medha.errors import PlanDivergenceError
-from medha.parallel.kvp import Merge, Pending, shared_rows
+from medha.parallel import kvp
+from medha.parallel.kvp import Merge, Pending, shared_draws, shared_rows
 from medha.parallel.mesh import make_merge_group
+from medha.parallel.shared_memory import share_memory
 from medha.parallel.spp import Digests
 from medha.params import SamplingParams
 from tests.parallel.test_layouts import NUM_TOKENS, reference
+from tests.parallel.test_shared_memory import on_ranks
 from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
 # -- merges by themselves ------------------------------------------------------------------------------------
@@ -65,6 +72,58 @@ def test_other_rows_on_one_rank_are_a_divergence(workers: WorkerPool, other: Bat
     assert messages[2].startswith(
         f"batch {other.batch_id}: group 0 merges rows of batch 7 with digest {digests[0]:08x}"
     )
+
+
+# -- parts of logits -----------------------------------------------------------------------------------------
+
+
+class Counting(PackedLinear):
+    """Counts products of a part of the outputs, and of all."""
+
+    products: Counter[bool]
+
+    def __call__(self, x: torch.Tensor, outputs: range | None = None) -> torch.Tensor:
+        self.products[outputs is not None] += 1
+        return super().__call__(x, outputs)
+
+
+def draw_in_parts(ranks: Any, group: Any) -> tuple[int, Counter[bool]]:
+    """On each rank: the number of batches whose logits are others than those of the whole head, and the products."""
+    own, memory, chance = ranks.rank, share_memory(ranks, group, torch.device("cpu")), random.Random(3)
+    merge = Merge(group, Digests(group), ranks=range(4), own=own, memory=memory)
+    weight = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
+    whole, head, wrong = PackedLinear(weight), Counting(weight), 0
+    head.products = Counter()
+    for batch_id in range(200):
+        runs = [sorted(chance.choices(range(4), k=2)) for _ in range(chance.randint(1, 4))]
+        rows = [
+            Row(slot, 0, chance.randint(1, 2), False, chance.random() < 0.8, first, last - first + 1)
+            for slot, (first, last) in enumerate(runs)
+        ]
+        part = Batch(batch_id, tuple(rows)).part_of(own)
+        spans = shared_rows(part)
+        empty = torch.zeros(spans[-1].tokens.stop if spans else 0, 1, 4)
+        merge.start([(span, (empty[span.tokens], empty[span.tokens, :, 0])) for span in spans], compare=True).result()
+        values = [10 * batch_id + row.slot + token / 2 for row in part.rows for token in range(row.q_len)]
+        x_TD = torch.tensor(values)[:, None] * weight[:1]
+        ends = accumulate(row.q_len for row in part.rows)
+        drawn = [end - 1 for row, end in zip(part.rows, ends, strict=True) if row.samples and row.group == own]
+        if draws := merge.draws(shared_draws(part), head, 4):
+            others = [token for one in draws if one.groups[0] != own for token in one.tokens]
+            wrong += not torch.equal(merge.logits(x_TD[drawn + others], draws, head), whole(x_TD[drawn]))
+    return wrong, head.products
+
+
+def drawn_in_parts() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvp, "MOST_BYTES", 1500)  # of some runs it is too long a message
+        return on_ranks(draw_in_parts)
+
+
+def test_groups_compute_parts_of_the_logits_for_the_one_that_draws(workers: WorkerPool) -> None:
+    for wrong, products in workers.run(drawn_in_parts, 4):
+        assert wrong == 0
+        assert min(products[True], products[False]) > 10
 
 
 # -- through the engine -----------------------------------------------------------------------------------
