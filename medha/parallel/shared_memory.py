@@ -4,8 +4,8 @@ On a CPU the parts of attention and the sums of a decode are small and come once
 threads and the system's sockets have to do, and each thread waits for a core where all of them compute; one of these is
 there as soon as it is written. Longer ones go by the process group.
 
-Two ranks send each other equally many messages, at most two before they wait for as many, and now and then one of them
-one more: while three of the four buffers for each direction are written, the message before may still be read.
+Two ranks send each other at most two messages before they wait for as many, and between two such exchanges one of them
+may send one more: while three of the five buffers for each direction are written, the two before may still be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE_BYTES = 1 << 14
 """Of a message of a :class:`Line`."""
 
 _FOLDER = "/dev/shm"
-_NUM_BUFFERS = 4
+_NUM_BUFFERS = 5
 _NUM_PAGES = 16
 _LINE = 64  # bytes
 _LOOK_US = 200  # before a rank that waits sleeps, where each has its cores

@@ -102,15 +102,17 @@ def draw_in_parts(ranks: Any, group: Any) -> tuple[int, Counter[bool]]:
         ]
         part = Batch(batch_id, tuple(rows)).part_of(own)
         spans = shared_rows(part)
-        empty = torch.zeros(spans[-1].tokens.stop if spans else 0, 1, 4)
-        merge.start([(span, (empty[span.tokens], empty[span.tokens, :, 0])) for span in spans], compare=True).result()
+        sizes = [span.tokens.stop - span.tokens.start for span in spans]
+        parts = [(torch.zeros(size, 1, 4), torch.zeros(size, 1)) for size in sizes]
+        merge.start(list(zip(spans, parts, strict=True)), compare=True).result()
         values = [10 * batch_id + row.slot + token / 2 for row in part.rows for token in range(row.q_len)]
         x_TD = torch.tensor(values)[:, None] * weight[:1]
         ends = accumulate(row.q_len for row in part.rows)
         drawn = [end - 1 for row, end in zip(part.rows, ends, strict=True) if row.samples and row.group == own]
         if draws := merge.draws(shared_draws(part), head, 4):
             others = [token for one in draws if one.groups[0] != own for token in one.tokens]
-            wrong += not torch.equal(merge.logits(x_TD[drawn + others], draws, head), whole(x_TD[drawn]))
+            found = merge.logits(x_TD[drawn + others], draws, head)
+            wrong += len(found) != len(drawn) or (bool(drawn) and not torch.equal(found, whole(x_TD[drawn])))
     return wrong, head.products
 
 

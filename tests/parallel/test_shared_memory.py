@@ -1,19 +1,22 @@
 """Memory that ranks share: every message arrives whole and in order; without it, and where a rank fails, all go on."""
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import medha.parallel.shared_memory as shared_memory
 from medha.errors import RankFailedError
+from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.launch import read_launch
-from medha.parallel.shared_memory import MOST_BYTES, SharedMemory, share_memory
+from medha.parallel.shared_memory import MOST_BYTES, PAGE_BYTES, SharedMemory, share_lines, share_memory
 from medha.parallel.tp import all_gather_over, all_reduce_over
 from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
@@ -25,9 +28,13 @@ def on_ranks(work: Callable[[Any, Any], Any]) -> Any:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     store, launch = dist.distributed_c10d._get_default_store(), read_launch()
     monitor = SimpleNamespace(has_failure=False, first_error=lambda: "rank 1 has died")
-    config = SimpleNamespace(dist_timeout_s=TIMEOUT_S)
+    config = SimpleNamespace(dist_timeout_s=TIMEOUT_S, world_size=dist.get_world_size())
     ranks = SimpleNamespace(
-        rank=dist.get_rank(), job=SimpleNamespace(launch=launch, store=store), monitor=monitor, config=config
+        rank=dist.get_rank(),
+        report_group=dist.new_group(),
+        job=SimpleNamespace(launch=launch, store=store),
+        monitor=monitor,
+        config=config,
     )
     try:
         return work(ranks, dist.new_group())
@@ -116,6 +123,39 @@ def lacked() -> Any:
 
 def test_where_one_rank_cannot_have_it_none_has(workers: WorkerPool) -> None:
     assert workers.run(lacked, 2) == [[False, False, True]] * 2
+
+
+def talk(ranks: Any, _: Any) -> tuple[int, list[bool]]:
+    """On each rank: how many messages of lines are wrong, and what comes of control messages, of which one takes many
+    pages, more than there are."""
+    lines, wrong = share_lines(ranks, CPU), 0
+    sizes = torch.randint(1, PAGE_BYTES + 1, (100,), generator=torch.Generator().manual_seed(4)).tolist()
+    for other, its in lines.items():
+        for line, sender, receiver in ((its.control, 0, other), (its.reports, other, 0)):
+            for number, size in enumerate(sizes):
+                sent = message(sender, receiver, number, size).to(torch.uint8)
+                if (ranks.rank == 0) == (sender == 0):
+                    line.send(sent)
+                else:
+                    time.sleep(0.05 if number % 40 == 0 else 0.0)  # so long that the sender comes to the ring's end
+                    wrong += not torch.equal(line.receive(torch.empty(size, dtype=torch.uint8)), sent)
+    messages = [Message("records", token_ids=np.arange(n, dtype=np.int32)) for n in (3, 40 * PAGE_BYTES, 1)]
+    if ranks.rank == 0:
+        sender_ = ControlSender(ranks.report_group, [1, 2], {rank: its.control for rank, its in lines.items()})
+        for one in messages:
+            sender_.send(one)
+        return wrong, []
+    line = lines[ranks.rank].control
+    receiver_ = ControlReceiver(ranks.report_group, lambda one: one.token_ids, line, in_turn=ranks.rank == 1)
+    return wrong, [np.array_equal(receiver_.receive(), one.token_ids) for one in messages]
+
+
+def talked() -> Any:
+    return on_ranks(talk)
+
+
+def test_lines_carry_messages_whole_and_in_order_and_wait_for_who_is_behind(workers: WorkerPool) -> None:
+    assert workers.run(talked, 3) == [(0, []), (0, [True] * 3), (0, [True] * 3)]
 
 
 def fail(ranks: Any, group: Any) -> list[str]:
