@@ -7,15 +7,17 @@ ranks. Every other rank runs :class:`Follower`: it takes messages in order and r
 What travels: the batch to everyone; with it the tokens of its chunks, to the ranks that embed them, and to the rank
 that samples for a request what it needs for that, once; sampled tokens from each group's sampling rank to the ranks
 that embed them for the next decode, and in a report to rank 0 (:mod:`medha.engine.wire`). So a decode may be scheduled
-before its token is known. A rank reports also a batch after which it draws no token, so that no more batches than the
-depth are between the first stage and the last. A group without rows in a batch changes its block tables, moves what it
-swaps, and does nothing else. No outputs travel: followers return nothing.
+before its token is known; where none is, a batch has the tokens of its decodes. A rank reports also a batch after
+which it draws no token, so that no more batches than the depth are between the first stage and the last. A group
+without rows in a batch changes its block tables, moves what it swaps, and does nothing else. No outputs travel:
+followers return nothing.
 
 Rank 0's own part runs in a thread, as another rank's does in its main one, so that rank 0 schedules while it computes;
 a thread for each group waits for that group's reports, in order: a receive from any source would not notice that a
 sender has died. With *lanes* batches that share no group complete independently. A batch goes to the groups with rows
 in it alone; the others are told with their next one whose blocks and sampling state it frees. What is prefilled so
-decodes elsewhere: no token travels.
+decodes elsewhere: no token travels. On CPUs, without stages and with nothing scheduled before its token is known, no
+thread has anything to do beside the compute: each rank does all in its main one.
 
 The file is longer than most because the two ends of each message are read beside each other.
 """

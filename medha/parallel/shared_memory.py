@@ -2,7 +2,7 @@
 
 On a CPU the parts of attention and the sums of a decode are small and come once a layer. With a message by gloo two
 threads and the system's sockets have to do, and each thread waits for a core where all of them compute; one of these is
-there as soon as it is written. Longer ones go by the process group.
+there as soon as it is written. Longer ones go by the process group. Batches and reports go by :class:`Line`.
 
 Two ranks send each other at most two messages before they wait for as many, and between two such exchanges one of them
 may send one more: while three of the five buffers for each direction are written, the two before may still be read.
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from medha.cpu.library import function, library
-from medha.errors import RankFailedError
 from medha.parallel.mesh import Ranks
 
 MOST_BYTES = 1 << 17
@@ -125,15 +124,13 @@ def _look_us(ranks: Ranks) -> int:
 
 
 def _await(ranks: Ranks, at: int, number: int, rank: int, look_us: int = 0, limit_s: float = math.inf) -> None:
-    """Wait until the number at an address has come, which another rank tells.
-
-    RankFailedError where a rank has failed meanwhile; RuntimeError where it takes longer than a transfer may.
-    """
+    """Wait until the number at an address has come, which another rank tells. RuntimeError, as of a transfer that has
+    lost its other end, where a rank has failed meanwhile or it takes longer than a transfer may."""
     waited_us, wait_for = 0, function("wait_for")
     while not wait_for(at, number, look_us, _SLEEP_US):
         waited_us, look_us = waited_us + _SLEEP_US, 0
         if ranks.monitor.has_failure:
-            raise RankFailedError(ranks.monitor.first_error() or "a rank has failed")
+            raise RuntimeError(f"Timed out waiting for rank {rank}: a rank has failed")
         if waited_us > limit_s * 1e6:
             raise RuntimeError(f"Timed out waiting {waited_us / 1e6:.0f} s for rank {rank}")
 

@@ -226,7 +226,7 @@ class Runner:
 
     def chunk_ids(self, batch: Batch, *, decodes: bool = False) -> npt.NDArray[np.int32]:
         """The tokens of a batch's rows that are no decodes, in order, where prompts are kept; if ``decodes``, behind
-        them those of the decodes, which must be known."""
+        them those of the decodes, the newest of each that are ``drawn``; 0 where nobody adds to these."""
         parts = [np.empty(0, np.int32)]
         for row in batch.chunks:
             prompt = self._prompts[row.slot]
@@ -236,9 +236,8 @@ class Runner:
                     first = max(span.start - len(prompt), 0)
                     parts.append(np.array(self._drawn[row.slot][first : span.stop - len(prompt)], np.int32))
         if decodes:
-            rows = [row for row in batch.rows if row.is_decode]
-            known = [self._drawn[row.slot][row.position - len(self._prompts[row.slot])] for row in rows]
-            parts.append(np.array(known, np.int32))
+            drawn = [self._drawn[row.slot] for row in batch.rows if row.is_decode]
+            parts.append(np.array([tokens[-1] if tokens else 0 for tokens in drawn], np.int32))
         return np.concatenate(parts)
 
     def _replay(self, graphs: DecodeGraphs, step: StepInput, copies: list[Wait]) -> _Ran:

@@ -3,6 +3,7 @@
 A defect is a function of a :class:`pytest.MonkeyPatch`; its docstring says what is wrong.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
 from medha.engine.engine import Engine
 from medha.engine.prefix import PrefixIds
-from medha.models.layers import FusedKernels, LinearFn, TensorShard
+from medha.models.layers import FusedKernels, TensorShard
 from medha.sched.account import Account
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
@@ -115,15 +116,14 @@ def slot_reused_in_flight(patch: Patch) -> None:
 
 def padding_drawn(patch: Patch) -> None:
     """The vocabulary's padding, where tensor parallelism does not divide it, can be drawn."""
-    head = decoder._vocab_parallel_head
+    pack_ = decoder.Decoder.pack_
 
-    def padded(
-        rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None, fused: FusedKernels | None
-    ) -> LinearFn:
+    def padded_(self: decoder.Decoder, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
+        pack_(self, shard, fused)
         size = 1 if shard is None else shard.size
-        return head(rows_VD, size * -(-vocab_size // size), shard, fused)
+        self.config = dataclasses.replace(self.config, vocab_size=size * -(-self.config.vocab_size // size))
 
-    patch.setattr(decoder, "_vocab_parallel_head", padded)
+    patch.setattr(decoder.Decoder, "pack_", padded_)
 
 
 def min_tokens_counted_anew(patch: Patch) -> None:

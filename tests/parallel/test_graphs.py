@@ -40,7 +40,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         destroy_process_group=lambda group: order.append(f"end of {group}"),
     )
     monkeypatch.setattr(medha.parallel.mesh, "dist", dist)
-    monkeypatch.setattr(medha.engine.distributed, "ControlReceiver", lambda group, prepare: quiet)
+    monkeypatch.setattr(medha.engine.distributed, "ControlReceiver", lambda *args, **kwargs: quiet)
     monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
     parts: dict[str, Any] = {"caller": DrivingRunner(runner, ranks, quiet), "follower": Follower(runner, ranks)}
     no_limits: Any = None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,11 +119,10 @@ def serve(
                 for slot, prompt in enumerate(prompts):
                     resolved = SamplingParams(**params[slot]).resolve({})
                     ids = np.array(prompt, np.int32)
-                    runner.open(slot, ids, SlotSampling.of(resolved, slot, (), ids), [])
+                    runner.open(slot, ids, SlotSampling.of(resolved, slot, (), ids), tokens[slot])
                 pending = [runner.submit(batch) for batch in hand.prefills()]
-                results = [step.result() for step in pending]
-                results += [runner.submit(hand.decode()).result() for _ in range(NUM_TOKENS - 1)]
-                for result in results:
+                steps = chain(pending, (runner.submit(hand.decode()) for _ in range(NUM_TOKENS - 1)))
+                for result in (step.result() for step in steps):
                     for row, sampled in zip(result.rows, result.sampled, strict=True):
                         tokens[row.slot].append(sampled.token_id)
     return tokens, hidden, computed, held
