@@ -138,8 +138,10 @@ class BatchBuilder:
                 num_decoding[group] += 1
         shares = [min(-(-n // self._period), left) for n, left in zip(num_decoding, self.tokens_left, strict=True)]
         due = set()
-        # The widest first: one on several groups would wait for ever for narrow ones that come round in turns.
-        for state, first, count in sorted(placed, key=lambda place: -place[2]):
+        # The widest first: one on several groups would wait for ever for narrow ones that come round in turns. But with
+        # overcommit one that finds no block must not take the turn of the oldest, which holds it.
+        always = oldest(decoding) if self.memory.overcommit else None
+        for state, first, count in sorted(placed, key=lambda place: (place[0] is not always, -place[2])):
             groups = range(first, first + count)
             if self.is_due(state) and all(shares[group] > 0 for group in groups):
                 for group in groups:

@@ -133,6 +133,14 @@ def test_nobody_gives_way_in_vain() -> None:
     assert play(make(12, policy="priority"), load).gave_way == []
 
 
+def test_a_wide_decode_without_a_block_takes_no_turn_of_the_oldest_that_has_it() -> None:
+    """The second request fills group 1, the third one lies on group 0 and is to grow into group 1."""
+    load = [Job(0.0, 40), Job(0.0, 60, 21), Job(0.05, 70, 40)]
+    options = {"scheduler": "sarathi", "overcommit": True, "depth": 4, "async_scheduling": True}
+    drive = play(make(5, num_groups=2, max_kv_per_group=5 * BLOCK, **options), load)
+    assert len(drive.first_token_s) == 3  # and none was stuck
+
+
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_a_class_takes_a_place_among_the_running(ahead: dict[str, Any]) -> None:
     load = [Job(0.0, 16, 60, priority=2), Job(0.0, 16, 60, priority=2), Job(1.0, 16, 2, priority=1)]
