@@ -140,13 +140,13 @@ def talk(ranks: Any, _: Any) -> tuple[int, list[bool]]:
                     wrong += not torch.equal(line.receive(torch.empty(size, dtype=torch.uint8)), sent)
     messages = [Message("records", token_ids=np.arange(n, dtype=np.int32)) for n in (3, 40 * PAGE_BYTES, 1)]
     if ranks.rank == 0:
-        sender_ = ControlSender(ranks.report_group, [1, 2], {rank: its.control for rank, its in lines.items()})
+        driver = ControlSender(ranks.report_group, [1, 2], {rank: its.control for rank, its in lines.items()})
         for one in messages:
-            sender_.send(one)
+            driver.send(one)
         return wrong, []
     line = lines[ranks.rank].control
-    receiver_ = ControlReceiver(ranks.report_group, lambda one: one.token_ids, line, in_turn=ranks.rank == 1)
-    return wrong, [np.array_equal(receiver_.receive(), one.token_ids) for one in messages]
+    follower = ControlReceiver(ranks.report_group, lambda one: one.token_ids, line, in_turn=ranks.rank == 1)
+    return wrong, [np.array_equal(follower.receive(), one.token_ids) for one in messages]
 
 
 def talked() -> Any:
