@@ -131,9 +131,7 @@ class Merge:
             if one is not here:
                 part = product_SW[end : (end := end + len(one.tokens))]
                 part = part[:, outputs.start : outputs.stop] if is_whole else part
-                rank = self.ranks[one.groups[0]]
-                memory.buffer(rank, part.nbytes).view(part.dtype).view(part.shape).copy_(part)
-                memory.send(rank)
+                memory.put(self.ranks[one.groups[0]], part)
         if here is not None:
             for index, group in list(enumerate(here.groups))[1:]:
                 shape = len(here.tokens), len(head.outputs_of(index, len(here.groups)))
@@ -148,8 +146,7 @@ class Merge:
             self.digests.send(meant.batch_id, meant.digest, rank)
             return received
         ours = torch.tensor([meant.batch_id, meant.digest])
-        memory.buffer(rank, ours.nbytes).view(ours.dtype).copy_(ours)
-        memory.send(rank)
+        memory.put(rank, ours)
         return lambda: memory.receive(rank, ours.nbytes).view(ours.dtype).tolist()
 
     def warm(self, device: torch.device) -> None:

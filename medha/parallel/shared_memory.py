@@ -64,6 +64,11 @@ class SharedMemory:
         channel.number += 1
         function("tell")(channel.at, channel.number)
 
+    def put(self, rank: int, x: torch.Tensor) -> None:
+        """Send a tensor of at most MOST_BYTES."""
+        self.buffer(rank, x.nbytes).view(x.dtype).view(x.shape).copy_(x)
+        self.send(rank)
+
     def receive(self, rank: int, num_bytes: int) -> torch.Tensor:
         """The next message of a rank, which stays until this rank has sent it another; waits for it. Raises as
         :func:`_await`."""
@@ -77,8 +82,7 @@ class SharedMemory:
         stay until it is called again."""
         others = [rank for rank in self._members if rank != self._ranks.rank]
         for rank in others:
-            self.buffer(rank, x.nbytes).view(x.dtype).view(x.shape).copy_(x)
-            self.send(rank)
+            self.put(rank, x)
         found = {rank: self.receive(rank, x.nbytes).view(x.dtype).view(x.shape) for rank in others}
         return [found.get(rank, x) for rank in self._members]
 
