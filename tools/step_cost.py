@@ -65,7 +65,7 @@ def step_cost(rows: str = "1,64,256", kinds: str = "final_only,delta", steps: in
     fakes: dict[str, Any] = {
         "embed": lambda self, ids: hidden[: len(ids)],
         "forward": lambda self, x, *rest: x,
-        "logits": lambda self, x: logits[: len(x)],
+        "logits": lambda self, x, head=None: logits[: len(x)],
     }
     blocks = -(-(PROMPT + steps + 2 * FILL) // 64)
     options: dict[str, Any] = {
