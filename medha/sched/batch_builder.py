@@ -67,6 +67,19 @@ def works_of(rows: Sequence[Row], memory: KVMemory, group: int) -> tuple[list[Wo
     return split(works)
 
 
+def parts_of(
+    rows: Sequence[Row], num_decodes: int, memory: KVMemory, group: int
+) -> tuple[Sequence[Work] | Decodes, Sequence[Work]]:
+    """As :func:`works_of`, of rows of which the first ones decode; where there is one group these are summed up."""
+    if memory.num_groups > 1:
+        return works_of(rows, memory, group)
+    chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in rows[num_decodes:]]
+    if not num_decodes:
+        return (), chunks
+    positions = [row.position for row in rows[:num_decodes]]
+    return Decodes(num_decodes, num_decodes, sum(positions), max(positions)), chunks
+
+
 class BatchBuilder:
     """A batch that is being filled.
 
@@ -107,7 +120,6 @@ class BatchBuilder:
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
         is_for_decodes = not queue.num_prefills
         self._period = max(1, min(config.period, len(queue.decoding))) if is_for_decodes else config.period
-        self._decodes: Decodes | None = None  # all of the batch, where they were sent together
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
@@ -270,12 +282,9 @@ class BatchBuilder:
             blocks[swap.group] += swap.count
         return max(blocks) * self.memory.swap_block_s
 
-    def works(self, group: int) -> tuple[Sequence[Work] | Decodes, list[Work]]:
-        """Decodes and chunks that a group has by now, as the predictor wants them."""
-        if self._decodes is not None:
-            chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in self.rows if not row.is_decode]
-            return self._decodes, chunks
-        return works_of(self.rows, self.memory, group)
+    def works(self, group: int) -> tuple[Sequence[Work] | Decodes, Sequence[Work]]:
+        """Decodes, which come first, and chunks that a group has by now, as the predictor wants them."""
+        return parts_of(self.rows, len(self.rows) - len(self.chunked), self.memory, group)
 
     def _continue(self, state: State, size: SizeFn, is_whole: bool) -> int:
         q_len = self._tokens(state, size, is_whole)
@@ -496,7 +505,7 @@ class BatchBuilder:
         if left_out:
             decoding = {slot: state for slot, state in decoding.items() if slot not in left_out}
         block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
-        rows, positions, batch_id, foresees = self.rows, [], self.batch_id, self._queue.foresees
+        rows, batch_id, foresees = self.rows, self.batch_id, self._queue.foresees
         newest = batch_id - self._period  # batch of which the token of a request in flight is known
         for slot, state in decoding.items() if share else ():
             position = state.num_scheduled_tokens
@@ -507,7 +516,6 @@ class BatchBuilder:
             state.last_batch = batch_id
             row = new(Row, (slot, position, 1, True, True, 0, 1, False))
             rows.append(row)
-            positions.append(position)
             state.num_scheduled_tokens = position + 1
             state.num_in_flight += 1
             if foresees:
@@ -516,9 +524,7 @@ class BatchBuilder:
                 self.memory.take(row)
             if len(rows) == share:
                 break
-        if rows:
-            self.tokens_left[0] -= len(rows)
-            self._decodes = Decodes(len(rows), len(rows), sum(positions), max(positions))
+        self.tokens_left[0] -= len(rows)
 
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch and allocate the blocks it fills."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.cost.chunk_times import ChunkTimes
-from medha.cost.predictor import Decodes, Predictor, Work
-from medha.sched.batch_builder import works_of
+from medha.cost.predictor import Predictor
+from medha.sched.batch_builder import parts_of
 from medha.sched.memory import KVMemory
 
 
@@ -108,25 +108,13 @@ class Pipeline:
         if self.chunk_times is not None:
             (row,) = batch.rows
             return [self.chunk_times.seconds(row.num_groups, row.position, row.q_len)]
-        works = [parts_of(batch, memory, group) for group in groups]
+        works = [parts_of(batch.rows, batch.num_decodes, memory, group) for group in groups]
         known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in self._distinct}
         seconds = [known[kind] for kind in self._kinds]
         if not batch.moves:
             return seconds
         moved_s = max(batch.num_moved_blocks(group) for group in groups) * memory.swap_block_s
         return [max(stage_s, moved_s) for stage_s in seconds]
-
-
-def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequence[Work], Sequence[Work]]:
-    """The decodes and the chunks of a batch as a group sees them, right after it was scheduled."""
-    if memory.num_groups > 1:
-        return works_of(batch.rows, memory, group)
-    count = batch.num_decodes
-    chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in batch.rows[count:]]
-    if not count:
-        return (), chunks
-    positions = [row.position for row in batch.rows[:count]]
-    return Decodes(count, count, sum(positions), max(positions)), chunks
 
 
 def _together(batch: Batch, num_groups: int) -> list[list[int]]:

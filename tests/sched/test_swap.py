@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from medha.batch import Batch
-from medha.sim.pipeline import Pipeline, parts_of
+from medha.sched.batch_builder import parts_of
+from medha.sim.pipeline import Pipeline
 from tests.sched.test_preempt import BLOCK, Watched, make
 from tests.sched.virtual import Job
 
@@ -80,7 +81,7 @@ def test_a_step_takes_as_long_as_the_longer_of_compute_and_moves() -> None:
                 return
             scheduler, predictor = self.scheduler, self.scheduler.predictor
             assert predictor is not None and self.decision.prediction is not None
-            computed_s = predictor.tick(*parts_of(batch, scheduler.memory, 0)).seconds
+            computed_s = predictor.tick(*parts_of(batch.rows, batch.num_decodes, scheduler.memory, 0)).seconds
             moved_s = batch.num_moved_blocks(0) * scheduler.config.swap_block_s
             longer_s = max(computed_s, moved_s)
             assert self.decision.prediction.seconds == pytest.approx(longer_s)
