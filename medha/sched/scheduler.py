@@ -17,7 +17,7 @@ from itertools import islice
 
 from medha.batch import PIECES, Batch, Row, Shared
 from medha.config import CDSP, ParallelConfig, SchedulerConfig
-from medha.cost.predictor import Predictor, Run, Work
+from medha.cost.predictor import Predictor, Work
 from medha.cost.prefill_time import PrefillTimes, SpreadTimes, budgeted_chunk, chunk_rules
 from medha.errors import ConfigError, DeadlineError
 from medha.sched.baselines import CLASSICAL
@@ -394,25 +394,20 @@ def _refusal(name: str, request: SchedulerRequest, predicted_s: float, what: str
     )
 
 
-def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int, *, most: int, run: Run | None = None) -> int:
-    """Cached tokens, up to ``most``, behind which a chunk alone takes at most ``budget_s``, at factor 1.
-
-    With more on one KV-parallel group no efficient chunk fits (v5 section 3.3); ``run`` counts the merges of several.
-    """
-    tick = predictor.uncorrected().tick()
-    return bisect_right(range(most + 1), budget_s, key=lambda kv: tick.with_chunk(num_tokens, kv, run=run)) - 1
-
-
 def spread_kv(
     config: SchedulerConfig, predictor: Predictor, longest: int, *, num_blocks: int, block_size: int, num_groups: int
 ) -> int:
     """Tokens of a request on one group, in whole blocks, beyond which it is rather spread: as many as an efficient
-    chunk fills a batch's time with, at least an even share of the longest, at most the pool."""
+    chunk fills a batch's time with, at least an even share of the longest, at most the pool.
+
+    With more on one group no efficient chunk fits (v5 section 3.3), at factor 1 and with the merge of two groups.
+    """
     pool = num_blocks * block_size
     if num_groups == 1:
         return pool
     (budget_s, _), least = chunk_rules(config, predictor), min(config.min_chunk, predictor.max_tokens)
-    efficient = efficient_kv(predictor, budget_s, least, most=pool, run=(0, 1))
+    tick = predictor.uncorrected().tick()
+    efficient = bisect_right(range(pool + 1), budget_s, key=lambda kv: tick.with_chunk(least, kv, run=(0, 1))) - 1
     return min(pool, -(-max(efficient, -(-longest // num_groups)) // block_size) * block_size)
 
 

@@ -1,6 +1,7 @@
 """Made-up coefficients, and hypothesis strategies for them."""
 
 import json
+from bisect import bisect_right
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from medha.cost.coefficients import (
     ProfileKey,
 )
 from medha.cost.json_form import JsonFile
+from medha.cost.predictor import Predictor
 
 KEY = ProfileKey("a machine", "llama 4x64", "float32", "tp1 spp1 kvp1 stage 0", "torch", 2, 256, "2.13.0")
 
@@ -32,6 +34,12 @@ PLAIN = Coefficients(
     host_s=1e-3,
 )
 """A stage that runs segments one after the other."""
+
+
+def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int) -> int:
+    """Cached tokens behind which a chunk alone takes at most ``budget_s``."""
+    tick = predictor.tick()
+    return bisect_right(range(1 << 20), budget_s, key=lambda kv: tick.with_chunk(num_tokens, kv)) - 1
 
 
 def changed(file: JsonFile, path: str, value: Any) -> str:

@@ -15,7 +15,8 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.packer import MedhaPacker
 from medha.sched.policy import BUILT_IN
-from medha.sched.scheduler import Scheduler, efficient_kv
+from medha.sched.scheduler import Scheduler
+from tests.sched.costs import efficient_kv
 from tests.sched.virtual import BLOCK, POLICIES, Drive, Job, make_predictor, make_scheduler, worlds
 
 
@@ -293,7 +294,7 @@ def test_the_late_and_the_passed_over_are_guarded() -> None:
 def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its_kv() -> None:
     """It grows before its shard is full, and an efficient chunk fits to the end."""
     predictor = make_predictor(kvp=2)
-    fits = efficient_kv(predictor, 0.2, 64, most=1 << 20)
+    fits = efficient_kv(predictor, 0.2, 64)
     config = SchedulerConfig(quantum_s=0.2, rho_max=0.0, max_kv_per_group=3 * fits // 2 // BLOCK * BLOCK)
     scheduler = Scheduler(config, num_blocks=8 * fits // BLOCK, block_size=BLOCK, num_groups=2, predictor=predictor)
     shards: dict[int, int] = {}

@@ -10,7 +10,8 @@ from medha.config import SchedulerConfig
 from medha.cost.prefill_time import chunk_rules
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
-from medha.sched.scheduler import Scheduler, efficient_kv
+from medha.sched.scheduler import Scheduler
+from tests.sched.costs import efficient_kv
 from tests.sched.virtual import make_predictor
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -286,7 +287,7 @@ def on_two_groups(**options: Any) -> Scheduler:
 
 
 def test_what_a_prompt_yields_on_a_group_goes_back_to_it_where_the_rest_is_too_little_for_a_chunk() -> None:
-    scheduler, depth = on_two_groups(t_target_s=0.4), efficient_kv(PREDICTOR, 0.3, 64, most=1 << 20)
+    scheduler, depth = on_two_groups(t_target_s=0.4), efficient_kv(PREDICTOR, 0.3, 64)
     for slot in range(2):
         scheduler.add(SchedulerRequest(slot, depth + 5000, 1, 0.0))
     num_done = num_shared = 0
@@ -304,7 +305,7 @@ def test_what_a_prompt_yields_on_a_group_goes_back_to_it_where_the_rest_is_too_l
 
 def test_a_group_computes_for_as_long_as_the_slowest() -> None:
     """A chunk behind a long context takes several quanta; a prompt that begins on another group reads meanwhile."""
-    scheduler, depth = on_two_groups(interactive_share=0.0), efficient_kv(PREDICTOR, 0.9, 64, most=1 << 20)
+    scheduler, depth = on_two_groups(interactive_share=0.0), efficient_kv(PREDICTOR, 0.9, 64)
     for slot in range(2):  # one that is alone would be spread
         scheduler.add(SchedulerRequest(slot, depth + 5000, 1, 0.0))
     position = 0
