@@ -18,7 +18,7 @@ from medha.cost.chunk_times import relative_fit
 from medha.cost.coefficients import Coefficients, Curve, MixedAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.profile.fit import at, best_lines, decode_scale, fit_chunks, fit_curve, fit_decodes, floats, lines_s
+from medha.profile.fit import best_lines, decode_scale, fit_chunks, fit_curve, fit_decodes, floats, lines_s
 from tools.tables import Floats, columns_of, find_file
 
 TILES = (16, 32, 64, 128, 256)
@@ -145,9 +145,9 @@ def best_tile(q_len: ArrayLike, kv_before: ArrayLike, seconds: ArrayLike) -> int
     errors = {}
     for tile in TILES:
         table = fit_chunks(q_len[~held], kv[~held], seconds[~held], tile=tile)
-        sizes, tiles = floats(table.tokens), np.ceil(q_len[held] / tile) * tile
-        line_s = at(tiles, sizes, floats(table.a_s)) + at(tiles, sizes, floats(table.b_s)) * kv[held]
-        own_s = at(tiles, sizes, floats(table.first_s))
+        tiles = np.ceil(q_len[held] / tile) * tile
+        a_s, b_s, own_s = (np.interp(tiles, table.tokens, column) for column in (table.a_s, table.b_s, table.first_s))
+        line_s = a_s + b_s * kv[held]
         predicted = np.where(kv[held] > 0, line_s, own_s)
         errors[tile] = float(np.mean(np.abs(predicted / seconds[held] - 1.0)))
     return max(tile for tile in TILES if errors[tile] <= _NEAR_BEST * min(errors.values()))

@@ -80,13 +80,13 @@ def _affine(
         b = _extend(sizes, np.array(known), isotonic(slopes, weights) if rising else np.array(slopes))
         if not rising:
             b = np.where(sizes < known[0], b * sizes / known[0], b)
-    offsets = seconds - at(size, sizes, b) * kv
+    offsets = seconds - np.interp(size, sizes, b) * kv
     present = np.unique(size)
     precision = np.array([float(np.sum(scale[size == point] ** -2.0)) for point in present])
     a = np.array([float(np.average(offsets[size == p], weights=scale[size == p] ** -2.0)) for p in present])
     if rising:
         a = isotonic(a, precision)
-    return at(sizes, present, np.maximum(a, 0.0)), b
+    return np.interp(sizes, present, np.maximum(a, 0.0)), b
 
 
 def best_lines(
@@ -120,12 +120,11 @@ def best_lines(
 
 def lines_s(table: DecodeAttention, batch: Floats, kv: Floats) -> Floats:
     """Seconds of decodes on their line."""
-    sizes, long = floats(table.batch), kv > table.short_kv
-    seconds = at(batch, sizes, floats(table.a_s)) + at(batch, sizes, floats(table.b_s)) * kv
+    seconds = np.interp(batch, table.batch, table.a_s) + np.interp(batch, table.batch, table.b_s) * kv
     if not table.short_kv:
         return seconds
-    short = at(batch, sizes, floats(table.short_a_s)) + at(batch, sizes, floats(table.short_b_s)) * kv
-    return np.where(long, seconds, short)
+    short = np.interp(batch, table.batch, table.short_a_s) + np.interp(batch, table.batch, table.short_b_s) * kv
+    return np.where(kv > table.short_kv, seconds, short)
 
 
 def decode_scale(batch: Floats, seconds: Floats) -> Floats:
@@ -157,11 +156,6 @@ def _extend(sizes: Floats, known: Floats, values: Floats) -> Floats:
     """Values at ``sizes``: interpolated, and in proportion to the size beyond the largest known one."""
     inside = np.interp(sizes, known, values)
     return np.asarray(np.where(sizes > known[-1], values[-1] * sizes / known[-1], inside), dtype=np.float64)
-
-
-def at(size: Floats, sizes: Floats, values: Floats) -> Floats:
-    """Values over sizes, between the known ones."""
-    return np.asarray(np.interp(size, sizes, values), dtype=np.float64)
 
 
 def floats(values: ArrayLike) -> Floats:
