@@ -88,11 +88,6 @@ class Predictor:
         """Corrected seconds of a batch; 0.0 for no rows."""
         return self.tick(*split(rows)).seconds
 
-    def _decodes_alone_s(self, count: int, mean_kv: float, max_kv: int) -> float:
-        """Attention of a batch's decodes, nothing else in the launch."""
-        seconds = self._decode_line(count)(mean_kv)
-        return seconds if self.coefficients.splits_kv else max(seconds, self._decode_line(1)(max_kv))
-
     def uncorrected(self) -> Predictor:
         """The same coefficients at factor 1 for good, as prefill times want them."""
         return Predictor(self.coefficients, max_tokens=self.max_tokens)
@@ -132,11 +127,6 @@ def split(rows: Sequence[Work]) -> tuple[list[Work], list[Work]]:
     return [row for row in rows if row.is_decode], [row for row in rows if not row.is_decode]
 
 
-def _fixed_s(coefficients: Coefficients) -> float:
-    """Seconds of a step whatever it contains."""
-    return coefficients.host_s + sum(link.fixed_s for link in (coefficients.tp, coefficients.spp) if link)
-
-
 class Tick:
     """One batch while it is packed: its decodes, and the chunks added so far, with the factors of when it was made."""
 
@@ -151,7 +141,8 @@ class Tick:
         self.num_tokens = 0
         self._runs: set[Run] = set()
         self._chunks_s = 0.0
-        self._fixed_s = _fixed_s(coefficients)
+        links = coefficients.tp, coefficients.spp
+        self._fixed_s = coefficients.host_s + sum(link.fixed_s for link in links if link)  # whatever the step contains
         self._alpha, self._beside_s, self._floor_s = 1.0, 0.0, 0.0
         self.seconds = 0.0
         if decodes is not None:
@@ -220,7 +211,9 @@ class Tick:
         """Charge the decodes: their attention alone, beside a chunk, and the least that any mixed batch takes."""
         count, max_kv = decodes.count, decodes.max_kv
         mean_kv = decodes.total_kv / count
-        alone_s = predictor._decodes_alone_s(count, mean_kv, max_kv)
+        alone_s = predictor._decode_line(count)(mean_kv)
+        if not predictor.coefficients.splits_kv:
+            alone_s = max(alone_s, predictor._decode_line(1)(max_kv))
         self._beside_s = self._floor_s = alone_s
         if (mixed := predictor.coefficients.mixed) is not None:
             self._alpha = mixed.prefill_factor

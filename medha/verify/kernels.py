@@ -42,7 +42,7 @@ def attention_rows(backend: AttentionBackend, device: torch.device, dtypes: Sequ
     """Output and log-sum-exp of the backend in each dtype, over decodes, chunks, shards and head counts."""
     for dtype in dtypes:
         cases = [case for heads in _HEADS for case in _attention_errors(backend, heads, device, dtype)]
-        what = f"{name_of(dtype)}, {len(cases)} shapes"
+        what = f"{str(dtype).removeprefix('torch.')}, {len(cases)} shapes"
         for name, figures in zip(("output", "log-sum-exp"), zip(*cases, strict=True), strict=True):
             rows = [held("attention", f"{name}, {what}", error, limit) for error, limit in figures]
             yield max(rows, key=lambda row: row.strain)
@@ -86,11 +86,6 @@ def shard_attention(backend: AttentionBackend, qkv: Tensors, start: int, end: in
     q_TNH, k_SKH, v_SKH = qkv
     row = AttentionRows.over([(len(q_TNH), ((start, end - start),), end == len(k_SKH))], _SHARD_PAGE)
     return backend.run(q_TNH, k_SKH, v_SKH, backend.plan(row))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dense_attention(
