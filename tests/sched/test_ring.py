@@ -24,7 +24,7 @@ def test_all_come_to_their_end() -> None:
     """Under any load, with history that moves; the drive holds each group to what it is dealt."""
     num_dealt, num_shifts = [], []
 
-    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(worlds())
     def ends(world: dict[str, Any]) -> None:
         drive = Drive(make_scheduler(dealt(world)), world["load"], lambda batch: 0.1)
