@@ -8,7 +8,6 @@ two; queues up to a second, five and twenty; improvement rates 0 and 0.3. Thread
 from __future__ import annotations
 
 import time
-from functools import partial
 from itertools import product
 from typing import Annotated
 
@@ -16,11 +15,8 @@ import numpy as np
 import typer
 
 from medha.cli.report import print_report, stamp
-from medha.config import ParallelConfig
-from medha.cost.chunk_times import fitted_times
+from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.cost.predictor import Predictor
-from medha.cost.roofline import stage_coefficients
 from medha.sched.cdsp import Planner
 from medha.sim.replica import Replica, find_model
 from tools.command import main
@@ -31,12 +27,9 @@ _PERCENTILES = (99, 100)
 
 def planner_of(num_groups: int, max_chunks: int | None) -> Planner:
     """Over so many groups, with every power of two as a size."""
-    spec, model, parallel = load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=num_groups)
-    one = Predictor(stage_coefficients(spec, model, ParallelConfig(), 0), max_tokens=_LONGEST)
-    sizes = [1 << power for power in range(num_groups.bit_length())]
-    over = partial(Replica(spec, model, parallel).predictor_over, predictor=one)
-    times = fitted_times(over, sizes, longest=_LONGEST)
-    return Planner(times, num_groups, max_chunks=max_chunks)
+    config, parallel = SchedulerConfig(CDSP, max_chunks=max_chunks), ParallelConfig(kvp=num_groups)
+    replica = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), parallel, config, _LONGEST)
+    return replica.planner(replica.stages()[0])
 
 
 def plan_times(

@@ -31,17 +31,15 @@ from typing import Any
 import numpy as np
 
 from medha.batch import Batch
-from medha.config import CacheConfig, ParallelConfig, SchedulerConfig
+from medha.config import CacheConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.cost.predictor import Predictor
-from medha.cost.roofline import stage_coefficients
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits, Request
 from medha.outputs import RequestOutput
 from medha.sched.scheduler import Scheduler
 from medha.serve.app import Front
 from medha.serve.web import bound, listening
-from medha.sim.replica import find_model
+from medha.sim.replica import Replica, find_model
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from tools.command import main
@@ -79,9 +77,7 @@ def make_engine(
 ) -> Engine:
     """An engine of such a runner, or of another, for many requests at once."""
     config = SchedulerConfig(max_num_seqs=512)
-    predictor = Predictor(
-        stage_coefficients(load_spec("h100-80g"), find_model("llama-3-8b"), ParallelConfig(), 0), max_tokens=2048
-    )
+    predictor = Replica(load_spec("h100-80g"), find_model("llama-3-8b"), scheduler=config).stages()[0]
     size = CacheConfig().block_size
     scheduler = Scheduler(config, num_blocks=(1 << 20) // size, block_size=size, predictor=predictor)
     return Engine(runner or Timetable(step_s), scheduler, ModelLimits(32_000, max_model_len), clock=clock)

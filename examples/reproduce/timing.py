@@ -17,7 +17,6 @@ from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
 from medha.cost.coefficients import Floats
 from medha.cost.hardware import HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica, find_model, kv_pool_tokens
@@ -43,14 +42,9 @@ def a100() -> HardwareSpec:
     return load_spec("a100-80g")
 
 
-def stage_predictors(
-    spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, *, max_tokens: int = 16384
-) -> list[Predictor]:
-    """What each stage of a group costs, first stage first."""
-    return [
-        Predictor(stage_coefficients(spec, model, parallel, stage), max_tokens=max_tokens)
-        for stage in range(parallel.spp)
-    ]
+def stage_predictors(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig) -> list[Predictor]:
+    """What each stage of a group costs, first stage first; batches have up to 16,384 tokens."""
+    return Replica(spec, model, parallel, SchedulerConfig(max_batch_tokens=16384)).stages()
 
 
 def fits(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> bool:

@@ -32,16 +32,14 @@ from medha.bench.cli import ALONE, ANY_COUNT, COUNT, Report, asked, counted, len
 from medha.bench.harness import Subject
 from medha.bench.timing import in_turn, matrix_product, timed, timing_of, waited
 from medha.cli.report import stamp
-from medha.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from medha.config import CacheConfig, ModelConfig, SchedulerConfig
 from medha.config.fields import choice, integer
 from medha.cost.hardware import load_spec
-from medha.cost.predictor import Predictor
-from medha.cost.roofline import stage_coefficients
 from medha.params import SLO, SamplingParams
 from medha.profile.steps import fill_pools
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from medha.sim.replica import find_model
+from medha.sim.replica import Replica, find_model
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
@@ -219,7 +217,6 @@ class Queue:
     def __init__(self, policy: str, waiting: int, options: SchedulerOptions) -> None:
         max_num_seqs = options.num_decoding + options.num_prefilling
         config = SchedulerConfig(policy=policy, max_num_seqs=max_num_seqs, depth=2 if options.is_full else None)
-        coefficients = stage_coefficients(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(), 0)
         size, num_tokens = CacheConfig().block_size, config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS)
         if options.is_full:  # the decode is in the last block throughout
             num_tokens = _LONG_TOKENS + (size := options.warmup + options.runs + 2)
@@ -227,7 +224,7 @@ class Queue:
             config,
             num_blocks=-(-num_tokens // size),
             block_size=size,
-            predictor=Predictor(coefficients, max_tokens=config.max_batch_tokens),
+            predictor=Replica(load_spec("a100-80g"), find_model("llama-3-8b"), scheduler=config).stages()[0],
         )
         self._num_decoding, self._num_waiting = 1 if options.is_full else options.num_decoding, 0
         self._random, self._now_s = np.random.default_rng(options.seed), options.backlog_s
