@@ -19,7 +19,7 @@ from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Work
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
-from medha.workload.synth import generators, parse_lengths
+from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 
 BUDGETS = (128, 256, 512, 1024, 2048, 4096)
@@ -41,12 +41,6 @@ class Run:
     p99_s: float
 
 
-def backlog(count: int, seed: int) -> Trace:
-    """Conversations that are all there at once."""
-    prompts, outputs = parse_lengths("sharegpt4-8k").sample(generators(seed)[1], count)
-    return Trace(np.zeros(count), prompts, outputs)
-
-
 def played(scheduler: SchedulerConfig, trace: Trace) -> Run:
     """A backlog under a scheduler."""
     replica = Replica(h100(), _70B, _PARALLEL, scheduler, max_model_len=1 << 14)
@@ -58,7 +52,8 @@ def played(scheduler: SchedulerConfig, trace: Trace) -> Run:
 @figure("batching", "Static, iteration-level and chunked batches (a post on Orca and Sarathi)")
 def run(options: Options) -> FigureResult:
     """Decodes beside a prompt, and a backlog by token budget; ``quick`` has a quarter of the requests."""
-    trace = backlog(256 if options.quick else 1024, options.seed)
+    count = 256 if options.quick else 1024
+    trace = synthesize("sharegpt4-8k", "at-once", num_requests=count, seed=options.seed)
     static, orca = (
         played(SchedulerConfig(scheduler=name, depth=1, max_num_seqs=USERS), trace) for name in ("static", "orca")
     )
