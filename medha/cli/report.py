@@ -111,13 +111,11 @@ def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
         unfinished.replace(path)
 
 
-def deliver(
-    report: Mapping[str, Any], path: Path | None, *, shown: Mapping[str, Any] | None = None, title: str = ""
-) -> None:
+def deliver(report: Mapping[str, Any], path: Path | None, *, shown: Mapping[str, Any] | None = None) -> None:
     """Write a report where ``--output-json`` says and, unless that is stdout, print it, or what is ``shown`` of it."""
     write_report(path, report)
     if path != STDOUT:
-        print_report(report if shown is None else shown, title=title)
+        print_report(report if shown is None else shown)
 
 
 def report_console() -> Console:
@@ -128,13 +126,12 @@ def report_console() -> Console:
     return console
 
 
-def print_report(report: Mapping[str, Any], *, title: str = "") -> None:
-    """Print a report: its title, own or given; a scalar as ``name: value``, a mapping of scalars as one line, a list or
-    a mapping of mappings as a table; last its ``notes`` and its machine."""
+def print_report(report: Mapping[str, Any]) -> None:
+    """Print a report: its title; a scalar as ``name: value``, a mapping of scalars as one line, a list or a mapping of
+    mappings as a table; last its ``notes`` and its machine."""
     console = report_console()
-    heading = title or str(report.get("title") or report.get("benchmark") or "")
-    if heading:
-        console.print(heading, style="bold", highlight=False)
+    if heading := report.get("title") or report.get("benchmark"):
+        console.print(str(heading), style="bold", highlight=False)
     for name, value in report.items():
         if name not in _UNPRINTED:
             _print_entry(console, name, _plain(value))

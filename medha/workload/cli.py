@@ -98,7 +98,7 @@ def stats(source: _In, output_json: OutputJson = None, from_format: _From = None
         "has_arrivals": reading.has_arrivals,
         **trace_stats(reading.trace),
     }
-    deliver(report, output_json, title=f"{source.name} ({reading.format})")
+    deliver(report, output_json, shown={"title": f"{source.name} ({reading.format})", **report})
     return 0
 
 

@@ -65,7 +65,7 @@ def test_a_report_is_printed_by_its_names(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_report_goes_to_a_file_or_alone_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = {"benchmark": "x", "at": tmp_path, "timing": Timing(1.0, 1.0, 1.0)}
-    deliver(report, tmp_path / "report.json", title="something else")
+    deliver(report, tmp_path / "report.json", shown={"title": "something else"})
     assert capsys.readouterr().out.startswith("something else\n")
     deliver(report, STDOUT)
     written = (tmp_path / "report.json").read_text()
