@@ -27,19 +27,11 @@ M = 1 << 20
 """What the figures call 1M tokens."""
 CHUNK = 4096
 """Tokens of a chunk where a claim names none: v4 section 3.3 gives 4K for its prefills."""
+H100, A100 = load_spec("h100-80g"), load_spec("a100-80g")
+"""Specs fitted to public kernel tables; of the H100 chunks behind a cache are derived from them."""
 MODELS = {"Llama-3 8B": find_model("llama-3-8b"), "Llama-3 70B": find_model("llama-3-70b")}
 BLOCK = 256
 _NEAR, _FAR = 1 << 10, 1 << 22
-
-
-def h100() -> HardwareSpec:
-    """The spec of the H100, fitted to public kernel tables; chunks behind a cache are derived from them."""
-    return load_spec("h100-80g")
-
-
-def a100() -> HardwareSpec:
-    """The spec of the A100, fitted to public kernel tables."""
-    return load_spec("a100-80g")
 
 
 def stage_predictors(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig) -> list[Predictor]:

@@ -16,7 +16,7 @@ from examples.reproduce.baselines.tetris import BETWEEN_NODES, CELLS
 from examples.reproduce.figures.disaggregation import LAYOUTS, largest_prefill, spare_factor, stage_memories
 from examples.reproduce.report import FIGURES
 from examples.reproduce.result import Options
-from examples.reproduce.timing import MODELS, M, a100, h100
+from examples.reproduce.timing import A100, H100, MODELS, M
 from medha.config import ParallelConfig
 from medha.cost.hardware import LinkRates
 from medha.errors import ConfigError
@@ -27,7 +27,7 @@ SMALL = MODELS["Llama-3 8B"]
 
 def ours(ranks: int, tokens: int) -> float:
     """Our prefill seconds for a cell of the table."""
-    return prefill_s(ContextParallel(a100(), SMALL, cp=ranks, link=BETWEEN_NODES if ranks > 8 else None), tokens)
+    return prefill_s(ContextParallel(A100, SMALL, cp=ranks, link=BETWEEN_NODES if ranks > 8 else None), tokens)
 
 
 def test_tetris_table_1() -> None:
@@ -39,7 +39,7 @@ def test_tetris_table_1() -> None:
 
 
 def test_ring_waits_for_whole_blocks() -> None:
-    ring, striped = (ContextParallel(h100(), SMALL, cp=16, tp=8, kind=kind) for kind in ("ring", "striped"))
+    ring, striped = (ContextParallel(H100, SMALL, cp=16, tp=8, kind=kind) for kind in ("ring", "striped"))
     assert ring.num_gpus == 128
     attention_s = [attention_parts_s(layout, 1 << 16)[0] for layout in (ring, striped)]
     assert attention_s[0] / attention_s[1] == pytest.approx(31 / 16, rel=0.1)  # one half block and 15 whole ones
@@ -47,7 +47,7 @@ def test_ring_waits_for_whole_blocks() -> None:
 
 
 def test_transfers_show_where_blocks_are_short() -> None:
-    layout = ContextParallel(h100(), SMALL, cp=16, tp=8)
+    layout = ContextParallel(H100, SMALL, cp=16, tp=8)
     assert attention_parts_s(layout, 1 << 16)[1] == 0.0
     slow = replace(layout, link=LinkRates(alpha_s=1e-3, bytes_per_s=1e9))
     assert attention_parts_s(slow, 1 << 10)[1] > 15 * 1e-3 / 2
@@ -60,11 +60,11 @@ SMALL = MODELS["Llama-3 8B"]
 
 @pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(tp=8), ParallelConfig(tp=2, spp=4)], ids=str)
 def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout: ParallelConfig) -> None:
-    most = largest_prefill(stage_memories(a100(), SMALL, layout))
+    most = largest_prefill(stage_memories(A100, SMALL, layout))
     pools = []
     for tokens in (most, most + 1):
         try:
-            pools.append(kv_pool_tokens(a100(), SMALL, layout, max_batch_tokens=tokens) >= tokens)
+            pools.append(kv_pool_tokens(A100, SMALL, layout, max_batch_tokens=tokens) >= tokens)
         except ConfigError:
             pools.append(False)
     assert pools == [True, False]
@@ -73,7 +73,7 @@ def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout:
 def test_the_figure_counts_what_is_refused_and_says_by_how_much_1m_fits() -> None:
     answer = FIGURES["disaggregation"].run(Options()).answers["disaggregated-oom"]
     assert answer.facts["failing"] == 100 * answer.ours and answer.facts["pairs"] == len(LAYOUTS) ** 2 == 100
-    (memory,) = stage_memories(a100(), SMALL, ParallelConfig(tp=8))
+    (memory,) = stage_memories(A100, SMALL, ParallelConfig(tp=8))
     spare = spare_factor([memory], M)
     assert answer.facts["spare"] == spare
     activations = int(memory.activation_token * spare)

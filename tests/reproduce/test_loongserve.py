@@ -19,7 +19,7 @@ from examples.reproduce.baselines.loongserve_manager import Manager
 from examples.reproduce.baselines.loongserve_plan import MAX_PREFILL_S, Pending, Situation, fill, plan_batches, select
 from examples.reproduce.baselines.loongserve_pool import Group, Prefill
 from examples.reproduce.load import Served
-from examples.reproduce.timing import MODELS, a100
+from examples.reproduce.timing import A100, MODELS
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.errors import ConfigError
 from medha.sim.replica import Replica
@@ -31,7 +31,7 @@ MODEL = MODELS["Llama-3 8B"]
 
 @cache
 def costs(utilization: float = 0.9, num_instances: int = 8) -> EspCosts:
-    return EspCosts(a100(), MODEL, num_instances=num_instances, tp=2, utilization=utilization)
+    return EspCosts(A100, MODEL, num_instances=num_instances, tp=2, utilization=utilization)
 
 
 def load(num_requests: int, *, qps: float, long_share: float = 0.0, seed: int = 0, longest: int = 1 << 20) -> Trace:
@@ -199,7 +199,7 @@ def test_one_alone(prompt: int) -> None:
     output = 50
     served, log = played(LoongServe(), trace_of((2.0, prompt, output)))
     degree = min(range(1, 9), key=lambda d: costs().estimate_s(d, prompt, prompt**2))
-    ring = prefill_s(ContextParallel(a100(), MODEL, cp=degree, tp=2), prompt)
+    ring = prefill_s(ContextParallel(A100, MODEL, cp=degree, tp=2), prompt)
     assert served.ttft_s[0] == pytest.approx(ring, rel=1e-9)
     decoding = {entry.instance for entry in log if entry.kind == "decode"}
     assert len({entry.instance for entry in log if entry.kind == "prefill"}) == degree
@@ -329,7 +329,7 @@ def test_it_serves_its_own_papers_load_better_than_chunked_prefill() -> None:
     lengths = [np.exp(rng.uniform(*np.log(np.array(r)[dataset].T))).astype(np.int64) for r in (prompts, outputs)]
     trace = Trace(np.cumsum(rng.exponential(5.0, 200)), *lengths)
     chunked = SchedulerConfig(scheduler="sarathi", chunk_size=2048, max_batch_tokens=2048)
-    replica = Replica(a100(), llama_2, ParallelConfig(tp=8), chunked, max_model_len=500_000)
+    replica = Replica(A100, llama_2, ParallelConfig(tp=8), chunked, max_model_len=500_000)
     theirs = Served.of(Simulation(*replica.build(), trace).run())
     ours = LoongServe(model=llama_2, num_instances=4).play(trace)
     ours_s, theirs_s = (

@@ -7,13 +7,13 @@ from examples.reproduce.figures.adaptive import adaptive
 from examples.reproduce.figures.example import POLICIES, play
 from examples.reproduce.figures.requirements import gpus_needed, most_tokens_by_compute
 from examples.reproduce.timing import (
+    H100,
     MODELS,
     attention_flops,
     chunk_intensity,
     chunk_seconds,
     decode_s,
     fits,
-    h100,
     kv_bytes,
     linear_parameters,
     pipeline_ends,
@@ -52,20 +52,20 @@ def test_arrays_and_the_simulator_agree(layout: tuple[int, int, int]) -> None:
     tp, spp, kvp = layout
     parallel = ParallelConfig(tp=tp, spp=spp, kvp=kvp)
     tokens, chunk = 1 << 19, 2048
-    alone = simulate(h100(), SMALL, parallel, tokens, chunk=chunk)
-    seconds = chunk_seconds(stage_predictors(h100(), SMALL, parallel), tokens, chunk, kvp=kvp)
+    alone = simulate(H100, SMALL, parallel, tokens, chunk=chunk)
+    seconds = chunk_seconds(stage_predictors(H100, SMALL, parallel), tokens, chunk, kvp=kvp)
     assert alone.num_batches == seconds.shape[1] == tokens // chunk
     assert pipeline_ends(seconds)[-1] == pytest.approx(alone.ttft_s, rel=0.002)
 
 
 def test_decodes_and_the_simulator_agree() -> None:
     parallel = ParallelConfig(tp=8, spp=4)
-    alone = simulate(h100(), SMALL, parallel, 1 << 20, output_tokens=5)
-    assert decode_s(stage_predictors(h100(), SMALL, parallel), 1 << 20) == pytest.approx(alone.tpot_s, rel=1e-4)
+    alone = simulate(H100, SMALL, parallel, 1 << 20, output_tokens=5)
+    assert decode_s(stage_predictors(H100, SMALL, parallel), 1 << 20) == pytest.approx(alone.tpot_s, rel=1e-4)
 
 
 def test_a_chunk_is_predicted_as_one_work() -> None:
-    stages = stage_predictors(h100(), LARGE, ParallelConfig(tp=8))
+    stages = stage_predictors(H100, LARGE, ParallelConfig(tp=8))
     decodes = (Work(1, 4096, True),)
     seconds = chunk_seconds(stages, 1 << 16, 512, decodes=decodes)
     for at in (0, 1, 77):
@@ -74,13 +74,13 @@ def test_a_chunk_is_predicted_as_one_work() -> None:
 
 def test_what_fits() -> None:
     parallel = ParallelConfig(tp=8, spp=4)
-    assert fits(h100(), LARGE, parallel, 4 << 20) and not fits(h100(), LARGE, parallel, 10 << 20)
-    assert fits(h100(), LARGE, ParallelConfig(tp=8, spp=4, kvp=2), 10 << 20)
-    assert not fits(h100(), LARGE, ParallelConfig(), 1)  # not even the weights
+    assert fits(H100, LARGE, parallel, 4 << 20) and not fits(H100, LARGE, parallel, 10 << 20)
+    assert fits(H100, LARGE, ParallelConfig(tp=8, spp=4, kvp=2), 10 << 20)
+    assert not fits(H100, LARGE, ParallelConfig(), 1)  # not even the weights
 
 
 def test_adaptive_chunks_keep_to_the_budget_and_shrink() -> None:
-    predictor = stage_predictors(h100(), SMALL, ParallelConfig(tp=8))[0]
+    predictor = stage_predictors(H100, SMALL, ParallelConfig(tp=8))[0]
     seconds, sizes = adaptive(predictor, 1 << 18, 0.05)
     assert sizes.sum() == 1 << 18 and seconds.max() <= 0.05
     assert (np.diff(sizes[:-1]) <= 0).all()

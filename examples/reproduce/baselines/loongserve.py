@@ -30,7 +30,7 @@ import numpy as np
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_manager import Manager
 from examples.reproduce.load import Served
-from examples.reproduce.timing import MODELS, a100
+from examples.reproduce.timing import A100, MODELS
 from medha.config import ModelConfig
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
@@ -66,7 +66,7 @@ class LoongServe:
         """
         first_token_s, finish_s = np.full((2, len(trace)), np.nan)
         gaps, is_stopped, count = Gaps(), False, self.num_instances
-        costs = EspCosts(a100(), self.model, num_instances=count, tp=self.tp, utilization=self.utilization)
+        costs = EspCosts(A100, self.model, num_instances=count, tp=self.tp, utilization=self.utilization)
         pools = [(range(count), np.ones(len(trace), np.bool_))]
         if self.reserved:
             is_short = trace.prompt_tokens < self.reserved_below

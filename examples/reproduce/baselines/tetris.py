@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from examples.reproduce.timing import MODELS, a100
+from examples.reproduce.timing import A100, MODELS
 from medha.config import CDSP as CDSP_SCHEDULER
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times
@@ -147,5 +147,5 @@ def served(
     trace = stream.trace(qps)
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     layout, config = ParallelConfig(kvp=NUM_INSTANCES), SchedulerConfig(CDSP_SCHEDULER)
-    prefills = Prefills(a100(), MODELS["Llama-3 8B"], layout, config, longest, system=system, rates=rates)
+    prefills = Prefills(A100, MODELS["Llama-3 8B"], layout, config, longest, system=system, rates=rates)
     return played(prefills, trace, gbit=gbit, buffers=buffers)

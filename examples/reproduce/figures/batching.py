@@ -14,7 +14,7 @@ import numpy as np
 
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import MODELS, h100, stage_predictors
+from examples.reproduce.timing import H100, MODELS, stage_predictors
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Work
 from medha.sim.replica import Replica
@@ -43,7 +43,7 @@ class Run:
 
 def played(scheduler: SchedulerConfig, trace: Trace) -> Run:
     """A backlog under a scheduler."""
-    replica = Replica(h100(), _70B, _PARALLEL, scheduler, max_model_len=1 << 14)
+    replica = Replica(H100, _70B, _PARALLEL, scheduler, max_model_len=1 << 14)
     outcome = Simulation(*replica.build(), trace).run()
     tokens_s = float(trace.output_tokens.sum()) / float(np.max(outcome.requests.finish_s))
     return Run(tokens_s, outcome.gaps.quantile_s(0.5), outcome.gaps.quantile_s(0.99))
@@ -93,7 +93,7 @@ def _beside() -> dict[str, Answer]:
     """What decodes wait beside a prompt, whole and in chunks, by GPUs."""
     decodes, found = [Work(1, _CONTEXT, True)] * _STREAMS, {}
     for tp in (2, 4, 8):
-        predictor = stage_predictors(h100(), _70B, ParallelConfig(tp=tp))[0]
+        predictor = stage_predictors(H100, _70B, ParallelConfig(tp=tp))[0]
         works: tuple[list[Work], ...] = ([], [Work(_PROMPT, 0, False)], [Work(_CHUNK, _PROMPT - _CHUNK, False)])
         found[tp] = [1e3 * predictor.predict([*decodes, *work]) for work in works]
     listed = "; ".join(f"TP {tp} {a:.0f}, {b:.0f} and {c:.0f} ms" for tp, (a, b, c) in found.items())

@@ -13,12 +13,12 @@ from examples.reproduce.baselines.context_parallel import ContextParallel, prefi
 from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import (
+    A100,
+    H100,
     MODELS,
     M,
-    a100,
     chunk_intensity,
     chunk_seconds,
-    h100,
     pipeline_ends,
     stage_predictors,
 )
@@ -38,10 +38,9 @@ _SHORT_DECODE = Work(1, 1024, True)
 @figure("intensity", "Arithmetic intensity of a chunk (v5 eq. 1)")
 def run_intensity(options: Options) -> FigureResult:
     """Eq. 1 against the FLOPs a byte that an H100 can feed; ``quick`` changes nothing."""
-    spec = h100()
-    ridge = spec.peak_flops_per_s / spec.hbm_bytes_per_s
+    ridge = H100.peak_flops_per_s / H100.hbm_bytes_per_s
     saturated = {name: ridge / chunk_intensity(model, 1) for name, model in MODELS.items()}
-    reached = spec.attention.flops_per_s / spec.attention.bytes_per_s / chunk_intensity(_70B, 1)
+    reached = H100.attention.flops_per_s / H100.attention.bytes_per_s / chunk_intensity(_70B, 1)
     rows = {f"attention, {name}": [chunk_intensity(model, c) for c in SIZES] for name, model in MODELS.items()}
     panel = Panel(
         "Arithmetic intensity of a chunk (v5 eq. 1)",
@@ -82,8 +81,7 @@ def overhead(predictor: Predictor, tokens: int, chunk: int) -> float:
 
 def roofline_overhead(model: ModelConfig, chunk: int) -> float:
     """The same far into a prompt, where reading hides behind arithmetic in full, at published peaks."""
-    spec = h100()
-    ridge = spec.peak_flops_per_s / spec.hbm_bytes_per_s
+    ridge = H100.peak_flops_per_s / H100.hbm_bytes_per_s
     return max(1.0, ridge / chunk_intensity(model, chunk)) - 1
 
 
@@ -91,8 +89,8 @@ def roofline_overhead(model: ModelConfig, chunk: int) -> float:
 def run_overhead(options: Options) -> FigureResult:
     """Attention and whole prefills over the chunk; ``quick`` takes fewer lengths."""
     lengths = [1 << 14, 1 << 17, M] if options.quick else [1 << 14, 1 << 16, 1 << 18, M]
-    large = stage_predictors(h100(), _70B, _TP8)[0]
-    small = stage_predictors(h100(), _8B, _TP8)
+    large = stage_predictors(H100, _70B, _TP8)[0]
+    small = stage_predictors(H100, _8B, _TP8)
     attention = {n: [overhead(large, n, c) for c in SIZES] for n in lengths}
     ttft_s = [float(pipeline_ends(chunk_seconds(small, M, c))[-1]) for c in SIZES]
     whole = [seconds / ttft_s[-1] - 1 for seconds in ttft_s]
@@ -135,7 +133,7 @@ def run_overhead(options: Options) -> FigureResult:
 def run_mixed(options: Options) -> FigureResult:
     """A batch of one decode and one chunk over the context; ``quick`` changes nothing."""
     lengths, chunks = [1 << 17, 1 << 18, 1 << 19, M, 2 * M, 4 * M], (32, 128, 512, 2048)
-    predictors = {name: stage_predictors(h100(), model, _TP8)[0] for name, model in MODELS.items()}
+    predictors = {name: stage_predictors(H100, model, _TP8)[0] for name, model in MODELS.items()}
 
     def batch_s(name: str, chunk: int, kv: int) -> float:
         return predictors[name].predict([_SHORT_DECODE, Work(chunk, kv, False)])
@@ -157,7 +155,7 @@ def run_mixed(options: Options) -> FigureResult:
         for name, model in MODELS.items()
     ]
     ours, large = batch_s("Llama-3 8B", 512, M), batch_s("Llama-3 70B", 512, M)
-    floor_s = 4 * 512 * M * _8B.num_heads * _8B.head_dim * _8B.num_layers / (8 * h100().peak_flops_per_s)
+    floor_s = 4 * 512 * M * _8B.num_heads * _8B.head_dim * _8B.num_layers / (8 * H100.peak_flops_per_s)
     facts = {"floor_ms": 1e3 * floor_s, "share": 100 * floor_s / 0.25, "large_ms": 1e3 * large}
     return FigureResult(panels, {"mixed-512-1m": Answer(1e3 * ours, **facts)})
 
@@ -170,7 +168,7 @@ def run_mixed(options: Options) -> FigureResult:
 def run_preemption(options: Options) -> FigureResult:
     """The longest piece of a prompt that runs in one go, by chunk, against a whole prompt in a ring."""
     lengths = [1 << 14, 1 << 16, 1 << 18, M, 4 * M]
-    on_a100, on_h100 = (stage_predictors(spec, _8B, _TP8)[0] for spec in (a100(), h100()))
+    on_a100, on_h100 = (stage_predictors(spec, _8B, _TP8)[0] for spec in (A100, H100))
     held = {
         f"chunk of {c}, 8 {name}": [predictor.predict([Work(c, n - c, False)]) for n in lengths]
         for name, predictor, c in (
@@ -178,7 +176,7 @@ def run_preemption(options: Options) -> FigureResult:
             ("H100s", on_h100, 512),
         )
     }
-    ring = ContextParallel(a100(), _8B, cp=8, tp=2)
+    ring = ContextParallel(A100, _8B, cp=8, tp=2)
     whole = [prefill_s(ring, n) for n in lengths]
     panel = Panel(
         "Longest time without preemption, Llama-3 8B",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from examples.reproduce.plotting import Panel, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import MODELS, M, a100
+from examples.reproduce.timing import A100, MODELS, M
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.hardware import HardwareSpec
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, weights_bytes
@@ -97,7 +97,7 @@ def spare_factor(memories: list[StageMemory], tokens: int) -> float:
 @figure("disaggregation", "The longest prompts that systems with split prefill and decode can take")
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
-    memories = {layout: stage_memories(a100(), _8B, layout) for layout in LAYOUTS}
+    memories = {layout: stage_memories(A100, _8B, layout) for layout in LAYOUTS}
     prefill = {name: largest_prefill(found) for name, found in memories.items()}
     decode = {name: largest_decode(found) for name, found in memories.items()}
     pairs = list(itertools.product(memories, repeat=2))  # half of the GPUs to either phase, of any number of instances

@@ -13,11 +13,11 @@ import numpy as np
 from examples.reproduce.plotting import Panel, lines, paths, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import (
+    H100,
     MODELS,
     M,
     chunk_seconds,
     decode_s,
-    h100,
     pipeline_ends,
     simulate,
     stage_predictors,
@@ -40,7 +40,7 @@ def run_decode(options: Options) -> FigureResult:
     lengths = [M, 2 * M, 4 * M, 10 * M]
     tpot_s: dict[str, dict[int, list[float]]] = {}
     for name, spp in _STAGES.items():
-        stages = {p: stage_predictors(h100(), MODELS[name], ParallelConfig(tp=8, spp=spp, kvp=p)) for p in GROUPS}
+        stages = {p: stage_predictors(H100, MODELS[name], ParallelConfig(tp=8, spp=spp, kvp=p)) for p in GROUPS}
         tpot_s[name] = {n: [decode_s(stages[p], n, kvp=p) for p in GROUPS] for n in lengths}
     at_4m, at_10m = (tpot_s["Llama-3 8B"][n] for n in (4 * M, 10 * M))
     panels = [
@@ -79,13 +79,13 @@ def run_growth(options: Options) -> FigureResult:
     tokens, kvp, spp = 2 * M, 4, 4
     segments: dict[int, list[Segment]] = defaultdict(list)
     parallel = ParallelConfig(tp=8, spp=spp, kvp=kvp)
-    simulate(h100(), _8B, parallel, tokens, chunk=chunk, on_segment=lambda one: segments[one.batch_id].append(one))
+    simulate(H100, _8B, parallel, tokens, chunk=chunk, on_segment=lambda one: segments[one.batch_id].append(one))
     widths, seconds = [], []
     for batch in sorted(segments):
         first = [one for one in segments[batch] if one.stage == 0]
         widths.append(len({one.group for one in segments[batch]}))
         seconds.append(max(one.end_s - one.start_s for one in first))
-    plain = chunk_seconds(stage_predictors(h100(), _8B, ParallelConfig(tp=8, spp=spp)), tokens, chunk)[0]
+    plain = chunk_seconds(stage_predictors(H100, _8B, ParallelConfig(tp=8, spp=spp)), tokens, chunk)[0]
     assert len(widths) == len(plain), "shards are whole chunks"
     thin = max(1, len(widths) // 256)
     before_growth = max(s for s, w in zip(seconds, widths, strict=True) if w == 1)
@@ -123,7 +123,7 @@ def run_trade_off(options: Options) -> FigureResult:
     chunks = (32, 64, 128, 256)
     found: dict[tuple[int, int, int], tuple[float, float]] = {}
     for kvp in GROUPS:
-        stages = stage_predictors(h100(), _8B, ParallelConfig(tp=4, spp=4, kvp=kvp))
+        stages = stage_predictors(H100, _8B, ParallelConfig(tp=4, spp=4, kvp=kvp))
         found |= {(n, c, kvp): _point(stages, n, c, kvp) for n in lengths for c in chunks}
     p95 = found[4 * M, 128, 1][1]
 

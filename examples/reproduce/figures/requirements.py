@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import (
+    H100,
     MODELS,
     attention_flops,
-    h100,
     kv_bytes,
     linear_parameters,
     prefill_flops,
@@ -32,24 +32,22 @@ def most_tokens_by_compute(flops: float) -> float:
 
 def gpus_needed(tokens: float) -> dict[str, float]:
     """H100s by what asks for them, at published peaks: the prefill in 30 s, the decode in 20 ms, the memory."""
-    spec = h100()
     held = weight_bytes(_8B) + kv_bytes(_8B, tokens)
     return {
-        "compute": prefill_flops(_8B, tokens) / (TTFT_S * spec.peak_flops_per_s),
-        "bandwidth": held / (TPOT_S * spec.hbm_bytes_per_s),
-        "memory": held / spec.memory_bytes,
+        "compute": prefill_flops(_8B, tokens) / (TTFT_S * H100.peak_flops_per_s),
+        "bandwidth": held / (TPOT_S * H100.hbm_bytes_per_s),
+        "memory": held / H100.memory_bytes,
     }
 
 
 @figure("requirements", "What 1M tokens ask of hardware, in closed form")
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
-    spec = h100()
     token_bytes = kv_bytes(_8B, 1)
     limits = {
-        "compute": most_tokens_by_compute(_GPUS * spec.peak_flops_per_s * TTFT_S),
-        "bandwidth": (_GPUS * spec.hbm_bytes_per_s * TPOT_S - weight_bytes(_8B)) / token_bytes,
-        "memory": (_GPUS * spec.memory_bytes - weight_bytes(_8B)) / token_bytes,
+        "compute": most_tokens_by_compute(_GPUS * H100.peak_flops_per_s * TTFT_S),
+        "bandwidth": (_GPUS * H100.hbm_bytes_per_s * TPOT_S - weight_bytes(_8B)) / token_bytes,
+        "memory": (_GPUS * H100.memory_bytes - weight_bytes(_8B)) / token_bytes,
     }
     lengths = [0.25, 0.5, 1, 2, 4, 8, 10]
     needed = [gpus_needed(length * MILLION) for length in lengths]
@@ -77,7 +75,7 @@ def _cost(model: ModelConfig, long: float, short: float) -> float:
 
 
 def _answers(limits: Mapping[str, float]) -> dict[str, Answer]:
-    peak = h100().peak_flops_per_s
+    peak = H100.peak_flops_per_s
     causal, full = (prefill_flops(_70B, MILLION, causal=causal) for causal in (True, False))
     at_1k, at_128k = ([_cost(model, *pair) for model in (_8B, _70B)] for pair in ((1e5, 1e3), (1e6, 128e3)))
     exaflops = Answer(causal / 1e18, unmasked=full / 1e18)

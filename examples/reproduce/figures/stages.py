@@ -13,7 +13,7 @@ import numpy as np
 from examples.reproduce.baselines.context_parallel import KINDS, ContextParallel, hidden_tokens, prefill_s
 from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import CHUNK, MODELS, M, decode_s, fits, h100, prefill_flops, simulate, stage_predictors
+from examples.reproduce.timing import CHUNK, H100, MODELS, M, decode_s, fits, prefill_flops, simulate, stage_predictors
 from medha.config import ParallelConfig
 from medha.cost.predictor import Work
 
@@ -41,12 +41,11 @@ def layout(spp: int, *, tp: int = 8, kvp: int = 1) -> ParallelConfig:
 def run_scaling(options: Options) -> FigureResult:
     """TTFT by model, length and stages; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
-    spec = h100()
     ttft_s = {
-        name: {n: [simulate(spec, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
+        name: {n: [simulate(H100, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
         for name, model in MODELS.items()
     }
-    crossing = simulate(spec, MODELS["Llama-3 8B"], layout(1, tp=16), M).ttft_s
+    crossing = simulate(H100, MODELS["Llama-3 8B"], layout(1, tp=16), M).ttft_s
     return FigureResult(
         [panel(name, rows) for panel in (_scaling_panel, _efficiency_panel) for name, rows in ttft_s.items()],
         _scaling_answers(ttft_s, crossing),
@@ -73,7 +72,7 @@ def _scaling_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
     """TTFT over stages (v5 figure 17)."""
     points = {f"{token_label(n)} tokens": row for n, row in rows.items()}
     too_long = [
-        [None if fits(h100(), MODELS[name], layout(s), n) else row[i] for i, s in enumerate(STAGES)]
+        [None if fits(H100, MODELS[name], layout(s), n) else row[i] for i, s in enumerate(STAGES)]
         for n, row in rows.items()
     ]
     return Panel(
@@ -99,7 +98,7 @@ def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: 
     at_10m = {name: rows[10 * M][-1] for name, rows in ttft_s.items()}
     small_s = ttft_s["Llama-3 8B"][M]
     tp16_gain, spp2_gain = small_s[0] / crossing, small_s[0] / small_s[1]
-    fit_10m = {(name, s): fits(h100(), model, layout(s), 10 * M) for name, model in MODELS.items() for s in STAGES}
+    fit_10m = {(name, s): fits(H100, model, layout(s), 10 * M) for name, model in MODELS.items() for s in STAGES}
     return {
         "spp-efficiency": Answer(100 * min(at_16), most=100 * max(at_16)),
         "spp-8b-efficiency": Answer(100 * min(row[-1] for row in small.values())),
@@ -126,7 +125,7 @@ def run_decode(options: Options) -> FigureResult:
     """TPOT of one 2M request over stages, through scheduler and pipeline; ``quick`` decodes fewer tokens."""
     tokens = 9 if options.quick else 65
     tpot_s = {
-        name: [simulate(h100(), model, layout(s), 2 * M, output_tokens=tokens, chunk=CHUNK).tpot_s for s in STAGES]
+        name: [simulate(H100, model, layout(s), 2 * M, output_tokens=tokens, chunk=CHUNK).tpot_s for s in STAGES]
         for name, model in MODELS.items()
     }
     rises = {name: [100 * (t / row[0] - 1) for t in row] for name, row in tpot_s.items()}
@@ -145,7 +144,7 @@ def run_decode(options: Options) -> FigureResult:
     )
     small, large = rises["Llama-3 8B"], rises["Llama-3 70B"]
     larger = float(np.mean([b < a for a, b in zip(small[1:], large[1:], strict=True)]))
-    at_8, host_ms = STAGES.index(8), 1e3 * h100().host_s
+    at_8, host_ms = STAGES.index(8), 1e3 * H100.host_s
     answers = {
         "spp-decode-8": Answer(small[at_8], large=large[at_8], host_ms=host_ms),
         "spp-decode-larger-model": Answer(larger, large=large[-1], small=small[-1]),
@@ -183,8 +182,8 @@ def run_equations(options: Options) -> FigureResult:
 
 def _eq4(name: str, spp: int, tokens: int) -> float:
     """The simulated time over (T_p + T_comm n / c) / p_spp."""
-    one, many = (simulate(h100(), MODELS[name], layout(s), tokens).ttft_s for s in (1, spp))
-    link = stage_predictors(h100(), MODELS[name], layout(spp))[0].coefficients.spp
+    one, many = (simulate(H100, MODELS[name], layout(s), tokens).ttft_s for s in (1, spp))
+    link = stage_predictors(H100, MODELS[name], layout(spp))[0].coefficients.spp
     assert link is not None, "the first of several stages sends"
     send_s = link.fixed_s + link.token_s * CHUNK
     return many / ((one + send_s * tokens / CHUNK) / spp)
@@ -192,7 +191,7 @@ def _eq4(name: str, spp: int, tokens: int) -> float:
 
 def _eq5(name: str, kvp: int, tokens: int) -> float:
     """That over T_attn / p_kvp + (T_d - T_attn) + T_comm, one stage."""
-    one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p)) for p in (1, kvp))
+    one, many = (stage_predictors(H100, MODELS[name], layout(1, kvp=p)) for p in (1, kvp))
     table, link = one[0].coefficients.decodes, many[0].coefficients.kvp
     assert link is not None, "groups merge"
     attention_s = table.a_s[0] + table.b_s[0] * tokens
@@ -202,7 +201,7 @@ def _eq5(name: str, kvp: int, tokens: int) -> float:
 
 def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> float:
     """The same for a chunk behind so many tokens."""
-    one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
+    one, many = (stage_predictors(H100, MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
     table, link = one.coefficients.chunks, many.coefficients.kvp
     assert link is not None, "groups merge"
     a, b = (float(np.interp(chunk, table.tokens, column)) for column in (table.a_s, table.b_s))
@@ -219,11 +218,10 @@ def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> float:
 @figure("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)")
 def run(options: Options) -> FigureResult:
     """TTFT of 1M tokens on 8 to 128 H100s, three ways; ``quick`` changes nothing."""
-    spec = h100()
     gpus = [_TP * s for s in STAGES]
-    ttft_s = {"SPP": [simulate(spec, _8B, layout(s), M).ttft_s for s in STAGES]}
+    ttft_s = {"SPP": [simulate(H100, _8B, layout(s), M).ttft_s for s in STAGES]}
     for kind in KINDS:
-        rings = [ContextParallel(spec, _8B, cp=s, tp=_TP, kind=kind) for s in STAGES]
+        rings = [ContextParallel(H100, _8B, cp=s, tp=_TP, kind=kind) for s in STAGES]
         ttft_s[f"{kind} attention"] = [prefill_s(ring, M) for ring in rings]
     spp, ring, striped = (row[-1] for row in ttft_s.values())
     hidden = hidden_tokens(_A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S)
@@ -250,4 +248,4 @@ def run(options: Options) -> FigureResult:
 
 def _mfu(seconds: float) -> float:
     """Percent of the peak of 128 H100s that a 1M prefill in so many seconds means, causal FLOPs."""
-    return 100 * prefill_flops(_8B, M) / (seconds * _TP * STAGES[-1] * h100().peak_flops_per_s)
+    return 100 * prefill_flops(_8B, M) / (seconds * _TP * STAGES[-1] * H100.peak_flops_per_s)

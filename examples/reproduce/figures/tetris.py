@@ -39,7 +39,7 @@ from examples.reproduce.baselines.tetris import (
 )
 from examples.reproduce.plotting import PAPER, Line, Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import MODELS, a100, decode_s, stage_predictors
+from examples.reproduce.timing import A100, MODELS, decode_s, stage_predictors
 from medha.config import ParallelConfig
 
 TRACES = ("tetris-short", "tetris-medium", "tetris-long")
@@ -219,7 +219,7 @@ def _fixed_rates(found: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
 
 def _table_1() -> dict[str, Answer]:
     """Our computed ring against the paper's measured table."""
-    rings = {size: ContextParallel(a100(), _8B, cp=size, link=BETWEEN_NODES if size > 8 else None) for size in TABLE_1}
+    rings = {size: ContextParallel(A100, _8B, cp=size, link=BETWEEN_NODES if size > 8 else None) for size in TABLE_1}
     values = [prefill_s(rings[size], tokens) / seconds for (size, tokens), seconds in CELLS.items()]
     long = {size: prefill_s(rings[size], 1 << 18) for size in (2, 16)}
     share = float(np.mean([abs(ratio - 1) <= 0.15 for ratio in values]))
@@ -235,7 +235,7 @@ def run_alone(options: Options) -> FigureResult:
     """Prefills by a computed ring, decode latency by TP size, and by SP and TP; ``quick`` changes nothing."""
 
     def seconds(tp: int, sp: int = 1) -> list[float]:
-        stages = stage_predictors(a100(), _8B, ParallelConfig(tp=tp, kvp=sp))
+        stages = stage_predictors(A100, _8B, ParallelConfig(tp=tp, kvp=sp))
         return [decode_s(stages, kv, kvp=sp, batch=batch) for kv in _CONTEXTS for batch in _BATCHES]
 
     best = np.array(seconds(8))

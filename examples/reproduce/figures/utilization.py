@@ -10,11 +10,11 @@ from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.plotting import Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import (
+    H100,
     MODELS,
     M,
     decode_s,
     fits,
-    h100,
     kv_bytes,
     prefill_flops,
     simulate,
@@ -30,9 +30,9 @@ _GROUPS = (1, 2, 4)
 def run_mfu(options: Options) -> FigureResult:
     """Causal FLOPs of a prefill over what the GPUs could do meanwhile; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
-    spec, layouts = h100(), [layout(spp) for spp in STAGES]
+    layouts = [layout(spp) for spp in STAGES]
     mfu = {  # of each length, by layout; None where it does not fit
-        name: [[_mfu(model, one, n) if fits(spec, model, one, n) else None for one in layouts] for n in lengths]
+        name: [[_mfu(model, one, n) if fits(H100, model, one, n) else None for one in layouts] for n in lengths]
         for name, model in MODELS.items()
     }
     gpus = [one.world_size for one in layouts]
@@ -50,7 +50,7 @@ def run_mfu(options: Options) -> FigureResult:
     by_layout = [[one for one in column if one is not None] for column in zip(*mfu["Llama-3 70B"], strict=True)]
     mfus, widest = [one for column in by_layout for one in column], by_layout[-1]
     rises = [b >= a for values in by_layout for a, b in pairwise(values)]
-    share = 100 * spec.attention.flops_per_s / spec.peak_flops_per_s
+    share = 100 * H100.attention.flops_per_s / H100.peak_flops_per_s
     answers = {
         "mfu-70b": Answer((100 * min(mfus), 100 * max(mfus)), share=share),
         "mfu-128": Answer(100 * min(widest), most=100 * max(widest), share=share),
@@ -60,7 +60,7 @@ def run_mfu(options: Options) -> FigureResult:
 
 
 def _mfu(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> float:
-    could = simulate(h100(), model, parallel, tokens).ttft_s * parallel.world_size * h100().peak_flops_per_s
+    could = simulate(H100, model, parallel, tokens).ttft_s * parallel.world_size * H100.peak_flops_per_s
     return prefill_flops(model, tokens) / could
 
 
@@ -68,7 +68,6 @@ def _mfu(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> float:
 def run_mbu(options: Options) -> FigureResult:
     """Bytes that a decode must read over what the memories could deliver meanwhile; ``quick`` changes nothing."""
     lengths = [M, 2 * M, 4 * M, 10 * M]
-    spec = h100()
     found = {(name, kvp): [_mbu(model, kvp, n) for n in lengths] for name, model in MODELS.items() for kvp in _GROUPS}
     panels = [
         Panel(
@@ -82,11 +81,11 @@ def run_mbu(options: Options) -> FigureResult:
         for name in MODELS
     ]
     (name, kvp), best = max(found.items(), key=lambda item: max(item[1]))
-    reached = 100 * spec.attention.bytes_per_s / spec.hbm_bytes_per_s
+    reached = 100 * H100.attention.bytes_per_s / H100.hbm_bytes_per_s
     return FigureResult(panels, {"mbu-92": Answer(100 * max(best), kvp=kvp, model=name, reached=reached)})
 
 
 def _mbu(model: ModelConfig, kvp: int, tokens: int) -> float:
     parallel = ParallelConfig(tp=8, kvp=kvp)
     read = weight_bytes(model) / parallel.tp + kv_bytes(model, tokens) / (parallel.tp * kvp)
-    return read / (decode_s(stage_predictors(h100(), model, parallel), tokens, kvp=kvp) * h100().hbm_bytes_per_s)
+    return read / (decode_s(stage_predictors(H100, model, parallel), tokens, kvp=kvp) * H100.hbm_bytes_per_s)
