@@ -194,7 +194,7 @@ def make_mix(options: LiveOptions) -> tuple[Trace, Flags]:
 
 def spread(mix: Trace, span_s: float, *, seed: int) -> Trace:
     """The same requests as a Poisson process within so many seconds, given their number."""
-    return mix.with_arrivals(np.sort(np.random.default_rng(seed).uniform(0.0, span_s, len(mix))))
+    return replace(mix, arrival_s=np.sort(np.random.default_rng(seed).uniform(0.0, span_s, len(mix))))
 
 
 def simulate(

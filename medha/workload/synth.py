@@ -97,7 +97,7 @@ def retimed(
     trace, (rng, _) = reading.trace, generators(seed)
     if not reading.has_arrivals:
         times = arrival_times(process, rng, qps=qps, burstiness=burstiness, num_requests=len(trace))
-        trace = trace.with_arrivals(times)
+        trace = replace(trace, arrival_s=times)
     return trace.first(num_requests, duration_s, qps if reading.has_arrivals else None)
 
 

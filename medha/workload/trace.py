@@ -149,15 +149,11 @@ class Trace:
             raise ConfigError(f"qps={qps!r}; accepted: a finite number above 0")
         if self.qps is None:
             raise ConfigError(f"qps={qps:g}: the {len(self)} requests arrive at once; accepted: a trace with gaps")
-        return self.with_arrivals(self.arrival_s * (self.qps / qps))
+        return replace(self, arrival_s=self.arrival_s * (self.qps / qps))
 
     def from_zero(self) -> Trace:
         """The same gaps with the first arrival at 0."""
-        return self.with_arrivals(self.arrival_s - self.arrival_s[:1]) if len(self) else self
-
-    def with_arrivals(self, arrival_s: NDArray[np.float64]) -> Trace:
-        """The same requests at other times (seconds, non-decreasing)."""
-        return replace(self, arrival_s=arrival_s)
+        return replace(self, arrival_s=self.arrival_s - self.arrival_s[:1]) if len(self) else self
 
 
 COLUMNS = tuple(field.name for field in fields(Trace))
