@@ -20,9 +20,9 @@ import itertools
 import json
 import multiprocessing
 import resource
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from http.client import HTTPConnection
 from itertools import pairwise
 from pathlib import Path
@@ -130,23 +130,22 @@ def gaps_beside(port: int, num_ids: int) -> dict[str, list[float]]:
         return [after - before for before, after in pairwise(times)]
 
     read_until(lambda: len(times) == 50)
-    statuses: list[int] = []
 
-    def send() -> None:
+    def send() -> int:
         other = HTTPConnection("127.0.0.1", port)
         other.request("POST", "/v1/completions", body, given)
-        statuses.append(other.getresponse().status)
+        return other.getresponse().status
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    beside = read_until(lambda: bool(statuses))
-    assert statuses == [400], "so many tokens fit no context"
+    with ThreadPoolExecutor(1) as sender:
+        status = sender.submit(send)
+        beside = read_until(status.done)
+    assert status.result() == 400, "so many tokens fit no context"
     return {"beside the body": beside, "without it": read_until(lambda: len(times) > len(beside))}
 
 
-def client(port: int, body_ids: int, asked: tuple[int, int, float], answer: Any) -> None:
-    """The other process."""
-    answer.put(gaps_beside(port, body_ids) if body_ids else asyncio.run(load(port, *asked)))
+def client(port: int, body_ids: int, *asked: Any) -> dict[str, list[float]]:
+    """What the other process does; ``asked`` is as of :func:`load`."""
+    return gaps_beside(port, body_ids) if body_ids else asyncio.run(load(port, *asked))
 
 
 def serve_overhead(
@@ -154,7 +153,7 @@ def serve_overhead(
 ) -> None:
     """Time what HTTP adds to a time to first token, or with --body-ids how a large body holds a stream up."""
     engine = make_engine(step_ms / 1e3)
-    front, stopping = Front(engine, ["timetable"]), threading.Event()
+    front = Front(engine, ["timetable"])
     service = front.service
     front.app.add_route("/empty", _empty, methods=["POST"])
     taken, count, on_end = list[str](), itertools.count(1), service.on_end
@@ -166,26 +165,16 @@ def serve_overhead(
             taken.append(f"{pages * resource.getpagesize() / 2**20:.1f} MiB after {number:,}")
 
     service.on_end = note
-    with bound("127.0.0.1", 0) as listener, listening(front, listener, max_connections=4096):
-        context = multiprocessing.get_context("spawn")
-        answers: Any = context.Queue()
-        process = context.Process(
-            target=client, args=(listener.getsockname()[1], body_ids, (requests, streams, gap_s), answers)
-        )
-        process.start()
-
-        box: list[Any] = []
-
-        def wait() -> None:
-            box.append(answers.get())
-            process.join()
-            stopping.set()
-
-        threading.Thread(target=wait).start()
-        service.run(stopping.is_set)
+    with (
+        bound("127.0.0.1", 0) as listener,
+        listening(front, listener, max_connections=4096),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others,
+    ):
+        answer = others.submit(client, listener.getsockname()[1], body_ids, requests, streams, gap_s)
+        service.run(answer.done)
     service.preparing.close()
     front.bodies.interrupt()
-    for name, seconds in box[0].items():
+    for name, seconds in answer.result().items():
         p50, p99, most = (1e3 * np.percentile(seconds, percent) for percent in (50, 99, 100))
         what = f"{len(seconds)} {'gaps' if body_ids else 'requests'}"
         print(f"{name}: {what}, P50 {p50:.2f} ms, P99 {p99:.2f} ms, longest {most:.2f} ms ({most / p50:.1f} times)")
