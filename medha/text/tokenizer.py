@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -137,8 +136,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, none negative; bytes that are not UTF-8 are U+FFFD, ids that do not exist left out."""
-        with failures_named(self.name, "decode"):
+        try:
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except BaseException as error:
+            raise tokenizer_error(self.name, "decode", error) from error
 
     @cached_property
     def adds_bos(self) -> bool:
@@ -217,24 +218,18 @@ class _Encoder:
         self.child = Child("medha.child.text", setup=lambda: source().encode())
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        with failures_named(self._name, "encode"):
+        try:
             if len(text) <= _LONG_TEXT:
                 return np.array(encode(self._backend, text, add_special_tokens=add_special_tokens), np.int32)
             answer = self.child.ask(encode_message(text, add_special_tokens=add_special_tokens))
             return np.frombuffer(bytearray(answer), np.int32)
-
-
-@contextmanager
-def failures_named(name: str, what: str) -> Iterator[None]:
-    """Within, whatever a tokenizer raises is a TokenizerError; a panic of its Rust code is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        raise tokenizer_error(name, what, error) from error
+        except BaseException as error:
+            raise tokenizer_error(self._name, "encode", error) from error
 
 
 def tokenizer_error(name: str, what: str, error: BaseException) -> TokenizerError:
-    """What a tokenizer raised, as a TokenizerError; raises an interrupt again."""
+    """What a tokenizer raised, be it a panic of its Rust code, which is no Exception, as a TokenizerError; raises an
+    interrupt again."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
     kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
