@@ -15,25 +15,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from medha.batch import Batch
 from medha.bench.cli import Report
 from medha.bench.harness import Local, on_ranks, random_prompt
+from medha.bench.load import fixed_output, serve_load
 from medha.config import CDSP
 from medha.cost.chunk_times import ChunkTimes
 from medha.cost.improvement import LoadWindow
 from medha.engine import build
-from medha.engine.arrivals import Arrival, drive
+from medha.engine.arrivals import Arrival
 from medha.parallel.launch import is_first_rank
-from medha.params import SamplingParams
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
+from medha.workload.metrics import Outcome
 from tools.best_rates import played_ttft_s
 from tools.command import main, numbers
 from tools.live import random_llama
@@ -63,23 +62,19 @@ class Live:
 
     def __init__(self, local: Local, long_len: int) -> None:
         self.local, self.long_len, self._chance = local, long_len, np.random.default_rng(0)
-        self.token_s: dict[int, list[float]] = {}  # by slot, ends of its decodes
-        local.engine.on_step = self._note
-
-    def _note(self, batch: Batch, *_: object) -> None:
-        for row in batch.rows:
-            if row.is_decode:
-                self.token_s.setdefault(row.slot, []).append(self.local.engine.now())
 
     def asked(self, name: str, length: int, at_s: float, new: int = 1) -> Arrival:
         """A request of random tokens that has so many new ones."""
-        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
-        return Arrival(name, random_prompt(length, self.local.model.vocab_size, self._chance), params, arrival_s=at_s)
+        prompt = random_prompt(length, self.local.model.vocab_size, self._chance)
+        return Arrival(name, prompt, fixed_output(new), arrival_s=at_s)
+
+    def served(self, *arrivals: Arrival) -> tuple[Outcome, ...]:
+        """What became of requests."""
+        return serve_load(self.local.engine, sorted(arrivals, key=lambda one: one.arrival_s)).outcomes
 
     def ttft_s(self, *arrivals: Arrival) -> dict[str, float]:
         """TTFT by request."""
-        ends = list(drive(self.local.engine, sorted(arrivals, key=lambda one: one.arrival_s)))
-        return {one.request_id: (one.metrics.first_token or 0.0) - one.metrics.arrival for one in ends if one.finished}
+        return {one.request_id: one.ttft_s or 0.0 for one in self.served(*arrivals)}
 
     def filling(self, runs: int) -> list[str]:
         """TTFT of a short prompt while long chunks leave one run of groups, over alone, as lines."""
@@ -93,11 +88,9 @@ class Live:
 
     def gaps_s(self, num_long: int) -> list[float]:
         """Gaps between the tokens of four requests that decode, while so many long prompts are read."""
-        self.token_s.clear()
         long = [self.asked(f"long-{i}", self.long_len, 0.3) for i in range(num_long)]
-        self.ttft_s(*(self.asked(f"decode-{i}", 50, 0.0, _GAPS) for i in range(4)), *long)
-        found = [times[5:] for times in self.token_s.values() if len(times) > _GAPS // 2]
-        return [later - one for times in found for one, later in pairwise(times)]
+        decodes = [self.asked(f"decode-{i}", 50, 0.0, _GAPS) for i in range(4)]
+        return [gap_s for one in self.served(*decodes, *long) for gap_s in one.itl_s[6:]]
 
     def load(self, num_requests: int) -> tuple[list[float], list[float]]:
         """TTFT of a Poisson load, and as planned."""
