@@ -138,9 +138,8 @@ def second_token_s(lengths: str, qps: float, num_requests: int, seed: int, gbit:
     """Mean seconds from arrival to second token: Llama-3 8B on A100s, 16 prefill groups of tp 1 and two decode
     instances of tp 8, each accelerator with a link of so many Gbit/s."""
     trace = synthesize(lengths, qps=qps, num_requests=num_requests, seed=seed)
-    longest = int((trace.prompt_tokens + trace.output_tokens).max())
     config = SchedulerConfig(CDSP, improvement_rate=0.3)
-    replica = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=16), config, longest)
+    replica = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=16), config, trace.longest)
     play = played(replica, trace, gbit=gbit, buffers=buffers)
     return float(np.mean(play.waited_s(trace, 1)))
 

@@ -145,7 +145,6 @@ def served(
 ) -> Play:
     """A stream at a load with memory, on two decode instances of TP 8, and transfers to them."""
     trace = stream.trace(qps)
-    longest = int((trace.prompt_tokens + trace.output_tokens).max())
     layout, config = ParallelConfig(kvp=NUM_INSTANCES), SchedulerConfig(CDSP_SCHEDULER)
-    prefills = Prefills(A100, MODELS["Llama-3 8B"], layout, config, longest, system=system, rates=rates)
+    prefills = Prefills(A100, MODELS["Llama-3 8B"], layout, config, trace.longest, system=system, rates=rates)
     return played(prefills, trace, gbit=gbit, buffers=buffers)
