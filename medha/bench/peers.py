@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 Prompts = list[list[int]]
-Complete = Callable[[Prompts, list[int]], Prompts]
 Engine = tuple[dict[str, Any], dict[str, Callable[..., Any]], tuple[str, ...]]
 PAGE = 256
 OTHERS = ("arriving", "anew")  # ways that are asked for by name alone
