@@ -30,7 +30,7 @@ import torch
 from medha.attention.interface import AttentionRows, LayerShape
 from medha.bench.cli import ALONE, ANY_COUNT, COUNT, Report, asked, counted, lengths, verb, warmups
 from medha.bench.harness import Subject
-from medha.bench.timing import in_turn, matrix_product, timed, timing_of, waited
+from medha.bench.timing import in_turn, matrix_product, timed, timing_of
 from medha.cli.report import stamp
 from medha.config import CacheConfig, ModelConfig, SchedulerConfig
 from medha.config.fields import choice, integer
@@ -78,7 +78,7 @@ def attention(options: AttentionOptions) -> Report:
     runs: dict[Any, Callable[[], float]] = {_YARDSTICK: product.seconds}
     for kv_len, chunk in pairs(sorted(set(options.kv_lens)), sorted(set(options.chunks))):
         if chunk <= kv_len:
-            runs[kv_len, chunk] = partial(timed, attend(chunk, kv_len))
+            runs[kv_len, chunk] = attend(chunk, kv_len)
     seconds = in_turn(runs, warmup=options.warmup, runs=options.runs)
     rate = product.rate(seconds.pop(_YARDSTICK))
     results: list[Report] = []
@@ -102,8 +102,8 @@ def attention_flops(model: ModelConfig, chunk: int, kv_len: int) -> float:
 
 def _attention(
     options: AttentionOptions, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[str, Callable[[int, int], Callable[[], None]]]:
-    """An engine's backend over one layer's pool of random numbers: its name, and what attends with a chunk.
+) -> tuple[str, Callable[[int, int], Callable[[], float]]]:
+    """An engine's backend over one layer's pool of random numbers: its name, and what times the attention of a chunk.
 
     A context is one run of adjacent blocks, which is what the allocator aims at.
     """
@@ -113,12 +113,12 @@ def _attention(
     fill_pools(cache, max(options.kv_lens), seed=0)
     backend = choose_backend("auto", shape, device, block_size=_BLOCK_SIZE)[0]
 
-    def attend(chunk: int, kv_len: int) -> Callable[[], None]:
+    def attend(chunk: int, kv_len: int) -> Callable[[], float]:
         generator = torch.Generator(device).manual_seed(chunk)
         q_TNH = torch.randn(chunk, model.num_heads, model.head_dim, generator=generator, device=device).to(dtype)
         plan = backend.plan(AttentionRows.over([(chunk, ((0, kv_len),), True)], _BLOCK_SIZE))
         run = torch.inference_mode()(partial(backend.run, q_TNH, cache.k[0], cache.v[0], plan))
-        return waited(run, device)
+        return timed(run, device)
 
     return backend.name, attend
 
@@ -153,7 +153,7 @@ def sampling(options: SamplingOptions) -> Report:
     for batch, way in pairs(options.batch_sizes, WAYS):
         logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
         slots = [SlotSampling.of(WAYS[way].resolve({}), i, (), prompt) for i in range(batch)]
-        runs[batch, way] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
+        runs[batch, way] = timed(partial(draw, logits_SV, slots, [0] * batch), device)
     found = in_turn(runs, warmup=options.warmup, runs=options.runs)
     results = [{"batch_size": key[0], "way": key[1], "timing": timing_of(one)} for key, one in found.items()]
     head = options.subject.head("micro sampling", asdict(options), model)

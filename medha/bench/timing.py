@@ -40,14 +40,10 @@ def timing_of(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Yardstick(NamedTuple):
-    """Work of a known size: ``amount`` floating-point operations of one run."""
+    """Work of a known size: ``amount`` floating-point operations of one run, and what runs it (:func:`timed`)."""
 
     amount: float
-    run: Callable[[], object]
-
-    def seconds(self) -> float:
-        """Run once; returns how long it took."""
-        return timed(self.run)
+    seconds: Callable[[], float]
 
     def rate(self, seconds: Sequence[float]) -> dict[str, Any]:
         """From the seconds of its runs: ``per_s`` is FLOP/s at the median."""
@@ -61,25 +57,20 @@ def matrix_product(dtype: torch.dtype, device: torch.device) -> Yardstick:
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in ((m, k), (k, n)))
     work = partial(torch.mm, left, right, out=torch.empty(m, n, dtype=dtype, device=device))
-    return Yardstick(2.0 * m * k * n, waited(work, device))
+    return Yardstick(2.0 * m * k * n, timed(work, device))
 
 
-def waited(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """The same work, over when the device has done it."""
+def timed(work: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """What does some work once and returns the seconds until the device has done it."""
 
-    def run() -> None:
+    def run() -> float:
+        start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        return time.perf_counter() - start
 
     return run
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def in_turn(contestants: Mapping[Any, Callable[[], T]], *, warmup: int, runs: int) -> dict[Any, list[T]]:
