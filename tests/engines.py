@@ -83,7 +83,7 @@ def make_engine(
     sizes = {"num_blocks": num_blocks, "block_size": block_size}
     cache = KVCache(shape, num_layers=model.config.num_layers, **sizes, device=CPU, has_scratch=has_scratch)
     num_swap_blocks = config.get("num_swap_blocks", 0)
-    host = HostCache(cache, num_swap_blocks, stream or CopyStream()) if num_swap_blocks else None
+    host = HostCache(cache, num_swap_blocks, stream or CopyStream(CPU)) if num_swap_blocks else None
     return Engine(
         Runner(model, cache, backend or TorchBackend(), CPU, host=host),
         Scheduler(SchedulerConfig(**{"scheduler": "sarathi"} | config), **sizes, predictor=predictor or by_tokens()),

@@ -33,7 +33,7 @@ from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
+from medha.worker.swap import CopyStream, HostCache
 
 logger = logging.getLogger("medha")
 
@@ -109,9 +109,7 @@ def build_runner(
     )
     if model.fused is not None and model.fused.append_kv is not None:
         cache.append_by(model.fused.append_kv)
-    host = None
-    if num_swap_blocks:
-        host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
+    host = HostCache(cache, num_swap_blocks, CopyStream(device)) if num_swap_blocks else None
     return Runner(model, cache, backend, device, host=host, **links)
 
 

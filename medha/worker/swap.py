@@ -24,42 +24,32 @@ _MEASURED_TIMES = 3
 
 
 class CopyStream:
-    """Where copies run, in order: here at once when they are issued, as on the CPU, where compute is never ahead."""
-
-    def begin(self) -> None:
-        """Make copies issued from now on wait for the compute launched so far."""
-
-    def issue(self, copies: Callable[[], None]) -> Wait:
-        """Run copies after those issued before; the returned function makes later compute wait for them."""
-        copies()
-        return lambda: None
-
-    def finish(self) -> None:
-        """Wait on the host until all is copied."""
-
-
-class CudaCopyStream(CopyStream):
-    """Copies on a CUDA stream beside the device's current one, on which the compute is."""
+    """Where copies run, in order: on CUDA a stream beside the device's current one, on which the compute is; on the CPU
+    here at once when they are issued, as compute is never ahead."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """See :meth:`CopyStream.begin`: by an event on the compute's stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        """Make copies issued from now on wait for the compute launched so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def issue(self, copies: Callable[[], None]) -> Wait:
-        """See :meth:`CopyStream.issue`: by an event behind the copies."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """Run copies after those issued before; the returned function makes later compute wait for them."""
+        if self._stream is None:
+            copies()
+            return lambda: None
         with torch.cuda.stream(self._stream):
             copies()
-            event.record(self._stream)
+        event = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
-        """See :meth:`CopyStream.finish`."""
-        self._stream.synchronize()
+        """Wait on the host until all is copied."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class HostCache:

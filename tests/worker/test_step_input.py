@@ -8,6 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import pytest
@@ -169,7 +170,7 @@ def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: di
         assert (part.q_len[i], part.causal[i]) == (row.q_len, row.writer == group)
 
 
-@pytest.mark.parametrize("stream", [CopyStream, Late])
+@pytest.mark.parametrize("stream", [partial(CopyStream, CPU), Late], ids=["now", "late"])
 @pytest.mark.parametrize("kind", [Plans, Decodes])
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_written_at_a_position_is_read_back_at_it(

@@ -6,6 +6,7 @@ streams are for a GPU. Which blocks are copied where is shown with the rest of a
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from medha.worker.swap import CopyStream, HostCache, Wait
 from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import Preemptions, build_engine, submitted
+from tests.engines import CPU, Preemptions, build_engine, submitted
 from tests.serving import Model, finish, random_ids
 from tests.worker.late import Late
 from tests.worker.test_graphs import Repeating
@@ -40,7 +41,7 @@ PENALTIES = SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, max_
 
 def test_the_hosts_pools_are_laid_out_as_the_devices() -> None:
     cache = make_cache()
-    memory = HostCache(cache, 3, CopyStream())
+    memory = HostCache(cache, 3, CopyStream(CPU))
     assert memory.k[0].shape == (12, 2, 8) and memory.k[0].stride() == (8, 12 * 8, 1)
     assert len({pool.data_ptr() for pool in (*memory.k, *memory.v)}) == 4
 
@@ -50,7 +51,7 @@ def test_measuring_changes_nothing() -> None:
     for pool in (*cache.k, *cache.v):
         pool.copy_(torch.randn(pool.shape))
     before = [pool.clone() for pool in (*cache.k, *cache.v)]
-    assert HostCache(cache, 2, CopyStream()).measure_block_s() > 0
+    assert HostCache(cache, 2, CopyStream(CPU)).measure_block_s() > 0
     assert all(torch.equal(a, b) for a, b in zip(before, (*cache.k, *cache.v), strict=True))
 
 
@@ -75,7 +76,7 @@ def undisturbed(bytes_model: Model, params: SamplingParams) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("stream", [CopyStream, Late])
+@pytest.mark.parametrize("stream", [partial(CopyStream, CPU), Late], ids=["now", "late"])
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"async_scheduling": True}], ids=str)
 def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
@@ -210,12 +211,10 @@ def test_a_number_as_swap_space_is_gib_as_in_vllm(value: Any, size: int) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
-    from medha.worker.swap import CudaCopyStream
-
     device = torch.device("cuda")
     shape = LayerShape(8, 8, 128, torch.bfloat16)
     cache = KVCache(shape, num_layers=4, num_blocks=64, block_size=256, device=device)
-    host = HostCache(cache, 32, CudaCopyStream(device))
+    host = HostCache(cache, 32, CopyStream(device))
     assert all(pool.is_pinned() for pool in (*host.k, *host.v))
     pools = (*cache.k, *cache.v)
     for pool in pools:
