@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         self.has_embedding = layers.start == 0
         self.has_head = layers.stop == config.num_layers
         tied_head = self.has_head and config.tie_word_embeddings
-        body: dict[str, nn.Module] = {"layers": nn.ModuleDict({str(i): DecoderLayer(config, i) for i in layers})}
+        body: dict[str, nn.Module] = {"layers": nn.ModuleDict({str(i): DecoderLayer(config) for i in layers})}
         if self.has_embedding or tied_head:
             V, D = config.vocab_size, config.hidden_size
             body["embed_tokens"] = nn.Embedding(V, D, _weight=torch.empty(V, D))  # drawn ones load torch's compiler
@@ -68,11 +68,6 @@ class Decoder(nn.Module):
         """Let the head share the embedding's parameter, where the model ties them; again after parameters moved."""
         if self.lm_head is not None and self.config.tie_word_embeddings:
             self.lm_head.weight = self.model["embed_tokens"].weight  # type: ignore[assignment]
-
-    @property
-    def num_layers(self) -> int:
-        """Layers held here."""
-        return len(self.model["layers"])  # type: ignore[arg-type]
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Token ids (int64) to hidden states [T, D]."""

@@ -101,11 +101,6 @@ class Ranks:
         """The global ranks of some groups."""
         return [rank for rank in range(self.config.world_size) if self.config.coordinates(rank)[0] in groups]
 
-    @property
-    def merge_ranks(self) -> tuple[int, ...]:
-        """Global ranks of this stage and tensor-parallel index, by KV-parallel group; of no decode instance."""
-        return _merge_ranks(self.config, self.stage, self.tp_rank)
-
     def neighbour(self, step: int) -> int | None:
         """The global rank with this group and tp index ``step`` stages on, None beyond an end."""
         is_there = 0 <= self.stage + step < self.layout.spp
@@ -284,11 +279,7 @@ def make_merge_group(config: ParallelConfig, rank: int, timeout: timedelta) -> d
     instances."""
     mine = None
     for stage, tp_rank in itertools.product(range(config.spp), range(config.tp)) if config.kvp > 1 else ():
-        members = _merge_ranks(config, stage, tp_rank)
-        made = dist.new_group(list(members), timeout=timeout)
+        members = [config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) for group in range(config.kvp)]
+        made = dist.new_group(members, timeout=timeout)
         mine = made if rank in members else mine
     return mine
-
-
-def _merge_ranks(config: ParallelConfig, stage: int, tp_rank: int) -> tuple[int, ...]:
-    return tuple(config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) for group in range(config.kvp))

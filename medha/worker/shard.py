@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from medha.attention.flashinfer_backend import FlashInferBackend, wrong_with
 from medha.attention.interface import AttentionBackend, LayerShape
@@ -132,7 +133,8 @@ def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[st
     merge = None
     if ranks.merge_group is not None:
         memory = share_memory(ranks, ranks.merge_group, device)
-        merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group, memory=memory)
+        members = dist.get_process_group_ranks(ranks.merge_group)
+        merge = Merge(ranks.merge_group, digests, ranks=members, own=ranks.group, memory=memory)
         merge.warm(device)
     pipe.warm()
     return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}

@@ -112,7 +112,6 @@ def test_a_stage_holds_only_its_own_weights(tied: bool, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(tmp_path, "qwen3", tied=tied)
     stages = [Decoder(checkpoint.config, layers) for layers in (range(0, 1), range(1, 2), range(2, 3))]
     names = [{name for name, _ in stage.named_parameters()} for stage in stages]
-    assert [stage.num_layers for stage in stages] == [1, 1, 1]
     assert set.union(*names) == set(checkpoint.weights)
     for i, held in enumerate(names):
         assert {int(name.split(".")[2]) for name in held if ".layers." in name} == {i}

@@ -337,6 +337,8 @@ def on_ranks(
             tp_rank=ranks.tp_rank,
             all_gather=toy_gather(transport, ranks.tp_group),
         )
+        places = {"stage": ranks.stage, "tp_rank": ranks.tp_rank}
+        members = [config.rank_of(**places, kvp_rank=group) for group in range(config.kvp)]
         runner = toy_runner(
             config.layers_of(ranks.stage, NUM_LAYERS),
             num_blocks=num_blocks_of(workload, config.kvp),
@@ -346,7 +348,7 @@ def on_ranks(
             pipe=pipe,
             samples=ranks.is_sampler,
             group=ranks.group,
-            merge=Merge(ranks.merge_group, digests, ranks=ranks.merge_ranks, own=ranks.group),
+            merge=Merge(ranks.merge_group, digests, ranks=members, own=ranks.group),
         )
         if rank != 0:
             follower = Follower(runner, ranks)
