@@ -73,13 +73,17 @@ class Merge:
     own: int  # this rank's KV-parallel group
     memory: SharedMemory | None = None  # by which short messages go, where all ranks have it
 
-    def start(self, parts: Sequence[tuple[Shared, Partial]], *, compare: bool) -> Pending:
+    def start(self, parts: Sequence[tuple[Shared, Partial]], *, compare: bool) -> Callable[[], list[torch.Tensor]]:
         """Begin to exchange this rank's parts of one layer with the other ranks of their spans, a message to each.
         Every rank of a span calls it, the spans in ascending order.
 
         Args:
             parts: of each span, out [T, N, H], and lse [T, N], natural logarithm, float32, -inf for an empty shard.
             compare: whether the digests of the rows are exchanged too; once a batch.
+
+        Returns:
+            What waits for the other groups and merges: the output [T, N, H] of each span over the whole context.
+            PlanDivergenceError where a rank of a span merges other rows, if they are compared.
         """
         digests, ops, arriving = [], [], dict[int, Callable[[], torch.Tensor]]()
         for group in sorted({group for shared, _ in parts for group in shared.groups} - {self.own}):
@@ -101,7 +105,21 @@ class Merge:
                 memory.send(rank)
                 arriving[group] = partial(memory.receive, rank, size)
         works = dist.batch_isend_irecv(ops) if ops else []
-        return Pending(parts, self.own, arriving, works, ops, digests, self.memory is not None)
+
+        def result() -> list[torch.Tensor]:
+            for meant, group, received in digests:
+                meant.check(group, received())
+            for work in works:
+                work.wait()
+            ops.clear()  # what is sent has to live so long
+            found = {self.own: iter([part for _, part in parts])}
+            for group, message in arriving.items():
+                found[group] = iter(_views(message(), [part for shared, part in parts if group in shared.groups]))
+            its_parts = ([next(found[group]) for group in shared.groups] for shared, _ in parts)
+            by_kernel = self.memory is not None  # where all ranks have the CPU's own
+            return [merge_partials(some, by_kernel=by_kernel)[0] for some in its_parts]
+
+        return result
 
     def draws(self, draws: Sequence[SharedDraw], head: PackedLinear, itemsize: int) -> list[SharedDraw]:
         """Those whose logits are computed in parts: where a part is a short message. Every rank of a run says the
@@ -153,34 +171,7 @@ class Merge:
         """Use the communicator once; the rank of every KV-parallel group calls it."""
         shared = Shared(-1, (0, len(self.ranks) - 1), slice(0), 0)
         empty = torch.zeros(1, 1, 2, device=device)
-        self.start([(shared, (empty, empty[..., 0]))], compare=True).result()
-
-
-class Pending(NamedTuple):
-    """A merge under way; the buffers live as long as it does."""
-
-    parts: Sequence[tuple[Shared, Partial]]
-    own: int  # this rank's group
-    arriving: dict[int, Callable[[], torch.Tensor]]  # by group, what waits for its parts of the spans that it shares
-    works: list[dist.Work]
-    ops: list[dist.P2POp]  # hold what is sent
-    digests: list[tuple[Shared, int, Callable[[], list[int]]]]  # what each other group says of the spans that it shares
-    by_kernel: bool  # where all ranks have the CPU's own
-
-    def result(self) -> list[torch.Tensor]:
-        """The merged output [T, N, H] of each span over the whole context; waits for the other groups.
-
-        PlanDivergenceError where a rank of a span merges other rows, if they are compared.
-        """
-        for shared, group, received in self.digests:
-            shared.check(group, received())
-        for work in self.works:
-            work.wait()
-        found = {self.own: iter([part for _, part in self.parts])}
-        for group, message in self.arriving.items():
-            found[group] = iter(_views(message(), [part for shared, part in self.parts if group in shared.groups]))
-        its_parts = ([next(found[group]) for group in shared.groups] for shared, _ in self.parts)
-        return [merge_partials(parts, by_kernel=self.by_kernel)[0] for parts in its_parts]
+        self.start([(shared, (empty, empty[..., 0]))], compare=True)()
 
 
 def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:

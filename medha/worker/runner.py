@@ -318,7 +318,7 @@ class Runner:
                 outs.append(self.backend.attend(q_TNH[:num_own], *pools, own_plan))
             if pending is not None:
                 with self.recorder.waiting("merge"):
-                    outs += pending.result()
+                    outs += pending()
             outs += [self._ring(layer, q_TNH[num_undealt:], rows, plans) for rows, plans in dealt]
             if moving is not None:
                 moving = self._move(step, layer + 1)

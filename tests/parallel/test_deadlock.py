@@ -410,8 +410,8 @@ def merge_synchronously(patch: pytest.MonkeyPatch) -> None:
     start = Merge.start
 
     def start_and_wait(self: Merge, parts: Any, *, compare: bool) -> Any:
-        merged = [out for part in parts for out in start(self, [part], compare=compare).result()]
-        return SimpleNamespace(result=lambda: merged)
+        merged = [out for part in parts for out in start(self, [part], compare=compare)()]
+        return lambda: merged
 
     patch.setattr(Merge, "start", start_and_wait)
 

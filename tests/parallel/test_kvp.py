@@ -4,6 +4,7 @@ import os
 import random
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +19,7 @@ from medha.config import ParallelConfig
 from medha.cpu.decoder import PackedLinear
 from medha.errors import PlanDivergenceError
 from medha.parallel import kvp
-from medha.parallel.kvp import Merge, Pending, shared_draws, shared_rows
+from medha.parallel.kvp import Merge, shared_draws, shared_rows
 from medha.parallel.mesh import make_merge_group
 from medha.parallel.shared_memory import share_memory
 from medha.parallel.spp import Digests
@@ -42,7 +43,7 @@ def merge_different_rows(num_groups: int, batches: dict[int, Batch]) -> str:
     merge = Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(num_groups), own=rank)
     pending = merge.start([(shared, (empty, empty[..., 0]))], compare=True)
     try:
-        pending.result()
+        pending()
     except PlanDivergenceError as error:
         message = str(error)
     dist.barrier()
@@ -104,7 +105,7 @@ def draw_in_parts(ranks: Any, group: Any) -> tuple[int, Counter[bool]]:
         spans = shared_rows(part)
         sizes = [span.tokens.stop - span.tokens.start for span in spans]
         parts = [(torch.zeros(size, 1, 4), torch.zeros(size, 1)) for size in sizes]
-        merge.start(list(zip(spans, parts, strict=True)), compare=True).result()
+        merge.start(list(zip(spans, parts, strict=True)), compare=True)()
         values = [10 * batch_id + row.slot + token / 2 for row in part.rows for token in range(row.q_len)]
         x_TD = torch.tensor(values)[:, None] * weight[:1]
         ends = accumulate(row.q_len for row in part.rows)
@@ -140,17 +141,22 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
     from medha import LLM
 
     merges: Merges = {}
-    place, result = int(os.environ["RANK"]) % (options["spp"] * options["tp"]), Pending.result
+    place, start = int(os.environ["RANK"]) % (options["spp"] * options["tp"]), Merge.start
 
-    def recorded(self: Pending) -> list[torch.Tensor]:
-        outs = result(self)
-        for (shared, _), out_TNH in zip(self.parts, outs, strict=True):
-            key = (shared.batch_id, shared.run, place)
-            merges.setdefault(key, []).append(zlib.crc32(out_TNH.contiguous().view(torch.uint8).numpy().tobytes()))
-        return outs
+    def recorded(self: Merge, parts: Any, *, compare: bool) -> Callable[[], list[torch.Tensor]]:
+        result = start(self, parts, compare=compare)
+
+        def outputs() -> list[torch.Tensor]:
+            outs = result()
+            for (shared, _), out_TNH in zip(parts, outs, strict=True):
+                key = (shared.batch_id, shared.run, place)
+                merges.setdefault(key, []).append(zlib.crc32(out_TNH.contiguous().view(torch.uint8).numpy().tobytes()))
+            return outs
+
+        return outputs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pending, "result", recorded)
+        patch.setattr(Merge, "start", recorded)
         with LLM(folder, **options) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
