@@ -58,16 +58,9 @@ class FlashInferPlan:
         if rows.page_indptr[-1] > _MAX_INT32:
             raise OverflowError(f"a page table of {rows.page_indptr[-1]} pages needs 64 bits")
         self.rows = rows
-        self.launches: list[_Launch] | None = None
+        # each a planned wrapper, None for rows without keys, and the queries that it attends for
+        self.launches: list[tuple[Any, slice]] | None = None
         self.shape: LayerShape | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A planned wrapper and the queries that it attends for."""
-
-    wrapper: Any
-    queries: slice
 
 
 class _Wrapper:
@@ -198,11 +191,10 @@ class FlashInferBackend(AttentionBackend):
             plan.shape = shape
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         kv = paged(k_PKH, plan.rows.page_size), paged(v_PKH, plan.rows.page_size)
-        for launch in plan.launches:
-            at = launch.queries
+        for wrapper, at in plan.launches:
             lse = None if lse_TN is None else lse_TN[at]
-            if launch.wrapper is not None:
-                launch.wrapper.run(q_TNH[at], kv, out=out_TNH[at], lse=lse, return_lse=lse is not None)
+            if wrapper is not None:
+                wrapper.run(q_TNH[at], kv, out=out_TNH[at], lse=lse, return_lse=lse is not None)
                 continue
             out_TNH[at] = 0.0
             if lse is not None:
@@ -232,7 +224,7 @@ class FlashInferBackend(AttentionBackend):
         kernels: tuple[Kernel | None, ...] = None, "decode", "fa2", "fa3"
         return [kernels[kind] for kind in kinds.tolist()]
 
-    def _launches(self, plan: FlashInferPlan, shape: LayerShape, device: torch.device) -> list[_Launch]:
+    def _launches(self, plan: FlashInferPlan, shape: LayerShape, device: torch.device) -> list[tuple[Any, slice]]:
         """Plan a wrapper for each run of neighbouring rows that one launch can take."""
         rows, launches, last = plan.rows, [], 0
         if rows.device_pages is None:
@@ -258,7 +250,7 @@ class FlashInferBackend(AttentionBackend):
                     else:
                         queries = _part(rows.q_indptr, start, end)
                         leased.plan(plan, device, queries, *tables, *sizes, causal=causal, **dtypes, **how)
-                launches.append(_Launch(wrapper, slice(int(rows.q_indptr[start]), int(rows.q_indptr[end]))))
+                launches.append((wrapper, slice(int(rows.q_indptr[start]), int(rows.q_indptr[end]))))
         return launches
 
     def _lease(self, kernel: Kernel, shape: LayerShape, device: torch.device) -> _Wrapper:
