@@ -7,7 +7,6 @@ compiler :mod:`medha.attention.torch_backend` serves in its place; both are held
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,8 @@ from medha.cpu.library import function, library
 _WIDEST = 16  # floats of the widest vector that there is
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The rows of a step."""
-
-    arrays: list[npt.NDArray[Any]]  # what the arguments point to
-    arguments: tuple[int, ...]
+_Plan = tuple[tuple[int, ...], list[npt.NDArray[Any]]]
+"""The kernel's arguments for the rows of a step, and the arrays to which they point."""
 
 
 class CpuBackend(AttentionBackend):
@@ -50,7 +45,7 @@ class CpuBackend(AttentionBackend):
         tables = (rows.q_indptr, rows.kv_len, rows.causal, rows.pages, rows.page_indptr)
         kinds = (np.int64, np.int64, np.bool_, np.int32, np.int64)
         arrays: list[npt.NDArray[Any]] = [np.array(table, kind) for table, kind in zip(tables, kinds, strict=True)]
-        return _Plan(arrays, (len(rows), *(array.ctypes.data for array in arrays), rows.page_size))
+        return (len(rows), *(array.ctypes.data for array in arrays), rows.page_size), arrays
 
     def run(
         self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: _Plan
@@ -64,7 +59,7 @@ class CpuBackend(AttentionBackend):
         function("attend", q_TNH.dtype)(
             *(q_TNH.data_ptr(), k_PKH.data_ptr(), v_PKH.data_ptr(), q_TNH.stride(0), *k_PKH.stride()[:2]),
             *(out_TNH.data_ptr(), lse_TN.data_ptr(), q_TNH.shape[1], *k_PKH.shape[1:]),
-            *plan.arguments,
+            *plan[0],
             torch.get_num_threads(),
         )
         return out_TNH, lse_TN
