@@ -38,12 +38,6 @@ def lacks_products(dtype: torch.dtype) -> str | None:
 
 
 @cache
-def _may_tile() -> bool:
-    """Whether the CPU has tile registers (AMX) and the kernel gives them to this process; this asks it to."""
-    return torch.cpu._init_amx()
-
-
-@cache
 def library() -> tuple[ctypes.CDLL | None, str | None]:
     """The kernels, compiled now if they have not been; or in words what is missing for that."""
     compiler = next(
@@ -51,7 +45,8 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     )
     if compiler is None:
         return None, "a C++ compiler (c++, g++, clang++ or $CXX)"
-    flags = (*_FLAGS, f"-DMEDHA_MAY_TILE={int(_may_tile())}")
+    # Whether the CPU has tile registers (AMX) and the kernel gives them to this process, which this asks for.
+    flags = (*_FLAGS, f"-DMEDHA_MAY_TILE={int(torch.cpu._init_amx())}")
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medha"
     try:
         path = kept / f"cpu-{_name_of_build(compiler, flags)}.so"
