@@ -70,30 +70,11 @@ inline void product(const float* a, int row, int column, const float* b, int b_r
 // R queries, scaled and transposed, over a tile of keys of which each sees the first seen[r].
 template <int R>
 void attend_strip(const float* q, const Keys& keys, const int* seen, float* out, float* top, float* sum) {
-    alignas(64) float scores[R][KEYS];
-    float base[R], scale[(R + W - 1) / W * W] = {};
+    alignas(64) float scores[R][KEYS], change[(R + W - 1) / W * W] = {};
     const int num = seen[R - 1], width = (num + W - 1) / W * W, H = keys.H;  // the last query sees most
     product<R>(q, 1, R, keys.kt, KEYS, H, scores[0], KEYS, nullptr, width);
-    for (int r = 0; r < R; r++) {
-        for (int key = seen[r]; key < width; key++) scores[r][key] = -INFINITY;
-        Floats most = load(scores[r]);
-        for (int at = W; at < width; at += W) most = larger(most, load(scores[r] + at));
-        const float now = std::max(top[r], largest(most));
-        base[r] = now == -INFINITY ? 0.0f : now;
-        scale[r] = top[r] - base[r];
-        top[r] = now;
-    }
-    for (int r = 0; r < R; r += W) store(scale + r, exp2_(load(scale + r)));
-    for (int r = 0; r < R; r++) {
-        Floats total = {};
-        for (int at = 0; at < width; at += W) {
-            const Floats x = exp2_(load(scores[r] + at) - base[r]);
-            store(scores[r] + at, x);
-            total += x;
-        }
-        sum[r] = sum[r] * scale[r] + sum_of(total);
-    }
-    product<R>(scores[0], KEYS, 1, keys.v, H, num, out, H, scale, H);
+    softmax(R, width, seen, 1.0f, scores, scores, change, top, sum);
+    product<R>(scores[0], KEYS, 1, keys.v, H, num, out, H, change, H);
 }
 
 template <int R>

@@ -17,6 +17,33 @@ struct Keys {
     int num, H;
 };
 
+// A step of the online softmax: from scores, times scale, of num queries over `width` keys, of which each sees the first seen[r],
+// the weights of the keys, and what the sums so far are to be multiplied by. The weights may take the place of the scores.
+template <int R, int PADDED, class T>
+inline void softmax(int num, int width, const int* seen, float scale, float (&scores)[R][KEYS], T (&weights)[R][KEYS],
+                    float (&change)[PADDED], float* top, float* sum) {
+    float base[R];
+    for (int r = 0; r < num; r++) {
+        for (int key = seen[r]; key < width; key++) scores[r][key] = -INFINITY;
+        Floats most = load(scores[r]);
+        for (int at = W; at < width; at += W) most = larger(most, load(scores[r] + at));
+        const float now = std::max(top[r], largest(most) * scale);
+        base[r] = now == -INFINITY ? 0.0f : now;
+        change[r] = top[r] - base[r];
+        top[r] = now;
+    }
+    for (int r = 0; r < num; r += W) store(change + r, exp2_(load(change + r)));
+    for (int r = 0; r < num; r++) {
+        Floats total = {};
+        for (int at = 0; at < width; at += W) {
+            const Floats x = exp2_(load(scores[r] + at) * scale - base[r]);
+            narrow(x, weights[r] + at);
+            total += x;
+        }
+        sum[r] = sum[r] * change[r] + sum_of(total);
+    }
+}
+
 #if MEDHA_PAIRS
 
 inline void narrow(Floats x, BFloat16* to) {
@@ -198,31 +225,13 @@ class ByPairs {
     void attend(int num, const float* queries, float scale, const Keys& keys, const int* seen, float* out, float* top,
                 float* sum) {
         const int H = keys.H, width = (seen[num - 1] + 2 * W - 1) / (2 * W) * 2 * W;  // the last query sees most
-        constexpr int PADDED = (MOST + W - 1) / W * W;
-        alignas(64) float scores[MOST][KEYS], base[MOST], change[PADDED] = {};
+        alignas(64) float scores[MOST][KEYS], change[(MOST + W - 1) / W * W] = {};
         alignas(64) BFloat16 weights[MOST][KEYS];
         products.score(num, reinterpret_cast<const BFloat16*>(queries), keys, width, scores[0]);
-        for (int r = 0; r < num; r++) {
-            for (int key = seen[r]; key < width; key++) scores[r][key] = -INFINITY;
-            Floats most = load(scores[r]);
-            for (int at = W; at < width; at += W) most = larger(most, load(scores[r] + at));
-            const float now = std::max(top[r], largest(most) * scale);
-            base[r] = now == -INFINITY ? 0.0f : now;
-            change[r] = top[r] - base[r];
-            top[r] = now;
-        }
-        store(change, exp2_(load(change)));
-        for (int r = 0; r < num; r++) {
-            Floats total = {};
-            for (int at = 0; at < width; at += W) {
-                const Floats x = exp2_(load(scores[r] + at) * scale - base[r]);
-                narrow(x, weights[r] + at);
-                total += x;
-            }
-            sum[r] = sum[r] * change[r] + sum_of(total);
+        softmax(num, width, seen, scale, scores, weights, change, top, sum);
+        for (int r = 0; r < num; r++)
             if (change[r] != 1.0f)
                 for (int h = 0; h < H; h += W) store(out + r * H + h, load(out + r * H + h) * change[r]);
-        }
         products.sum(num, weights[0], keys, width, out);
     }
 };
