@@ -41,14 +41,9 @@ class Shared(NamedTuple):
     """The rows of a batch that one KVP span attends to together."""
 
     batch_id: int
-    run: tuple[int, int]  # first and last group
+    groups: range  # of the run
     tokens: slice  # where their tokens lie among those of all shared rows of this rank's part of the batch
     digest: int  # CRC-32 of the rows
-
-    @property
-    def groups(self) -> range:
-        """Those of the run."""
-        return range(self.run[0], self.run[1] + 1)
 
     def check(self, group: int, theirs: list[int]) -> None:
         """Refuse a group whose batch id and digest are others than those of the rows here."""
@@ -169,7 +164,7 @@ class Merge:
 
     def warm(self, device: torch.device) -> None:
         """Use the communicator once; the rank of every KV-parallel group calls it."""
-        shared = Shared(-1, (0, len(self.ranks) - 1), slice(0), 0)
+        shared = Shared(-1, range(len(self.ranks)), slice(0), 0)
         empty = torch.zeros(1, 1, 2, device=device)
         self.start([(shared, (empty, empty[..., 0]))], compare=True)()
 
@@ -179,12 +174,12 @@ def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:
     or those that are dealt."""
     found, start = [], 0
     wanted = (row for row in batch.rows if row.is_shared and row.is_dealt == dealt)
-    for run, its_rows in groupby(wanted, key=lambda row: row.span):
+    for groups, its_rows in groupby(wanted, key=lambda row: row.groups):
         rows = tuple(its_rows)
         slots = {row.slot for row in rows}
         end = start + sum(row.q_len if batch.group is None else row.tokens_on(batch.group) for row in rows)
         theirs = Batch(batch.batch_id, rows, deals=tuple(deal for deal in batch.deals if deal.slot in slots))
-        found.append(Shared(batch.batch_id, run, slice(start, end), theirs.digest()))
+        found.append(Shared(batch.batch_id, groups, slice(start, end), theirs.digest()))
         start = end
     return found
 

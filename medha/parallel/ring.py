@@ -63,9 +63,8 @@ class Ring:
         Raises:
             PlanDivergenceError: the rank behind deals other rows, if they are compared.
         """
-        first, last = shared.run
-        count, index = 1 + last - first, self._own - first
-        previous, following = (self._ranks[first + (index + step) % count] for step in (-1, 1))
+        groups, count, index = shared.groups, len(shared.groups), shared.groups.index(self._own)
+        previous, following = (self._ranks[groups[(index + step) % count]] for step in (-1, 1))
         if compare:
             digest = self._digests.post(previous)
             self._digests.send(shared.batch_id, shared.digest, following)
@@ -79,7 +78,7 @@ class Ring:
             partials.append(attend(owner, block))
             with waiting():
                 if compare and step == 0:
-                    shared.check((index - 1) % count + first, digest())
+                    shared.check(groups[index - 1], digest())
                 for work in works:
                     work.wait()
             if works:

@@ -49,8 +49,8 @@ def dealt_rows(batch: Batch, tables: Tables, page_size: int) -> list[DealtRows]:
     deals = {(deal.slot, deal.group): deal for deal in batch.deals}
     found = []
     for shared in shared_rows(batch, dealt=True):
-        rows = [row for row in batch.rows if row.is_dealt and row.span == shared.run]
-        owners = rows[0].groups
+        owners = shared.groups
+        rows = [row for row in batch.rows if row.is_dealt and row.groups == owners]
         seen, sizes = zip(*(_seen(rows, deals, batch.group, owner, tables, page_size) for owner in owners), strict=True)
         kept = [-(-(deals[row.slot, batch.group].share + row.tokens_on(batch.group)) // page_size) for row in rows]
         pages = np.concatenate([tables[row.slot][:count] for row, count in zip(rows, kept, strict=True)])

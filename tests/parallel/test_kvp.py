@@ -132,8 +132,8 @@ def test_groups_compute_parts_of_the_logits_for_the_one_that_draws(workers: Work
 # -- through the engine -----------------------------------------------------------------------------------
 
 
-Merges = dict[tuple[int, tuple[int, int], int], list[int]]
-"""Checksums of what came of each layer's merge, by batch, run, and place (stage and tensor-parallel index)."""
+Merges = dict[tuple[int, range, int], list[int]]
+"""Checksums of what came of each layer's merge, by batch, groups, and place (stage and tensor-parallel index)."""
 
 
 def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> Any:
@@ -149,7 +149,7 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
         def outputs() -> list[torch.Tensor]:
             outs = result()
             for (shared, _), out_TNH in zip(parts, outs, strict=True):
-                key = (shared.batch_id, shared.run, place)
+                key = (shared.batch_id, shared.groups, place)
                 merges.setdefault(key, []).append(zlib.crc32(out_TNH.contiguous().view(torch.uint8).numpy().tobytes()))
             return outs
 
@@ -166,15 +166,15 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
 
 def check_merges(by_rank: list[Merges], num_groups: int) -> None:
     """Every rank of a run has the same bits of every merge."""
-    everywhere: dict[tuple[int, tuple[int, int], int], list[list[int]]] = {}
+    everywhere: dict[tuple[int, range, int], list[list[int]]] = {}
     for merges in by_rank:
         for key, checksums in merges.items():
             if key[0] >= 0:  # else it warms the communicators
                 everywhere.setdefault(key, []).append(checksums)
     assert len(everywhere) > 10
-    for (_, run, _), (first, *others) in everywhere.items():
-        assert len(others) == run[1] - run[0] < num_groups
-        assert all(other == first for other in others), f"run {run}: the groups have different bits"
+    for (_, groups, _), (first, *others) in everywhere.items():
+        assert len(others) == len(groups) - 1 < num_groups
+        assert all(other == first for other in others), f"{groups}: the groups have different bits"
 
 
 # (kvp, spp, tp, tokens a group): the longest prompt needs every group.

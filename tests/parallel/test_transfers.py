@@ -54,7 +54,7 @@ def count(
         if parts[0][0].batch_id < 0:  # warms the communicator
             return start(self, parts, compare=compare)
         for shared, (out_TNH, lse_TN) in parts:
-            num_others = shared.run[1] - shared.run[0]
+            num_others = len(shared.groups) - 1
             counts["merge"].update(spans=1, peers=num_others, whole=num_others * (out_TNH.nbytes + lse_TN.nbytes))
         now[0] = "merge"
         pending = start(self, parts, compare=compare)

@@ -41,13 +41,13 @@ def test_who_sees_what(plans: list[Plan], groups: int) -> None:
                 num_rings += 1
                 its = named(step.batch, group).flatten().tolist()
                 its = its[len(its) - sum(one.shared.tokens.stop - one.shared.tokens.start for one in step.dealt) :]
-                run, seen = rows.shared.run, [Counter[float]() for _ in its[rows.shared.tokens]]
+                run, seen = rows.shared.groups, [Counter[float]() for _ in its[rows.shared.tokens]]
                 for owner, part in enumerate(rows.seen):
-                    cache, theirs = caches[run[0] + owner], steps[run[0] + owner]
-                    (block,) = [one for one in theirs.dealt if one.shared.run == run]
+                    cache, theirs = caches[run[owner]], steps[run[owner]]
+                    (block,) = [one for one in theirs.dealt if one.shared.groups == run]
                     assert block.shared.digest == rows.shared.digest
                     keys = cache.k[0].flatten()
-                    if run[0] + owner != group:
+                    if run[owner] != group:
                         memory = torch.full((cache.block_size_of(block.block_tokens[owner]),), torch.nan)
                         keys = cache.block(cache.pack(0, block.packed, memory))[0].flatten()
                     query = 0
