@@ -274,7 +274,6 @@ def _rows_at(rows: tuple[Row, ...], at: Ints) -> tuple[Row, ...]:
 class DeviceStep:
     """The arrays of a :class:`StepInput` on the device, and where its new keys and values go."""
 
-    kept: torch.Tensor | None  # batch token and
     targets: torch.Tensor  # pool token of each new key that is kept here
     positions: torch.Tensor
     token_ids: torch.Tensor
@@ -282,19 +281,18 @@ class DeviceStep:
     decode_slots: torch.Tensor
     drawn_tokens: torch.Tensor
     drawn_slots: torch.Tensor
+    kept: torch.Tensor | None = None  # batch token of each new key that is kept here; None if they are all
 
     @classmethod
     def of(cls, step: StepInput, device: torch.device, *, with_pages: bool) -> DeviceStep:
         """Send a step in one copy, with the page tables of its rows if they are read."""
-        kept = step.kept
         ids = _NONE if step.token_ids is None else step.token_ids
         rows = (step.decode_tokens, step.decode_slots, step.drawn_tokens, step.drawn_slots)
         arrays: list[npt.NDArray[Any]] = [step.targets, step.positions, ids, *rows]
+        arrays += [] if step.kept is None else [step.kept]
         dealt = [seen for rows in step.dealt for seen in rows.seen]
         parts = [part for part in (step.own, step.shared, *dealt) if part is not None and with_pages]
-        kept_parts = [] if kept is None else [kept]
-        sent = iter(to_device([*kept_parts, *(part.pages for part in parts), *arrays], device))
-        kept_on_device = None if kept is None else next(sent)
+        sent = iter(to_device([*(part.pages for part in parts), *arrays], device))
         for part in parts:
             part.device_pages = next(sent)
-        return cls(kept_on_device, *sent)
+        return cls(*sent)
