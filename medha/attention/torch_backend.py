@@ -10,9 +10,8 @@ Legend: L query tokens of a row, S keys, N query heads, K KV heads, G = N / K, H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -43,21 +42,13 @@ class _Cut:
     tail: Ranges
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The rows of a step."""
-
-    decodes: tuple[tuple[int, Ranges], ...]  # runs of rows of one query over one range: the first query, the ranges
-    others: tuple[_Cut, ...]
-
-
 class TorchBackend(AttentionBackend):
     """Partial attention through torch's own flash kernels, or plain matrix products where there is none."""
 
     name = "torch"
     reads_pages = False
 
-    def plan(self, rows: AttentionRows) -> _Plan:
+    def plan(self, rows: AttentionRows) -> list[_Cut]:
         """Cut every row; no tensor is made."""
         size, starts = rows.page_size, rows.page_indptr
         # Runs of adjacent pages; each row begins one, if it has any keys.
@@ -68,34 +59,21 @@ class TorchBackend(AttentionBackend):
         counts[last_runs] -= (-rows.kv_len % size)[rows.kv_len > 0]
         ranges = list(zip(firsts.tolist(), counts.tolist(), strict=True))
 
-        q_len, num_runs = rows.q_len, np.diff(run_indptr)
-        is_decode = (q_len == 1) & (num_runs == 1) & (rows.kv_len <= _MOST_KEYS)
-        begins = np.flatnonzero(np.diff(is_decode, prepend=False, append=False)).tolist()
-        decodes = tuple(
-            (int(rows.q_indptr[first]), tuple(ranges[run_indptr[first] : run_indptr[end]]))
-            for first, end in zip(begins[::2], begins[1::2], strict=True)
-        )
-        others = []
-        for row in np.flatnonzero(~is_decode).tolist():
+        cuts = []
+        for row, q_len in enumerate(rows.q_len.tolist()):
             its = tuple(ranges[run_indptr[row] : run_indptr[row + 1]])
-            num_full = int(rows.kv_len[row] - (q_len[row] if rows.causal[row] and q_len[row] > 1 else 0))
-            others.append(_Cut(slice(int(rows.q_indptr[row]), int(rows.q_indptr[row + 1])), *_split(its, num_full)))
-        return _Plan(decodes, tuple(others))
+            num_full = int(rows.kv_len[row] - (q_len if rows.causal[row] and q_len > 1 else 0))
+            cuts.append(_Cut(slice(int(rows.q_indptr[row]), int(rows.q_indptr[row + 1])), *_split(its, num_full)))
+        return cuts
 
     def run(
-        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: _Plan
+        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: list[_Cut]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
         out_TNH = torch.empty_like(q_TNH)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         kernel = _kernel(q_TNH)
-        cuts: Iterable[_Cut] = plan.others
-        if kernel is _cpu_flash:
-            _cpu_decodes(q_TNH, k_PKH, v_PKH, plan.decodes, out_TNH, lse_TN)
-        else:
-            singles = ((first + i, one) for first, ranges in plan.decodes for i, one in enumerate(ranges))
-            cuts = chain((_Cut(slice(at, at + 1), (one,), ()) for at, one in singles), plan.others)
-        for cut in cuts:
+        for cut in plan:
             at = cut.queries
             out_TNH[at], lse_TN[at] = _attend(kernel, q_TNH[at], k_PKH, v_PKH, cut)
         return out_TNH, lse_TN
@@ -154,34 +132,6 @@ def _cpu_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, ca
         return out_1NLH[0].transpose(0, 1), lse_1NL[0].transpose(0, 1)
     out, lse = flash(_fold(q_LNH, k_SKH.shape[1]).unsqueeze(0), k_1KSH, v_1KSH)
     return _unfold(out[0], q_LNH.shape), _unfold(lse[0], q_LNH.shape[:2])
-
-
-def _cpu_decodes(
-    q_TNH: torch.Tensor,
-    k_PKH: torch.Tensor,
-    v_PKH: torch.Tensor,
-    decodes: Sequence[tuple[int, Ranges]],
-    out_TNH: torch.Tensor,
-    lse_TN: torch.Tensor,
-) -> None:
-    """Single queries over one range each, as :func:`_cpu_flash` to the bit, into ``out_TNH`` and ``lse_TN``.
-
-    Views are made once for all of them and results put together at the end: there are hundreds in a step, and of a
-    short context that takes longer than attention.
-    """
-    T, N, H = q_TNH.shape
-    K = k_PKH.shape[1]
-    shape = T, K, N // K
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    k_1KPH, v_1KPH = k_PKH.transpose(0, 1).unsqueeze(0), v_PKH.transpose(0, 1).unsqueeze(0)
-    for first, ranges in decodes:
-        end = first + len(ranges)
-        q_1KGH = q_TNH[first:end].view(-1, 1, *shape[1:], H).unbind(0)
-        parts = [
-            flash(q, k_1KPH.narrow(2, *one), v_1KPH.narrow(2, *one)) for q, one in zip(q_1KGH, ranges, strict=True)
-        ]
-        torch.cat([out for out, _ in parts], out=out_TNH.view(*shape, H)[first:end])
-        torch.cat([lse for _, lse in parts], out=lse_TN.view(shape)[first:end])
 
 
 def _cuda_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, causal: bool) -> Partial:
