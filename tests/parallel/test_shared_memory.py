@@ -72,13 +72,9 @@ def exchange(ranks: Any, group: Any) -> tuple[int, bool]:
     return wrong, is_left
 
 
-def exchanged() -> Any:
-    return on_ranks(exchange)
-
-
 def test_messages_among_changing_ranks_arrive_whole_and_in_order(workers: WorkerPool) -> None:
     """The file is gone before the first of them."""
-    assert workers.run(exchanged, 4) == [(0, False)] * 4
+    assert workers.run(on_ranks, 4, exchange) == [(0, False)] * 4
 
 
 def combine(ranks: Any, group: Any) -> list[str]:
@@ -95,12 +91,8 @@ def combine(ranks: Any, group: Any) -> list[str]:
     return wrong
 
 
-def combined() -> Any:
-    return on_ranks(combine)
-
-
 def test_sums_are_of_the_parts_in_order_of_rank_and_gathered_parts_lie_in_it(workers: WorkerPool) -> None:
-    assert workers.run(combined, 3) == [[]] * 3
+    assert workers.run(on_ranks, 3, combine) == [[]] * 3
 
 
 def lack(ranks: Any, group: Any) -> list[bool]:
@@ -116,12 +108,8 @@ def lack(ranks: Any, group: Any) -> list[bool]:
     return is_there
 
 
-def lacked() -> Any:
-    return on_ranks(lack)
-
-
 def test_where_one_rank_cannot_have_it_none_has(workers: WorkerPool) -> None:
-    assert workers.run(lacked, 2) == [[False, False, True]] * 2
+    assert workers.run(on_ranks, 2, lack) == [[False, False, True]] * 2
 
 
 def talk(ranks: Any, _: Any) -> tuple[int, list[bool]]:
@@ -149,12 +137,8 @@ def talk(ranks: Any, _: Any) -> tuple[int, list[bool]]:
     return wrong, [np.array_equal(follower.receive(), one.token_ids) for one in messages]
 
 
-def talked() -> Any:
-    return on_ranks(talk)
-
-
 def test_lines_carry_messages_whole_and_in_order_and_wait_for_who_is_behind(workers: WorkerPool) -> None:
-    assert workers.run(talked, 3) == [(0, []), (0, [True] * 3), (0, [True] * 3)]
+    assert workers.run(on_ranks, 3, talk) == [(0, []), (0, [True] * 3), (0, [True] * 3)]
 
 
 def fail(ranks: Any, group: Any) -> list[str]:
@@ -168,12 +152,8 @@ def fail(ranks: Any, group: Any) -> list[str]:
     return messages
 
 
-def failed() -> Any:
-    return on_ranks(fail)
-
-
 def test_who_waits_hears_of_a_rank_that_has_failed_and_waits_no_longer_than_for_a_transfer(workers: WorkerPool) -> None:
-    for rank, messages in enumerate(workers.run(failed, 2)):
+    for rank, messages in enumerate(workers.run(on_ranks, 2, fail)):
         assert messages == [
             f"Timed out waiting for rank {1 - rank}: a rank has failed",
             f"Timed out waiting 0 s for rank {1 - rank}",
