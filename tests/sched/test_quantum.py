@@ -12,7 +12,7 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import make_predictor
+from tests.sched.virtual import Steps, make_predictor
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
@@ -28,16 +28,14 @@ def new_scheduler(**options: object) -> Scheduler:
     return Scheduler(config, num_blocks=1 << 16, block_size=16, predictor=PREDICTOR, max_prompt_tokens=400_000)
 
 
-def chunks_of_one(scheduler: Scheduler, slo: SLO | None = None) -> list[tuple[int, int]]:
+def chunks_of_one(slo: SLO | None = None) -> list[tuple[int, int]]:
     """(position, tokens) of the chunks of a long prompt beside a decode with these objectives."""
-    scheduler.add(SchedulerRequest(0, 16, 1 << 16, 0.0, slo))
-    scheduler.add(SchedulerRequest(1, 300_000, 2, 0.0))
+    steps = Steps(new_scheduler(), is_still=True)
+    steps.add(0, 16, 1 << 16, slo)
+    steps.add(1, 300_000, 2)
     chunks: list[tuple[int, int]] = []
-    while not chunks or sum(chunks[-1]) < 300_000:
-        batch = scheduler.schedule(0.0).batch
-        assert batch is not None
-        chunks += [(row.position, row.q_len) for row in batch.rows if row.slot == 1]
-        scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.0)
+    while not steps.times_s[1]:
+        chunks += [(row.position, row.q_len) for row in steps.step()[0].rows if row.slot == 1]
     return chunks
 
 
@@ -53,7 +51,7 @@ def test_the_quantum_is_what_the_least_efficient_chunk_takes() -> None:
 
 def test_no_chunk_is_read_slowly_for_the_sake_of_the_quantum() -> None:
     """Not even behind 300,000 tokens, beside a decode: without an objective the batch takes longer."""
-    for position, tokens in chunks_of_one(new_scheduler())[:-1]:
+    for position, tokens in chunks_of_one()[:-1]:
         rates = rates_behind(position)
         rate = tokens / PREDICTOR.tick().with_chunk(tokens, position)
         assert rate >= 0.84 * max(rates.values()), position
@@ -62,7 +60,7 @@ def test_no_chunk_is_read_slowly_for_the_sake_of_the_quantum() -> None:
 @pytest.mark.parametrize("slo", [SLO(tpot_s=0.05), SLO(tpot_s=0.1)])
 def test_an_objective_makes_chunks_as_small_as_it_needs(slo: SLO) -> None:
     assert slo.tpot_s is not None
-    for position, tokens in chunks_of_one(new_scheduler(), slo)[1:]:  # the first is beside its prompt
+    for position, tokens in chunks_of_one(slo)[1:]:  # the first is beside its prompt
         alone_s = PREDICTOR.tick().with_chunk(tokens, position)
         assert alone_s <= slo.tpot_s or tokens <= 64, position
 
@@ -75,42 +73,23 @@ def test_a_class_goes_first_by_default() -> None:
     assert batch is not None and batch.rows[0].slot == 1
 
 
-def served(
-    scheduler: Scheduler, outputs: dict[int, int], long_slot: int
-) -> tuple[dict[int, list[float]], float, float]:
-    """Times of each request's tokens, by predicted seconds, to when the long prompt is read; and the seconds of
-    batches with a chunk of it, and of those without."""
-    now_s, with_s, without_s = 0.0, 0.0, 0.0
-    times: dict[int, list[float]] = {slot: [] for slot in outputs}
-    while not times[long_slot]:
-        decision = scheduler.schedule(now_s)
-        assert decision.batch is not None and decision.prediction is not None
-        seconds = decision.prediction.seconds
-        now_s += seconds
-        has_long = any(row.slot == long_slot for row in decision.batch.rows)
-        with_s, without_s = (with_s + seconds, without_s) if has_long else (with_s, without_s + seconds)
-        results = []
-        for row in decision.batch.rows:
-            if row.samples:
-                times[row.slot].append(now_s)
-                results.append((row.slot, 1, len(times[row.slot]) == outputs[row.slot]))
-        scheduler.complete(decision.batch, now_s, results, 0.0)
-    return times, with_s, without_s
-
-
 def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
     """Beside decodes that never end the seconds of one kind bound those of the other, and tokens come more quickly."""
     quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
     means_s = []
     for share in (0.0, 0.05, 0.2):
-        scheduler = new_scheduler(interactive_share=share)
+        steps = Steps(new_scheduler(interactive_share=share))
         for slot in range(4):
-            scheduler.add(SchedulerRequest(slot, 64, 1 << 16, 0.0))
-        scheduler.add(SchedulerRequest(9, 300_000, 1, 0.0))
-        times, with_s, without_s = served(scheduler, dict.fromkeys(range(4), 1 << 16) | {9: 1}, 9)
+            steps.add(slot, 64, 1 << 16)
+        steps.add(9, 300_000)
+        seconds = {True: 0.0, False: 0.0}  # of batches with a chunk of the long prompt, and without
+        while not steps.times_s[9]:
+            batch, taken_s = steps.step()
+            seconds[any(row.slot == 9 for row in batch.rows)] += taken_s
         first_s = 4 * quantum_s * (share > 0)  # there from the start
-        assert 0.95 * share * with_s + first_s <= without_s <= share * with_s + first_s + 1.0  # and the first prompts
-        means_s.append(times[9][0] / len(times[0]))
+        least_s, most_s = (part * share * seconds[True] + first_s for part in (0.95, 1.0))
+        assert least_s <= seconds[False] <= most_s + 1.0  # and the first prompts
+        means_s.append(steps.now_s / len(steps.times_s[0]))
     assert means_s[1] < 0.3 * means_s[0] and means_s[2] < 0.6 * means_s[1]
 
 
@@ -118,46 +97,35 @@ def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
     """From when it comes: each of its tokens takes what it takes alone, as long as there is time spared."""
     gaps: dict[float, float] = {}
     for share in (0.0, 0.05):
-        scheduler = new_scheduler(interactive_share=share)
-        scheduler.add(SchedulerRequest(9, 300_000, 1, 0.0))
-        now_s = 0.0
+        steps = Steps(new_scheduler(interactive_share=share))
+        steps.add(9, 300_000)
         for _ in range(200):  # the long one alone: time is spared
-            decision = scheduler.schedule(now_s)
-            assert decision.batch is not None and decision.prediction is not None
-            now_s += decision.prediction.seconds
-            scheduler.complete(decision.batch, now_s, [], 0.0)
-        scheduler.add(SchedulerRequest(1, 100, 8, now_s))
-        arrival_s, num_tokens = now_s, 0
-        while num_tokens < 8:
-            decision = scheduler.schedule(now_s)
-            assert decision.batch is not None and decision.prediction is not None
-            now_s += decision.prediction.seconds
-            done = [(row.slot, 1, num_tokens == 7) for row in decision.batch.rows if row.samples]
-            num_tokens += len(done)
-            scheduler.complete(decision.batch, now_s, done, 0.0)
-        gaps[share] = now_s - arrival_s
+            steps.step()
+        steps.add(1, 100, 8)
+        arrival_s = steps.now_s
+        while len(steps.times_s[1]) < 8:
+            steps.step()
+        gaps[share] = steps.now_s - arrival_s
     assert gaps[0.05] < 0.5 * gaps[0.0]
 
 
 def batches_of_shorts(scheduler: Scheduler) -> tuple[int, float, float]:
     """A short prompt of one token's answer comes with every third batch beside a long one. How many of eighty have
     batches without the long one, and the seconds of batches without and with it."""
-    scheduler.add(SchedulerRequest(9, 300_000, 1, 0.0))
-    now_s, num_own, num_there, seconds = 0.0, 0, 0, [0.0, 0.0]
+    steps = Steps(scheduler)
+    steps.add(9, 300_000)
+    num_own, seconds, is_there = 0, [0.0, 0.0], False
     for step in range(240):
         if step % 3 == 2:
-            scheduler.add(SchedulerRequest(1, 20, 1, now_s))
-            num_there += 1
+            steps.add(1, 20)
+            is_there = True
         while True:
-            decision = scheduler.schedule(now_s)
-            assert decision.batch is not None and decision.prediction is not None
-            slots = {row.slot for row in decision.batch.rows}
-            now_s += decision.prediction.seconds
-            seconds[9 in slots] += decision.prediction.seconds
-            num_there -= 1 in slots
+            batch, taken_s = steps.step()
+            slots = {row.slot for row in batch.rows}
+            seconds[9 in slots] += taken_s
             num_own += slots == {1}
-            scheduler.complete(decision.batch, now_s, [(1, 1, True)] if 1 in slots else [], 0.0)
-            if not num_there:
+            is_there &= 1 not in slots
+            if not is_there:
                 break
     return num_own, seconds[0], seconds[1]
 
@@ -177,18 +145,15 @@ def test_decodes_of_several_groups_share_batches_of_half_the_time_that_is_set(op
     config = SchedulerConfig(rho_max=0.0, interactive_share=0.2, **{option: 0.4})  # type: ignore[arg-type]
     predictor = make_predictor(kvp=2, max_tokens=2048)
     scheduler = Scheduler(config, num_blocks=1 << 16, block_size=16, num_groups=2, predictor=predictor)
+    steps = Steps(scheduler, is_still=True)
     for slot, lengths in enumerate([(300_000, 1), (300_000, 1), (16, 30)]):
-        scheduler.add(SchedulerRequest(slot, *lengths, 0.0))
+        steps.add(slot, *lengths)
     found: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(60):
-        decision = scheduler.schedule(0.0)
-        assert decision.batch is not None and decision.prediction is not None
+        batch, seconds = steps.step()
         if found[True]:
-            assert {row.group for row in decision.batch.rows if row.slot < 2} == {0, 1}
-        sampling = [row.slot for row in decision.batch.rows if row.samples]
-        found[bool(decision.batch.num_decodes)].append(decision.prediction.seconds)
-        is_last = len(found[True]) == 29
-        scheduler.complete(decision.batch, 0.0, [(slot, 1, is_last) for slot in sampling], 0.0)
+            assert {row.group for row in batch.rows if row.slot < 2} == {0, 1}
+        found[bool(batch.num_decodes)].append(seconds)
     assert len(found[True]) == 29 and all(0.15 < seconds <= 0.2 for seconds in found[True])
     assert all(0.35 < seconds <= 0.4 for seconds in found[False])
 
@@ -196,17 +161,14 @@ def test_decodes_of_several_groups_share_batches_of_half_the_time_that_is_set(op
 def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list[tuple[float, float, int]]:
     """Start, predicted seconds and tokens of the batches that read 30,000 tokens from 0 on; short prompts come at
     ``decision_s``, each answered at once."""
-    scheduler.add(SchedulerRequest(9, 30_000, 1, 0.0))
-    now_s, position, found = 0.0, 0, []
-    while position < 30_000:
-        if decision_s and now_s >= decision_s[0]:
-            scheduler.add(SchedulerRequest(1, 100, 1, decision_s.pop(0)))
-        decision = scheduler.schedule(now_s)
-        assert decision.batch is not None and decision.prediction is not None
-        found.append((now_s, decision.prediction.seconds, sum(row.q_len for row in decision.batch.rows)))
-        position += sum(row.q_len for row in decision.batch.rows if row.slot == 9)
-        now_s += decision.prediction.seconds
-        scheduler.complete(decision.batch, now_s, [(r.slot, 1, True) for r in decision.batch.rows if r.samples], 0.0)
+    steps, found = Steps(scheduler), []
+    steps.add(9, 30_000)
+    while not steps.times_s[9]:
+        start_s = steps.now_s
+        if decision_s and start_s >= decision_s[0]:
+            steps.add(1, 100, arrival_s=decision_s.pop(0))
+        batch, seconds = steps.step()
+        found.append((start_s, seconds, sum(row.q_len for row in batch.rows)))
     return found
 
 
@@ -227,22 +189,19 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
 def test_prompts_one_after_the_other_take_such_batches_too() -> None:
     """Nobody's first token waits for them: a batch goes on behind the first that ends for a quantum at most."""
     quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
-    scheduler = new_scheduler()
+    steps = Steps(new_scheduler())
     for slot in range(4):
-        scheduler.add(SchedulerRequest(slot, 6000, 1, 0.0))
-    now_s, longest_s, ends_s = 0.0, 0.0, []
+        steps.add(slot, 6000)
+    longest_s, ends_s = 0.0, list[float]()
     while len(ends_s) < 4:
-        decision = scheduler.schedule(now_s)
-        assert decision.batch is not None and decision.prediction is not None
-        seconds, ended = decision.prediction.seconds, [row for row in decision.batch.rows if row.samples]
-        assert len(ended) <= 1
-        assert seconds <= quantum_s or len(decision.batch.rows) == 1 or not ended
-        now_s += seconds
+        batch, seconds = steps.step()
+        num_ended = sum(row.samples for row in batch.rows)
+        assert num_ended <= 1
+        assert seconds <= quantum_s or len(batch.rows) == 1 or not num_ended
         longest_s = max(longest_s, seconds * (len(ends_s) < 3))  # while others wait
-        ends_s += [now_s] * len(ended)
-        scheduler.complete(decision.batch, now_s, [(row.slot, 1, True) for row in ended], 0.0)
+        ends_s += [steps.now_s] * num_ended
     assert 3.5 * quantum_s < longest_s <= 4 * quantum_s
-    alone_s = scheduler.prefill_left_s(0, 6000)
+    alone_s = steps.scheduler.prefill_left_s(0, 6000)
     assert all(end_s < (place + 1.1) * alone_s for place, end_s in enumerate(ends_s))
 
 
@@ -256,25 +215,20 @@ def test_work_left_is_that_at_the_budget_in_force() -> None:
     """What a slack counts beside decodes whose objective leaves little is what the rest takes, not what it would alone;
     once they are gone it is that again."""
     scheduler, num_decodes, num_tokens = new_scheduler(), 24, 20_000
+    steps, said_s, alone_s = Steps(scheduler), [], []
     for slot in range(num_decodes):
-        scheduler.add(SchedulerRequest(slot, 64, 1 << 12, 0.0, SLO(tpot_s=0.2)))
-    deadline_s = scheduler.add(SchedulerRequest(99, num_tokens, 1, 0.0)).deadline_s
-    now_s, said_s, alone_s = 0.0, [], []
-    while True:
-        decision = scheduler.schedule(now_s)
-        assert decision.batch is not None and decision.prediction is not None
-        for row, slack_s in zip([r for r in decision.batch.rows if not r.is_decode], decision.slack_s, strict=True):
+        steps.add(slot, 64, 1 << 12, SLO(tpot_s=0.2))
+    deadline_s = steps.add(99, num_tokens).deadline_s
+    while not steps.times_s[99]:
+        start_s = steps.now_s
+        batch, seconds = steps.step()
+        for row, slack_s in zip([r for r in batch.rows if not r.is_decode], steps.decision.slack_s, strict=True):
             if row.slot == 99:
-                said_s.append((now_s + decision.prediction.seconds, deadline_s - now_s - slack_s))
+                said_s.append((start_s + seconds, deadline_s - start_s - slack_s))
                 alone_s.append(scheduler._queue.left_s(row.kv_len, num_tokens))
-        now_s += decision.prediction.seconds
-        done = [row.slot for row in decision.batch.rows if row.samples]
-        scheduler.complete(decision.batch, now_s, [(slot, 1, slot == 99) for slot in done], 0.0)
-        if 99 in done:
-            break
     third = len(said_s) // 3
     then_s, left_s = said_s[third]
-    assert left_s == pytest.approx(now_s - then_s, rel=0.1)
+    assert left_s == pytest.approx(steps.now_s - then_s, rel=0.1)
     assert left_s > 1.2 * alone_s[third]
     for slot in range(num_decodes):
         scheduler.cancel(slot)
@@ -287,40 +241,37 @@ def on_two_groups(**options: Any) -> Scheduler:
 
 
 def test_what_a_prompt_yields_on_a_group_goes_back_to_it_where_the_rest_is_too_little_for_a_chunk() -> None:
-    scheduler, depth = on_two_groups(t_target_s=0.4), efficient_kv(PREDICTOR, 0.3, 64)
+    depth = efficient_kv(PREDICTOR, 0.3, 64)
+    steps = Steps(on_two_groups(t_target_s=0.4), is_still=True)
     for slot in range(2):
-        scheduler.add(SchedulerRequest(slot, depth + 5000, 1, 0.0))
+        steps.add(slot, depth + 5000)
     num_done = num_shared = 0
     while num_done < depth + 1000:
         if num_done > depth:
-            scheduler.add(SchedulerRequest(2, 16, 1, 0.0))
-        batch = scheduler.schedule(0.0).batch
-        assert batch is not None
+            steps.add(2, 16)
+        batch, _ = steps.step()
         longs = {row.group: row for row in batch.rows if row.slot < 2}
         assert longs.keys() == {0, 1}
         num_done, num_shared = longs[0].kv_len, num_shared + len(batch.rows) - 2
-        scheduler.complete(batch, 0.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.0)
     assert num_shared > 5
 
 
 def test_a_group_computes_for_as_long_as_the_slowest() -> None:
     """A chunk behind a long context takes several quanta; a prompt that begins on another group reads meanwhile."""
-    scheduler, depth = on_two_groups(interactive_share=0.0), efficient_kv(PREDICTOR, 0.9, 64)
+    depth = efficient_kv(PREDICTOR, 0.9, 64)
+    steps = Steps(on_two_groups(interactive_share=0.0), is_still=True)
     for slot in range(2):  # one that is alone would be spread
-        scheduler.add(SchedulerRequest(slot, depth + 5000, 1, 0.0))
+        steps.add(slot, depth + 5000)
     position = 0
     while position < depth:
-        batch = scheduler.schedule(0.0).batch
-        assert batch is not None
-        position = batch.rows[0].kv_len
-        scheduler.complete(batch, 0.0, [], 0.0)
-    scheduler.cancel(1)
-    scheduler.add(SchedulerRequest(2, depth, 1, 0.0))
-    decision = scheduler.schedule(0.0)
-    assert decision.batch is not None and decision.prediction is not None
-    assert decision.prediction.seconds > 2 * decision.prediction.budget_s
-    first_s = PREDICTOR.tick().with_chunk(next(row.q_len for row in decision.batch.rows if row.slot == 2), 0)
-    assert 0.8 * decision.prediction.seconds < first_s <= 1.01 * decision.prediction.seconds
+        position = steps.step()[0].rows[0].kv_len
+    steps.scheduler.cancel(1)
+    steps.add(2, depth)
+    batch, seconds = steps.step()
+    prediction = steps.decision.prediction
+    assert prediction is not None and seconds > 2 * prediction.budget_s
+    first_s = PREDICTOR.tick().with_chunk(next(row.q_len for row in batch.rows if row.slot == 2), 0)
+    assert 0.8 * seconds < first_s <= 1.01 * seconds
 
 
 @pytest.mark.parametrize(("lengths", "num_blocks", "widths"), [

@@ -15,7 +15,7 @@ from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
-from medha.sched.decision import Decision, Observer, Preempted, SchedulerRequest
+from medha.sched.decision import Admitted, Decision, Observer, Preempted, SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
@@ -153,6 +153,42 @@ def make_scheduler(world: dict[str, Any]) -> Scheduler:
 
 
 Seconds = Callable[[Batch], float]
+
+
+class Steps:
+    """Runs batches one after the other, each for the predicted time; a request ends with its last token,
+    and nothing is learned.
+
+    With ``is_still`` the clock stays at 0.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, is_still: bool = False) -> None:
+        self.scheduler, self.is_still, self.now_s = scheduler, is_still, 0.0
+        self.decision = Decision()
+        self.times_s: dict[int, list[float]] = {}  # of each request's tokens, by slot
+        self._max_new: dict[int, int] = {}
+
+    def add(
+        self, slot: int, num_prompt: int, max_new: int = 1, slo: SLO | None = None, *, arrival_s: float | None = None
+    ) -> Admitted:
+        """Queue a request that arrives now, or has arrived before."""
+        self.times_s[slot], self._max_new[slot] = [], max_new
+        return self.scheduler.add(
+            SchedulerRequest(slot, num_prompt, max_new, self.now_s if arrival_s is None else arrival_s, slo)
+        )
+
+    def step(self) -> tuple[Batch, float]:
+        """Run the next batch; it, and its predicted seconds."""
+        self.decision = self.scheduler.schedule(self.now_s)
+        batch, prediction = self.decision.batch, self.decision.prediction
+        assert batch is not None and prediction is not None
+        self.now_s += 0.0 if self.is_still else prediction.seconds
+        sampling = [row.slot for row in batch.rows if row.samples]
+        for slot in sampling:
+            self.times_s[slot].append(self.now_s)
+        ends = [(slot, 1, len(self.times_s[slot]) == self._max_new[slot]) for slot in sampling]
+        self.scheduler.complete(batch, self.now_s, ends, 0.0)
+        return batch, prediction.seconds
 
 
 @dataclass
