@@ -23,8 +23,7 @@ from medha.parallel.kvp import Merge, shared_draws, shared_rows
 from medha.parallel.mesh import make_merge_group
 from medha.parallel.shared_memory import share_memory
 from medha.parallel.spp import Digests
-from medha.params import SamplingParams
-from tests.parallel.test_layouts import NUM_TOKENS, reference
+from tests.parallel.test_layouts import NUM_TOKENS, generate, reference
 from tests.parallel.test_shared_memory import on_ranks
 from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
@@ -136,10 +135,8 @@ Merges = dict[tuple[int, range, int], list[int]]
 """Checksums of what came of each layer's merge, by batch, groups, and place (stage and tensor-parallel index)."""
 
 
-def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> Any:
+def generate_and_record(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> Any:
     """On each rank: the tokens, the merges in which it took part, and the blocks left in use."""
-    from medha import LLM
-
     merges: Merges = {}
     place, start = int(os.environ["RANK"]) % (options["spp"] * options["tp"]), Merge.start
 
@@ -157,11 +154,8 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Merge, "start", recorded)
-        with LLM(folder, **options) as llm:
-            params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-            left = llm.engine.scheduler.memory.num_used if llm.is_driver else 0
-    return [output.outputs[0].token_ids for output in outputs], merges, left
+        tokens, left = generate(folder, options, prompts, NUM_TOKENS)
+    return tokens, merges, left
 
 
 def check_merges(by_rank: list[Merges], num_groups: int) -> None:
@@ -196,7 +190,7 @@ def test_tokens_are_those_of_transformers(
     prompts, expected = reference(tmp_path, "llama", False, lengths, num_layers=3)
     options = {"kvp": kvp, "spp": spp, "tp": tp, "max_kv_per_group": share, "chunk_size": 97, "block_size": 64}
     options |= {"max_batch_tokens": 160, "num_kv_blocks": 40, "async_scheduling": True}
-    answers = workers.run(generate, kvp * spp * tp, str(tmp_path), options, prompts)
+    answers = workers.run(generate_and_record, kvp * spp * tp, str(tmp_path), options, prompts)
     assert answers[0][0] == expected
     check_merges([merges for _, merges, _ in answers], kvp)
     assert [left for *_, left in answers] == [0] * len(answers)

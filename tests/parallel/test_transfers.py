@@ -13,7 +13,7 @@ from medha.parallel import kvp
 from medha.parallel.kvp import Merge
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import StagePipe
-from medha.params import SamplingParams
+from tests.parallel.test_layouts import generate
 from tests.parallel.workers import WorkerPool
 from tests.serving import random_ids
 
@@ -28,8 +28,6 @@ def count(
 ) -> tuple[list[list[int]], Counts]:
     """On each rank: tokens, and what it sends; parts of more than ``most_bytes`` by the group. The sends of digests are
     told by their group."""
-    from medha import LLM
-
     counts: Counts = {"pipe": Counter(), "merge": Counter(), "gloo": Counter()}
     now = ["gloo"]
     isend, buffer, send, start = dist.isend, SharedMemory.buffer, StagePipe.send, Merge.start
@@ -68,10 +66,8 @@ def count(
         patch.setattr(kvp, "MOST_BYTES", most_bytes)
         patch.setattr(dist, "isend", counted)
         patch.setattr(dist.distributed_c10d, "isend", counted)
-        with LLM(folder, **options) as llm:
-            wanted = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted)
-    return [output.outputs[0].token_ids for output in outputs], counts
+        tokens, _ = generate(folder, options, prompts, 4)
+    return tokens, counts
 
 
 OPTIONS = {"block_size": 16, "num_kv_blocks": 64, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
