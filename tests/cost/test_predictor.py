@@ -7,13 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, MixedAttention
+from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, Link, MixedAttention
 from medha.cost.predictor import MIN_SECONDS, Predictor, Tick, Work
-from tests.sched.costs import KEY, PLAIN, coefficients
+from tests.sched.costs import FREE, PLAIN, coefficients
 
-FREE = Coefficients(
-    KEY, Curve((1.0,), (0.0,)), ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,)), DecodeAttention((1.0,), (0.0,), (0.0,))
-)
 LENGTHS = st.integers(0, 10_000_000) | st.integers(0, 300)
 RUNS = st.none() | st.just((0, 1)) | st.just((1, 3))
 

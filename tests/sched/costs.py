@@ -35,6 +35,11 @@ PLAIN = Coefficients(
 )
 """A stage that runs segments one after the other."""
 
+FREE = Coefficients(
+    KEY, Curve((1.0,), (0.0,)), ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,)), DecodeAttention((1.0,), (0.0,), (0.0,))
+)
+"""A stage that takes no time; a test replaces what it is about."""
+
 
 def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int) -> int:
     """Cached tokens behind which a chunk alone takes at most ``budget_s``."""

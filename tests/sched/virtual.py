@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Deal, Row, Swap
 from medha.config import SCHEDULERS, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
-from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
+from medha.cost.coefficients import Curve
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
@@ -19,7 +19,7 @@ from medha.sched.decision import Admitted, Decision, Observer, Preempted, Schedu
 from medha.sched.memory import KVMemory
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
-from tests.sched.costs import KEY
+from tests.sched.costs import FREE
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -46,9 +46,7 @@ def make_predictor(*, max_tokens: int = 2048, kvp: int = 1, attention: float = 1
 
 def by_tokens(max_tokens: int = 16384) -> Predictor:
     """One of which every token takes a millisecond, whatever it sees."""
-    chunks = ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,))
-    decodes = DecodeAttention((1.0,), (0.0,), (0.0,))
-    return Predictor(Coefficients(KEY, Curve((1.0, 2.0), (1e-3, 2e-3)), chunks, decodes), max_tokens=max_tokens)
+    return Predictor(replace(FREE, linear=Curve((1.0, 2.0), (1e-3, 2e-3))), max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)

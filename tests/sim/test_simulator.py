@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
+from medha.cost.coefficients import Curve
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.sched.memory import KVMemory
@@ -25,7 +25,7 @@ from medha.sim.simulator import Simulation
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace, trace_stats
 from tests.commands import run_python
-from tests.sched.costs import KEY
+from tests.sched.costs import FREE
 
 SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
 SYSTEMS = ("lars", "fcfs", "sarathi", "vllm", "orca", "static")
@@ -283,42 +283,29 @@ def test_one_server_of_equal_services_waits_as_the_formula_says(load: float) -> 
     assert wait_s.mean() == pytest.approx(expected_s, rel=0.15)
 
 
-def equal_stage(seconds: float) -> Predictor:
-    """Any batch takes the same."""
-    nothing = (0.0, 0.0)
-    return Predictor(
-        Coefficients(
-            key=KEY,
-            linear=Curve((1.0, 4096.0), (seconds, seconds)),
-            chunks=ChunkAttention((1.0, 4096.0), nothing, nothing, nothing, tile=1),
-            decodes=DecodeAttention((1.0, 64.0), nothing, nothing),
-            host_s=0.0,
-        ),
-        max_tokens=4096,
-    )
+STEP_S = 0.01  # of any batch in a stage
+
+
+def piped(spp: int, trace: Trace, *, control_s: float = 0.0, is_async: bool = False) -> Outcome:
+    """A run on equal stages, in chunks of 128 tokens."""
+    stage = Predictor(replace(FREE, linear=Curve((1.0, 4096.0), (STEP_S, STEP_S))), max_tokens=4096)
+    config = SchedulerConfig("sarathi", chunk_size=128, depth=spp + 1, async_scheduling=is_async)
+    scheduler = Scheduler(config, num_blocks=100, block_size=256, predictor=stage)
+    pipeline = Pipeline([stage.uncorrected()] * spp, control_s=control_s, is_async=is_async)
+    return Simulation(scheduler, pipeline, trace).run()
 
 
 @pytest.mark.parametrize(("spp", "num_chunks"), [(1, 5), (2, 1), (3, 7), (4, 64)])
 def test_a_perfect_pipeline_takes_one_step_a_chunk_and_one_a_further_stage(spp: int, num_chunks: int) -> None:
-    step_s = 0.01
-    config = SchedulerConfig("sarathi", chunk_size=128, depth=spp + 1)
-    scheduler = Scheduler(config, num_blocks=100, block_size=256, predictor=equal_stage(0.01))
-    pipeline = Pipeline([equal_stage(step_s)] * spp)
-    trace = Trace(np.zeros(1), np.array([128 * num_chunks - 5]), np.ones(1, np.int64))
-    outcome = Simulation(scheduler, pipeline, trace).run()
+    outcome = piped(spp, Trace(np.zeros(1), np.array([128 * num_chunks - 5]), np.ones(1, np.int64)))
     steps = num_chunks + spp - 1
-    assert outcome.requests.first_token_s[0] == pytest.approx(steps * step_s, rel=1e-9)
-    np.testing.assert_allclose(outcome.stage_busy_s, [[num_chunks * step_s] * spp])
-    np.testing.assert_allclose(outcome.stage_bubble_s, [[(spp - 1) * step_s] * spp], atol=1e-12)
+    assert outcome.requests.first_token_s[0] == pytest.approx(steps * STEP_S, rel=1e-9)
+    np.testing.assert_allclose(outcome.stage_busy_s, [[num_chunks * STEP_S] * spp])
+    np.testing.assert_allclose(outcome.stage_bubble_s, [[(spp - 1) * STEP_S] * spp], atol=1e-12)
 
 
 def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
-    scheduler = Scheduler(
-        SchedulerConfig("sarathi", depth=4), num_blocks=100, block_size=256, predictor=equal_stage(0.01)
-    )
-    pipeline = Pipeline([equal_stage(0.01)] * 3)
-    trace = Trace(np.array([0.0, 9.0]), np.array([100, 100]), np.array([11, 1]))
-    outcome = Simulation(scheduler, pipeline, trace).run()
+    outcome = piped(3, Trace(np.array([0.0, 9.0]), np.array([100, 100]), np.array([11, 1])))
     assert outcome.requests.finish_s.tolist() == pytest.approx([0.33, 9.03])
     np.testing.assert_allclose(outcome.stage_busy_s, [[0.12] * 3])
     np.testing.assert_allclose(outcome.stage_bubble_s, [[0.24] * 3])  # the idle time between the two is none
@@ -328,11 +315,8 @@ def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_batch_enters_later_by_the_control_latency(control_s: float, is_async: bool) -> None:
     """A decode alone pays for it at each token where its token has to be known, and is sent ahead where not."""
-    config = SchedulerConfig("sarathi", depth=4, async_scheduling=is_async)
-    scheduler = Scheduler(config, num_blocks=100, block_size=256, predictor=equal_stage(0.01))
-    pipeline = Pipeline([equal_stage(0.01)] * 3, control_s=control_s, is_async=is_async)
     trace = Trace(np.zeros(1), np.array([100]), np.array([11]))
-    outcome = Simulation(scheduler, pipeline, trace).run()
+    outcome = piped(3, trace, control_s=control_s, is_async=is_async)
     assert outcome.requests.finish_s[0] == pytest.approx(0.33 + control_s * (1 if is_async else 11))
     assert outcome.requests.first_token_s[0] == pytest.approx(0.03 + control_s)
 

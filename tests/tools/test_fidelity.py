@@ -12,11 +12,12 @@ import pytest
 
 from medha.cli.report import print_report
 from medha.config import EngineConfig
-from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
+from medha.cost.coefficients import Curve, ProfileKey
 from medha.cost.hardware import LinkRates
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from tests.bench.shapes import TINY
+from tests.sched.costs import FREE
 from tests.tools import write
 from tools.command import run_tool
 from tools.fidelity import fidelity, fidelity_command, read_run
@@ -306,9 +307,7 @@ TOY = LiveOptions(
 
 
 def test_a_simulation_of_known_costs_and_its_comparison() -> None:
-    key = ProfileKey("", "", "", "", "", num_threads=1, block_size=256, torch_version="")
-    free = ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,), tile=16), DecodeAttention((1.0,), (0.0,), (0.0,))
-    coefficients = Coefficients(key, Curve((1.0, 1000.0), (0.01, 0.01)), *free)
+    coefficients = replace(FREE, linear=Curve((1.0, 1000.0), (0.01, 0.01)))
     config = EngineConfig.from_flat("nothing", max_model_len=500, num_kv_blocks=100, block_size=256)
     mix, is_long = make_mix(TOY)
     trace = spread(mix, 10.0, seed=0)
