@@ -19,7 +19,7 @@ from medha.serve.keys import Key
 from medha.serve.service import Service
 from medha.serve.web import bound, listening
 from tests.commands import LIMIT_S
-from tests.serving import random_ids
+from tests.serving import Model, random_ids
 
 PATH = "/v1/completions"
 Answered = tuple[int, Any, dict[str, str]]
@@ -131,3 +131,9 @@ def start() -> Iterator[Start]:
     """Starts servers, which end with the test."""
     with ExitStack() as stack:
         yield lambda *given, **options: stack.enter_context(served(*given, **options))
+
+
+@pytest.fixture
+def server(start: Start, bytes_model: Model) -> Server:
+    """A server of the byte model, with room for long requests."""
+    return start(bytes_model.engine(num_blocks=512))

@@ -66,9 +66,8 @@ def ask_wide(client: socket.socket, server: Server, max_tokens: int, n: int) -> 
     client.sendall(sent(asked(0, max_tokens, messages=messages, prompt=None, **wide), "/v1/chat/completions"))
 
 
-def test_a_slow_reader_holds_up_itself_alone(start: Start, bytes_model: Model) -> None:
+def test_a_slow_reader_holds_up_itself_alone(server: Server) -> None:
     """What sockets do not hold waits for it, and it gets all in the end."""
-    server = start(bytes_model.engine(num_blocks=512))
     with socket.socket() as client:
         ask_wide(client, server, 1000, 4)
         wait_until(lambda: server.engine.has_unfinished)
@@ -148,9 +147,8 @@ def test_a_connection_that_asks_again_stays(start: Start, bytes_model: Model, mo
     pytest.fail("no head was in time")
 
 
-def test_what_is_too_wide_is_refused_soon(start: Start, bytes_model: Model) -> None:
+def test_what_is_too_wide_is_refused_soon(server: Server) -> None:
     """Many completions; many values; ids that are none."""
-    server = start(bytes_model.engine())
     assert server.post(PATH, asked(5, 1, n=513, temperature=1))[1]["error"]["param"] == "n"
     assert server.post(PATH, {"prompt": ["a"] * 257, "n": 2})[1]["error"]["param"] == "n"
     assert server.post(PATH, b'{"prompt": "a", "x": [' + b"[]," * 300_000 + b"[]]}")[0] == 400
@@ -201,8 +199,7 @@ def test_malformed_bodies_are_refused_and_leave_nothing(start: Start, bytes_mode
     assert_empty(server.engine)
 
 
-def test_an_error_does_not_repeat_what_was_sent(start: Start, bytes_model: Model) -> None:
-    server = start(bytes_model.engine())
+def test_an_error_does_not_repeat_what_was_sent(server: Server) -> None:
     for field in ("prompt", "stop", "temperature", "priority", "logit_bias", "slo", "stream", "model", "seed"):
         for value in ("SECRET" * 60, ["SECRET" * 60], {"SECRET": "SECRET"}):
             status, told, _ = server.post(PATH, {"prompt": "x", "max_tokens": 1, field: value})
@@ -271,9 +268,8 @@ def test_bodies_together_have_a_limit(start: Start, bytes_model: Model, monkeypa
         assert server.post(PATH, json.dumps(asked(5, 1)).encode() + b" " * padding)[0] == code
 
 
-def test_a_large_body_is_read_beside_the_loop(start: Start, bytes_model: Model) -> None:
+def test_a_large_body_is_read_beside_the_loop(server: Server) -> None:
     """Its ids as an array; other requests are answered meanwhile."""
-    server = start(bytes_model.engine(num_blocks=512))
     ids = random_ids(400_000, seed=1)
     status, told, _ = server.post(PATH, {"prompt": ids, "max_tokens": 1})
     assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
@@ -348,8 +344,7 @@ def test_a_request_keeps_its_name(start: Start, bytes_model: Model) -> None:
         (b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-a: y\r\n" * 4000, 431),
     ],
 )
-def test_what_is_no_request_is_refused(start: Start, bytes_model: Model, raw: bytes, status: int) -> None:
-    server = start(bytes_model.engine())
+def test_what_is_no_request_is_refused(server: Server, raw: bytes, status: int) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
         client.sendall(raw)
         answer = b""
@@ -374,9 +369,8 @@ def test_one_connection_too_many_is_told_so(start: Start, bytes_model: Model) ->
     wait_until(lambda: server.post(PATH, asked(5, 1))[0] == 200)
 
 
-def test_short_prompts_wait_for_no_thread(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_wait_for_no_thread(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long ones, several at once, and chats, whose template may take its time, do."""
-    server = start(bytes_model.engine(num_blocks=512))
     handed: list[Any] = []
     in_thread = server.service.in_thread
 
@@ -406,11 +400,8 @@ def test_a_body_in_pieces_without_a_length(start: Start, bytes_model: Model) -> 
         connection.close()
 
 
-def test_fields_that_nobody_knows_are_counted_and_named_once(
-    start: Start, bytes_model: Model, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fields_that_nobody_knows_are_counted_and_named_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """What is known is not among them; names are cut, and there are only so many of them in the log."""
-    server = start(bytes_model.engine())
     caplog.set_level(logging.WARNING)
     for _ in range(2):
         assert server.post(PATH, asked(5, 1, usr="SECRET", slo=None, stream=False, explain=False, x=None))[0] == 200
@@ -423,8 +414,7 @@ def test_fields_that_nobody_knows_are_counted_and_named_once(
     assert caplog.text.count("is ignored") == 100 and "z" * 90 not in caplog.text and "SECRET" not in caplog.text
 
 
-def test_a_head_alone_and_what_methods_there_are(start: Start, bytes_model: Model) -> None:
-    server = start(bytes_model.engine())
+def test_a_head_alone_and_what_methods_there_are(server: Server) -> None:
     for path in ("/health", "/v1/models", "/events", "/"):
         connection = server.connect()
         connection.request("HEAD", path)

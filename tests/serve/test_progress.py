@@ -21,7 +21,7 @@ from medha.serve.service import Service
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from tests.engines import build_engine
-from tests.serve.conftest import PATH, Start, asked
+from tests.serve.conftest import PATH, Server, Start, asked
 from tests.serving import Model, random_ids
 from tools.serve_overhead import Timetable, make_engine
 
@@ -46,16 +46,14 @@ def test_comments_come_while_nothing_else_does(start: Start, bytes_model: Model,
     assert ": ping" in events[: events.index(next(e for e in events if isinstance(e, dict)))]
 
 
-def test_an_answer_says_where_its_time_went(start: Start, bytes_model: Model) -> None:
-    server = start(bytes_model.engine(num_blocks=512))
+def test_an_answer_says_where_its_time_went(server: Server) -> None:
     told = server.post(PATH, asked(500, 2, explain=True))[1]["explanation"]
     assert told["parts_s"]["own"] > 0 and sum(told["parts_s"].values()) > 0.9 * told["ttft_s"]
     events = list(server.events(PATH, asked(500, 2, explain=True, stream=True)))
     assert events[-2]["choices"] == [] and events[-2]["explanation"]["ttft_s"] > 0
 
 
-def test_metrics_have_the_names_of_vllm(start: Start, bytes_model: Model) -> None:
-    server = start(bytes_model.engine())
+def test_metrics_have_the_names_of_vllm(server: Server) -> None:
     server.post(PATH, asked(50, 4, slo={"ttft_s": 1e-6}))
     status, text, _ = server.get("/metrics")
     values = dict(re.findall(r'^([\w:]+)\{model_name="model"\} (\S+)$', text, re.MULTILINE))
@@ -67,9 +65,8 @@ def test_metrics_have_the_names_of_vllm(start: Start, bytes_model: Model) -> Non
     assert 'vllm:request_success_total{finished_reason="length",model_name="model"} 1.0' in text
 
 
-def test_metrics_count_every_completion_and_every_gap(start: Start, bytes_model: Model) -> None:
+def test_metrics_count_every_completion_and_every_gap(server: Server) -> None:
     """Of a stream too, whose completions end at different tokens."""
-    server = start(bytes_model.engine())
     body = asked(20, 6, n=3, temperature=1.0, seed=3, ignore_eos=False) | {"stop_token_ids": list(range(0, 256, 2))}
     ends: dict[int, str] = {}
     num_tokens = 0
@@ -85,8 +82,7 @@ def test_metrics_count_every_completion_and_every_gap(start: Start, bytes_model:
     assert gaps is not None and float(gaps[1]) == num_tokens - 3
 
 
-def test_tokens_and_text(start: Start, bytes_model: Model) -> None:
-    server = start(bytes_model.engine())
+def test_tokens_and_text(server: Server) -> None:
     status, told, _ = server.post("/tokenize", {"prompt": "hello"})
     assert status == 200 and told["count"] == 5 and told["max_model_len"] == 8192
     assert server.post("/detokenize", {"tokens": told["tokens"]})[1] == {"prompt": "hello"}
@@ -209,8 +205,7 @@ def test_who_has_given_way_is_expected_again() -> None:
         assert again_s is not None and halfway_s < again_s < 2 * waits_s
 
 
-def test_the_page_runs_its_own_script_alone(start: Start, bytes_model: Model) -> None:
-    server = start(bytes_model.engine())
+def test_the_page_runs_its_own_script_alone(server: Server) -> None:
     status, text, headers = server.get("/")
     policy = text.partition('http-equiv="Content-Security-Policy" content="')[2].partition('"')[0]
     script = text.partition("<script>")[2].partition("</script>")[0]
@@ -221,8 +216,7 @@ def test_the_page_runs_its_own_script_alone(start: Start, bytes_model: Model) ->
     assert "innerHTML" not in text and "://" not in text  # nothing is shown as HTML, nothing is loaded
 
 
-def test_the_page_is_fed_without_names_and_text(start: Start, bytes_model: Model) -> None:
-    server = start(bytes_model.engine(num_blocks=512))
+def test_the_page_is_fed_without_names_and_text(server: Server) -> None:
     events = server.events(PATH, asked(300, 4000, stream=True))
     next(events)
     connection = server.connect()
