@@ -538,6 +538,7 @@ def test_a_signal_keeps_what_was_written(folder: Path, tmp_path: Path, signals: 
 def test_a_closed_pipe_ends_quietly(folder: Path) -> None:
     long = ("--num-kv-blocks", "32", "--prompt", "hello", "--ignore-eos", "--max-tokens", "7000")
     with spawn(folder, *long) as process:
+        assert process.stdout is not None and process.stderr is not None
         fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # so that it has not written all before
         process.stdout.read(3)
         process.stdout.close()

@@ -246,6 +246,7 @@ class Transport:
         return SimpleNamespace(start=lambda owner=self._current.name: self.spawn(f"{owner}, {name}", target))
 
     def _barrier(self, world_size: int) -> None:
+        assert self._current is not None
         rank = rank_of(self._current.name)
         self.all_reduce(torch.zeros(()), Group(self, "barrier", rank, tuple(range(world_size))))
 

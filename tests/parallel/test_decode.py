@@ -224,6 +224,7 @@ def profiled(folder: str, options: dict[str, Any], profile: str) -> Any:
 
     with LLM(folder, **SIZES | options) as llm:
         if llm.is_driver:
+            assert llm.engine.scheduler.predictor is not None
             Path(profile).write_text(replace(llm.engine.scheduler.predictor.coefficients, host_s=0.25).to_json())
     with LLM(folder, profile=profile, **SIZES | options) as llm:
         if not llm.is_driver:

@@ -109,6 +109,7 @@ def test_an_error_of_any_text_can_be_told(ranks: Ranks) -> None:
     monitors[1].report("rank 1: größer\0b\ud800\x1b[31m\n" + "x" * 5_000_000)
     wait_until(lambda: monitors[0].has_failure)
     error = monitors[0].first_error(wait_s=LIMIT_S)
+    assert error is not None
     assert error.startswith("rank 1: größer\\x00b\\ud800\\x1b[31m\nxxx")
     assert error.endswith("0023 characters)") and len(error) < 2100
 
@@ -299,6 +300,7 @@ def test_after_a_transfer_has_failed_the_rank_that_is_behind_is_the_cause(ranks:
 def test_a_rank_of_another_node_is_reported_when_its_connection_ends(ranks: Ranks) -> None:
     monitors = [ranks.monitor(rank, 3) for rank in range(3)]  # each on a node of its own
     lines = monitors[0]._lifelines
+    assert lines is not None
     wait_until(lambda: len(lines._of) == 2)
     monitors[2].doing("batch 7")
     time.sleep(0.5)
@@ -327,6 +329,7 @@ def test_a_stranger_at_the_port_of_the_connections_is_sent_away_and_lost_to_nobo
     with socket.create_connection(("127.0.0.1", port)) as silent:
         silent.sendall(bytes.fromhex(token)[:7])  # never says the rest
         lines = monitors[0]._lifelines
+        assert lines is not None
         wait_until(lambda: len(lines._of) == 1 and len(lines._new) == 1)
         time.sleep(1.0)
         assert not monitors[0].has_failure

@@ -44,6 +44,7 @@ def test_no_launcher_is_a_single_process() -> None:
     assert read_launch({}) is None
     assert read_launch({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}) is None
     launch = read_launch(WHOLE)
+    assert launch is not None
     assert (launch.rank, launch.world_size, launch.host, launch.port) == (1, 2, "127.0.0.1", 29500)
 
 

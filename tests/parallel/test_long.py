@@ -62,6 +62,7 @@ def attend_on_two_ranks(share: int, backend: str) -> tuple[list[float], list[int
         v_TKH = torch.randn(q_len, 1, 16, generator=new)
         q_TNH, k_TKH = (rotate(x, *cos_sin(sent.positions, inv_freq)) for x in (q_TNH, k_TKH))
         out_TNH = runner._attention(step, sent, [])(0, q_TNH, k_TKH, v_TKH)
+        assert step.shared is not None
         want_TNH = in_float64(q_TNH, cache, int(step.shared.kv_len[0]), is_last=rank == 1)
         errors.append(largest_error(out_TNH, want_TNH))
         positions.append(int(step.positions[-1]))

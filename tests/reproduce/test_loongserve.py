@@ -75,6 +75,7 @@ class Watched(Manager):
 
     def _account(self, group: Group, num_steps: int) -> None:
         run = group.run
+        assert run is not None
         unused = {instance: rows * (run.num_steps - num_steps) for instance, rows in run.masters}
         rows = tuple(request.pending.row for request in group.requests)
         for instance in group.instances if num_steps else ():

@@ -76,6 +76,7 @@ def test_the_wait_so_far_and_what_is_in_flight_count() -> None:
     scheduler.add(request(1, 3000))
     assert late_s(scheduler, late, 2.9) is None  # it would run next: those who wait do not count
     prediction = scheduler.schedule(2.9).prediction
+    assert prediction is not None
     in_flight_s = prediction.seconds
     assert in_flight_s > 0.1
     assert late_s(scheduler, late, 2.9) == pytest.approx(0.9 + in_flight_s + needed_s)
@@ -106,6 +107,7 @@ def order_of_first_chunks(scheduler: Scheduler, *, until_s: float = 1e9) -> list
     while now_s < until_s and (decision := scheduler.schedule(now_s)).batch is not None:
         batch, prediction = decision.batch, decision.prediction
         seen.update(dict.fromkeys(row.slot for row in batch.rows if not row.is_decode))
+        assert prediction is not None
         now_s += prediction.seconds
         results = [(row.slot, 1, True) for row in batch.rows if row.samples]
         scheduler.complete(batch, now_s, results, prediction.seconds)

@@ -55,6 +55,7 @@ class Driver:
 
     @property
     def packer(self) -> CdspPacker:
+        assert isinstance(self.scheduler.packer, CdspPacker)
         return self.scheduler.packer
 
     def add(self, slot: int, prompt: int, slo: SLO | None = None) -> None:
@@ -63,6 +64,7 @@ class Driver:
 
     def fill(self) -> None:
         while (decision := self.scheduler.schedule(self.now_s)).batch is not None:
+            assert decision.prediction is not None
             more = self.slower * (decision.batch.batch_id % 3)
             more += self.late.get(decision.batch.rows[0].slot, 1.0) - 1
             busy_s = decision.prediction.seconds / decision.prediction.factor * (1 + more)

@@ -84,6 +84,7 @@ def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) 
 
     def seconds(batch: Batch) -> float:
         prediction = scheduler.packer.prediction  # type: ignore[attr-defined]
+        assert prediction is not None
         return prediction.seconds / prediction.factor * draws.uniform(low, high)
 
     return seconds
@@ -195,6 +196,7 @@ def chunks_of(batch: Batch | None) -> list[tuple[int, int]]:
 
 def finish(scheduler: Scheduler, batch: Batch | None, *, now_s: float = 0.0, ended: Sequence[int] = ()) -> None:
     """The batch is done as predicted; nothing is learned."""
+    assert batch is not None
     results = [(row.slot, 1, row.slot in ended) for row in batch.rows if row.samples]
     scheduler.complete(batch, now_s, results, math.nan)
 
@@ -270,6 +272,7 @@ def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
     finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 2, 100)
     batch = scheduler.schedule(0.0).batch
+    assert batch is not None
     assert [(row.slot, row.group) for row in batch.rows] == [(0, 0), (2, 1), (1, 1)]
 
 

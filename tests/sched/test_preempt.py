@@ -163,6 +163,7 @@ def test_what_others_hold_as_well_is_not_lost() -> None:
         scheduler.add(SchedulerRequest(slot, 320 - 50 * slot, 40, 0.0, prefix=ids[: len(ids) - 48 * slot]))
         while slot not in scheduler._queue.decoding:
             batch = scheduler.schedule(0.0).batch
+            assert batch is not None
             scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.1)
     first, second = scheduler._queue.running.values()
     assert second.num_cached == 256

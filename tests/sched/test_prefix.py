@@ -63,6 +63,7 @@ class Sharing(Drive):
 
     def _prefix(self, slot: int, index: int) -> bytes:
         job = self.jobs[index]
+        assert isinstance(job, Asking)
         document, own = random.Random(job.document), random.Random(1000 + index)
         shared = [document.randrange(1000) for _ in range(min(job.num_shared, job.num_prompt))]
         self.tokens[slot] = shared + [own.randrange(1000) for _ in range(job.num_prompt - len(shared))]
@@ -80,6 +81,7 @@ class Sharing(Drive):
 
     def _extend(self, slot: int) -> None:
         job = self.jobs[self.live[slot].job]
+        assert isinstance(job, Asking)
         ids = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)[16 * self.num_units[slot] :]
         if ids:
             self.num_units[slot] += len(ids) // 16
@@ -140,6 +142,7 @@ class Sharing(Drive):
 
     def _content(self, slot: int, position: int) -> int:
         job = self.jobs[self.live[slot].job]
+        assert isinstance(job, Asking)
         tokens = self.tokens[slot][: position + 1]
         while len(tokens) <= position:  # it is on its way
             tokens.append(drawn(tokens))
@@ -362,10 +365,12 @@ def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:
     scheduler.add(SchedulerRequest(0, 200_000, 1, 0.0, SLO(ttft_s=1.0), prefix=IDS.of(tokens)))
     for _ in range(65):
         leads = scheduler.schedule(9.0).batch
+        assert leads is not None
         scheduler.complete(leads, 9.0, [], 0.01)
     assert leads.rows[0].kv_len > 100_000
     scheduler.add(SchedulerRequest(1, 100_000, 1, 0.0, prefix=IDS.of(tokens[:100_000])))
     batch = scheduler.schedule(9.0).batch
+    assert batch is not None
     assert batch.shared == (Shared(1, 0, 0, 99_984),)
 
 
@@ -496,6 +501,7 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
     monkeypatch.setattr(PrefixCache, "hold", holds)
     for turn in range(20):
         batch = scheduler.schedule(float(turn)).batch
+        assert batch is not None
         scheduler.complete(batch, turn + 0.5, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.5)
     assert len(scheduler._queue.waiting) == 31
     assert 20 <= len(held) <= 20 * 4
@@ -513,6 +519,7 @@ def test_a_reset_is_of_what_is_on_the_host_as_well() -> None:
         batches = []
         while (slot in scheduler._queue) if is_over else (slot not in scheduler._queue.decoding):
             batch = scheduler.schedule(0.0).batch
+            assert batch is not None
             ends = [(row.slot, 1, row.slot != 0) for row in batch.rows if row.samples]
             scheduler.complete(batch, 0.0, ends, 0.01)
             batches.append(batch)

@@ -59,6 +59,7 @@ def test_no_chunk_is_read_slowly_for_the_sake_of_the_quantum() -> None:
 
 @pytest.mark.parametrize("slo", [SLO(tpot_s=0.05), SLO(tpot_s=0.1)])
 def test_an_objective_makes_chunks_as_small_as_it_needs(slo: SLO) -> None:
+    assert slo.tpot_s is not None
     for position, tokens in chunks_of_one(slo)[1:]:  # the first is beside its prompt
         alone_s = PREDICTOR.tick().with_chunk(tokens, position)
         assert alone_s <= slo.tpot_s or tokens <= 64, position
@@ -292,6 +293,7 @@ def test_a_prompt_is_spread_where_it_holds_nobody_up(lengths: list[int], num_blo
     num_on = [0, 0]
     while len(found) < len(lengths):
         batch = scheduler.schedule(0.0).batch
+        assert batch is not None
         for row in batch.rows:
             num_on[row.group] += row.position == 0
             found |= {row.slot: row.num_groups} if row.samples else {}

@@ -67,6 +67,7 @@ def test_small_chunks_are_gathered_and_large_ones_dealt(monkeypatch: pytest.Monk
 def with_step_s(step_s: float) -> Predictor:
     """A predictor of two groups on which each step of a ring takes so long."""
     found = make_predictor(kvp=2).coefficients
+    assert found.ring is not None
     return Predictor(replace(found, ring=replace(found.ring, step_s=step_s)), max_tokens=2048)
 
 

@@ -99,6 +99,7 @@ def test_decodes_are_spread_over_the_groups() -> None:
     for slot in range(12):
         sched.add(SchedulerRequest(slot, 200 + 10 * slot, 50, 0.0))
         batch = sched.schedule(0.0).batch
+        assert batch is not None
         groups += [row.group for row in batch.rows if row.slot == slot]
         sched.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows], 0.0)
     assert [groups.count(group) for group in range(4)] == [3, 3, 3, 3]
@@ -110,6 +111,7 @@ def test_a_group_without_memory_is_passed_over() -> None:
     for slot, length in enumerate((100, 120, 20)):
         sched.add(SchedulerRequest(slot, length, 2, 0.0))
     batch = sched.schedule(0.0).batch
+    assert batch is not None
     assert {row.slot: row.group for row in batch.rows} == {0: 0, 1: 1}  # one block is left on group 0, and none on 1
     sched.complete(batch, 0.0, [(0, 1, False), (1, 1, True)], 0.0)
     batch = sched.schedule(0.0).batch

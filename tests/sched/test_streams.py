@@ -56,6 +56,7 @@ def test_a_decision_while_nothing_can_enter(num_waiting: int) -> None:
     while not any(row.is_decode for row in rows):
         now_s += 0.1
         batch = scheduler.schedule(now_s).batch
+        assert batch is not None
         rows = list(batch.rows)
         if not rows[0].is_decode:
             scheduler.complete(batch, now_s, [(row.slot, 1, False) for row in rows if row.samples], 0.1)

@@ -32,6 +32,7 @@ def first_tokens(load: Load, until_s: float = float("inf"), **options: object) -
         if decision.batch is None:
             now_s = load[arrived][0]
             continue
+        assert decision.prediction is not None
         now_s += decision.prediction.seconds
         results = []
         for row in decision.batch.rows:

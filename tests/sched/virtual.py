@@ -334,6 +334,7 @@ class Drive:
             self._in_flight.append((batch, start_s + seconds, seconds))
 
     def _predicted(self, batch: Batch) -> float:
+        assert self.decision.prediction is not None
         return self.decision.prediction.seconds
 
     def _preempt(self, preempted: Sequence[Preempted]) -> None:

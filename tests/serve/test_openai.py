@@ -37,6 +37,7 @@ def test_a_completion(client: openai.OpenAI, bytes_model: Model) -> None:
     expected = alone(bytes_model, "hello", max_tokens=6, temperature=0.0)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (expected.text, "length")
+    assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 6, 11)
     assert answer.id.startswith("cmpl-") and answer.object == "text_completion"
 
@@ -78,6 +79,7 @@ def test_a_chat(client: openai.OpenAI, bytes_model: Model) -> None:
     expected = alone(bytes_model, {"messages": messages}, max_tokens=5, temperature=0.0, logprobs=2)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
     assert [len(one.top_logprobs) for one in choice.logprobs.content] == [2] * 5
     first = max(expected.logprobs[0].values(), key=lambda one: one.logprob)
     assert choice.logprobs.content[0].logprob == pytest.approx(first.logprob)
@@ -90,6 +92,7 @@ def test_a_chat(client: openai.OpenAI, bytes_model: Model) -> None:
 def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="model", prompt="hello", max_tokens=3, temperature=0, logprobs=1)
     logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
     assert "".join(logprobs.tokens) == answer.choices[0].text or "�" in answer.choices[0].text
     assert len(logprobs.token_logprobs or ()) == len(logprobs.top_logprobs or ()) == 3
     assert logprobs.text_offset[0] == 0

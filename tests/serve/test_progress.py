@@ -133,6 +133,7 @@ class Predicted(Timetable):
     def __init__(self, dearer_s: float) -> None:
         self._dearer_s = dearer_s  # a pair of a query and a key
         self.engine = make_engine(0.0, runner=self, clock=lambda: self.now_s, max_model_len=1 << 17)
+        assert self.engine.scheduler.predictor is not None
         self._truth = self.engine.scheduler.predictor.uncorrected()
 
     def submit(self, batch: Batch) -> PendingStep:
@@ -197,6 +198,7 @@ def test_who_has_given_way_is_expected_again() -> None:
     while long.first.num_computed_tokens < 12_000:
         engine.step()
         halfway_s = service.eta_s([long])
+    assert waits_s is not None and halfway_s is not None
     for num_left in (8000, 100, 0):
         long.first.num_computed_tokens = num_left
         again_s = service.eta_s([long])

@@ -62,6 +62,7 @@ def test_as_many_replicas_as_possible_where_all_are_fast_enough() -> None:
         (one["layout"]["replicas"] for one in found if not one["reasons"]), reverse=True
     )
     assert found[0]["headroom"] is not None and 0.9 < found[0]["headroom"] < 1
+    assert found[0]["tpot_beside_s"] is not None and found[0]["tpot_s"] is not None
     assert found[0]["tpot_beside_s"] > found[0]["tpot_s"]
 
 

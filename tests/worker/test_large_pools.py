@@ -44,6 +44,7 @@ def test_blocks_on_both_sides_of_the_borders(head_major: bool, backend: str) -> 
     length = len(blocks) * BLOCK - 100
     row = Row(0, 0, length, False, True)
     step = slots.prepare(Batch(0, (row,), tuple(Extent(0, block, 1) for block in blocks)))
+    assert step.own is not None
     tokens, _ = visible(step.own, 0)
     assert step.targets.tolist() == tokens.tolist() and int(tokens.max()) < (FAR + 2) * BLOCK
 

@@ -165,6 +165,7 @@ def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
 def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: dict[int, Request]) -> None:
     assert (part is None) == (not rows)
     for i, row in enumerate(rows):
+        assert part is not None
         assert visible(part, i)[0].tolist() == live[row.slot].tokens(group)
         assert (part.q_len[i], part.causal[i]) == (row.q_len, row.writer == group)
 
@@ -221,6 +222,7 @@ def test_a_request_that_is_handed_over_takes_a_slot_whose_decode_ended_just_befo
     slots.prepare(Batch(1, (Row(3, 7, 1, True, True),)))
     slots.prepare(Batch(2, (), (Extent(3, 10, 3),), frees=(3,), shared=(Shared(3, 0, 0, 8),)))
     step = slots.prepare(Batch(3, (Row(3, 8, 1, True, True),)))
+    assert step.own is not None
     assert step.own.pages.tolist() == [10, 11, 12]
     assert (step.own.kv_len.tolist(), step.targets.tolist()) == ([9], [12 * BLOCK])
 
