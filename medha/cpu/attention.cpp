@@ -3,8 +3,9 @@
 // One call serves all rows of a step. The queries of a row that read one KV head, its whole group, are cut into tiles. A
 // tile goes over the row's keys, KEYS at a time: they are packed for the caches, the keys transposed, and an
 // online softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1) adds them to what came before. Strips of a few queries
-// keep their sums in registers. Sums are float32 whatever the pool holds. What a query gets does not depend on the number of
-// threads, on the other rows or on where its keys lie.
+// keep their sums in registers. Where a row has no more than these, as a decode has, keys are read where they lie, which
+// goes about as fast as memory does. Sums are float32 whatever the pool holds. What a query gets does not depend on the
+// number of threads, on the other rows or on where its keys lie.
 
 #include "pairs.h"
 #include "vectors.h"
@@ -14,10 +15,11 @@ namespace {
 constexpr int QUERIES = 768, LEAST = 96;  // of a tile: most queries and, for the sake of threads, fewer
 constexpr int SUMS = 384 * 128;           // most numbers of its queries: a second-level cache holds them, and their sums
 constexpr int FEW_QUERIES = 32, FEW_KEYS = 64;  // so few queries go over so many keys at a time, which a first-level cache holds
-constexpr int LINE = 16;  // floats of a line of the caches
 constexpr int PART = 2048, MOST_PARTS = 64;     // ... and read parts of a row's keys independently
+constexpr int UNPACKED_QUERIES = 8, UNPACKED_KEYS = 32;  // so few go over keys that are not packed
+constexpr int LINE = 16;  // floats of a line of the caches
 constexpr int64_t WINDOW = (1 << 15) / KEYS * KEYS;  // keys whose sums are kept in one float32: over millions they would lose digits
-static_assert(WINDOW % FEW_KEYS == 0, "a window ends where a tile of keys does");
+static_assert(WINDOW % FEW_KEYS == 0 && WINDOW % UNPACKED_KEYS == 0, "a window ends where a tile of keys does");
 constexpr float LN_2 = 0.6931471805599453f;
 
 // The keys that begin at keys + from[key], as kt[h * KEYS + key], while memory fetches those at keys + next[key].
@@ -37,16 +39,17 @@ void transpose(const T* keys, const int64_t* from, const int64_t* next, int num_
         }
 }
 
-// c[R, NC * W] = scale[R] * c + a[R, depth] b[depth, NC * W], of which a's strides are given; without scale c begins at 0.
-template <int R, int NC>
-inline void product(const float* a, int row, int column, const float* b, int b_row, int depth, float* c, int c_row,
-                    const float* scale) {
+// c[R, NC * W] = scale[R] * c + a[R, depth] b[depth, NC * W], of which a's strides are given, and b tells where so many of
+// a row's numbers are, from the first on; without scale c begins at 0.
+template <int R, int NC, class Rows>
+inline void product(const float* a, int row, int column, Rows b, int first, int depth, float* c, int c_row, const float* scale) {
     Floats x[R][NC];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < NC; n++) x[r][n] = scale ? load(c + r * c_row + n * W) * scale[r] : Floats{};
     for (int i = 0; i < depth; i++) {
         Floats y[NC];
-        for (int n = 0; n < NC; n++) y[n] = load(b + i * b_row + n * W);
+        const auto* at = b(i, first, NC * W);
+        for (int n = 0; n < NC; n++) y[n] = wide(at + n * W);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
@@ -57,14 +60,12 @@ inline void product(const float* a, int row, int column, const float* b, int b_r
 }
 
 // The same for any width that is a multiple of W.
-template <int R>
-inline void product(const float* a, int row, int column, const float* b, int b_row, int depth, float* c, int c_row,
-                    const float* scale, int width) {
+template <int R, class Rows>
+inline void product(const float* a, int row, int column, Rows b, int depth, float* c, int c_row, const float* scale, int width) {
     constexpr int NC = R >= 4 ? 2 : R >= 2 || W == 16 ? 4 : 8;  // sums enough to hide their latency
     int at = 0;
-    for (; at + NC * W <= width; at += NC * W)
-        product<R, NC>(a, row, column, b + at, b_row, depth, c + at, c_row, scale);
-    for (; at < width; at += W) product<R, 1>(a, row, column, b + at, b_row, depth, c + at, c_row, scale);
+    for (; at + NC * W <= width; at += NC * W) product<R, NC>(a, row, column, b, at, depth, c + at, c_row, scale);
+    for (; at < width; at += W) product<R, 1>(a, row, column, b, at, depth, c + at, c_row, scale);
 }
 
 // R queries, scaled and transposed, over a tile of keys of which each sees the first seen[r].
@@ -72,24 +73,81 @@ template <int R>
 void attend_strip(const float* q, const Keys& keys, const int* seen, float* out, float* top, float* sum) {
     alignas(64) float scores[R][KEYS], change[(R + W - 1) / W * W] = {};
     const int num = seen[R - 1], width = (num + W - 1) / W * W, H = keys.H;  // the last query sees most
-    product<R>(q, 1, R, keys.kt, KEYS, H, scores[0], KEYS, nullptr, width);
+    product<R>(q, 1, R, [&](int h, int first, int) { return keys.kt + h * KEYS + first; }, H, scores[0], KEYS, nullptr, width);
     softmax(R, width, seen, 1.0f, scores, scores, change, top, sum);
-    product<R>(scores[0], KEYS, 1, keys.v, H, num, out, H, change, H);
+    product<R>(scores[0], KEYS, 1, [&](int key, int first, int) { return keys.v + key * H + first; }, num, out, H, change, H);
 }
 
-template <int R>
+// A tile's keys and values where they lie in the pool, and the next tile's.
+template <class T>
+struct Unpacked {
+    const T *k, *v;
+    const int64_t *from, *next;
+    int H;
+
+    static void fetch(const T* at, int num) {
+        for (int h = 0; h < num; h += 64 / int(sizeof(T))) __builtin_prefetch(at + h);
+    }
+};
+
+// scores[R, W] of W keys that begin at key: products of rows as they lie, summed up at the end.
+template <int R, class T>
+__attribute__((noinline)) void score(const float* q, const Unpacked<T>& keys, int key, float* scores) {
+    constexpr int Q = R >= 4 ? 4 : R >= 2 ? 2 : 1, N = W / Q;  // queries and keys at a time
+    for (int first = 0; first < W; first += N) {
+        Floats x[W] = {};
+        const T* at[N];
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) at[i] = keys.k + keys.from[key + first + i];
+        for (int h = 0; h < keys.H; h += W) {
+#pragma GCC unroll 16
+            for (int i = 0; i < N; i++) {
+                const Floats its = wide(at[i] + h);
+#pragma GCC unroll 4
+                for (int r = 0; r < Q; r++) x[r * N + i] += its * load(q + r * keys.H + h);
+            }
+        }
+        const Floats sums = sums_of(x, std::make_integer_sequence<int, W>{});
+        for (int r = 0; r < Q; r++)
+            std::memcpy(scores + r * KEYS + first, reinterpret_cast<const float*>(&sums) + r * N, N * sizeof(float));
+    }
+    if constexpr (R > Q) score<R - Q>(q + Q * keys.H, keys, key, scores + Q * KEYS);
+}
+
+// The same of queries that lie as they came, and of keys in the pool: to pack them would take longer than they do. Values are
+// fetched while keys are read, and the next keys while values are.
+template <int R, class T>
+void attend_strip(const float* q, const Unpacked<T>& keys, const int* seen, float* out, float* top, float* sum) {
+    alignas(64) float scores[R][KEYS], change[(R + W - 1) / W * W] = {};
+    const int num = seen[R - 1], width = (num + W - 1) / W * W, H = keys.H;
+    for (int key = 0; key < width; key += W) {
+        for (int i = key; i < key + W; i++) keys.fetch(keys.v + keys.from[i], H);
+        score<R>(q, keys, key, scores[0] + key);
+    }
+    softmax(R, width, seen, 1.0f, scores, scores, change, top, sum);
+    int ahead = 0, h = 0;
+    auto values = [&](int key, int first, int its) {
+        keys.fetch(keys.k + keys.next[ahead] + h, its);
+        if ((h += its) >= H) h = 0, ahead++;
+        return keys.v + keys.from[key] + first;
+    };
+    product<R>(scores[0], KEYS, 1, values, num, out, H, change, H);
+}
+
+template <int R, class Keys>
 void attend_strip(int num, const float* q, const Keys& keys, const int* seen, float* out, float* top, float* sum) {
     if (num == R) return attend_strip<R>(q, keys, seen, out, top, sum);
     if constexpr (R > 1) attend_strip<R - 1>(num, q, keys, seen, out, top, sum);
 }
 
-// How a thread computes: by vectors, all in float32. Queries lie scaled and transposed by strips.
+// How a thread computes: by vectors, all in float32. Queries lie scaled and, where they are many, transposed by strips.
 struct ByVectors {
     static constexpr int MOST = STRIP;  // queries of a strip
+    static constexpr bool PACKS_ALWAYS = false;
 
     template <class T>
-    void put_query(const T* q, int at, int i, int num, int H, float scale, float* queries) {
-        for (int h = 0; h < H; h++) queries[at * H + h * num + i] = widened(q[h]) * scale;
+    void put_query(const T* q, int at, int i, int num, bool turns, int H, float scale, float* queries) {
+        for (int h = 0; h < H; h++) queries[at * H + (turns ? h * num + i : i * H + h)] = widened(q[h]) * scale;
     }
     template <class T>
     void pack(const T* k, const T* v, const int64_t* from, const int64_t* next, Keys& keys) {
@@ -151,7 +209,8 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
                 num_partials += parts > 1 ? parts * heads * num : 0;  // num <= FEW_QUERIES: one tile
             }
     }
-    auto keys_at_a_time = [&](int64_t row) { return num_queries(row) > FEW_QUERIES ? KEYS : FEW_KEYS; };
+    auto packs = [&](int64_t row) { return Kernel::PACKS_ALWAYS || num_queries(row) > UNPACKED_QUERIES; };
+    auto keys_at_a_time = [&](int64_t row) { return !packs(row) ? UNPACKED_KEYS : num_queries(row) > FEW_QUERIES ? KEYS : FEW_KEYS; };
     auto find = [&](const Task& task, int64_t at, int64_t* from) {  // where keys begin; for those that are not, any place
         int64_t page = page_indptr[task.row] + at / page_size, in = at % page_size, last = 0;
         for (int key = 0, num = keys_at_a_time(task.row); key < num; key++) {
@@ -187,15 +246,17 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
         for (size_t n = 0; n < tasks.size(); n++) {
             const Task& task = tasks[n];
             const int a_head = int(task.end - task.first), num = a_head * int(task.heads);
+            const bool is_packed = packs(task.row);
+            const int strip = is_packed ? MOST : UNPACKED_QUERIES;
             const float scale = 1 / (LN_2 * std::sqrt(float(H)));
             auto for_strips = [&](int head, auto each) {
-                for (int i = 0; i < a_head; i += MOST) each(head * a_head + i, i, std::min(MOST, a_head - i));
+                for (int i = 0; i < a_head; i += strip) each(head * a_head + i, i, std::min(strip, a_head - i));
             };
             for (int head = 0; head < task.heads; head++)
                 for_strips(head, [&](int at, int, int some) {
                     for (int i = 0; i < some; i++) {
                         const int64_t its = place(task, at + i);
-                        kernel.put_query(q + its / N * q_stride + its % N * H, at, i, some, int(H), scale, queries);
+                        kernel.put_query(q + its / N * q_stride + its % N * H, at, i, some, is_packed, int(H), scale, queries);
                     }
                 });
             auto clear = [&](float* its_sums, float* its_top, float* its_sum) {
@@ -227,10 +288,16 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
                     seen[i] = int(std::clamp<int64_t>(sees(task.row, task.first + i) - at, 0, keys.num));
                 for (int head = 0; head < task.heads; head++) {
                     const int64_t its = (task.head + head) * head_stride;
-                    kernel.pack(k + its, v + its, from, next, keys);
+                    if (is_packed) kernel.pack(k + its, v + its, from, next, keys);
                     for_strips(head, [&](int to, int i, int some) {
-                        if (seen[i + some - 1])
-                            kernel.attend(some, queries + to * H, scale, keys, seen + i, sums + to * H, top + to, sum + to);
+                        const float* its_queries = queries + to * H;
+                        float* its_sums = sums + to * H;
+                        if (!seen[i + some - 1]) return;
+                        if (is_packed)
+                            kernel.attend(some, its_queries, scale, keys, seen + i, its_sums, top + to, sum + to);
+                        else
+                            attend_strip<UNPACKED_QUERIES>(some, its_queries, Unpacked<T>{k + its, v + its, from, next, int(H)},
+                                                           seen + i, its_sums, top + to, sum + to);
                     });
                 }
             }

@@ -193,8 +193,9 @@ class ByPairs {
 
    public:
     static constexpr int MOST = Products::MOST;  // queries of a strip
+    static constexpr bool PACKS_ALWAYS = true;
 
-    void put_query(const BFloat16* q, int at, int i, int, int H, float, float* queries) {
+    void put_query(const BFloat16* q, int at, int i, int, bool, int H, float, float* queries) {
         std::copy(q, q + H, reinterpret_cast<BFloat16*>(queries + at * H) + i * H);
     }
 

@@ -57,6 +57,24 @@ inline float sum_of(Floats x) {
     return x[0];
 }
 
+// Every second block of SIZE floats of each SPAN of x, then of y; the first one is block ODD.
+template <int SIZE, int SPAN, int ODD>
+constexpr int second(int i) {
+    const int block = i % SPAN / SIZE, half = SPAN / SIZE / 2;
+    return i / SPAN * SPAN + (2 * (block % half) + ODD) * SIZE + i % SIZE + (block < half ? 0 : W);
+}
+// The sums of W vectors; their floats are added within 16 bytes, which is where CPUs shuffle at once, and then across.
+template <int NUM = W, int... I>
+inline Floats sums_of(Floats (&x)[W], std::integer_sequence<int, I...> all) {
+    constexpr int SIZE = NUM > W / 4 ? 1 : 4, SPAN = SIZE == 1 ? 4 : W;
+#pragma GCC unroll 8
+    for (int i = 0; i < NUM / 2; i++)
+        x[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], second<SIZE, SPAN, 0>(I)...) +
+               __builtin_shufflevector(x[2 * i], x[2 * i + 1], second<SIZE, SPAN, 1>(I)...);
+    if constexpr (NUM > 2) return sums_of<NUM / 2>(x, all);
+    return x[0];
+}
+
 // W vectors, interleaved log2(W) times: each time the bits of (vector, place in it) turn by one.
 template <int... I>
 inline void transpose(Floats (&x)[W], std::integer_sequence<int, I...>) {
