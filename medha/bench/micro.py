@@ -86,7 +86,7 @@ def attention(options: AttentionOptions) -> Report:
         timing, flops = timing_of(found), attention_flops(model, chunk, kv_len)
         per_s = flops / timing["median_s"]
         cell = {"kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops, "flops_per_s": per_s}
-        results.append(cell | {"share": per_s / rate["per_s"]})
+        results.append(cell | {"share": per_s / rate["flops_per_s"]})
     largest = {one["kv_len"]: one["flops_per_s"] for one in results}
     results = [one | {"overhead": largest[one["kv_len"]] / one["flops_per_s"] - 1} for one in results]
     head = options.subject.head("micro attention", asdict(options), model)

@@ -93,7 +93,7 @@ def _latency(local: Local, options: LatencyOptions) -> Report:
     if product is not None:
         rate = product.rate(product_s)
         report["matrix_product"] = rate
-        best = rate["per_s"] * local.config.parallel.world_size
+        best = rate["flops_per_s"] * local.config.parallel.world_size
         whole_s = {line["input_len"]: line["ttft"]["median_s"] for line in lines if line["way"] == WHOLE}
         for line in lines:
             flops, ttft_s = useful_flops(local.model, line["input_len"]), line["ttft"]["median_s"]

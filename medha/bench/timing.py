@@ -46,14 +46,18 @@ class Yardstick(NamedTuple):
     seconds: Callable[[], float]
 
     def rate(self, seconds: Sequence[float]) -> dict[str, Any]:
-        """From the seconds of its runs: ``per_s`` is FLOP/s at the median."""
+        """From the seconds of its runs: the rate is that at the median."""
         timing = timing_of(seconds)
-        return {"per_s": self.amount / timing["median_s"], "timing": timing}
+        return {"flops_per_s": self.amount / timing["median_s"], "timing": timing}
 
 
 def matrix_product(dtype: torch.dtype, device: torch.device) -> Yardstick:
-    """A product of two large matrices."""
+    """A product of two large matrices; on a CPU for whose 16 bits torch's library has no kernel, of float32."""
     m, k, n = _CUDA_PRODUCT if device.type == "cuda" else _CPU_PRODUCT
+    kernels = torch.ops.mkldnn
+    has_it = {torch.bfloat16: kernels._is_mkldnn_bf16_supported, torch.float16: kernels._is_mkldnn_fp16_supported}
+    if device.type == "cpu" and dtype in has_it and not has_it[dtype]():
+        dtype = torch.float32
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in ((m, k), (k, n)))
     work = partial(torch.mm, left, right, out=torch.empty(m, n, dtype=dtype, device=device))

@@ -57,7 +57,7 @@ def test_whole_and_in_chunks(bench: Bench) -> None:
     assert lines[300, "in chunks"]["num_chunks"] >= 3 and lines[300, "whole"]["num_chunks"] == 1
     for (length, _), line in lines.items():
         seconds = line["ttft"]["median_s"]
-        assert line["mfu"] == pytest.approx(line["flops"] / seconds / report["matrix_product"]["per_s"])
+        assert line["mfu"] == pytest.approx(line["flops"] / seconds / report["matrix_product"]["flops_per_s"])
         assert line["ratio"] == pytest.approx(seconds / lines[length, "whole"]["ttft"]["median_s"])
     assert "mfu" in done.out
 

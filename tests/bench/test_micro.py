@@ -28,7 +28,7 @@ def test_attention(bench: Bench) -> None:
     for cell in cells:
         assert cell["timing"]["runs"] == 2
         assert cell["flops_per_s"] == pytest.approx(cell["flops"] / cell["timing"]["median_s"])
-        assert cell["share"] == pytest.approx(cell["flops_per_s"] / report["matrix_product"]["per_s"])
+        assert cell["share"] == pytest.approx(cell["flops_per_s"] / report["matrix_product"]["flops_per_s"])
         assert cell["share"] > 0 and cell["overhead"] > -1
     assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 2
     assert "bfloat16" in done.out and "overhead" in done.out

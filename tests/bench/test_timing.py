@@ -18,7 +18,7 @@ def test_matrix_product(dtype: torch.dtype) -> None:
 
 def test_a_rate_is_that_of_the_median() -> None:
     rate = Yardstick(12.0, lambda: 0.0).rate([1.0, 3.0, 2.0])
-    assert rate["per_s"] == 6.0
+    assert rate["flops_per_s"] == 6.0
     assert rate["timing"] == {"median_s": 2.0, "min_s": 1.0, "max_s": 3.0, "runs": 3}
 
 
