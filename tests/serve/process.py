@@ -47,6 +47,7 @@ class Process:
         return self.port > 0
 
     def ask(self, method: str, path: str, body: Any = None) -> HTTPResponse:
+        assert self.port, self.log.read_text()  # it ended before it served
         connection = HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         given = {} if body is None else {"content-type": "application/json"}
         connection.request(method, path, None if body is None else json.dumps(body), given)
