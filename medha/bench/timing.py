@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from medha.errors import ConfigError, RankFailedError
+from medha.models.layers import onednn_has
 
 _END_S = 30.0
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -54,9 +55,7 @@ class Yardstick(NamedTuple):
 def matrix_product(dtype: torch.dtype, device: torch.device) -> Yardstick:
     """A product of two large matrices; on a CPU for whose 16 bits torch's library has no kernel, of float32."""
     m, k, n = _CUDA_PRODUCT if device.type == "cuda" else _CPU_PRODUCT
-    kernels = torch.ops.mkldnn
-    has_it = {torch.bfloat16: kernels._is_mkldnn_bf16_supported, torch.float16: kernels._is_mkldnn_fp16_supported}
-    if device.type == "cpu" and dtype in has_it and not has_it[dtype]():
+    if device.type == "cpu" and not onednn_has(dtype):
         dtype = torch.float32
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in ((m, k), (k, n)))

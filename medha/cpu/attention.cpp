@@ -3,9 +3,9 @@
 // One call serves all rows of a step. The queries of a row that read one KV head, its whole group, are cut into tiles. A
 // tile goes over the row's keys, KEYS at a time: they are packed for the caches, the keys transposed, and an
 // online softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1) adds them to what came before. Strips of a few queries
-// keep their sums in registers. Where a row has no more than these, as a decode has, keys are read where they lie, which
-// goes about as fast as memory does. Sums are float32 whatever the pool holds. What a query gets does not depend on the
-// number of threads, on the other rows or on where its keys lie.
+// keep their sums in registers. Where a row has no more than these, as a decode has, keys are read where they lie. Sums are
+// float32 whatever the pool holds. What a query gets does not depend on the number of threads, on the other rows or on where
+// its keys lie.
 
 #include "pairs.h"
 #include "vectors.h"

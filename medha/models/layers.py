@@ -226,7 +226,7 @@ def packed_weight(
     """
     if fused is not None and fused.packed_linear is not None:
         return fused.packed_linear(weight, bias)
-    if not _onednn_packs(weight):
+    if weight.device.type != "cpu" or weight.dtype == torch.float16 or not onednn_has(weight.dtype):
         return partial(F.linear, weight=weight, bias=bias)
     for name in _KEPT_KERNELS:
         os.environ.setdefault(name, "128")
@@ -247,12 +247,15 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _onednn_packs(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+def onednn_has(dtype: torch.dtype) -> bool:
+    """Whether torch's library has products of a dtype for this CPU."""
+    if not torch._C._has_mkldnn:
         return False
-    if weight.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
 
 
 # Rotary position embedding, as in Hugging Face: dimension i pairs with i + H / 2. Sources: RoPE, arXiv 2104.09864;

@@ -16,6 +16,18 @@ def test_matrix_product(dtype: torch.dtype) -> None:
     assert product.seconds() > 0
 
 
+@pytest.mark.usefixtures("_small_rates")
+@pytest.mark.parametrize(("has_it", "computed"), [(True, torch.float16), (False, torch.float32)])
+def test_16_bits_without_a_kernel_for_them_are_measured_in_32(
+    has_it: bool, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set[torch.dtype]()
+    monkeypatch.setattr("medha.bench.timing.onednn_has", lambda dtype: has_it)
+    monkeypatch.setattr(torch, "mm", lambda left, right, out: seen.update((left.dtype, right.dtype, out.dtype)))
+    matrix_product(torch.float16, CPU).seconds()
+    assert seen == {computed}
+
+
 def test_a_rate_is_that_of_the_median() -> None:
     rate = Yardstick(12.0, lambda: 0.0).rate([1.0, 3.0, 2.0])
     assert rate["flops_per_s"] == 6.0
