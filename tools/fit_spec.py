@@ -291,7 +291,7 @@ def fit_spec(gpu: Published, data: Folders, base: HardwareSpec | None) -> tuple[
     host = gpu_tables.host(data)
     if is_fitted("host_s", set() if host is None else {host[0]}, "sample_s") and host is not None:
         spec = replace(spec, host_s=_rounded(host[1]), sample_s=_rounded(host[2]))
-    provenance = "measured" if all(sources[part].startswith("fit") for part in ("gemm", "attention")) else "derived"
+    provenance = "fitted" if all(sources[part].startswith("fit") for part in ("gemm", "attention")) else "derived"
     return replace(spec, provenance=provenance, sources={**sources, "control_s": "assumed"}), errors
 
 

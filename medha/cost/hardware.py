@@ -19,7 +19,7 @@ from medha.errors import ConfigError, hint
 SPECS = Path(__file__).parent / "specs"
 GEMM_TILES = ((64, 64), (128, 128), (128, 256))
 """Rows and columns of the output that one thread block of a GPU computes."""
-_PROVENANCES = ("measured", "derived", "assumed")
+_PROVENANCES = ("fitted", "derived", "assumed")
 _DEFAULT_GPU, _CPU = "a100-80g", "cpu"
 
 
@@ -85,7 +85,7 @@ class HardwareSpec(JsonFile):
 
     name: str
     machine: str  # as its maker names it
-    provenance: str  # measured (fitted to measurements), derived (by published ratios) or assumed
+    provenance: str  # fitted to measurements, derived (by published ratios) or assumed
     peak_flops_per_s: float  # published, dense bfloat16 (float32 of a CPU); what MFU is relative to
     hbm_bytes_per_s: float  # published; what MBU is relative to
     memory_bytes: int  # of one accelerator

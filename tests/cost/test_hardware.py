@@ -56,7 +56,7 @@ def test_the_specs_that_come_along() -> None:
     for name in NAMES:
         spec = load_spec(name)
         assert spec.name == name
-        assert spec.provenance == ("measured" if name in ("a100-80g", "h100-80g") else "derived")
+        assert spec.provenance == ("fitted" if name in ("a100-80g", "h100-80g") else "derived")
         assert HardwareSpec.from_json(spec.to_json()) == spec
         assert set(spec.sources) == {item.name for item in fields(spec)} - {"name", "machine", "provenance", "sources"}
         assert all("derived, not measured" in spec.sources[part] for part in ("gemm", "all_reduce", "attention")) == (
@@ -86,7 +86,7 @@ def test_every_rate_is_below_what_is_published() -> None:
         (changed("attention.tile_rows", 1.5), "attention.tile_rows=1.5; accepted: a whole number of at least 1"),
         (changed("all_reduce", []), "all_reduce: ranks .*; accepted: a list of links"),
         (changed("all_gather.0.ranks", 1), "all_gather.ranks=1; accepted: a whole number of at least 2"),
-        (changed("provenance", "guessed"), "provenance='guessed'; accepted: measured, derived, assumed"),
+        (changed("provenance", "guessed"), "provenance='guessed'; accepted: fitted, derived, assumed"),
     ],
 )
 def test_a_bad_spec_is_refused_by_field(text: str, message: str) -> None:
@@ -118,7 +118,7 @@ def test_coefficients_are_of_the_stage() -> None:
     assert first.tp.bytes_per_token == 8192 * 2
     assert first.kvp is not None and first.kvp.calls == 40
     assert first.kvp.bytes_per_token == 8 * (128 * 2 + 4)
-    assert "measured" in first.key.machine and first.key.layout == "tp8 spp2 kvp2 stage 0"
+    assert "fitted" in first.key.machine and first.key.layout == "tp8 spp2 kvp2 stage 0"
     assert Coefficients.from_json(first.to_json()) == first
     alone = stage_coefficients(A100, LLAMA_8B, ParallelConfig(), 0)
     assert alone.tp is alone.spp is alone.kvp is None

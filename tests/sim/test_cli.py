@@ -27,13 +27,13 @@ TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,100,3\n0.5,200,4\n1.
 def test_a_run_prints_and_writes_its_figures(command: Command, tmp_path: Path) -> None:
     done = command("simulate", *SMALL, "--output-json", tmp_path / "out.json")
     assert done.code == 0
-    assert done.out.startswith("llama-3-8b on 1 x h100-80g (measured): tp 1, spp 1, kvp 1, ")
+    assert done.out.startswith("llama-3-8b on 1 x h100-80g (fitted): tp 1, spp 1, kvp 1, ")
     assert "Slowdown: TTFT over" in " ".join(done.out.split()) and "Over-saturated: the queue" in done.out
     assert "requests/s" in done.err and "batches/s" in done.err
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["format"], found["version"], found["complete"]) == ("medha-simulation", 1, True)
     assert found["config"]["workload"] == "uniform:100-900,1-20"
-    assert found["config"]["hardware_spec"]["provenance"] == "measured"
+    assert found["config"]["hardware_spec"]["provenance"] == "fitted"
     (run,) = found["runs"]
     assert (run["scheduler"], run["policy"], run["completed"], run["failed"]) == ("medha", "priority", 20, 0)
     assert run["request_rate"] == 5.0
@@ -142,7 +142,7 @@ def test_an_interrupt_keeps_what_was_found(command: Command, tmp_path: Path, mon
 def test_the_timeline_has_stages_and_memory(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     done = command("simulate", *SMALL, "--tp", 2, "--spp", 2, "--hardware", "a100-80g", "--timeline", path)
-    assert done.out.startswith("llama-3-8b on 4 x a100-80g (measured): tp 2, spp 2, kvp 1, ")
+    assert done.out.startswith("llama-3-8b on 4 x a100-80g (fitted): tp 2, spp 2, kvp 1, ")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names == ["stages", "memory", "stage 0", "stage 1"]

@@ -91,7 +91,7 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     given = ["plan", "--gpus", "2", "--context", "4000", "--ttft-s", "1", "--tpot-s", "0.05", "--hardware", "a100-80g"]
     done = command(*given, "--json", path)
     assert done.code == 0 and "2 x tp1 spp1 kvp1" in done.out
-    assert "llama-3-8b on 2 x a100-80g (measured), 4 layouts" in done.out
+    assert "llama-3-8b on 2 x a100-80g (fitted), 4 layouts" in done.out
     report = json.loads(path.read_text())
     assert (report["format"], report["version"], report["options"]["context"]) == ("medha-plan", 1, 4000)
     assert [one["meets"] for one in report["layouts"]] == [True] * 4

@@ -69,7 +69,7 @@ def test_a_gpu_with_tables_of_its_own(tmp_path: Path) -> None:
     write_tables(tmp_path, made)
     gpu = replace(PUBLISHED["h100-80g"], name="mine", nvlink_bytes_per_s=450e9)
     spec, errors = fit_spec(gpu, Folders([tmp_path]), load_spec("a100-80g"))
-    assert spec.name == "mine" and spec.provenance == "measured"
+    assert spec.name == "mine" and spec.provenance == "fitted"
     assert spec.attention.flops_per_s == pytest.approx(MADE.flops_per_s, rel=0.05)
     assert spec.attention.bytes_per_s == pytest.approx(MADE.bytes_per_s, rel=0.02)
     assert spec.all_reduce[0].bytes_per_s == 0.75 * load_spec("a100-80g").all_reduce[0].bytes_per_s
