@@ -72,7 +72,7 @@ def prefix_hits(
 ) -> None:
     """Play a trace with KV pools that hold some shares of its distinct tokens."""
     if plot is not None:
-        import matplotlib.pyplot as plt  # before the hours of playing, should it not be there
+        import matplotlib.pyplot as plt  # before minutes of playing, should it not be there
     given, parts = read_trace(trace).trace.first(num_prompts), numbers("shares", shares)
     rows = given.rows()
     distinct = len({one for row in rows for one in (row.prefix_hashes or ())[: row.prompt_tokens // HASHED_TOKENS]})

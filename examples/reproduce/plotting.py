@@ -145,4 +145,4 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, edgecolor="none", framealpha=0.9)
+        axes.legend(fontsize=8, edgecolor="none", framealpha=0.5)
