@@ -28,7 +28,7 @@ from medha.parallel.own_ranks import own_ranks
 
 logger = logging.getLogger("medha")
 app = make_app()
-_PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+_PACKAGES = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _option = partial(typer.Option, rich_help_panel="Server")
 Texts = list[str] | None

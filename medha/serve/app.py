@@ -143,6 +143,8 @@ class Front:
     def _admitted(self, request: HttpRequest, path: str) -> Key:
         """Whose request it is; raises ApiError where it may not come in."""
         headers = request.headers
+        if len(headers.getlist("host")) != 1 and request.scope["http_version"] != "1.0":
+            raise ApiError(400, "a request names one Host")
         host = headers.get("host", "").rpartition("@")[2]
         name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
         if self._hosts and name.lower() not in self._hosts:

@@ -8,12 +8,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import h11
+import httptools
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from medha.errors import ConfigError
 from medha.serve.protocol import ApiError
@@ -21,6 +22,7 @@ from medha.serve.service import END_S
 
 KEEP_ALIVE_S = 75  # for which a connection may be open, or be so again, without the head of a request
 READER_S = 300  # for which a client may take nothing of what is sent to it, where the kernel counts that
+_HEAD_BYTES = 16 << 10  # of a request
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -40,8 +42,8 @@ def bound(host: str, port: int) -> socket.socket:
 @contextmanager
 def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls: Path | None) -> Iterator[None]:
     """Within, serve an app; at the end connections may send what they have. ``tls`` are uvicorn's options for it."""
-    parts: dict[str, Any] = {"http": TimedProtocol, "loop": "asyncio", "ws": "none", "lifespan": "off"}
-    says = {"log_config": None, "log_level": "critical", "server_header": False}
+    parts: dict[str, Any] = {"http": TimedProtocol, "loop": "uvloop", "ws": "none", "lifespan": "off"}
+    says = {"log_config": None, "log_level": "critical", "server_header": False, "proxy_headers": False}
     limits = {"limit_concurrency": max_connections, "timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
     config = uvicorn.Config(app, **(parts | says | limits | tls))
     try:
@@ -62,9 +64,13 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
         gc.unfreeze()
 
 
-class TimedProtocol(H11Protocol):
+class TimedProtocol(HttpToolsProtocol):
     """Closes a connection on which no head is whole for :data:`KEEP_ALIVE_S`, where uvicorn's timer begins with an
-    answer and ends with a byte; what is no request, or comes by one connection too many, gets an error as OpenAI's."""
+    answer and ends with a byte; limits a head, which uvicorn does not; reads on where a client would change to another
+    protocol; what is no request, or comes by one connection too many, gets an error as OpenAI's."""
+
+    _num_new = 0  # bytes since a head, or some of a body, was whole
+    _data = b""  # what is parsed
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
@@ -76,14 +82,57 @@ class TimedProtocol(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _unset_keepalive_if_required(self) -> None:
-        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             super()._unset_keepalive_if_required()
 
+    def data_received(self, data: bytes) -> None:
+        """Parse it, unless too much is not whole."""
+        self._num_new += len(data)
+        self._data = data
+        super().data_received(data)
+        if self._num_new > _HEAD_BYTES:
+            self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        """A head is whole."""
+        if len(self.url) + sum(map(len, chain.from_iterable(self.headers))) > _HEAD_BYTES:
+            raise ValueError("the head is too large")
+        self._num_new = 0
+        super().on_headers_complete()
+        self._unset_keepalive_if_required()
+
+    def on_body(self, body: bytes) -> None:
+        """Some of it is there."""
+        self._num_new = 0
+        super().on_body(body)
+
+    def _should_upgrade(self) -> bool:
+        return True  # asked where the parser would: uvicorn does nothing with the head then, but to call what follows
+
+    def handle_websocket_upgrade(self) -> None:
+        """Parse a head again without what asks for another protocol, and then what lies behind it."""
+        if (method := self.parser.get_method()) == b"CONNECT":
+            return self.send_400_response("")
+        reason = sys.exception()
+        assert isinstance(reason, httptools.HttpParserUpgrade), "uvicorn handles it by this call"
+        behind = self._data[reason.args[0] :]
+        kept = ((name, value) for name, value in self.headers if name not in (b"connection", b"upgrade"))
+        lines = (b"%b: %b\r\n" % header for header in kept)
+        self.parser = httptools.HttpRequestParser(self)
+        super().data_received(b"".join([method, b" ", self.url, b" HTTP/1.1\r\n", *lines, b"\r\n", behind]))
+
+    def on_response_complete(self) -> None:
+        """Hang up where the request is not read to its end, as it was refused."""
+        if not self.pipeline and self.cycle.more_body:
+            self.transport.close()
+        super().on_response_complete()
+
     def send_400_response(self, msg: str) -> None:
-        """Tell what is wrong with a head."""
-        status = getattr(sys.exception(), "error_status_hint", 400)  # uvicorn handles h11's error by this call
-        answer = ApiError(status, "the request is no HTTP, or its head too large", connection="close").response()
-        head = h11.Response(status_code=status, headers=answer.raw_headers)
-        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        """Tell what is wrong with a request, unless it is being answered, and hang up."""
+        is_answered = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not (self.pipeline or is_answered or self.transport.is_closing()):
+            status = 431 if self._num_new > _HEAD_BYTES else 400
+            answer = ApiError(status, "the request is no HTTP, or its head too large", connection="close").response()
+            lines = (b"%b: %b\r\n" % header for header in answer.raw_headers)
+            self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", answer.body]))
         self.transport.close()

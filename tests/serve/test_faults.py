@@ -334,6 +334,11 @@ def test_a_request_keeps_its_name(start: Start, bytes_model: Model) -> None:
     assert server.get(PATH)[2]["allow"] == "POST" and server.get("/version")[2]["www-authenticate"] == "Bearer"
 
 
+_CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
@@ -341,7 +346,15 @@ def test_a_request_keeps_its_name(start: Start, bytes_model: Model) -> None:
         (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\n\r\n", 400),  # no host
         (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\r\n", 400),  # no body
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n", 400),
+        (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),  # a client of HTTP/2
+        (_CHUNKED[:-2] + b"content-length: 5\r\n\r\n", 400),
+        (_CHUNKED.replace(b"chunked", b"gzip"), 400),
         (b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-a: y\r\n" * 4000, 431),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx-a: " + b"y" * 20_000 + b"\r\n\r\n", 431),
+        (b"GET /" + b"y" * 20_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431),
     ],
 )
 def test_what_is_no_request_is_refused(server: Server, raw: bytes, status: int) -> None:
@@ -353,6 +366,35 @@ def test_what_is_no_request_is_refused(server: Server, raw: bytes, status: int) 
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d" % status) and json.loads(body)["error"]["code"] == status
     assert server.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("begun", [b"2;", b"2\r\n{}\r\n0\r\n"])
+def test_what_has_no_end_is_cut(server: Server, begun: bytes) -> None:
+    """The line before a part of a body, and lines behind the last one."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client, suppress(ConnectionError):
+        client.sendall(_CHUNKED + begun)
+        for _ in range(10_000):
+            client.sendall(b"x-a: y\r\n" * 1000 if b"{}" in begun else b"y" * 8000)
+        pytest.fail("80 MB were taken")
+    assert server.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_who_would_use_another_protocol_is_answered_by_this_one(server: Server, protocol: str) -> None:
+    """Java's HTTP client offers to upgrade with every request; its body comes in the same packet, or later."""
+    given = {"connection": "Upgrade, HTTP2-Settings", "upgrade": protocol, "http2-settings": "AAA"}
+    raw = sent(asked(5, 1), **given)
+    for size in (len(raw), len(raw) - 10):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as client:
+            for part in (raw[:size], raw[size:], sent(asked(5, 1))):
+                client.sendall(part)
+                time.sleep(0.1)
+            answer = b""
+            while answer.count(b'"usage"') < 2:
+                part = client.recv(4096)
+                assert part, answer
+                answer += part
+            assert answer.count(b"HTTP/1.1 200 OK") == 2
 
 
 def test_one_connection_too_many_is_told_so(start: Start, bytes_model: Model) -> None:
