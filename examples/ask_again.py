@@ -3,7 +3,7 @@
 python -m examples.ask_again --num-tokens 32868
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m examples.ask_again --num-tokens 32868 --kvp 2
 
-The needle model is written to a folder of that name in that of temporary files.
+The needle model is written to the folder ``medha-needle`` in that of temporary files.
 """
 
 from __future__ import annotations

@@ -118,8 +118,9 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
         check_options(self)
         self.scheduler.check_layout(self.parallel)
-        if self.scheduler.scheduler == CDSP and self.cache.swap_bytes:
-            raise ConfigError(f"swap_space={self.cache.swap_bytes} with scheduler='cdsp'; accepted: 0")
+        dealt = "scheduler='cdsp'" if self.scheduler.scheduler == CDSP else "ring" if self.scheduler.ring else None
+        if dealt is not None and self.cache.swap_bytes:  # nothing that is dealt is swapped
+            raise ConfigError(f"swap_space={self.cache.swap_bytes} with {dealt}; accepted: 0")
         self._check_decode()
         whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
         if whole != self.scheduler.max_kv_per_group:

@@ -335,8 +335,9 @@ def test_what_is_refused_elsewhere() -> None:
     assert config.prefix_caching is False and config.async_scheduling is False and config.chunk_size is None
     with pytest.raises(ConfigError, match="spp=2 with scheduler='cdsp'; accepted: 1"):
         EngineConfig("model", scheduler=config, parallel=ParallelConfig(spp=2))
-    with pytest.raises(ConfigError, match="swap_space=4096 with scheduler='cdsp'; accepted: 0"):
-        EngineConfig("model", scheduler=config, cache=CacheConfig(swap_bytes=4096))
+    for dealt, what in ((config, "scheduler='cdsp'"), (SchedulerConfig(ring=True), "ring")):
+        with pytest.raises(ConfigError, match=f"swap_space=4096 with {what}; accepted: 0"):
+            EngineConfig("model", scheduler=dealt, cache=CacheConfig(swap_bytes=4096))
     sizes = {"longest": 1000, "num_blocks": 10, "block_size": BLOCK}
     with pytest.raises(ConfigError, match="spp=2 with scheduler='cdsp'; accepted: 1"):
         complete_config(config, Predictor(PREDICTOR), ParallelConfig(spp=2, kvp=2), **sizes)
