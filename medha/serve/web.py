@@ -90,6 +90,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._num_new += len(data)
         self._data = data
         super().data_received(data)
+        self._data = b""  # a silent connection keeps none of it
         if self._num_new > _HEAD_BYTES:
             self.send_400_response("")
 
