@@ -70,7 +70,6 @@ class TimedProtocol(HttpToolsProtocol):
     protocol; what is no request, or comes by one connection too many, gets an error as OpenAI's."""
 
     _num_new = 0  # bytes since a head, or some of a body, was whole
-    _data = b""  # what is parsed
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
@@ -88,11 +87,23 @@ class TimedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse it, unless too much is not whole."""
         self._num_new += len(data)
-        self._data = data
-        super().data_received(data)
-        self._data = b""  # a silent connection keeps none of it
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self._num_new > _HEAD_BYTES:
             self.send_400_response("")
+
+    def _stay(self, behind: bytes) -> None:
+        """Parse a head again without what asks for another protocol, and then what lies behind it."""
+        if (method := self.parser.get_method()) == b"CONNECT":
+            return self.send_400_response("")
+        kept = ((name, value) for name, value in self.headers if name not in (b"connection", b"upgrade"))
+        lines = (b"%b: %b\r\n" % header for header in kept)
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join([method, b" ", self.url, b" HTTP/1.1\r\n", *lines, b"\r\n", behind]))
 
     def on_headers_complete(self) -> None:
         """A head is whole."""
@@ -108,19 +119,7 @@ class TimedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def _should_upgrade(self) -> bool:
-        return True  # asked where the parser would: uvicorn does nothing with the head then, but to call what follows
-
-    def handle_websocket_upgrade(self) -> None:
-        """Parse a head again without what asks for another protocol, and then what lies behind it."""
-        if (method := self.parser.get_method()) == b"CONNECT":
-            return self.send_400_response("")
-        reason = sys.exception()
-        assert isinstance(reason, httptools.HttpParserUpgrade), "uvicorn handles it by this call"
-        behind = self._data[reason.args[0] :]
-        kept = ((name, value) for name, value in self.headers if name not in (b"connection", b"upgrade"))
-        lines = (b"%b: %b\r\n" % header for header in kept)
-        self.parser = httptools.HttpRequestParser(self)
-        super().data_received(b"".join([method, b" ", self.url, b" HTTP/1.1\r\n", *lines, b"\r\n", behind]))
+        return True  # asked where the parser would: uvicorn does nothing with the head then
 
     def on_response_complete(self) -> None:
         """Hang up where the request is not read to its end, as it was refused."""
