@@ -26,6 +26,9 @@ MOST_TILE_ROWS = 128
 _BLOCKS_PER_SM = 2
 _LEAST_PART = 128  # tokens
 _FILLED = 0.8  # of the GPU by the longest row
+# A thread block reads so many tokens of one KV head in 0.22 ms (73 a microsecond on an H200), less than what a layer of
+# a decode takes longer without its graph: 0.3 ms.
+_NEGLIGIBLE_PART = 16384
 
 
 class Piece(NamedTuple):
@@ -117,11 +120,15 @@ class KVSplit:
         return max(smallest_part(tiles, pages, spare), self._least_pages)
 
     def starves_in_graph(self, pages: Ints, num_decodes: int) -> bool:
-        """Whether the longest of some decodes would have less than half as many parts in a graph as without one."""
+        """Whether the longest of some decodes would have less than half as many parts in a graph as without one, and
+        long ones."""
+        part = self.graph_part_pages(pages, num_decodes)
+        if part * self.page_size <= _NEGLIGIBLE_PART:
+            return False
         tiles = np.full(len(pages), -(-self.group // self.tile_rows(self.group)))
         longest = int(pages.max())
         eager = -(-longest // self.part_pages(tiles, pages))
-        return eager > 2 and 2 * -(-longest // self.graph_part_pages(pages, num_decodes)) < eager
+        return eager > 2 and 2 * -(-longest // part) < eager
 
     @property
     def _least_pages(self) -> int:

@@ -50,7 +50,7 @@ from medha.sched.cdsp import Planner
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
-from medha.worker.graphs import CudaGraphs, graph_sizes
+from medha.worker.graphs import CudaGraphs, graph_sizes, piece_sizes
 from medha.worker.runner import Runner
 from medha.worker.shard import (
     ModelShard,
@@ -105,7 +105,7 @@ class RankHandle:
 
     def close(self) -> None:
         """Leave the job; every rank calls it."""
-        self.runner.graphs = None  # NCCL would wait for the graphs that hold its collectives
+        self.runner.drop_graphs()  # NCCL would wait for the graphs that hold its collectives
         if self.caller is not None:
             self.caller.stop()
         if self.follower is not None:
@@ -185,7 +185,8 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
         job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
-        runner.capture(CudaGraphs(device), graph_sizes(config.scheduler.max_num_seqs), is_alone=shard.tp == 1)
+        sizes = graph_sizes(config.scheduler.max_num_seqs), piece_sizes(config.scheduler.max_batch_tokens)
+        runner.capture(CudaGraphs(device), *sizes, is_alone=shard.tp == 1)
     has_instances = config.parallel.decode_replicas > 0
     lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
     if lanes and not has_instances:

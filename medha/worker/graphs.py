@@ -1,12 +1,13 @@
-"""CUDA graphs of decodes: the forward of a whole batch of decodes as one launch, at a few padded batch sizes.
+"""CUDA graphs: the forward of a batch of decodes as one launch, that of a small batch of any rows as one a layer.
 
-A decode of a small batch computes for less time than the host needs to launch its kernels one by one; a graph launches
-them at once. A graph repeats the same kernels on the same addresses, so its inputs lie in buffers that never move, its
-batch size is fixed, and a batch is filled up to the next size with rows that attend to a scratch token behind the pool.
-Attention is planned anew before each replay, outside of the graph. Eager execution stays the reference.
+A small batch computes for less time than the host needs to launch its kernels one by one; a graph launches them at
+once. A graph repeats the same kernels on the same addresses, so its inputs lie in buffers that never move, its size is
+fixed, and a batch is filled up to the next size. Eager execution stays the reference.
 
-Graphs hold batches of decodes alone, without rows that several groups share. In a tensor-parallel group they hold its
-collectives, and every rank captures and replays the same sizes.
+:class:`DecodeGraphs` hold batches of decodes alone, without rows that several groups share: what fills one up attends
+to a scratch token behind the pool, and attention is planned anew before each replay, outside of the graph.
+:class:`PieceGraphs` hold what lies between the attentions of two layers; attention and what it waits for run eagerly.
+In a tensor-parallel group graphs hold its collectives, and every rank captures and replays the same sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,7 @@ from medha.attention.interface import AttentionRows
 from medha.attention.staging import packed_bytes, to_device
 from medha.batch import Batch
 from medha.errors import ConfigError
-from medha.models.decoder import Decoder
+from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.layers import cos_sin
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import Greedy, likeliest
@@ -36,6 +38,7 @@ logger = logging.getLogger("medha")
 _SMALL_SIZES = (1, 2, 4, 8)
 _SIZE_STEP = 16
 _MOST_DECODES = 256
+_PIECE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 
 Replay = Callable[[], None]
 
@@ -54,17 +57,31 @@ class CudaGraphs:
         Raises:
             torch.OutOfMemoryError: there is no memory for it.
         """
+        out, (replay,) = self.capture_pieces(lambda cut: run())
+        return out, replay
+
+    def capture_pieces(self, run: Callable[[Callable[[], None]], torch.Tensor]) -> tuple[torch.Tensor, list[Replay]]:
+        """As :meth:`capture`, of what calls what it is given wherever one graph is to end and another to begin."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            run()  # once before, so that whatever is set up at first use is not captured
+            run(lambda: None)  # once before, so that whatever is set up at first use is not captured
         current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile; their calls are none of this graph's.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            out = run()
-        self._pool = graph.pool()
-        return out, graph.replay
+        graphs: list[Any] = []
+        with ExitStack() as captured:
+
+            def cut() -> None:
+                captured.close()
+                self._pool = graphs[-1].pool() if graphs else self._pool
+                graphs.append(torch.cuda.CUDAGraph())
+                # Other threads may use CUDA meanwhile; their calls are none of this graph's.
+                how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+                captured.enter_context(torch.cuda.graph(graphs[-1], **how))
+
+            cut()
+            out = run(cut)
+        self._pool = graphs[-1].pool()
+        return out, [graph.replay for graph in graphs]
 
 
 class _Graph(NamedTuple):
@@ -128,28 +145,12 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, maker: CudaGraphs, sizes: Sequence[int], *, is_alone: bool = True) -> None:
-        """Capture a graph of each size, the largest first, and say which; one without memory for it is left out.
+        """Capture a graph of each size; see :func:`_captured`."""
+        self._graphs = _captured(
+            sizes, "decodes", lambda size: self._capture(maker, size), is_alone=is_alone, device=self._inputs.device
+        )
 
-        ``is_alone``: no other rank takes part. Where some do, one without memory cannot leave a size out, as the others
-        would wait for it in a collective: ConfigError.
-        """
-        begin_s = time.perf_counter()
-        for size in sorted(sizes, reverse=True):
-            try:
-                self._graphs[size] = self._captured(maker, size)
-            except torch.OutOfMemoryError as error:
-                if not is_alone:
-                    raise ConfigError(
-                        f"no memory for the CUDA graph of {size} decodes; accepted: a lower gpu_memory_utilization or "
-                        "max_num_seqs, or enforce_eager"
-                    ) from error
-                logger.warning("no memory for the CUDA graph of %d decodes; larger batches run without one", size)
-                if self._inputs.is_cuda:
-                    torch.cuda.empty_cache()
-        listed = ", ".join(map(str, self.sizes)) or "none"
-        logger.info("CUDA graphs of %s decodes, captured in %.1f s", listed, time.perf_counter() - begin_s)
-
-    def _captured(self, maker: CudaGraphs, size: int) -> _Graph:
+    def _capture(self, maker: CudaGraphs, size: int) -> _Graph:
         attention = FixedDecodes(self._backend, self._cache.shape, size, self._pages, most_decodes=self._most)
         none = np.empty(0, np.int64)
         rows = AttentionRows.of(none, none, none.astype(bool), [], self._cache.block_size)
@@ -220,8 +221,110 @@ class DecodeGraphs:
         return out
 
 
+class _Pieces(NamedTuple):
+    """A captured forward but for its attention: before that of each layer a graph, with the queries, keys and values
+    that it leaves, and one behind the last, with the hidden states."""
+
+    replays: list[Replay]
+    qkv: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    out: torch.Tensor
+
+
+class PieceGraphs:
+    """The layers of one rank, called as :class:`Decoder` is; batches that no captured size holds run eagerly.
+
+    ``num_heads`` are those of this rank. A result stays until the next call.
+    """
+
+    def __init__(
+        self, model: Decoder, sizes: Sequence[int], *, num_heads: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        self._run: Callable[..., torch.Tensor] = model
+        self._pieces: dict[int, _Pieces] = {}
+        config, most = model.config, max(sizes)
+        self._x = torch.zeros(most, config.hidden_size, dtype=dtype, device=device)
+        self._cos, self._sin = torch.zeros(2, most, config.head_dim // 2, dtype=torch.float32, device=device)
+        self._attended = torch.zeros(most, num_heads, config.head_dim, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def capture(self, maker: CudaGraphs, sizes: Sequence[int], *, is_alone: bool = True) -> None:
+        """Capture the pieces of each size; see :func:`_captured`."""
+        self._pieces = _captured(
+            sizes, "tokens", lambda size: self._capture(maker, size), is_alone=is_alone, device=self._x.device
+        )
+
+    def _capture(self, maker: CudaGraphs, size: int) -> _Pieces:
+        qkv: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def forward(cut: Callable[[], None]) -> torch.Tensor:
+            qkv.clear()
+
+            def attend(layer: int, *parts: torch.Tensor) -> torch.Tensor:
+                qkv.append(parts)  # type: ignore[arg-type]
+                cut()
+                return self._attended[:size]
+
+            return self._run(self._x[:size], self._cos[:size], self._sin[:size], attend)
+
+        out, replays = maker.capture_pieces(forward)
+        return _Pieces(replays, qkv, out)
+
+    @torch.inference_mode()
+    def __call__(
+        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: LayerAttendFn
+    ) -> torch.Tensor:
+        """As :meth:`Decoder.forward`; what fills a size up are the rows that lay there before, which nobody reads."""
+        num_tokens = len(x_TD)
+        size = min((size for size in self._pieces if size >= num_tokens > 0), default=None)
+        if size is None:
+            return self._run(x_TD, cos_TR, sin_TR, attend)
+        for buffer, given in ((self._x, x_TD), (self._cos, cos_TR), (self._sin, sin_TR)):
+            buffer[:num_tokens].copy_(given)
+        *before, behind = self._pieces[size].replays
+        for layer, (replay, parts) in enumerate(zip(before, self._pieces[size].qkv, strict=True)):
+            replay()
+            self._attended[:num_tokens].copy_(attend(layer, *(part[:num_tokens] for part in parts)))
+        behind()
+        return self._pieces[size].out[:num_tokens]
+
+
+_Captured = TypeVar("_Captured")
+
+
+def _captured(
+    sizes: Sequence[int], what: str, capture: Callable[[int], _Captured], *, is_alone: bool, device: torch.device
+) -> dict[int, _Captured]:
+    """What is captured of each size, the largest first, and say which; one without memory for it is left out.
+
+    ``is_alone``: no other rank takes part. Where some do, one without memory cannot leave a size out, as the others
+    would wait for it in a collective: ConfigError.
+    """
+    begin_s, found = time.perf_counter(), dict[int, _Captured]()
+    for size in sorted(sizes, reverse=True):
+        try:
+            found[size] = capture(size)
+        except torch.OutOfMemoryError as error:
+            if not is_alone:
+                raise ConfigError(
+                    f"no memory for the CUDA graph of {size} {what}; accepted: a lower gpu_memory_utilization or "
+                    "max_num_seqs, or enforce_eager"
+                ) from error
+            logger.warning("no memory for the CUDA graph of %d %s; larger batches run without one", size, what)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    listed = ", ".join(map(str, sorted(found))) or "none"
+    logger.info("CUDA graphs of %s %s, captured in %.1f s", listed, what, time.perf_counter() - begin_s)
+    return found
+
+
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes worth a graph where at most so many requests decode at once: dense where padding costs most."""
     most = min(max_num_seqs, _MOST_DECODES)
     sizes = {*_SMALL_SIZES, *range(_SIZE_STEP, _MOST_DECODES + 1, _SIZE_STEP)}
     return (*sorted(size for size in sizes if size < most), most)
+
+
+def piece_sizes(max_batch_tokens: int) -> tuple[int, ...]:
+    """Tokens of batches worth graphs of pieces: as long as the device computes for less time than the host launches."""
+    most = min(max_batch_tokens, _PIECE_SIZES[-1])
+    return (*(size for size in _PIECE_SIZES if size < most), most)

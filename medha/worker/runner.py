@@ -12,8 +12,8 @@ device that runs behind the host launched, before anybody knows the token.
 The phases of a step are named for PyTorch's profiler: ``medha.schedule`` (by the engine), ``medha.prepare``,
 ``medha.receive``, ``medha.forward``, ``medha.sample`` and ``medha.send``.
 
-Batches of decodes alone run from a captured graph where there is one (:mod:`.graphs`); blocks are swapped meanwhile
-(:mod:`.swap`).
+Batches of decodes alone run from a captured graph where there is one, other small ones from graphs but for their
+attention (:mod:`.graphs`); blocks are swapped meanwhile (:mod:`.swap`).
 
 Legend: T tokens of a batch, D model dimension, V vocabulary, S rows to sample, N query heads, K KV heads, H head
 dimension.
@@ -43,7 +43,7 @@ from medha.parallel.ring import Ring, buffer_of
 from medha.parallel.spp import StagePipe
 from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
-from medha.worker.graphs import CudaGraphs, DecodeGraphs
+from medha.worker.graphs import CudaGraphs, DecodeGraphs, PieceGraphs
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import Greedy, SlotSampling, draw
 from medha.worker.step import PendingStep, StepResult, phase
@@ -82,13 +82,25 @@ class Runner:
         self._sampling: dict[int, SlotSampling] = {}
         self._drawn: dict[int, list[int]] = {}  # by slot, where prompts are kept; whoever reads the results adds to it
         self.graphs: DecodeGraphs | None = None
+        self._layers: Decoder | PieceGraphs = self.model  # what runs them for a batch that no graph holds whole
         self._began: torch.cuda.Event | None = None  # when the device could begin with the present batch
 
-    def capture(self, maker: CudaGraphs, sizes: Sequence[int], *, is_alone: bool = True) -> None:
-        """Capture graphs of decodes; see :meth:`medha.worker.graphs.DecodeGraphs.capture`."""
+    def capture(
+        self, maker: CudaGraphs, sizes: Sequence[int], pieces: Sequence[int] = (), *, is_alone: bool = True
+    ) -> None:
+        """Capture graphs of so many decodes, and of so many tokens without their attention; see :mod:`.graphs`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
         self.graphs = DecodeGraphs(self.model, self.cache, self.backend, self._inv_freq, most_decodes=max(sizes))
         self.graphs.capture(maker, sizes, is_alone=is_alone)
+        if pieces:
+            shape = self.cache.shape
+            made = PieceGraphs(self.model, pieces, num_heads=shape.num_heads, dtype=shape.dtype, device=self.device)
+            made.capture(maker, pieces, is_alone=is_alone)
+            self._layers = made
+
+    def drop_graphs(self) -> None:
+        """Run eagerly from now on."""
+        self.graphs, self._layers = None, self.model
 
     def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], sampling: SlotSampling, drawn: list[int]) -> None:
         """Take the tokens (kept, not copied) and sampling parameters of a request, ahead of its first batch.
@@ -262,7 +274,7 @@ class Runner:
         else:
             x_TD = self._received(step.batch)
         with phase("medha.forward"):
-            x_TD = self.model(x_TD, cos, sin, attend)
+            x_TD = self._layers(x_TD, cos, sin, attend)
             if self.model.has_head:
                 x_TD = self._logits(x_TD, step, sent)
         return x_TD, sent.drawn_slots, None

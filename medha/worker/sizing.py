@@ -16,7 +16,7 @@ from medha.models.decoder import Decoder
 from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.launch import read_launch
 from medha.params import SamplingParams
-from medha.worker.graphs import graph_sizes
+from medha.worker.graphs import graph_sizes, piece_sizes
 from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import ModelShard, wants_graphs
 
@@ -72,13 +72,18 @@ def bytes_beside_kv(
         ConfigError: the memory does not suffice.
     """
     scheduler = config.scheduler
-    sizes = graph_sizes(scheduler.max_num_seqs) if wants_graphs(config, backend, device) else ()
-    taken = 0
+    sizes, pieces = tuple[int, ...](), tuple[int, ...]()
+    if wants_graphs(config, backend, device):
+        sizes, pieces = graph_sizes(scheduler.max_num_seqs), piece_sizes(scheduler.max_batch_tokens)
+    shape = shard.layer_shape
+    # of every size and layer the queries, keys and values that a piece leaves, and what all of them share
+    qkv_bytes = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.dtype.itemsize
+    taken = sum(pieces) * len(shard.layers) * qkv_bytes + sum(pieces[-1:]) * 4 * shard.model.hidden_size * 2
     try:
         if isinstance(backend, FlashInferBackend):
             backend.workspace(shard.layer_shape, device, num_decodes=max(sizes, default=0))
             taken += backend.wrapper_bytes(len(sizes))
-        for num_tokens in (scheduler.max_batch_tokens, *sizes[-1:]):
+        for num_tokens in (scheduler.max_batch_tokens, *([max(sizes + pieces)] if sizes else [])):
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             _run_step(model, shard, num_tokens, min(num_tokens, scheduler.max_num_seqs), device)

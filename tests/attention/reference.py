@@ -45,20 +45,28 @@ def visible(rows: AttentionRows, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_rows_close(
-    result: tuple[torch.Tensor, torch.Tensor], qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rows: AttentionRows
+    result: tuple[torch.Tensor, torch.Tensor],
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: AttentionRows,
+    *,
+    lse_atol: float | None = None,
 ) -> None:
     """Hold (out_TNH, lse_TN) of a ragged batch over a pool to the rule at the top of this file, row by row."""
+    lse_atol = LSE_ATOL[result[0].dtype] if lse_atol is None else lse_atol
     (out_TNH, lse_TN), (q_TNH, k_PKH, v_PKH) = result, qkv
     assert out_TNH.dtype == q_TNH.dtype and out_TNH.shape == q_TNH.shape
     assert lse_TN.dtype == torch.float32 and lse_TN.shape == q_TNH.shape[:2]
     for row in range(len(rows)):
         at = slice(*rows.q_indptr[row : row + 2].tolist())
         index_S, mask_LS = (x.to(q_TNH.device) for x in visible(rows, row))
-        _assert_close((out_TNH[at], lse_TN[at]), (q_TNH[at], k_PKH[index_S], v_PKH[index_S]), mask_LS)
+        _assert_close((out_TNH[at], lse_TN[at]), (q_TNH[at], k_PKH[index_S], v_PKH[index_S]), mask_LS, lse_atol)
 
 
 def _assert_close(
-    result: tuple[torch.Tensor, torch.Tensor], qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor
+    result: tuple[torch.Tensor, torch.Tensor],
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor,
+    lse_atol: float,
 ) -> None:
     if mask.shape[1] == 0:
         assert not result[0].any() and bool((result[1] == -torch.inf).all())
@@ -70,7 +78,7 @@ def _assert_close(
     least = max(5e-6, 2 * torch.finfo(dtype).eps * float(want_LNH.abs().max()))
     error, allowed = _error(result[0], want_LNH), 2 * _error(sdpa, want_LNH) + least
     assert error <= allowed, f"output is off by {error:.3g}, {allowed:.3g} is allowed"
-    error, allowed = _error(result[1], want_LN), LSE_ATOL[dtype] + 1e-6 * float(want_LN.abs().max())
+    error, allowed = _error(result[1], want_LN), lse_atol + 1e-6 * float(want_LN.abs().max())
     assert error <= allowed, f"log-sum-exp is off by {error:.3g}, {allowed:.3g} is allowed"
 
 

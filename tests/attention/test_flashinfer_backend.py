@@ -71,18 +71,22 @@ def test_a_page_table_of_more_than_32_bits_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("q_lens", "has_fa3", "kernels"),
+    ("chunks", "has_fa3", "kernels"),
     [
-        ([300, 300], False, ["fa2"]),
-        ([256], True, ["fa3"]),  # 4 heads x 2 tiles fill 4 multiprocessors twice
-        ([128], True, ["fa2"]),
-        ([1, 1, 128, 129], True, ["decode", "fa2", "fa3"]),
-        ([1, 300, 290, 60], True, ["decode", "fa3", "fa2"]),
+        ([(300, 600), (300, 600)], False, ["fa2"]),
+        ([(300, 600)], True, ["fa3"]),  # 4 heads x 3 tiles, 7 multiprocessors
+        ([(128, 600)], True, ["fa2"]),  # fill not two thirds of them
+        ([(140, 600)], True, ["fa2"]),  # two waves, of which the second is short
+        ([(1, 300), (1, 300), (128, 600), (129, 600)], True, ["decode", "fa3"]),
+        ([(1, 300), (90, 4000), (300, 600)], True, ["decode", "fa2", "fa3"]),
     ],
 )
-def test_chunks_that_fill_the_gpu_twice_run_in_fa3(q_lens: list[int], has_fa3: bool, kernels: list[str]) -> None:
-    qkv, rows = in_blocks([q_len + 300 for q_len in q_lens], 64, q_lens=q_lens)
-    backend = make_flashinfer(num_sms=4, has_fa3=has_fa3)
+def test_chunks_run_in_fa3_where_it_ends_first(
+    chunks: list[tuple[int, int]], has_fa3: bool, kernels: list[str]
+) -> None:
+    q_lens, lengths = ([*part] for part in zip(*chunks, strict=True))
+    qkv, rows = in_blocks(lengths, 64, q_lens=q_lens)
+    backend = make_flashinfer(num_sms=7, has_fa3=has_fa3)
     assert_rows_close(run(qkv, rows, backend), qkv, rows)
     decode = backend.api.BatchDecodeWithPagedKVCacheWrapper
     kinds = ["decode" if isinstance(w, decode) else w._backend for w in backend.api.made]
@@ -217,7 +221,7 @@ def test_what_was_chosen_is_told() -> None:
         "FA2 with a long context in some 33 parts a KV head, for 132 multiprocessors; no FA3: no Hopper GPU"
     )
     backend = make_flashinfer(num_sms=132, has_fa3=True)
-    assert backend.describe(LayerShape(32, 8, 128, torch.bfloat16)).endswith("FA3 for chunks of 1,025 tokens on")
+    assert backend.describe(LayerShape(32, 8, 128, torch.bfloat16)).endswith("FA3 for chunks of 257 tokens on")
 
 
 def test_flashinfer_asked_for_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,19 +243,21 @@ def test_flashinfer_on_a_gpu(num_heads: int, num_kv_heads: int, head_dim: int, d
     pytest.importorskip("flashinfer")
     device = torch.device("cuda", 0)
     shape = LayerShape(num_heads, num_kv_heads, head_dim, dtype)
-    backend, _ = choose_backend("flashinfer", shape, device, block_size=256)
+    backend, why = choose_backend("flashinfer", shape, device, block_size=256)
+    assert isinstance(backend, FlashInferBackend), why
     model = Model(num_heads, num_kv_heads, head_dim, dtype, head_major=False)
     batch = [
         *(Shape(1, (n,), True) for n in (1, 63, 64, 65, 300)),
         Shape(1, (768, 512, 2), True),
         Shape(40, (512, 256, 30), True),
-        Shape(4096, (4096,), True),
+        Shape(2900, (2900,), True),
         Shape(5, (), False),
         Shape(9, (256, 80), False),
     ]
-    for seed in range(3):
+    for seed in range(2):
         qkv, rows = build(model, batch, page_size=256, seed=seed, device=device)
         plan = backend.plan(rows)
         for _ in range(2):
-            assert_rows_close(backend.run(*qkv, plan), qkv, rows)
+            # its row sums are of probabilities rounded to the dtype
+            assert_rows_close(backend.run(*qkv, plan), qkv, rows, lse_atol=torch.finfo(dtype).eps / 2)
         assert_rows_close(run(qkv, rows, TorchBackend()), qkv, rows)

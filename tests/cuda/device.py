@@ -303,6 +303,8 @@ class Device:
         if graph is not None:
             if self.capturing is graph:
                 graph.ops.append(op)
+            else:
+                graph.dropped.append((len(graph.members), raw))
             return
         with self.lock:
             stream.launched += 1
@@ -426,7 +428,8 @@ class Graph:
     """``torch.cuda.CUDAGraph``: operations with the addresses that they were captured with.
 
     Graphs of one pool keep their results where those captured before them keep what they free: a replay of one garbles
-    the results of those captured after it.
+    the results of those captured after it. They may use each other's memory when nobody refers to it any more, until
+    one is replayed that was captured after it was freed.
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -434,6 +437,10 @@ class Graph:
         self.ops: list[Op] = []
         self.uses: dict[tuple[weakref.ref[Memory], int, int, bool], Access] = {}
         self.owned: list[weakref.ref[Memory]] = []
+        self.dropped: list[
+            tuple[int, torch.Tensor]
+        ] = []  # how many graphs the pool had when a result of this was freed
+        self.of_pool: set[weakref.ref[Memory]] = set()  # what is used of other graphs' memory
         self.streams: set[Stream] = set()
         self.origin = self.device.capture_stream
         self.unjoined: set[Stream] = set()
@@ -452,6 +459,8 @@ class Graph:
         for memory, use in op.uses:
             if memory.graph is not self:
                 self.uses[weakref.ref(memory), use.start, use.end, use.writes] = use
+                if memory.graph is not None and memory.graph.members is self.members:
+                    self.of_pool.add(weakref.ref(memory))
         self.ops.append(Op(op.name, op.kernel, elsewhere=op.elsewhere))
 
     def join(self, stream: Stream, event: Event) -> None:
@@ -472,10 +481,15 @@ class Graph:
         uses = []
         for (ref, *_), use in self.uses.items():
             memory = ref()
-            if memory is None:
+            if memory is not None:
+                uses.append((memory, use))
+            elif ref not in self.of_pool:
                 device.fault("freed", f"{use.name} of a graph uses memory that has been freed")
-            uses.append((memory, use))
         members = [ref() for ref in self.members]
+        for graph in filter(None, members):
+            for num_graphs, raw in graph.dropped:
+                if members.index(self) >= num_graphs:
+                    device.push(Op("overwrite", lambda raw=raw: garble_(raw)))
         later = (graph for graph in members[members.index(self) + 1 :] if graph is not None)
         for graph in (self, *later):
             for result in filter(None, (ref() for ref in graph.owned)):

@@ -259,4 +259,6 @@ def test_largest_error() -> None:
 def test_limits_grow_with_what_is_compared() -> None:
     assert out_limit(torch.tensor([0.1]), torch.float32) == 2e-5
     assert out_limit(torch.tensor([-2.0]), torch.bfloat16) == 4 * 2**-7 * 2.0
-    assert lse_limit(torch.tensor([10.0]), torch.float32) == pytest.approx(2e-5)
+    assert lse_limit(torch.tensor([10.0]), torch.float32, "torch") == pytest.approx(2e-5)
+    assert lse_limit(torch.tensor([0.0]), torch.bfloat16, "torch") == pytest.approx(2e-4)
+    assert lse_limit(torch.tensor([0.0]), torch.bfloat16, "flashinfer") == 2.0**-8
