@@ -46,7 +46,9 @@ MAX_SAMPLES = 256  # requests of a batch that sample a token at most, as far as 
 _LAYER_KERNELS = 5  # two norms, rotary embedding, activation and one residual addition; the other is fused into a norm
 _MAX_CHUNK, _MAX_BATCH = 1 << 18, 1 << 16
 _LSE_BYTES = 4
-
+# Of an H200's peak, behind 512K tokens with 32 heads of 128 in bfloat16: 345 and 525 TFLOP/s.
+_FA2_SHARE, _FA3_SHARE, _FA3_TILE = 0.35, 0.54, 128
+_HOPPER = 9  # its compute capability
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels: seconds of one layer's launches. ``tokens`` are of the chunk or batch, ``heads`` and ``kv_heads`` of one
@@ -220,6 +222,18 @@ def _chunks(spec: HardwareSpec, shard: Shard) -> ChunkAttention:
     return ChunkAttention(tuple(sizes.tolist()), a, b, own, tile)
 
 
+def hopper_chunks(spec: HardwareSpec, shard: Shard, chunks: ChunkAttention) -> ChunkAttention:
+    """Attention of chunks by the two kernels of :mod:`medha.attention.flashinfer_backend`, which are slower than those
+    of the tables that specs are fitted to: FA2 at one rate for chunks of any size, FA3 at a higher one in whole waves.
+    """
+    tokens, flops = np.asarray(chunks.tokens), 4 * shard.model.head_dim
+    waves = np.ceil(shard.heads * np.ceil(tokens / _FA3_TILE) / spec.num_sms)
+    fa2_s = shard.heads * tokens * flops / (_FA2_SHARE * spec.peak_flops_per_s)
+    fa3_s = waves * spec.num_sms * _FA3_TILE * flops / (_FA3_SHARE * spec.peak_flops_per_s)
+    read_s = _read_s(shard.kv_heads * shard.model.head_dim, shard.dtype_bytes, spec.attention.bytes_per_s)
+    return replace(chunks, b_s=shard.seconds(np.maximum(np.minimum(fa2_s, fa3_s), read_s)))
+
+
 def _decodes(spec: HardwareSpec, shard: Shard) -> DecodeAttention:
     batch = _grid(MAX_SAMPLES)
     units, dtype_bytes = batch * shard.kv_heads, shard.dtype_bytes
@@ -307,4 +321,10 @@ def load_coefficients(
         return Coefficients.load(Path(config.profile), expected=key)
     spec = spec_of_device(gpu, num_threads)
     stages = [stage_coefficients(spec, model, parallel, s, dtype_bytes=dtype.itemsize) for s in range(parallel.spp)]
+    if backend == "flashinfer" and torch.cuda.get_device_capability(device)[0] == _HOPPER:
+        shards = [Shard.of(model, parallel, s, dtype.itemsize) for s in range(parallel.spp)]
+        stages = [
+            replace(one, chunks=hopper_chunks(spec, shard, one.chunks))
+            for one, shard in zip(stages, shards, strict=True)
+        ]
     return replace(slowest_of([Predictor(stage) for stage in stages]).coefficients, key=key)

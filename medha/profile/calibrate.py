@@ -31,9 +31,10 @@ from medha.cost.predictor import Predictor, dealt_work
 from medha.engine.build import RankHandle, build_role
 from medha.errors import ConfigError
 from medha.outputs import RequestOutput
-from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
+from medha.profile.fit import attention_of, fit_chunks, fit_curve, fit_decodes
 from medha.profile.meter import StageMeter, StageTime, gathered
 from medha.profile.steps import Step, StepRunner, chunk, decodes, fill_pools
+from medha.worker.shard import pick_device
 
 MAX_KV = 131072  # measured unless told otherwise
 _LEAST_KV = 1024  # of a chunk, which then costs more than behind nothing by more than noise
@@ -153,6 +154,7 @@ def fit(
     seconds of their merges, ``dealt`` those that were dealt and their seconds.
     """
     num_layers = len(parallel.layers_of(stage, model.num_layers))
+    rows = rows if any(row.time.attention_s for row in rows) else _told_apart(rows)
     chunk_rows = [row for row in rows if not row.step[0].is_decode]
     decode_rows = [row for row in rows if row.step[0].is_decode]
     host_s = statistics.median(row.time.host_s for row in rows if len(row.step) == 1)
@@ -180,6 +182,21 @@ def fit(
         return found
     block_bytes = 2.0 * max(1, model.num_kv_heads // parallel.tp) * model.head_dim * dtype_bytes
     return dataclasses.replace(found, ring=RingCost(_link(_beyond(found, dealt), num_layers, block_bytes)))
+
+
+def _told_apart(rows: Sequence[Measured]) -> list[Measured]:
+    """Attention and the rest of steps that were measured whole."""
+    found = []
+    for is_decode in (False, True):
+        steps = [row for row in rows if row.step[0].is_decode == is_decode]
+        first = [row.step[0] for row in steps]
+        size = [len(row.step) if is_decode else row.step[0].q_len for row in steps]
+        seen = [part.position + (part.q_len + 1) / 2 for part in first]
+        attention = attention_of(size, [part.position for part in first], seen, [row.time.linear_s for row in steps])
+        for row, attention_s in zip(steps, np.maximum(attention, _SMALLEST).tolist(), strict=True):
+            time = row.time._replace(attention_s=attention_s, linear_s=row.time.linear_s - attention_s)
+            found.append(row._replace(time=time))
+    return found
 
 
 def _beyond(alone: Coefficients, dealt: Sequence[tuple[Row, float]]) -> list[tuple[float, float, float]]:
@@ -243,8 +260,10 @@ def measure(
         ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
         RankFailedError: another rank failed.
     """
-    scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
-    role = build_role(dataclasses.replace(config, scheduler=scheduler, cuda_graphs=False))  # step by step
+    scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)  # step by step
+    if pick_device(config.device).type == "cuda":  # graphs for all batches of decodes
+        scheduler = dataclasses.replace(scheduler, max_num_seqs=max(effort.batches))
+    role = build_role(dataclasses.replace(config, scheduler=scheduler))
     effort, longest = _bounded(role, effort, max_kv)
     num_blocks = -(-(longest + effort.chunks[-1]) // role.runner.cache.block_size)
     fill_pools(role.runner.cache, num_blocks * role.runner.cache.block_size, seed=role.runner.group)

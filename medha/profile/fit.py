@@ -46,6 +46,23 @@ def fit_decodes(batch: ArrayLike, mean_kv: ArrayLike, seconds: ArrayLike) -> Dec
     return best_lines(np.unique(batch), *rows, scale=decode_scale(batch, seconds), beside=np.zeros_like(seconds))
 
 
+def attention_of(size: ArrayLike, kv: ArrayLike, seen: ArrayLike, seconds: ArrayLike) -> Floats:
+    """Seconds of attention in whole steps of one kind: what grows with the keys, from no keys on.
+
+    ``kv`` are the keys cached before a row, ``seen`` those that its queries see in the mean. The line of a size is that
+    of :func:`fit_chunks`; the rest of its steps is what its shortest context takes less what the line says of that.
+    """
+    size, kv, seen, seconds = map(floats, (size, kv, seen, seconds))
+    found = np.zeros_like(seconds)
+    for point in np.unique(size):
+        rows = size == point
+        shortest = rows & (kv == kv[rows].min())
+        slope = _slope(seen[rows], seconds[rows], seconds[rows])[0]
+        rest = np.median(seconds[shortest]) - slope * np.median(seen[shortest])
+        found[rows] = seconds[rows] - rest
+    return found
+
+
 def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
     """The non-decreasing sequence nearest to ``values`` in weighted squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, length

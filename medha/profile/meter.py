@@ -1,7 +1,8 @@
 """Where the busy time of each batch went on one rank, and how the ranks' figures come together on rank 0.
 
-On the CPU times are of the host's clock. On CUDA, which runs behind the host, they are of events in its stream: the
-seconds of a part are those from when the device comes to it until it has passed it.
+On the CPU times are of the host's clock, and of each part. On CUDA, which runs behind the host and whose graphs show no
+parts, the seconds of a batch are those between two events in its stream, and :func:`medha.profile.fit.attention_of`
+tells attention from the rest.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Marks:
 class StageMeter:
     """Notes where a rank's time goes, by wrapping what its runner consists of, in place.
 
-    Batches run one after the other, one kernel after the other: neither async scheduling nor CUDA graphs.
+    Batches run one after the other, without async scheduling.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -63,8 +64,9 @@ class StageMeter:
         self._now = _Marks(0.0)
         self._run, self._layers = runner.run, runner.model.forward
         runner.run = self._measured_run  # type: ignore[method-assign]
-        runner.model.forward = self._measured_layers  # type: ignore[assignment]
-        runner.backend.run = partial(self._measured, "attention", runner.backend.run)  # type: ignore[method-assign]
+        if runner.device.type != "cuda":
+            runner.model.forward = self._measured_layers  # type: ignore[assignment]
+            runner.backend.run = partial(self._measured, "attention", runner.backend.run)  # type: ignore[method-assign]
         if runner.merge is not None:
             runner.merge.start = partial(self._measured, "packing", runner.merge.start)  # type: ignore[method-assign]
 
@@ -80,9 +82,11 @@ class StageMeter:
 
     def _measured_run(self, step: StepInput) -> PendingStep | None:
         self._now = self._batches[step.batch.batch_id] = _Marks(self._mark())
-        result = self._run(step)
+        result, end = self._run(step), self._mark()
+        if self._runner.device.type == "cuda":
+            self._now.layers, self._now.layers_end = self._now.entered, end
         # a stage without the head is done with its layers, and then waits to send
-        self._now.end = self._mark() if self._runner.model.has_head else self._now.layers_end
+        self._now.end = end if self._runner.model.has_head else self._now.layers_end
         return result
 
     def _measured_layers(self, *args: Any) -> torch.Tensor:
@@ -100,6 +104,8 @@ class StageMeter:
 
 def _between(start: Mark, end: Mark) -> float:
     """Seconds from one mark to another; waits for the device to come there."""
+    if start is end:
+        return 0.0
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3  # milliseconds
@@ -113,12 +119,13 @@ def _stage_time(record: BatchRecord, marks: _Marks) -> StageTime:
         spent[name] += _between(start, end)
     attention_s, packing_s = spent.values()
     merge_s = packing_s + record.merge_wait_s
+    layers_s, host_s = _between(marks.layers, marks.layers_end), _between(marks.entered, marks.layers)
+    if marks.layers is marks.entered:
+        layers_s -= record.hidden_wait_s
+    else:
+        host_s -= record.hidden_wait_s
     return StageTime(
-        attention_s,
-        merge_s,
-        _between(marks.layers, marks.layers_end) - attention_s - merge_s,
-        _between(marks.layers_end, marks.end),
-        _between(marks.entered, marks.layers) - record.hidden_wait_s,
+        attention_s, merge_s, layers_s - attention_s - merge_s, _between(marks.layers_end, marks.end), host_s
     )
 
 

@@ -15,7 +15,14 @@ from medha.config import ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import Shard, chunk_slope_s, first_chunk_s, linear_layer_s, stage_coefficients
+from medha.cost.roofline import (
+    Shard,
+    chunk_slope_s,
+    first_chunk_s,
+    hopper_chunks,
+    linear_layer_s,
+    stage_coefficients,
+)
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder
 from medha.sim.replica import activation_bytes, find_model, kv_bytes_per_token, kv_pool_tokens, weights_bytes
@@ -262,3 +269,15 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     assert kv_pool_tokens(A100, LLAMA_70B, ParallelConfig(tp=4)) > 100_000
     with pytest.raises(ConfigError, match=r"utilization=1\.5; accepted"):
         kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), utilization=1.5)
+
+
+def test_chunks_of_flashinfer_on_hopper() -> None:
+    """Steps of an 8B model on an H200, milliseconds as medha took: in FA2 below 257 tokens, in FA3 from there."""
+    spec, model = load_spec("h200-141g"), find_model("llama-3.1-8b")
+    stage = stage_coefficients(spec, model, ParallelConfig(), 0)
+    table = hopper_chunks(spec, Shard.of(model, ParallelConfig(), 0), stage.chunks)
+    predictor = Predictor(replace(stage, chunks=table))
+    measured = {(128, 131072): 32.96, (256, 131072): 61.87, (384, 131072): 72.23, (512, 131072): 80.79}
+    measured |= {(2048, 32768): 118.05, (2048, 131072): 319.42, (128, 250000): 57.0, (512, 250000): 143.72}
+    for (tokens, kv), ms in measured.items():
+        assert predictor.predict([Work(tokens, kv, False)]) == pytest.approx(ms / 1e3, rel=0.09)

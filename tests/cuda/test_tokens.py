@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from medha import LLM
+from medha.config import EngineConfig
+from medha.cost.predictor import Predictor, Work
+from medha.profile.calibrate import Effort, measure
 from medha.worker.step import Lane
 from tests.cuda import kernels
 from tests.cuda.device import Device
@@ -110,6 +113,33 @@ def test_launches_of_a_layer(model: Path, device: Device) -> None:
             llm.engine.step()
     assert seen[-1].total() == 10, seen[-1]
     assert max(launched.total() for launched in seen) == 11
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_small_batches_run_from_graphs_of_pieces(model: Path, device: Device, cuda_graphs: bool) -> None:
+    """One between the attentions of two layers, of which there are two."""
+    with LLM(model, device="cuda", dtype="float16", cuda_graphs=cuda_graphs, **POOL) as llm:
+        for i, prompt in enumerate(PROMPTS):
+            llm.engine.add_request(str(i), prompt, params())
+        llm.engine.step()  # two batches
+        for _ in range(3):
+            device.launches.clear()
+            llm.engine.step()
+            assert device.launches["plan"] > 0
+            assert device.launches["replay"] == (3 if cuda_graphs else 0)
+
+
+def test_a_profile_of_whole_steps(model: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a millisecond here, so none of it is attention."""
+    monkeypatch.setattr("medha.profile.calibrate.fill_pools", lambda *args, **how: None)  # there is no generator
+    config = EngineConfig.from_flat(str(model), device="cuda", dtype="float16", num_kv_blocks=40, block_size=16)
+    effort = Effort(chunks=(16, 64), batches=(1, 4), lengths=(64, 256), total_s=1e-3, min_repeats=1, max_repeats=1)
+    found = measure(config, effort, max_kv=500)
+    assert found is not None
+    predictor = Predictor(found)
+    for work in ([Work(64, 300, False)], [Work(1, 70, True)] * 4):
+        assert predictor.predict(work) == pytest.approx(1e-3, rel=0.02)
+    assert device.launches["replay"] > 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.profile.fit import fit_chunks, fit_curve, fit_decodes, isotonic
+from medha.profile.fit import attention_of, fit_chunks, fit_curve, fit_decodes, isotonic
 from tools.kernels import best_tile, fit_mixed
 
 SIZES = np.array([32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1280, 1536, 2048])
@@ -110,3 +110,13 @@ def test_isotonic_is_the_nearest_that_never_falls(points: list[tuple[float, floa
     residual = weights * (values - found)
     assert abs(residual.sum()) < 1e-6 * (1 + np.abs(weights * values).sum())
     assert (np.cumsum(residual) >= -1e-6 * (1 + np.abs(weights * values).sum())).all()
+
+
+def test_attention_in_whole_steps() -> None:
+    """What is left does not depend on the keys, whatever else a step of its size takes."""
+    size, kv = grid(SIZES, KV)
+    seen, rest = kv + (size + 1) / 2, 5e-3 + 2e-5 * size
+    found = attention_of(size, kv, seen, noisy(rest + 3e-10 * size * seen, 0.002))
+    left = rest + 3e-10 * size * seen - found
+    np.testing.assert_allclose(left, rest, rtol=0.02)
+    np.testing.assert_allclose(attention_of([4, 4], [9, 9], [9, 9], [0.5, 0.5]), 0.0)  # keys do not vary
