@@ -1,6 +1,6 @@
 """How a rank with graphs ends. That all ranks of a group replay the same ones is shown on the emulated device."""
 
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from medha.config import ParallelConfig
 from medha.engine.build import RankHandle
 from medha.engine.distributed import DrivingRunner, Follower
 from medha.records import Recorder
+from medha.worker.runner import Runner
 
 
 @pytest.mark.parametrize("part", ["caller", "follower"])
@@ -33,7 +34,9 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
     places = {"first_stage_ranks": lambda group: [0, 1], "of_groups": lambda groups: [0, 1]}
     ranks: Any = SimpleNamespace(config=ParallelConfig(tp=2), **places, **groups, monitor=monitor)
-    runner: Any = SimpleNamespace(graphs=Graph(), recorder=Recorder(), device=torch.device("cpu"))
+    runner: Any = SimpleNamespace(model=None, recorder=Recorder(), device=torch.device("cpu"))
+    runner.graphs, runner._layers = Graph(), Graph()
+    runner.drop_graphs = MethodType(Runner.drop_graphs, runner)
     quiet: Any = SimpleNamespace(send=lambda message: None, drain=lambda: None)
     dist = SimpleNamespace(
         barrier=lambda *, group: order.append(f"barrier of {group}"),
@@ -45,4 +48,12 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     parts: dict[str, Any] = {"caller": DrivingRunner(runner, ranks, quiet), "follower": Follower(runner, ranks)}
     no_limits: Any = None
     RankHandle(no_limits, None, runner, **{part: parts[part]}).close()
-    assert order == ["graph", "barrier of gloo", "end of pipe", "end of gloo", "end of control", "end of merges"]
+    assert order == [
+        "graph",
+        "graph",
+        "barrier of gloo",
+        "end of pipe",
+        "end of gloo",
+        "end of control",
+        "end of merges",
+    ]
