@@ -237,7 +237,7 @@ class PieceGraphs:
     """
 
     def __init__(
-        self, model: Decoder, sizes: Sequence[int], *, num_heads: int, dtype: torch.dtype, device: Any
+        self, model: Decoder, sizes: Sequence[int], *, num_heads: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._run: Callable[..., torch.Tensor] = model
         self._pieces: dict[int, _Pieces] = {}

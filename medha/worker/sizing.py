@@ -76,9 +76,10 @@ def bytes_beside_kv(
     if wants_graphs(config, backend, device):
         sizes, pieces = graph_sizes(scheduler.max_num_seqs), piece_sizes(scheduler.max_batch_tokens)
     shape = shard.layer_shape
-    # of every size and layer the queries, keys and values that a piece leaves, and what all of them share
+    # what a piece leaves for the attention of each layer, at every size; and what goes in, which all sizes share
     qkv_bytes = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.dtype.itemsize
-    taken = sum(pieces) * len(shard.layers) * qkv_bytes + sum(pieces[-1:]) * 4 * shard.model.hidden_size * 2
+    shared_bytes = 3 * shard.model.hidden_size * shape.dtype.itemsize  # hidden states, attention's results, rotations
+    taken = sum(pieces) * len(shard.layers) * qkv_bytes + max(pieces, default=0) * shared_bytes
     try:
         if isinstance(backend, FlashInferBackend):
             backend.workspace(shard.layer_shape, device, num_decodes=max(sizes, default=0))
