@@ -322,9 +322,7 @@ def load_coefficients(
     spec = spec_of_device(gpu, num_threads)
     stages = [stage_coefficients(spec, model, parallel, s, dtype_bytes=dtype.itemsize) for s in range(parallel.spp)]
     if backend == "flashinfer" and torch.cuda.get_device_capability(device)[0] == _HOPPER:
-        shards = [Shard.of(model, parallel, s, dtype.itemsize) for s in range(parallel.spp)]
-        stages = [
-            replace(one, chunks=hopper_chunks(spec, shard, one.chunks))
-            for one, shard in zip(stages, shards, strict=True)
-        ]
+        for stage, one in enumerate(stages):
+            shard = Shard.of(model, parallel, stage, dtype.itemsize)
+            stages[stage] = replace(one, chunks=hopper_chunks(spec, shard, one.chunks))
     return replace(slowest_of([Predictor(stage) for stage in stages]).coefficients, key=key)

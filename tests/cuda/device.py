@@ -437,9 +437,8 @@ class Graph:
         self.ops: list[Op] = []
         self.uses: dict[tuple[weakref.ref[Memory], int, int, bool], Access] = {}
         self.owned: list[weakref.ref[Memory]] = []
-        self.dropped: list[
-            tuple[int, torch.Tensor]
-        ] = []  # how many graphs the pool had when a result of this was freed
+        # results of this that were freed behind its capture, and how many graphs the pool had then
+        self.dropped: list[tuple[int, torch.Tensor]] = []
         self.of_pool: set[weakref.ref[Memory]] = set()  # what is used of other graphs' memory
         self.streams: set[Stream] = set()
         self.origin = self.device.capture_stream
