@@ -152,8 +152,10 @@ def budgeted_chunk(
     return chunk
 
 
-def efficient_chunk(predictor: Predictor, max_tokens: int, least: int, *, count: int = 1) -> ChunkRule:
-    """The rule of the smallest chunk, ``least`` times a power of two, whose tokens a second are nearly those of the
+def efficient_chunk(
+    predictor: Predictor, max_tokens: int, least: int, *, count: int = 1, nearly: float = _NEARLY
+) -> ChunkRule:
+    """The rule of the smallest chunk, ``least`` times a power of two, whose tokens a second are ``nearly`` those of the
     best that ``max_tokens`` allow, behind the same cached tokens; tokens are of each of ``count`` groups, the chunk of
     all."""
     seconds, most = _chunk_seconds(predictor, count), count * min(max_tokens, predictor.max_tokens)
@@ -163,7 +165,7 @@ def efficient_chunk(predictor: Predictor, max_tokens: int, least: int, *, count:
     @cache
     def chunk_at(kv_before: int) -> int:
         rates = [size / seconds(size, kv_before) for size in sizes]
-        return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= _NEARLY * max(rates))
+        return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= nearly * max(rates))
 
     def chunk(kv_before: int) -> int:
         low_bits = max(kv_before.bit_length() - 3, 0)  # few lengths are asked about
@@ -185,10 +187,11 @@ def _chunk_seconds(predictor: Predictor, count: int) -> Callable[[int, int], flo
     return dealt_s
 
 
-def dealt_chunk(config: SchedulerConfig, predictor: Predictor, count: int) -> ChunkRule:
+def dealt_chunk(config: SchedulerConfig, predictor: Predictor, count: int, *, nearly: float = _NEARLY) -> ChunkRule:
     """The least tokens of a chunk that is dealt to so many groups for which a batch may take longer: each step of a
     ring costs the same however small the chunk, so it is as long as is read at nearly full speed."""
-    return efficient_chunk(predictor, config.max_batch_tokens, min(config.min_chunk, predictor.max_tokens), count=count)
+    least = min(config.min_chunk, predictor.max_tokens)
+    return efficient_chunk(predictor, config.max_batch_tokens, least, count=count, nearly=nearly)
 
 
 def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, ChunkRule]:

@@ -194,7 +194,9 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
     constexpr int MOST = Kernel::MOST;
     const int64_t most_queries = std::clamp<int64_t>(SUMS / H / MOST * MOST, LEAST, QUERIES);
     const int64_t together = few < 2 * num_threads ? 1 : most_queries / FEW_QUERIES;
-    const int64_t tile = std::clamp<int64_t>((many / (2 * num_threads) + MOST - 1) / MOST * MOST, LEAST, most_queries);
+    const bool is_even = (K % num_threads == 0 || num_threads % K == 0) && many <= num_threads * most_queries;
+    const int64_t share = many / (is_even ? num_threads : 2 * num_threads);  // of a task; two are put together more evenly
+    const int64_t tile = std::clamp<int64_t>((share + MOST - 1) / MOST * MOST, LEAST, most_queries);
     std::vector<Task> tasks;
     int64_t num_partials = 0;
     for (int64_t row = 0; row < R; row++) {

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, TypeVar
 
 from medha.engine.threads import Preparing
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _MAX_SLEEP_S = 0.1
 _MOST_BEGUN = 256  # of the arrivals that are due, between two steps
+_SOON_S = 0.002  # for which a step waits for those, as it may last a hundred times as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,11 @@ def drive(
             if should_stop():  # what is in flight runs to its end, on every rank
                 engine.abort_all()
                 yield from unserved()
-            for _ in range(min(len(upcoming), _MOST_BEGUN)):
+            num_begun = 0
+            while upcoming and num_begun < _MOST_BEGUN:
                 if upcoming[0].arrival_s > engine.now() - start or is_full():
                     break
+                num_begun += 1
                 arrival = upcoming.popleft()
                 arrival = replace(arrival, arrival_s=max(arrival.arrival_s, room_s))
                 begun = preparing.begin(arrival.prompt, partial(prepare_arrival, engine, arrival))
@@ -115,7 +118,8 @@ def drive(
             if is_idle and upcoming and not pending:
                 time.sleep(wait_s)
             try:
-                for one in taken(prepared, wait_s if is_idle and pending else 0.0):
+                soon_s = _SOON_S if num_begun else wait_s if is_idle and pending else 0.0
+                for one in taken(prepared, soon_s, num_begun):
                     if (its := pending.pop(one, None)) is None:  # it was given up
                         continue
                     try:
@@ -135,12 +139,13 @@ def drive(
                 raise
 
 
-def taken(things: queue.SimpleQueue[T], wait_s: float) -> Iterator[T]:
-    """What is in a queue; waits so long for the first of it."""
+def taken(things: queue.SimpleQueue[T], wait_s: float, num: int = 1) -> Iterator[T]:
+    """What is in a queue; waits so long for the first ``num`` of it, and for one at the least."""
+    end_s = time.monotonic() + wait_s
     with suppress(queue.Empty):
-        while True:
-            yield things.get(wait_s > 0, wait_s)
-            wait_s = 0.0
+        for at in count():
+            left_s = end_s - time.monotonic() if at < max(num, 1) else 0.0
+            yield things.get(left_s > 0, left_s)
 
 
 def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:

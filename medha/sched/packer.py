@@ -31,9 +31,8 @@ Departures from the paper, and why:
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
-- Without decodes a batch takes up to four quanta, but no longer than until the first prefill ends, where the time since
-  the last arrival makes a newcomer in it unlikely: the quantum is what a newcomer may have to wait, not what an empty
-  system pays.
+- Without decodes a batch takes up to four quanta if that reads more, until the first prefill ends at most, where the
+  time since the last arrival makes a newcomer in it unlikely: the quantum is for newcomers, no empty system pays it.
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
   efficient one, beyond the budget: else nothing would ever be read. Where no objective bounds the batch, that is one
   that the machine reads at nearly full speed.
@@ -70,6 +69,7 @@ _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 _MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it, or nobody waits: fewer and larger chunks
 _MUCH = 1.2  # times as long: then a request that is alone is spread over the groups
+_FULLY = 0.97  # of the best tokens a second: no batch takes longer to read more
 _UNLIKELY = 0.05  # newcomers expected within a batch that takes longer than a quantum for a prefill that is alone
 
 
@@ -94,6 +94,7 @@ class MedhaPacker(Packer):
         self.predictor = predictor
         self.depth = depth
         self._quantum_s, self._least_chunk = chunk_rules(config, predictor)
+        self._full_chunk = dealt_chunk(config, predictor, 1, nearly=_FULLY)
         self._is_set = (config.t_target_s or config.quantum_s) is not None  # the time of a batch, which may be long
         self._least_dealt = cache(partial(dealt_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
@@ -117,7 +118,9 @@ class MedhaPacker(Packer):
         self._groups, decodes = [], len(builder.rows)
         lone_s = 0.0
         if queue.num_prefills and not queue.decoding:  # nobody is held up until one ends: a newcomer alone counts
-            lone_s = _UNLIKELY * (builder.now_s - queue.newest_s) / self.depth
+            kv = int(queue.column("num_computed_tokens").max())
+            lone_s = self.predictor.tick().with_chunk(self._full_chunk(kv), kv)
+            lone_s = min(lone_s, _UNLIKELY * (builder.now_s - queue.newest_s) / self.depth)
             if queue.num_prefills > 1:
                 first_s = float(queue.column("work_left_s").min()) * self.predictor.factor("prefill")
                 lone_s = min(lone_s, first_s)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
@@ -62,6 +62,8 @@ class Checked(Drive):
             return  # what was added to a chunk was measured apart from it
         if time.tick.seconds <= time.decodes_s:
             return  # decodes alone, to which chunks add nothing
+        if time.tick.seconds < max(other.tick.seconds for other in self.packer._groups):
+            return  # it would be idle for as long as another group, which is held to the rule, takes
         assert len(chunks) == 1
         assert chunks[0].q_len <= self.config.min_chunk
 
@@ -100,8 +102,15 @@ def play(world: dict[str, Any], drive: type[Drive] = Checked, **options: Any) ->
 # -- any load ---------------------------------------------------------------------------------------------
 
 
+IDLE = SchedulerConfig(
+    policy="fcfs", max_num_seqs=2, max_batch_tokens=16, depth=1, max_kv_per_group=16, rho_max=0.0, long_threshold=300,
+    late_share=0.0, t_target_s=0.02, quantum_s=0.1, min_chunk=8, chunk_granularity=1, patience_s=0.5,
+)  # fmt: skip
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(worlds())
+@example({"config": IDLE, "num_groups": 3, "num_blocks": 1, "load": [Job(0.0, 1, 1, 1), Job(0.0, 17, 1, 1)], "seed": 0})
 def test_any_load_ends_within_budget_and_leaves_nothing(world: dict[str, Any]) -> None:
     """Every request that is not cancelled finishes, no block leaks, no group has two long prefills in a batch, and a
     batch beyond its budget is one that could not be smaller."""

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
-from medha.config import SchedulerConfig
-from medha.cost.prefill_time import chunk_rules
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
+from medha.cost.predictor import Predictor
+from medha.cost.prefill_time import chunk_rules, efficient_chunk
+from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import Steps, make_predictor
+from tests.sched.virtual import MODEL, Steps, make_predictor
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
@@ -23,9 +26,13 @@ def rates_behind(kv_before: int) -> dict[int, float]:
     return {size: size / PREDICTOR.tick().with_chunk(size, kv_before) for size in SIZES}
 
 
-def new_scheduler(**options: object) -> Scheduler:
+GPU = Predictor(stage_coefficients(load_spec("h100-80g"), MODEL, ParallelConfig(), 0), max_tokens=8192)
+"""On which a larger chunk is read faster, as the weights are read once for all of it."""
+
+
+def new_scheduler(predictor: Predictor = PREDICTOR, **options: object) -> Scheduler:
     config = SchedulerConfig(**options)  # type: ignore[arg-type]
-    return Scheduler(config, num_blocks=1 << 16, block_size=16, predictor=PREDICTOR, max_prompt_tokens=400_000)
+    return Scheduler(config, num_blocks=1 << 16, block_size=16, predictor=predictor, max_prompt_tokens=400_000)
 
 
 def chunks_of_one(slo: SLO | None = None) -> list[tuple[int, int]]:
@@ -158,11 +165,13 @@ def test_decodes_of_several_groups_share_batches_of_half_the_time_that_is_set(op
     assert all(0.35 < seconds <= 0.4 for seconds in found[False])
 
 
-def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list[tuple[float, float, int]]:
-    """Start, predicted seconds and tokens of the batches that read 30,000 tokens from 0 on; short prompts come at
+def batches_of_a_document(
+    scheduler: Scheduler, decision_s: list[float], num_tokens: int = 30_000
+) -> list[tuple[float, float, int]]:
+    """Start, predicted seconds and tokens of the batches that read so many tokens from 0 on; short prompts come at
     ``decision_s``, each answered at once."""
     steps, found = Steps(scheduler), []
-    steps.add(9, 30_000)
+    steps.add(9, num_tokens)
     while not steps.times_s[9]:
         start_s = steps.now_s
         if decision_s and start_s >= decision_s[0]:
@@ -173,25 +182,36 @@ def batches_of_a_document(scheduler: Scheduler, decision_s: list[float]) -> list
 
 
 def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() -> None:
-    """Up to four quanta, a twentieth of the time since the last arrival; after an arrival they are short again."""
-    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
-    longest_s = 4 * quantum_s
-    alone = batches_of_a_document(new_scheduler(), [])
+    """Up to four quanta, a twentieth of the time since the last arrival, and no longer than it takes to be read at full
+    speed; after an arrival they are short again."""
+    options = {"predictor": GPU, "max_batch_tokens": GPU.max_tokens}
+    quantum_s, least = chunk_rules(SchedulerConfig(max_batch_tokens=GPU.max_tokens), GPU)
+    full = efficient_chunk(GPU, GPU.max_tokens, 64, nearly=0.97)
+    position, longest_s, alone = 0, 0.0, batches_of_a_document(new_scheduler(**options), [], 300_000)
     for start_s, seconds, tokens in alone:
-        assert seconds <= max(quantum_s, min(longest_s, start_s / 20)) or tokens == 64
-    assert max(seconds for _, seconds, _ in alone) > 0.9 * longest_s
+        full_s = GPU.tick().with_chunk(full(position), position)
+        assert seconds <= max(quantum_s, min(4 * quantum_s, start_s / 20, full_s)) or tokens == least(position)
+        longest_s = max(longest_s, seconds * (tokens > least(position)))
+        position += tokens
+    assert longest_s > 3 * quantum_s
     arrivals = [step * 5 * quantum_s for step in range(1, 10_000)]  # so many that none is unlikely
-    busy = batches_of_a_document(new_scheduler(interactive_share=0.0), arrivals)
-    assert all(seconds <= quantum_s or tokens <= 64 + 100 for _, seconds, tokens in busy)
-    assert len(busy) > 1.5 * len(alone)
+    busy = batches_of_a_document(new_scheduler(**options, interactive_share=0.0), arrivals, 300_000)
+    assert all(seconds <= quantum_s or tokens <= least(0) for _, seconds, tokens in busy)
+    assert len(busy) > 1.1 * len(alone)
+
+
+def test_no_batch_takes_longer_where_that_gains_nothing() -> None:
+    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
+    alone = batches_of_a_document(new_scheduler(), [])
+    assert all(seconds <= quantum_s or tokens <= 64 for _, seconds, tokens in alone)
 
 
 def test_prompts_one_after_the_other_take_such_batches_too() -> None:
     """Nobody's first token waits for them: a batch goes on behind the first that ends for a quantum at most."""
-    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
-    steps = Steps(new_scheduler())
+    quantum_s, _ = chunk_rules(SchedulerConfig(max_batch_tokens=GPU.max_tokens), GPU)
+    steps = Steps(new_scheduler(GPU, max_batch_tokens=GPU.max_tokens))
     for slot in range(4):
-        steps.add(slot, 6000)
+        steps.add(slot, 60_000)
     longest_s, ends_s = 0.0, list[float]()
     while len(ends_s) < 4:
         batch, seconds = steps.step()
@@ -200,8 +220,8 @@ def test_prompts_one_after_the_other_take_such_batches_too() -> None:
         assert seconds <= quantum_s or len(batch.rows) == 1 or not num_ended
         longest_s = max(longest_s, seconds * (len(ends_s) < 3))  # while others wait
         ends_s += [steps.now_s] * num_ended
-    assert 3.5 * quantum_s < longest_s <= 4 * quantum_s
-    alone_s = steps.scheduler.prefill_left_s(0, 6000)
+    assert 2 * quantum_s < longest_s <= 4 * quantum_s
+    alone_s = steps.scheduler.prefill_left_s(0, 60_000)
     assert all(end_s < (place + 1.1) * alone_s for place, end_s in enumerate(ends_s))
 
 
