@@ -31,7 +31,7 @@ from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.engine.journal import check_recordable
 from medha.engine.request import Request
-from medha.engine.threads import Preparing
+from medha.engine.threads import SOON_S, Preparing
 from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
@@ -317,6 +317,7 @@ def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> li
         return prepare()
     with closing(Preparing(engine)) as preparing:
         prepared = preparing.begin(None, prepare)
+        futures.wait([prepared], SOON_S)
         while not prepared.done():
             if engine.num_unfinished:
                 engine.advance()

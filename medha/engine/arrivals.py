@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, TypeVar
 
-from medha.engine.threads import Preparing
+from medha.engine.threads import SOON_S, Preparing
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import CompletionOutput, RequestOutput, unserved
 from medha.params import SLO, SamplingParams
@@ -30,7 +30,6 @@ T = TypeVar("T")
 
 _MAX_SLEEP_S = 0.1
 _MOST_BEGUN = 256  # of the arrivals that are due, between two steps
-_SOON_S = 0.002  # for which a step waits for those, as it may last a hundred times as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ def drive(
             if is_idle and upcoming and not pending:
                 time.sleep(wait_s)
             try:
-                soon_s = _SOON_S if num_begun else wait_s if is_idle and pending else 0.0
+                soon_s = SOON_S if num_begun else wait_s if is_idle and pending else 0.0
                 for one in taken(prepared, soon_s, num_begun):
                     if (its := pending.pop(one, None)) is None:  # it was given up
                         continue

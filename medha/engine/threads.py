@@ -20,6 +20,8 @@ R = TypeVar("R")
 
 LONG_PROMPT = 100_000
 """Characters or ids of the longest prompt that is prepared among the short ones."""
+SOON_S = 0.002
+"""For which a step waits for what has just come to be prepared: it may last a hundred times as long."""
 
 
 class Turns:

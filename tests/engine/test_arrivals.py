@@ -137,7 +137,7 @@ def test_the_engine_goes_on_while_a_prompt_is_tokenised(engine: Engine, monkeypa
 
 def test_who_has_come_by_a_step_is_in_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step, which may be long, waits a moment for the thread that prepares them."""
-    monkeypatch.setattr(medha.engine.arrivals, "_SOON_S", 60.0)
+    monkeypatch.setattr(medha.engine.arrivals, "SOON_S", 60.0)
     gated, batches = Gated(engine, monkeypatch, "second"), list[Batch]()
     engine.on_step = lambda batch, prediction, busy_s: batches.append(batch)
     threading.Timer(0.05, gated.gates["second"].set).start()
