@@ -124,7 +124,7 @@ class SpreadTimes:
         def over(count: int) -> PrefillTimes:
             rule = chunk
             if count > 1:
-                least = dealt_chunk(config, predictor, count)
+                least = least_chunk(config, predictor, count)
                 rule = lambda kv_before: max(count * chunk(kv_before), least(kv_before))  # noqa: E731
             return PrefillTimes(predictor, rule, max_tokens=max_tokens, count=count)
 
@@ -187,9 +187,9 @@ def _chunk_seconds(predictor: Predictor, count: int) -> Callable[[int, int], flo
     return dealt_s
 
 
-def dealt_chunk(config: SchedulerConfig, predictor: Predictor, count: int, *, nearly: float = _NEARLY) -> ChunkRule:
-    """The least tokens of a chunk that is dealt to so many groups for which a batch may take longer: each step of a
-    ring costs the same however small the chunk, so it is as long as is read at nearly full speed."""
+def least_chunk(config: SchedulerConfig, predictor: Predictor, count: int = 1, *, nearly: float = _NEARLY) -> ChunkRule:
+    """The least tokens of a chunk for which a batch may take longer: as many as are read at nearly full speed. Of one
+    that is dealt to several groups each step of a ring costs the same however small it is."""
     least = min(config.min_chunk, predictor.max_tokens)
     return efficient_chunk(predictor, config.max_batch_tokens, least, count=count, nearly=nearly)
 
@@ -204,6 +204,5 @@ def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, C
     budget_s = config.t_target_s or config.quantum_s
     if budget_s is not None:
         return budget_s, lambda kv_before: least
-    efficient = efficient_chunk(predictor, most, least)
     size = efficient_chunk(predictor, most, min(_SHORT_PROMPT, most))(0)
-    return predictor.uncorrected().tick().with_chunk(size, 0), efficient
+    return predictor.uncorrected().tick().with_chunk(size, 0), least_chunk(config, predictor)

@@ -55,7 +55,7 @@ from numpy.typing import NDArray
 from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Predictor, Tick, Work, dealt_work, ring_or_gather_s
-from medha.cost.prefill_time import chunk_rules, dealt_chunk
+from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.params import PRIORITIES
 from medha.sched.batch_builder import BatchBuilder, Packer, works_of
 from medha.sched.decision import Prediction
@@ -94,9 +94,9 @@ class MedhaPacker(Packer):
         self.predictor = predictor
         self.depth = depth
         self._quantum_s, self._least_chunk = chunk_rules(config, predictor)
-        self._full_chunk = dealt_chunk(config, predictor, 1, nearly=_FULLY)
+        self._full_chunk = least_chunk(config, predictor, nearly=_FULLY)
         self._is_set = (config.t_target_s or config.quantum_s) is not None  # the time of a batch, which may be long
-        self._least_dealt = cache(partial(dealt_chunk, config, predictor))
+        self._least_dealt = cache(partial(least_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
@@ -117,7 +117,7 @@ class MedhaPacker(Packer):
         builder.add_decodes()
         self._groups, decodes = [], len(builder.rows)
         lone_s = 0.0
-        if queue.num_prefills and not queue.decoding:  # nobody is held up until one ends: a newcomer alone counts
+        if queue.num_prefills and not (queue.decoding or self._is_set):  # until one ends a newcomer alone is held up
             kv = int(queue.column("num_computed_tokens").max())
             lone_s = self.predictor.tick().with_chunk(self._full_chunk(kv), kv)
             lone_s = min(lone_s, _UNLIKELY * (builder.now_s - queue.newest_s) / self.depth)

@@ -193,11 +193,11 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
         assert seconds <= max(quantum_s, min(4 * quantum_s, start_s / 20, full_s)) or tokens == least(position)
         longest_s = max(longest_s, seconds * (tokens > least(position)))
         position += tokens
-    assert longest_s > 3 * quantum_s
+    assert longest_s > 3.9 * quantum_s
     arrivals = [step * 5 * quantum_s for step in range(1, 10_000)]  # so many that none is unlikely
     busy = batches_of_a_document(new_scheduler(**options, interactive_share=0.0), arrivals, 300_000)
     assert all(seconds <= quantum_s or tokens <= least(0) for _, seconds, tokens in busy)
-    assert len(busy) > 1.1 * len(alone)
+    assert len(busy) > 1.5 * len(alone)
 
 
 def test_no_batch_takes_longer_where_that_gains_nothing() -> None:
@@ -220,7 +220,7 @@ def test_prompts_one_after_the_other_take_such_batches_too() -> None:
         assert seconds <= quantum_s or len(batch.rows) == 1 or not num_ended
         longest_s = max(longest_s, seconds * (len(ends_s) < 3))  # while others wait
         ends_s += [steps.now_s] * num_ended
-    assert 2 * quantum_s < longest_s <= 4 * quantum_s
+    assert 3.5 * quantum_s < longest_s <= 4 * quantum_s
     alone_s = steps.scheduler.prefill_left_s(0, 60_000)
     assert all(end_s < (place + 1.1) * alone_s for place, end_s in enumerate(ends_s))
 
