@@ -287,5 +287,5 @@ def prompt_form(prompt: Any) -> tuple[str, Any, dict[str, Any]]:
 
 def wrong_prompt(form: str, value: Any) -> ValidationError:
     """What is wrong with a prompt whose type does not fit its form."""
-    message = f"{form} of type {type(value).__name__}; accepted: {PROMPT_FORMS[form]}"
+    message = f"{form} of type {type(value).__name__}; accepted: {PROMPT_FORMS.get(form, 'a list of token ids')}"
     return ValidationError(message, param=form, value=value)

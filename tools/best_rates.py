@@ -35,8 +35,7 @@ simulations.command()(simulate)
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def best_rates(
-    context: typer.Context,
-    table: Annotated[Path, typer.Argument(metavar="FILE", help="The table to write.")],
+    context: typer.Context, table: Annotated[Path, typer.Argument(metavar="FILE", help="The table to write.")]
 ) -> int:
     """Find the rate with the least mean TTFT at each --request-rate; options are those of medha simulate."""
     check_writable(table)

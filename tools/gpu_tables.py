@@ -171,7 +171,7 @@ def derived_chunks(data: Folders) -> list[Table]:
     chunk of one token: what more keys take, where many are read, is that of its tile, with as many rows as query heads
     share a KV head. Launches drop out of both.
     """
-    tables = []
+    found = []
     for name, records in data.each("context_attention"):
         lengths = defaultdict[tuple[float, float], dict[float, float]](dict)
         for record in records:
@@ -181,7 +181,7 @@ def derived_chunks(data: Folders) -> list[Table]:
             if batch == 1 and tokens >= _FULL_PROMPT and ms > 0:
                 lengths[heads, own][tokens] = ms
         rows = [[more, at, *heads, ms] for heads, of in lengths.items() for at, more, ms in _steps(of)]
-        tables.append(_derived(f"chunks, from {name}", rows))
+        found.append((f"chunks, from {name}", rows))
     for name, records in data.each("generation_attention"):
         keys = defaultdict[tuple[float, float, float], dict[float, float]](dict)
         for record in records:
@@ -189,7 +189,8 @@ def derived_chunks(data: Folders) -> list[Table]:
             if heads > own and kv >= _LONG_KV and batch * own * kv >= _FULL_KEYS and ms > 0:
                 keys[batch, heads, own][kv] = ms
         rows = [[1.0, more, *heads, ms / n] for (n, *heads), of in keys.items() for _, more, ms in _steps(of)]
-        tables.append(_derived(f"chunks of 1, from {name}", rows))
+        found.append((f"chunks of 1, from {name}", rows))
+    tables = [Table.of(name, rows, _increment_s, shape=(2, 3)) for name, rows in found if rows]
     return [table for table in tables if len(table.sizes)]
 
 
@@ -197,12 +198,6 @@ def _steps(times: dict[float, float]) -> list[tuple[float, float, float]]:
     """Where a size is, how far it is to the next, and how much more that takes."""
     sizes = sorted(times)
     return [(at, to - at, times[to] - times[at]) for at, to in pairwise(sizes)]
-
-
-def _derived(name: str, rows: list[list[float]]) -> Table:
-    if not rows:
-        return Table(name, np.empty((0, 4)), np.empty(0), np.empty(0), _increment_s)
-    return Table.of(name, rows, _increment_s, shape=(2, 3))
 
 
 def _chunk_s(spec: HardwareSpec, sizes: Floats) -> Floats:

@@ -27,7 +27,6 @@ from medha.cost.chunk_times import ChunkTimes
 from medha.cost.improvement import LoadWindow
 from medha.engine import build
 from medha.engine.arrivals import Arrival
-from medha.parallel.launch import is_first_rank
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
@@ -142,7 +141,7 @@ def lanes_live(
     options |= {"decode_replicas": decode_replicas, "decode_tp": decode_tp, "num_kv_blocks": longest // 32}
     work = partial(run, long_len=long_len, runs=runs, num_requests=num_requests, is_real=real)
     found = on_ranks(random_llama(hf_overrides), work, longest=longest, num_threads=1, block_size=256, **options)
-    if found is not None and is_first_rank():
+    if found is not None:
         print("\n".join(found["lines"]))
 
 

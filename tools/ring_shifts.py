@@ -20,7 +20,6 @@ from medha.batch import Batch, Deal, Extent, Row, Shared
 from medha.bench.cli import Report
 from medha.bench.harness import Local, on_ranks
 from medha.errors import ConfigError
-from medha.parallel.launch import is_first_rank
 from medha.params import SamplingParams
 from medha.profile.steps import FIRST_SLOT
 from medha.records import RankRecords
@@ -96,9 +95,7 @@ def ring_shifts(history: int = 32768, chunk: int = 2048, runs: int = 3, hf_overr
     engine = {"num_threads": 1, "kvp": 2, "block_size": BLOCK, "num_kv_blocks": history // BLOCK + 2}
     work = partial(run, history=history, chunk=chunk, runs=runs)
     found = on_ranks(random_llama(hf_overrides), work, longest=history + chunk, fills=True, **engine)
-    if found is None or not is_first_rank():
-        return
-    for what, (chunk_s, shift_s) in found.items():
+    for what, (chunk_s, shift_s) in (found or {}).items():
         share = 100 * shift_s / chunk_s
         print(f"history moves {what}: chunk {chunk_s:.3f} s, waited for history {shift_s:.4f} s, {share:.2f} %")
 

@@ -245,10 +245,7 @@ def serve_convoy(
     sizes = {"vocab_size": VOCAB_SIZE, "long_len": long, "num_short": num_short, "output_len": _OUTPUTS}
     asks = long_and_short(seed, long_at_s=long_at_s, rate=rate, **sizes)
     subject = Subject(hf_overrides=SHAPE | {"vocab_size": VOCAB_SIZE})
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        subject.checkpoint(long + 64, dtype="float32", seed=0) as folder,
-    ):
+    with tempfile.TemporaryDirectory() as scratch, subject.checkpoint(long + 64, dtype="float32", seed=0) as folder:
         for path in write_needle(Path(scratch) / "needle").glob("tokenizer*"):
             shutil.copy(path, folder)
         place = Place(folder, long + 64, kv_bytes, num_threads, peer_python)

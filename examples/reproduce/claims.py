@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 CLAIMS = Path(__file__).with_name("claims.toml")
-BASES = ("", "arithmetic", "input", "by construction")
-KINDS = ("value", "range", "at-least", "at-most", "statement")
 
 
 @dataclass(frozen=True)
@@ -24,17 +22,15 @@ class Claim:
 
     Attributes:
         id: unique.
-        versions: of the paper that make it: ``v4``, ``v5``, or ``Tetris``, ``post``.
-        where: section and figure.
+        where: of which papers (``v4``, ``v5``, ``Tetris``, ``post``), section and figure.
         says: what it says, in our words.
         kind: ``value`` (about so much), ``range`` (from, to), ``at-least``, ``at-most``, or ``statement`` (no number of
             its own: ours is the share of tested cases in which it is true).
         value: the number, or two for a range; 1 for a statement.
-        unit: of the number.
+        unit: of the number; a statement has none.
         figure: of ours that answers it, or empty.
         how: what the answer was computed with, and why it differs where it does; in braces the facts of the answer.
         reason: why no figure does; empty where one does.
-        neutral: value at which nothing changes: ours has to be on the same side; None where there is none.
         basis: what the answer rests on where a verdict says nothing of the system, so that it is not counted:
             ``arithmetic`` (follows from shapes, published rates and a formula), ``input`` (we put the number in) or
             ``by construction`` (our setting has it); empty where it was simulated.
@@ -42,18 +38,21 @@ class Claim:
     """
 
     id: str
-    versions: tuple[str, ...]
     where: str
     says: str
     kind: str
-    value: Any
-    unit: str
+    value: Any = 1
+    unit: str = ""
     figure: str = ""
     how: str = ""
     reason: str = ""
-    neutral: float | None = None
     basis: str = ""
     note: str = ""
+
+    @property
+    def neutral(self) -> float:
+        """The value at which nothing changes, on the same side of which ours has to be: 1 of a ratio, else 0."""
+        return 1.0 if self.unit == "times" and self.kind in ("value", "range") else 0.0
 
 
 def load_claims() -> list[Claim]:

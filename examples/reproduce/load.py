@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from examples.reproduce.result import Options
 from medha.sim.outcome import Gaps, Outcome
 from medha.workload.metrics import percentile
-from medha.workload.synth import Lengths, arrival_times, generators, parse_lengths
+from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -122,7 +122,7 @@ def curve(values: Floats) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in found]
 
 
-SHORT, MIX, MIX_2M = "sharegpt4-8k", "medha-mix", "medha-mix-2m"
+SHORT, MIX, MIX_1, MIX_2M = "sharegpt4-8k", "medha-mix", "medha-mix-1", "medha-mix-2m"
 
 RATES_QPS = (0.25, 0.75, 1.25, 1.75)
 """The loads of v5 section 6.2."""
@@ -137,24 +137,16 @@ class Load:
         qps: of the Poisson arrivals.
         window_s: seconds over which they arrive, and at the end of which the play stops.
         seed: of arrivals and lengths; another rate or share of long requests draws the same numbers.
-        long_share: of the long requests of a mix; None is the mix's own.
     """
 
     lengths: str
     qps: float
     window_s: float
     seed: int = 0
-    long_share: float | None = None
 
     def trace(self) -> Trace:
         """The requests."""
-        lengths = parse_lengths(self.lengths)
-        if self.long_share is not None:
-            assert isinstance(lengths, Lengths), f"{self.lengths} has no long requests"
-            lengths = replace(lengths, long_share=self.long_share)
-        for_arrivals, for_lengths = generators(self.seed)
-        times = arrival_times("poisson", for_arrivals, qps=self.qps, duration_s=self.window_s)
-        return Trace(times, *lengths.sample(for_lengths, len(times)))
+        return synthesize(self.lengths, qps=self.qps, duration_s=self.window_s, seed=self.seed)
 
 
 class System(Protocol):
@@ -181,16 +173,15 @@ _PLAYED: dict[tuple[str, Load], Served] = {}
 def serve(system: System, load: Load) -> Served:
     """Play a load on a system; once in a process, as several figures ask for the same."""
     if (system.label, load) not in _PLAYED:
-        share = "" if load.long_share is None else f" with {100 * load.long_share:g} % long"
-        says = f"{load.lengths}{share}, {load.qps:g} QPS for {load.window_s / 60:g} min"
+        says = f"{load.lengths}, {load.qps:g} QPS for {load.window_s / 60:g} min"
         print(f"  playing {system.label}: {says}", file=sys.stderr, flush=True)
         _PLAYED[system.label, load] = system.play(load.trace(), stop_s=load.window_s)
     return _PLAYED[system.label, load]
 
 
-def run_of(system: System, lengths: str, qps: float, options: Options, long_share: float | None = None) -> Served:
+def run_of(system: System, lengths: str, qps: float, options: Options) -> Served:
     """A load over the papers' window, on a system."""
-    return serve(system, Load(lengths, qps, window_s(options), options.seed, long_share))
+    return serve(system, Load(lengths, qps, window_s(options), options.seed))
 
 
 def runs_of(

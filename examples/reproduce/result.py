@@ -123,13 +123,12 @@ def ratio(claim: Claim, ours: Ours) -> float | None:
     return _relative(sum(claim.value) / 2 if claim.kind == "range" else claim.value, ours_middle, claim.neutral)
 
 
-def _relative(paper: float, ours: float, neutral: float | None) -> float | None:
+def _relative(paper: float, ours: float, neutral: float) -> float | None:
     """Our change from the point where nothing changes, over the paper's; None where the paper has none."""
-    base = neutral or 0.0
-    return (ours - base) / (paper - base) if paper != base else None
+    return (ours - neutral) / (paper - neutral) if paper != neutral else None
 
 
-def _of_value(paper: float, ours: float, neutral: float | None) -> str:
+def _of_value(paper: float, ours: float, neutral: float) -> str:
     share = _relative(paper, ours, neutral)
     if share is None:
         return "reproduced" if ours == paper else "not"

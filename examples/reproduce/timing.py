@@ -8,7 +8,7 @@ affine in the tokens cached before it. The second is what makes sweeps over 32-t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,18 +107,10 @@ def chunk_seconds(
     share = -(-prompt_tokens // kvp)
     widths = ((starts + chunk - 1) // share).astype(int) + 1
     on_group = np.where(widths > 1, share, starts)
-    alike = [_what_it_costs(predictor) for predictor in predictors]
-    stages = dict(zip(alike[::-1], predictors[::-1], strict=True))  # the first of those that cost the same
-    on_stage = {cost: _on_stage(one, chunk, widths, on_group, decodes) for cost, one in stages.items()}
-    seconds = np.stack([on_stage[cost] for cost in alike])
+    seconds = np.stack([_on_stage(one, chunk, widths, on_group, decodes) for one in predictors])
     last = Work(chunk, int(on_group[-1]), False, _run(int(widths[-1])), True)
     seconds[-1, -1] = predictors[-1].predict([*decodes, last])
     return seconds
-
-
-def _what_it_costs(predictor: Predictor) -> Hashable:
-    one = predictor.coefficients
-    return one.linear, one.chunks, one.head, one.tp, one.spp
 
 
 def _run(width: int) -> tuple[int, int] | None:

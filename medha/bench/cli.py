@@ -72,12 +72,7 @@ def counted(default: int, what: str = "Runs") -> Any:
 
 
 def verb(
-    name: str,
-    cls: type,
-    measure: Callable[..., Report | None],
-    shows: Shows,
-    notes: Sequence[str],
-    *groups: Group,
+    name: str, cls: type, measure: Callable[..., Report | None], shows: Shows, notes: Sequence[str], *groups: Group
 ) -> None:
     """Make a command of a dataclass of options, what measures, what is printed of its report and below it, and
     ``groups`` of more options.

@@ -234,12 +234,12 @@ def random_prompt(length: int, vocab_size: int, chance: np.random.Generator) -> 
     return cast(Prompt, chance.integers(0, vocab_size, length, dtype=np.int32))
 
 
-def _follow() -> int:
-    """What a rank does that :func:`on_ranks` has started."""
-    told = json.loads(sys.argv[1])
-    on_ranks(Subject(**told.pop("subject")), lambda _: {}, **told)
+def as_told(text: str, work: Callable[[Local], Report]) -> int:
+    """What a process does that is told, as JSON, the arguments of :func:`on_ranks` beside the work."""
+    told = json.loads(text)
+    on_ranks(Subject(**told.pop("subject")), work, **told)
     return 0
 
 
-if __name__ == "__main__":
-    end_process(run_guarded(_follow))
+if __name__ == "__main__":  # a rank that on_ranks has started
+    end_process(run_guarded(lambda: as_told(sys.argv[1], lambda _: {})))

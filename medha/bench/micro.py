@@ -71,9 +71,22 @@ class AttentionOptions:
 
 def attention(options: AttentionOptions) -> Report:
     """Attention of one layer, chunks over KV lengths: its rate, against the matrix products of this machine."""
-    device, dtype = _device(options.subject), TORCH_DTYPES[options.dtype]
-    model = options.subject.model_config(longest=max(options.kv_lens))
-    backend, attend = _attention(options, model, dtype, device)
+    device, dtype, longest = _device(options.subject), TORCH_DTYPES[options.dtype], max(options.kv_lens)
+    model = options.subject.model_config(longest=longest)
+    shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
+    num_blocks = -(-longest // _BLOCK_SIZE)
+    cache = KVCache(shape, num_layers=1, num_blocks=num_blocks, block_size=_BLOCK_SIZE, device=device)
+    fill_pools(cache, longest, seed=0)
+    backend = choose_backend("auto", shape, device, block_size=_BLOCK_SIZE)[0]
+
+    def attend(chunk: int, kv_len: int) -> Callable[[], float]:
+        """A context is one run of adjacent blocks, which is what the allocator aims at."""
+        generator = torch.Generator(device).manual_seed(chunk)
+        q_TNH = torch.randn(chunk, model.num_heads, model.head_dim, generator=generator, device=device).to(dtype)
+        plan = backend.plan(AttentionRows.over([(chunk, ((0, kv_len),), True)], _BLOCK_SIZE))
+        run = torch.inference_mode()(partial(backend.run, q_TNH, cache.k[0], cache.v[0], plan))
+        return timed(run, device)
+
     product = matrix_product(dtype, device)
     runs: dict[Any, Callable[[], float]] = {_YARDSTICK: product.seconds}
     for kv_len, chunk in pairs(sorted(set(options.kv_lens)), sorted(set(options.chunks))):
@@ -90,7 +103,7 @@ def attention(options: AttentionOptions) -> Report:
     largest = {one["kv_len"]: one["flops_per_s"] for one in results}
     results = [one | {"overhead": largest[one["kv_len"]] / one["flops_per_s"] - 1} for one in results]
     head = options.subject.head("micro attention", asdict(options), model)
-    head |= {"dtype": options.dtype, "device": str(device), "backend": backend}
+    head |= {"dtype": options.dtype, "device": str(device), "backend": backend.name}
     return head | {"results": results, "matrix_product": rate}
 
 
@@ -98,29 +111,6 @@ def attention_flops(model: ModelConfig, chunk: int, kv_len: int) -> float:
     """Operations of one layer's attention: scores under the causal mask, and their products with the values."""
     scores = chunk * (kv_len - chunk) + chunk * (chunk + 1) / 2
     return 4.0 * model.num_heads * model.head_dim * scores
-
-
-def _attention(
-    options: AttentionOptions, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[str, Callable[[int, int], Callable[[], float]]]:
-    """An engine's backend over one layer's pool of random numbers: its name, and what times the attention of a chunk.
-
-    A context is one run of adjacent blocks, which is what the allocator aims at.
-    """
-    num_blocks = -(-max(options.kv_lens) // _BLOCK_SIZE)
-    shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
-    cache = KVCache(shape, num_layers=1, num_blocks=num_blocks, block_size=_BLOCK_SIZE, device=device)
-    fill_pools(cache, max(options.kv_lens), seed=0)
-    backend = choose_backend("auto", shape, device, block_size=_BLOCK_SIZE)[0]
-
-    def attend(chunk: int, kv_len: int) -> Callable[[], float]:
-        generator = torch.Generator(device).manual_seed(chunk)
-        q_TNH = torch.randn(chunk, model.num_heads, model.head_dim, generator=generator, device=device).to(dtype)
-        plan = backend.plan(AttentionRows.over([(chunk, ((0, kv_len),), True)], _BLOCK_SIZE))
-        run = torch.inference_mode()(partial(backend.run, q_TNH, cache.k[0], cache.v[0], plan))
-        return timed(run, device)
-
-    return backend.name, attend
 
 
 WAYS: dict[str, SamplingParams] = {

@@ -27,7 +27,7 @@ import numpy as np
 
 from medha.batch import PIECES, Row
 from medha.bench.cli import ANY_COUNT, COUNT, Report, asked, counted, verb, warmups
-from medha.bench.harness import Local, Subject, on_ranks, random_prompt
+from medha.bench.harness import Local, Subject, as_told, random_prompt
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import Worker, in_turn, timing_of
 from medha.cli.command import end_process, run_guarded
@@ -232,12 +232,6 @@ def _serve_lines(local: Local) -> Report:
     return {}
 
 
-def _run_job() -> int:
-    settings = json.loads(sys.stdin.readline())
-    on_ranks(Subject(**settings.pop("subject")), _serve_lines, **settings)
-    return 0
-
-
 _NOTES = (
     "interleaved; 1 thread a rank; ratio: one rank's time over a layout's",
     "of a step: turns of 10 over random keys and values; waits: of a turn",
@@ -252,4 +246,4 @@ verb(
 )
 
 if __name__ == "__main__":
-    end_process(run_guarded(_run_job))
+    end_process(run_guarded(lambda: as_told(sys.stdin.readline(), _serve_lines)))

@@ -17,10 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
+from typing import Any
 
 _END_S = 5.0
 _WATCH_S = 1.0
@@ -44,7 +41,7 @@ class Child:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, message: Buffer) -> bytes:
+    def ask(self, message: bytes | bytearray) -> bytes:
         """The answer to a message; ChildError where it is an error, or the child died. Other threads run meanwhile."""
         with self._lock:
             try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import resource
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -32,7 +32,7 @@ _MEMORY_PER_BYTE = 64
 _CPU_S = 10
 
 
-def template_message(source: str, context: dict[str, Any]) -> bytes:
+def template_message(source: str, context: Mapping[str, Any]) -> bytes:
     """A template and its variables, as JSON has them; the answer is text in UTF-8."""
     return json.dumps([source, context]).encode()
 

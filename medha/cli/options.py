@@ -31,6 +31,7 @@ _KINDS = (bool, int, float, str)  # the type on a command line is the first of t
 OutputJson = Annotated[
     Path | None, typer.Option("--output-json", help="Write the report here; - is stdout.", show_default=False)
 ]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="MEDHA_LOG_LEVEL")]
 
 

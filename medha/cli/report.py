@@ -13,7 +13,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -202,9 +201,7 @@ def text_of(name: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as mappings, tuples as lists and infinity, which JSON lacks, as a word, all the way down."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
+    """Tuples as lists and infinity, which JSON lacks, as a word, all the way down."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):

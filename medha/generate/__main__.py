@@ -20,7 +20,7 @@ from rich.console import Console
 from medha.cli import command
 from medha.cli.display import Display, StreamedText, budget_text, print_explanation
 from medha.cli.files import emptied, opened, unwritable_reported
-from medha.cli.options import ENGINE, MODEL, SAMPLING, LogLevel, but, engine_options, takes
+from medha.cli.options import ENGINE, MODEL, SAMPLING, LogLevel, ModelArgument, but, engine_options, takes
 from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
@@ -44,9 +44,7 @@ _output_option = partial(typer.Option, rich_help_panel="Output")
 @takes({**MODEL, **but(SAMPLING, max_tokens=128, temperature=0.0), **ENGINE})
 def generate(
     context: typer.Context,
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
-    ] = None,
+    model_argument: ModelArgument = None,
     prompt: Annotated[list[str] | None, _request_option(help="Text to complete; may be repeated.")] = None,
     prompt_file: Annotated[
         Path | None, _request_option(help="File whose text is one prompt, to the byte; - is stdin, as is a pipe alone.")

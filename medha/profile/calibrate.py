@@ -100,21 +100,21 @@ def run_in_turn(
 ) -> dict[int, Step]:
     """Warm each step up, leave out what takes too long, and run the others in turn, in another order each time.
 
-    ``on_progress`` is called with the share done; the result is the runs that count, by batch id.
+    ``on_progress`` is called with the share of all that was done since; the result is the runs that count, by batch id.
     """
     costs: dict[Step, float] = {}
-    for number, steps in enumerate(wanted):
+    for steps in wanted:
         part = steps[0][0]
         # a chunk that took too long with nothing cached does so behind something
         if not costs or part.is_decode or not part.position or chunk(part.q_len, 0) in costs:
             costs |= _within_limit(runner, effort, steps)
-        on_progress(0.3 * (number + 1) / len(wanted))
+        on_progress(0.3 / len(wanted))
     rounds = min(max(int(effort.total_s / sum(costs.values())), effort.min_repeats), effort.max_repeats)
     found, shuffled = {}, random.Random(0)
-    for done in range(rounds):
+    for _ in range(rounds):
         for step in shuffled.sample(list(costs), len(costs)):
             found[runner.run(step)[0]] = step
-        on_progress(0.3 + 0.7 * (done + 1) / rounds)
+        on_progress(0.7 / rounds)
     return found
 
 
@@ -249,12 +249,12 @@ def measure(
     effort: Effort,
     *,
     max_kv: int | None = None,
-    on_progress: Callable[[float], None] = lambda done: None,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> Coefficients | None:
     """Build this rank's part and measure; every rank calls it, and rank 0 gets the coefficients.
 
     ``max_kv`` is the longest KV cache in tokens, by default 131,072 or what model and memory allow; ``on_progress`` is
-    called with the share done.
+    called with the share of all that was done since.
 
     Raises:
         ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
@@ -309,10 +309,7 @@ def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effo
 
 
 def _fitted(
-    role: RankHandle,
-    config: EngineConfig,
-    steps: Mapping[int, Step],
-    by_rank: Sequence[Mapping[int, StageTime]],
+    role: RankHandle, config: EngineConfig, steps: Mapping[int, Step], by_rank: Sequence[Mapping[int, StageTime]]
 ) -> Coefficients:
     """Coefficients of the slowest stage of group 0, keyed as this engine's own are."""
     assert role.engine is not None, "rank 0 has the engine"

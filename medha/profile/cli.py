@@ -34,8 +34,7 @@ def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder or hub id.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("medha-profile.json"),
     max_kv: Annotated[
-        int | None,
-        typer.Option(help="Longest KV cache.", show_default=f"{_MAX_KV:,}, or what model and memory allow"),
+        int | None, typer.Option(help="Longest KV cache.", show_default=f"{_MAX_KV:,}, or what model and memory allow")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats: about a minute.")] = False,
     log_level: LogLevel = "info",
@@ -53,14 +52,8 @@ def profile(
     if not is_first_rank():
         measure(config, effort, max_kv=max_kv)
         return 0
-    with progress("measuring", 100) as advance:
-        shares = [0.0]
-
-        def on_progress(done: float) -> None:
-            advance(int(100 * done) - int(100 * shares[-1]))
-            shares.append(done)
-
-        found = measure(config, effort, max_kv=max_kv, on_progress=on_progress)
+    with progress("measuring", 100) as advance:  # percent
+        found = measure(config, effort, max_kv=max_kv, on_progress=lambda share: advance(100 * share))
     assert found is not None, "rank 0 has what was measured"
     write_report(output, json.loads(found.to_json()))
     report = {

@@ -192,6 +192,14 @@ class Scheduler:
         left_s = self._queue.left_s(num_computed, num_prompt) * self._queue.stretch
         return left_s * self._factor() if corrected else left_s
 
+    def ahead_s(self, slot: int) -> float:
+        """Predicted seconds to read the prompts of which less is left to schedule than of that of a slot, and half of
+        those with as much. Any thread may ask."""
+        lefts, slots = self._queue.column("work_left_s").copy(), self._queue.column("slot")
+        own_s = lefts[(slots[: lefts.size] == slot).nonzero()].sum()  # rows come and go meanwhile
+        others_s = lefts[lefts < own_s].sum() + max(lefts[lefts == own_s].sum() - own_s, 0.0) / 2
+        return float(others_s) * self._queue.stretch * self._factor()
+
     def _factor(self) -> float:
         """The present correction of a prefill's predicted seconds."""
         return self.predictor.factor("mixed" if self._queue.decoding else "prefill")

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from medha.cli.command import end_process, first_interrupt, make_app, run_app, start_logging, state_on_signal
-from medha.cli.options import DEALT, MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, takes
+from medha.cli.options import DEALT, MEMORY, MODEL, PARALLEL, SCHEDULING, SERVING, LogLevel, ModelArgument, takes
 from medha.errors import ConfigError, RankFailedError
 from medha.generate.__main__ import asked_config
 from medha.parallel.launch import is_first_rank
@@ -38,9 +38,7 @@ Texts = list[str] | None
 @takes(MODEL, MEMORY, SCHEDULING, SERVING, PARALLEL, DEALT)
 def serve(
     context: typer.Context,
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
-    ] = None,
+    model_argument: ModelArgument = None,
     host: Annotated[str, _option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, _option(help="Port; 0 is any.", min=0, max=65535)] = 8000,
     api_key: Annotated[Texts, _option(help="Let in who has it; may be repeated.", envvar="MEDHA_API_KEY")] = None,

@@ -21,8 +21,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,10 +32,10 @@ from medha.engine.jsonl import KNOWN_FIELDS
 from medha.errors import EngineDeadError, MedhaError, exit_code, not_accepted
 from medha.parallel.launch import exit_at_once
 from medha.params import CHAT_OPTIONS
-from medha.serve.body import BodyReader
+from medha.serve.body import NOT_READ, BodyReader
 from medha.serve.keys import Key, key_of
 from medha.serve.metrics import EVENTS_S, PAGE, Metrics, snapshot
-from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error, read_asked
+from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error
 from medha.serve.service import END_S, Answer, Service
 
 logger = logging.getLogger("medha")
@@ -100,10 +99,9 @@ class Front:
     def _route(self, method: str, path: str, handler: Callable[..., Any]) -> Route:
         """A route whose handler gets the request and its key."""
 
-        async def answer(request: HttpRequest) -> ASGIApp:
+        async def answer(request: Request) -> Any:
             found = handler(request, self._admitted(request, path))
-            response: ASGIApp = await found if isinstance(found, Awaitable) else found
-            return response
+            return await found if isinstance(found, Awaitable) else found
 
         return Route(path, answer, methods=[method])
 
@@ -140,7 +138,7 @@ class Front:
             self.fail(dead)
             exit_at_once(exit_code(dead))
 
-    def _admitted(self, request: HttpRequest, path: str) -> Key:
+    def _admitted(self, request: Request, path: str) -> Key:
         """Whose request it is; raises ApiError where it may not come in."""
         headers = request.headers
         if len(headers.getlist("host")) != 1 and request.scope["http_version"] != "1.0":
@@ -160,7 +158,7 @@ class Front:
                 raise ApiError(415, "compressed bodies are not read; accepted: no content-encoding")
         return key or _EVERYBODY
 
-    async def _body(self, request: HttpRequest, key: Key) -> Json:
+    async def _body(self, request: Request, key: Key) -> Json:
         """The JSON object of a body of a key's client; the request counts as open until its answer is over."""
         service, most, body = self.service, self._max_body_bytes, bytearray()
         if service.is_draining or service.ended is not None:
@@ -187,7 +185,7 @@ class Front:
             found = await self.bodies.read(body)
         except TimeoutError as error:
             raise ApiError(408, "the body did not come in time", connection="close") from error
-        except ValueError:
+        except NOT_READ:
             raise ApiError(400, "the body is not JSON that can be read") from None
         finally:
             self._num_bytes -= len(body)
@@ -195,14 +193,17 @@ class Front:
             raise ApiError(400, "the body is not a JSON object")
         return found
 
-    async def _complete(self, request: HttpRequest, key: Key, *, is_chat: bool) -> ASGIApp:
+    async def _complete(self, request: Request, key: Key, *, is_chat: bool) -> ASGIApp:
         arrival_s, leave = self.service.engine.now(), request.state.leave
         body = await self._body(request, key)
         body |= key.objectives(body, request.headers)
-        asked = read_asked(body, is_chat=is_chat, models=self.models, request_id=request.state.name)
+        asked = Asked(body, is_chat=is_chat, models=self.models, request_id=request.state.name)
         self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
         key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
-        leave.callback(asyncio.ensure_future(_end_with_client(request, asyncio.current_task())).cancel)
+        task, left = asyncio.current_task(), asyncio.ensure_future(request.receive())  # as its body has been read
+        assert task is not None, "a request is answered by a task"
+        left.add_done_callback(lambda left: left.cancelled() or task.cancel())  # its client has left
+        leave.callback(left.cancel)
         answer = await self.service.prepare(asked.arrivals, most_tokens=key.max_prompt_tokens)
         leave.callback(self.service.abort, answer)  # of one that has ended, or was not taken, it does nothing
         await self.service.enqueue(answer, arrival_s)
@@ -236,11 +237,11 @@ class Front:
         said += asked.last(outputs) if answer.error is None else [api_error(answer.error).body]
         yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
-    def _reset_prefix_cache(self, request: HttpRequest, key: Key) -> Response:
+    def _reset_prefix_cache(self, request: Request, key: Key) -> Response:
         self.service.ask(self.service.engine.reset_prefix_cache)
         return Response()
 
-    async def _tokenize(self, request: HttpRequest, key: Key) -> Response:
+    async def _tokenize(self, request: Request, key: Key) -> Response:
         body, engine = await self._body(request, key), self.service.engine
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
         special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
@@ -248,7 +249,7 @@ class Front:
         _, ids = await self.service.in_thread(prompt, work)
         return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
 
-    async def _detokenize(self, request: HttpRequest, key: Key) -> Response:
+    async def _detokenize(self, request: Request, key: Key) -> Response:
         body, engine = await self._body(request, key), self.service.engine
         if (tokenizer := engine.tokenizer) is None:
             raise ApiError(400, "the model has no tokenizer: its prompts and answers are token ids")
@@ -259,7 +260,7 @@ class Front:
         work = lambda: tokenizer.decode(ids().tolist(), skip_special_tokens=False)  # noqa: E731
         return _json({"prompt": await self.service.in_thread(tokens, work)})
 
-    def _list_models(self, request: HttpRequest, key: Key) -> Response:
+    def _list_models(self, request: Request, key: Key) -> Response:
         wanted, length = request.path_params.get("name"), self.service.engine.limits.max_model_len
         same = {"object": "model", "created": self._start_s, "owned_by": "medha", "root": self.models[0]}
         found = [{"id": one, **same, "max_model_len": length} for one in self.models if wanted in (None, one)]
@@ -267,7 +268,7 @@ class Front:
             raise ApiError(404, "there is no such model", param="model", code="model_not_found")
         return _json({"object": "list", "data": found} if wanted is None else found[0])
 
-    def _state(self, request: HttpRequest, key: Key, *, also_draining: bool) -> Response:
+    def _state(self, request: Request, key: Key, *, also_draining: bool) -> Response:
         """Whether the engine lives, and whether it takes requests."""
         ended, is_draining = self.service.ended, self.service.is_draining
         if isinstance(ended, EngineDeadError):
@@ -281,14 +282,6 @@ class Front:
             await asyncio.sleep(EVENTS_S)
 
 
-async def _end_with_client(request: HttpRequest, task: asyncio.Task[Any] | None) -> None:
-    """Cancel what answers a request, whose body has been read, when its client leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    assert task is not None, "a request is answered by a task"
-    task.cancel()
-
-
 def _event(value: Json) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
@@ -297,7 +290,7 @@ def _json(value: Json, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-async def _told(request: HttpRequest, error: Exception) -> Response:
+async def _told(request: Request, error: Exception) -> Response:
     """What whoever asked is told of an error."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)

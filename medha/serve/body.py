@@ -20,6 +20,7 @@ from medha.child.text import limit_resources
 _LARGE_BYTES = (500_000, 8_000_000)  # above the first a child reads a body, above the second another one does
 _ID_LISTS = ("prompt", "prompt_token_ids", "tokens")
 _MOST_VALUES = 200_000  # beside the ids
+NOT_READ = (ChildError, RecursionError, msgspec.MsgspecError, UnicodeDecodeError)
 
 
 class BodyReader:
@@ -30,16 +31,13 @@ class BodyReader:
         self._children = [(Child("medha.serve.body"), asyncio.Lock()) for _ in _LARGE_BYTES]
 
     async def read(self, body: bytearray) -> Any:
-        """The value of a body; ValueError where it is no JSON, or too wide or deep."""
-        try:
-            size = sum(len(body) > least for least in _LARGE_BYTES)
-            if size == 0:
-                return msgspec.json.decode(body)
-            child, turn = self._children[size - 1]
-            async with turn:
-                return pickle.loads(await asyncio.to_thread(child.ask, body))
-        except (ChildError, RecursionError, msgspec.MsgspecError) as error:
-            raise ValueError("not JSON that can be read") from error
+        """The value of a body; one of :data:`NOT_READ` where it is no JSON, or too wide or deep."""
+        size = sum(len(body) > least for least in _LARGE_BYTES)
+        if size == 0:
+            return msgspec.json.decode(body)
+        child, turn = self._children[size - 1]
+        async with turn:
+            return pickle.loads(await asyncio.to_thread(child.ask, body))
 
     def interrupt(self) -> None:
         """Give up what is being read."""

@@ -70,8 +70,6 @@ def key_of(keys: Sequence[Key], authorization: str) -> Key | None:
 
 def load_keys(plain: Sequence[str], file: Path | None) -> list[Key]:
     """Keys of a command line, which have no limits, and of a TOML file; raises ConfigError."""
-    if not all(text.strip() for text in plain):
-        raise ConfigError("an API key is empty; accepted: one that is not, or none at all")
     keys = [Key(key=text, priority=PRIORITIES[0]) for text in plain]
     if file is not None:
         try:

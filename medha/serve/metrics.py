@@ -53,6 +53,7 @@ _OF_REQUESTS: Sequence[tuple[str, str, Sequence[float] | None, Callable[[Request
     ("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS, lambda m: m.num_prompt_tokens),
     ("vllm:request_generation_tokens", "Tokens generated.", _TOKENS, lambda m: m.num_output_tokens),
     ("vllm:num_preemptions", "Requests that gave up their KV memory.", None, lambda m: m.num_preemptions),
+    ("vllm:prefix_cache_queries", "Tokens looked up.", None, lambda m: m.num_prompt_tokens if m.num_chunks else 0),
     ("vllm:prefix_cache_hits", "Prompt tokens that others had computed.", None, lambda m: m.num_cached_tokens),
     ("medha:first_chunk_slack_seconds", "Slack at a request's first chunk.", _SLACK, _first_slack_s),
 )  # fmt: skip
@@ -73,15 +74,13 @@ class Metrics:
             return found if labels else found.labels(model)
 
         self._prompt_tokens = made(Counter, "vllm:prompt_tokens", "Prompt tokens read, cached ones too.")
-        self._queries = made(Counter, "vllm:prefix_cache_queries", "Prompt tokens that were looked up.")
         self._tokens = made(Counter, "vllm:generation_tokens", "Tokens generated.")
         self._ended = made(Counter, "vllm:request_success", "Requests that have ended.", "finished_reason")
         self.ignored = made(Counter, "medha:request_fields_ignored", "Fields of requests that nobody knows.")
         self._missed = made(Counter, "medha:slo_miss", "Requests that missed an objective.", "bucket")
-        gap, step, ratio = "Time between two tokens.", "Busy seconds of a batch.", "Real over predicted seconds."
-        self._gap = made(Histogram, "vllm:inter_token_latency_seconds", gap, buckets=_TOKEN_SECONDS)
-        self._step = made(Histogram, "medha:step_time_seconds", step, buckets=_TOKEN_SECONDS)
-        self._error = made(Histogram, "medha:step_prediction_ratio", ratio, buckets=_RATIO)
+        self._gap = made(Histogram, "vllm:inter_token_latency_seconds", "Time between tokens.", buckets=_TOKEN_SECONDS)
+        self._step = made(Histogram, "medha:step_time_seconds", "Busy seconds of a batch.", buckets=_TOKEN_SECONDS)
+        self._error = made(Histogram, "medha:step_prediction_ratio", "Real over predicted seconds.", buckets=_RATIO)
         self._of_requests = [
             (made(Histogram, name, text, buckets=few).observe if few else made(Counter, name, text).inc, value)
             for name, text, few, value in _OF_REQUESTS
@@ -91,10 +90,9 @@ class Metrics:
         running.set_function(lambda: sum(one.num_running for one in engine.schedulers))
         waiting = made(Gauge, "vllm:num_requests_waiting", "Requests that have not started.")
         waiting.set_function(lambda: engine.scheduler.num_waiting)
-        num_groups = len(_usage(engine))
-        made(Gauge, "vllm:kv_cache_usage_perc", share).set_function(lambda: sum(_usage(engine)) / num_groups)
+        made(Gauge, "vllm:kv_cache_usage_perc", share).set_function(lambda: sum(_usage(engine)) / len(_usage(engine)))
         by_group = made(Gauge, "medha:kv_group_usage", share, "group")
-        for group in range(num_groups):
+        for group in range(len(_usage(engine))):
             by_group.labels(model, str(group)).set_function(partial(lambda at: _usage(engine)[at], group))
         engine.on_step = self.stepped
 
@@ -121,8 +119,6 @@ class Metrics:
                 note(found)
         if metrics.met_slo is False:
             self._missed.labels(self._model, next((name for most, name in _LENGTHS if length <= most), "1M-")).inc()
-        if metrics.first_scheduled is not None:
-            self._queries.inc(length)
 
 
 def snapshot(service: Service) -> dict[str, Any]:
@@ -144,7 +140,6 @@ def _row(request: Request, now_s: float, left_s: float) -> dict[str, Any]:
     return {
         "number": one.slot,
         "state": "answering" if one.token_ids else "waiting" if metrics.first_scheduled is None else "reading",
-        "priority": request.priority,
         "prompt_tokens": len(request.prompt_ids),
         "computed_tokens": one.num_computed_tokens,
         "output_tokens": sum(len(each.token_ids) for each in request.completions),

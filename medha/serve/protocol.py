@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypedDict
 
@@ -22,11 +22,10 @@ from starlette.responses import Response
 
 from medha import errors
 from medha.engine.admission import listed
-from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import count_logprobs, read_fields
 from medha.engine.request import Request
 from medha.outputs import CompletionOutput, Logprob, RequestOutput
-from medha.params import CHAT_OPTIONS, PROMPT_FORMS, SamplingParams
+from medha.params import CHAT_OPTIONS, PROMPT_FORMS
 
 Json = dict[str, Any]
 _StreamOptions = TypedDict("_StreamOptions", {"include_usage": bool | None}, total=False)  # noqa: UP013
@@ -91,69 +90,61 @@ class Flags(msgspec.Struct):
     explain: bool | None = None
 
 
-def read_asked(body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None) -> Asked:
-    """What a body asks for, which its client calls ``request_id``; raises ApiError, ValidationError, its like of
-    msgspec, or UnsupportedFeatureError."""
-    flags = msgspec.convert(body, Flags)  # which leaves out all else
-    if flags.model not in (None, *models):
-        known = ", ".join(models)
-        raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
-    if flags.stream_options is not None and not flags.stream:
-        raise errors.not_accepted("stream_options", None, "an object, with stream true")
-    fields = count_logprobs(body) if is_chat else body
-    form = "messages" if is_chat else "prompt" if fields.get("prompt_token_ids") is None else "prompt_token_ids"
-    asked: Any = fields.get(form)
-    if is_chat and fields.get("tools"):
-        raise errors.UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
-    if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
-        raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
-    shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
-    forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
-    prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
-    defaults = {"output_kind": "delta" if flags.stream else "final_only"} | ({"max_tokens": None} if is_chat else {})
-    first = read_fields("", fields | dict.fromkeys((*PROMPT_FORMS, *CHAT_OPTIONS)) | prompts[0], defaults)
-    assert first.params is not None, "they were read"
-    if len(prompts) * first.params.n > MAX_CHOICES:
-        raise errors.not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
-    own = uuid.uuid4().hex  # as a client may send its own id twice
-    name = request_id or own
-    arrivals = tuple(replace(first, request_id=f"{name}-{own[:12]}-{i}", prompt=one) for i, one in enumerate(prompts))
-    kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"
-    head: Json = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": int(time.time())}
-    head |= {"model": flags.model or models[0]}
-    if flags.stream_options is not None and flags.stream_options.get("include_usage"):
-        head["usage"] = None  # until the last chunk has it
-    return Asked(flags, is_chat, arrivals, head, first.params)
-
-
-@dataclass(frozen=True, slots=True)
 class Asked:
     """What the body of a completion or a chat asks for, and its answer: whole, or as chunks in order.
 
     Attributes:
         flags: how the answer is to come.
         arrivals: one for each prompt.
-        head: what the answer, or each of its chunks, begins with.
-        params: of every prompt.
     """
 
-    flags: Flags
-    is_chat: bool
-    arrivals: tuple[Arrival, ...]
-    head: Json
-    params: SamplingParams
-    _num_chars: Counter[int] = field(default_factory=Counter)  # of the choices that have begun
+    def __init__(self, body: Json, *, is_chat: bool, models: Sequence[str], request_id: str | None) -> None:
+        """Read a body, whose client calls it ``request_id``; raises ApiError, ValidationError, its like of msgspec, or
+        UnsupportedFeatureError."""
+        self.flags = flags = msgspec.convert(body, Flags)  # which leaves out all else
+        self._is_chat = is_chat
+        if flags.model not in (None, *models):
+            known = ", ".join(models)
+            raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
+        if flags.stream_options is not None and not flags.stream:
+            raise errors.not_accepted("stream_options", None, "an object, with stream true")
+        fields = count_logprobs(body) if is_chat else body
+        form = "messages" if is_chat else "prompt" if fields.get("prompt_token_ids") is None else "prompt_token_ids"
+        asked: Any = fields.get(form)
+        if is_chat and fields.get("tools"):
+            raise errors.UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
+        if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
+            raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
+        shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
+        forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
+        prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
+        defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
+        defaults |= {"max_tokens": None} if is_chat else {}
+        first = read_fields("", fields | dict.fromkeys((*PROMPT_FORMS, *CHAT_OPTIONS)) | prompts[0], defaults)
+        assert first.params is not None, "they were read"
+        if len(prompts) * first.params.n > MAX_CHOICES:
+            raise errors.not_accepted("n", MAX_CHOICES, f"at most {MAX_CHOICES} completions of all prompts together")
+        self._params = first.params  # of every prompt
+        name, own = request_id or uuid.uuid4().hex, uuid.uuid4().hex[:12]  # as a client may send its own id twice
+        self.arrivals = [replace(first, request_id=f"{name}-{own}-{i}", prompt=one) for i, one in enumerate(prompts)]
+        kind = ("chat.completion" + ".chunk" * bool(flags.stream)) if is_chat else "text_completion"
+        # what the answer, or each of its chunks, begins with
+        self._head: Json = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind}
+        self._head |= {"created": int(time.time()), "model": flags.model or models[0]}
+        if flags.stream_options is not None and flags.stream_options.get("include_usage"):
+            self._head["usage"] = None  # until the last chunk has it
+        self._num_chars: Counter[int] = Counter()  # of the choices that have begun
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         """The answer to a request that does not stream, from the last output of each prompt."""
         choices = [self._choice(at, one, "message") for at, output in enumerate(outputs) for one in output.outputs]
-        answer = self.head | {"choices": choices, "usage": usage_of(outputs)}
+        answer = self._head | {"choices": choices, "usage": usage_of(outputs)}
         return answer | (explained(outputs[0]) if self.flags.explain else {})
 
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """What is new of the prompt of an index."""
         news = [one for one in output.outputs if one.token_ids or one.finish_reason is not None]
-        return [self.head | {"choices": [self._choice(index, one, "delta")]} for one in news]
+        return [self._head | {"choices": [self._choice(index, one, "delta")]} for one in news]
 
     def progress(self, requests: Sequence[Request], eta_s: float) -> Json:
         """How much of the prompts has been read, in llama.cpp's words, and in how many seconds a token is due."""
@@ -161,20 +152,20 @@ class Asked:
         cached = sum(one.first.metrics.num_cached_tokens for one in requests)
         total = sum(len(one.prompt_ids) for one in requests)
         progress = {"total": total, "cache": cached, "processed": min(computed, total), "eta_s": eta_s}
-        return self.head | {"choices": [], "prompt_progress": progress}
+        return self._head | {"choices": [], "prompt_progress": progress}
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[Json]:
         """What follows the last choice."""
         more = [explained(outputs[0])] if self.flags.explain else []
-        more += [{"usage": usage_of(outputs)}] if "usage" in self.head else []
-        return [self.head | {"choices": []} | one for one in more]
+        more += [{"usage": usage_of(outputs)}] if "usage" in self._head else []
+        return [self._head | {"choices": []} | one for one in more]
 
     def _choice(self, index: int, one: CompletionOutput, part: str) -> Json:
         """A choice of the prompt of an index, or what is new of it; ``part`` of a chat is its message or delta."""
-        at, text = index * self.params.n + one.index, one.text or ""
-        probs = _logprobs(one, self.params.logprobs, self._num_chars[at], is_chat=self.is_chat)
+        at, text = index * self._params.n + one.index, one.text or ""
+        probs = _logprobs(one, self._params.logprobs, self._num_chars[at], is_chat=self._is_chat)
         role = {} if at in self._num_chars else {"role": "assistant"}
-        choice: Json = {part: {**role, "content": text}} if self.is_chat else {"text": text}
+        choice: Json = {part: {**role, "content": text}} if self._is_chat else {"text": text}
         choice |= {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason, "logprobs": probs}
         if one.text is None:  # there is no tokenizer
             choice["token_ids"] = one.token_ids

@@ -8,17 +8,14 @@ which joins them, so one who reads slowly holds up nobody, and what is kept of a
 from __future__ import annotations
 
 import asyncio
-import math
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from medha.engine.arrivals import Arrival, prepare_arrival, taken, together
 from medha.engine.engine import Engine
@@ -30,7 +27,6 @@ from medha.serve.protocol import ApiError
 
 _STOPPED = ApiError(503, "the server has stopped before the answer was whole", code="server_stopped")
 _RECENT = 3.0  # what was read counts half for an ETA once 1/3 of what is left has been read after it
-_LEFTS_S = 0.25  # for which what all prompts have left is remembered
 END_S = 1.0  # for which streams may end with what has become of them
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
 _TOGETHER_S = 0.02  # in which what follows a delivery is delivered together, but first and last tokens
@@ -66,11 +62,10 @@ class Answer:
         self._news.clear()
         pieces, self._pieces = self._pieces, {}
         news = [(index, together(some)) for index, some in pieces.items()]
-        for index, output in news:
-            if output.finished:
-                self._ended[index], self.error = output, self.error or output.error
+        self._ended |= {index: output for index, output in news if output.finished}
         if len(self._ended) == len(self.requests):
             self.last = [output for _, output in sorted(self._ended.items())]
+            self.error = next((output.error for output in self.last if output.error is not None), None)
         return news
 
 
@@ -96,7 +91,6 @@ class Service:
         self.loop: asyncio.AbstractEventLoop | None = None
         # of a prompt, as it is asked for: when how many tokens were read, seconds that took of late, and alone would
         self._paces: WeakKeyDictionary[Completion, tuple[float, int, float, float]] = WeakKeyDictionary()
-        self._lefts_s = (-math.inf, np.zeros(0))  # when, and how long each prompt that is not read had left
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._outbox: deque[Callable[[], object]] = deque()  # any thread appends, the event loop calls
         self._is_urgent = False  # something of it
@@ -142,7 +136,8 @@ class Service:
     def eta_s(self, requests: Sequence[Request]) -> float:
         """Predicted seconds to the first token of any of some requests, 0 where all are read. What is left of a prompt
         takes as much longer than alone as what was read of late did; one that waits is behind those with less left."""
-        return min((self._eta_s(one) for one in _unread(requests)), default=0.0)
+        running = [one for live in requests for one in live.completions if one.finish_reason is None]
+        return min((self._eta_s(one) for one in running if not one.token_ids), default=0.0)
 
     def _eta_s(self, one: Completion) -> float:
         left_s, begun_s = self.left_s(one, corrected=False), one.metrics.first_scheduled
@@ -156,17 +151,8 @@ class Service:
                 took_s, alone_s, at_s = 0.0, 0.0, self.engine.now()
             self._paces[one] = at_s, one.num_computed_tokens, took_s, alone_s
         if not alone_s:
-            return self._ahead_s(left_s := self.left_s(one)) + left_s
+            return self.engine.scheduler.ahead_s(one.slot) + self.left_s(one)
         return max(left_s * took_s / alone_s - (self.engine.now() - one.computed_s), 0.0)
-
-    def _ahead_s(self, left_s: float) -> float:
-        """Seconds that prompts with less left to read take, and half of those with as much."""
-        now_s = self.engine.now()
-        if now_s - self._lefts_s[0] > _LEFTS_S:
-            self._lefts_s = now_s, np.array([self.left_s(one) for one in _unread(self.engine.requests())])
-        lefts = self._lefts_s[1]
-        less, as_much = lefts[lefts < left_s].sum(), lefts[lefts == left_s].sum()  # one of these is its own
-        return float(less + max(as_much - left_s, 0.0) / 2)
 
     def left_s(self, one: Completion, num_done: int | None = None, *, corrected: bool = True) -> float:
         """Predicted seconds to read a prompt alone from where it is, or was, on; ``corrected`` as the scheduler's."""
@@ -237,8 +223,3 @@ class Service:
             self._next = asyncio.get_running_loop().call_later(_TOGETHER_S, self._deliver)
         while self._outbox:
             self._outbox.popleft()()
-
-
-def _unread(requests: Iterable[Request]) -> list[Completion]:
-    """Those whose prompts are not read to the end."""
-    return [one for live in requests for one in live.completions if not one.token_ids and one.finish_reason is None]

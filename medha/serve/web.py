@@ -80,10 +80,6 @@ class TimedProtocol(HttpToolsProtocol):
             self.app = full.response()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
-    def _unset_keepalive_if_required(self) -> None:
-        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
-            super()._unset_keepalive_if_required()
-
     def data_received(self, data: bytes) -> None:
         """Parse it, unless too much is not whole."""
         self._num_new += len(data)
@@ -120,12 +116,6 @@ class TimedProtocol(HttpToolsProtocol):
 
     def _should_upgrade(self) -> bool:
         return True  # asked where the parser would: uvicorn does nothing with the head then
-
-    def on_response_complete(self) -> None:
-        """Hang up where the request is not read to its end, as it was refused."""
-        if not self.pipeline and self.cycle.more_body:
-            self.transport.close()
-        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Tell what is wrong with a request, unless it is being answered, and hang up."""

@@ -18,28 +18,20 @@ _MAX_DEPTH = 64
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
 
-class ChatTemplate:
-    """A chat template, ready to render.
+def render(child: Child, source: str, variables: Mapping[str, Any], name: str) -> str:
+    """Render a chat template in a child that runs :mod:`medha.child.text`.
 
     Args:
-        source: Jinja source; it is checked at the first rendering.
-        special_tokens: what the template may write by name, such as ``bos_token``.
+        source: Jinja source; it is checked now.
+        variables: what :func:`template_variables` returned, and special tokens by name, such as ``bos_token``.
         name: what messages call the tokenizer it belongs to.
     """
-
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str], name: str) -> None:
-        # Blocks that mark text for training become plain ones with the same whitespace rules.
-        self._source = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", source)
-        self._special_tokens = dict(special_tokens)
-        self._name = name
-        self.child = Child("medha.child.text")
-
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """Render what :func:`template_variables` returned."""
-        try:
-            return self.child.ask(template_message(self._source, {**self._special_tokens, **variables})).decode()
-        except (ChildError, ValueError) as error:  # an integer of thousands of digits is no JSON
-            raise ChatTemplateError(f"chat template of {self._name}: {error}") from error
+    # Blocks that mark text for training become plain ones with the same whitespace rules.
+    source = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", source)
+    try:
+        return child.ask(template_message(source, variables)).decode()
+    except (ChildError, ValueError) as error:  # an integer of thousands of digits is no JSON
+        raise ChatTemplateError(f"chat template of {name}: {error}") from error
 
 
 def template_variables(

@@ -22,7 +22,7 @@ from medha.child.process import Child, ChildError
 from medha.child.text import encode, encode_message
 from medha.errors import ChatTemplateError, TokenizerError, ValidationError
 from medha.models.folder import read_json_object
-from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, template_variables
+from medha.text.chat_template import check_utf8, map_strings, render, template_variables
 
 TokenKind = Literal["none", "special", "byte", "text"]
 
@@ -88,10 +88,8 @@ class Tokenizer:
         self.name = name
         self._encoder = _Encoder(backend, backend.to_str if source is None else lambda: source, name=name)
         self.special_tokens = dict(special_tokens or {})
-        self.chat_template: ChatTemplate | None = None
-        if chat_template is not None:
-            names = {key: self.special_tokens.get(key, "") for key in _NAMED_SPECIALS}
-            self.chat_template = ChatTemplate(chat_template, special_tokens=names, name=name)
+        self.chat_template = chat_template
+        self._renderer = Child("medha.child.text")
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         added = backend.get_added_tokens_decoder()
@@ -160,7 +158,9 @@ class Tokenizer:
             where = "neither chat_template.jinja nor a default chat_template in tokenizer_config.json"
             instead = "give the text that the model was trained on as prompt"
             raise ChatTemplateError(f"{self.name} has no chat template: {where}; {instead}")
-        rendered = self.chat_template.render({name: map_strings(v, self._marked) for name, v in variables.items()})
+        names = {key: self.special_tokens.get(key, "") for key in _NAMED_SPECIALS}
+        marked = {name: map_strings(value, self._marked) for name, value in variables.items()}
+        rendered = render(self._renderer, self.chat_template, names | marked, self.name)
         if _MARK not in rendered:
             return rendered, self._with_one_bos(self.encode_array(rendered, add_special_tokens=False))
         encoder, mark_id = self._marked_encoder
@@ -169,10 +169,9 @@ class Tokenizer:
 
     def interrupt(self) -> None:
         """Give up the long text that another thread encodes, or the template that it renders; it gets an error."""
-        marked = vars(self).get("_marked_encoder", (None,))[0]
-        for user in (self._encoder, marked, self.chat_template):
-            if user is not None:
-                user.child.interrupt()
+        encoders = self._encoder, *vars(self).get("_marked_encoder", ())[:1]
+        for child in (self._renderer, *(one.child for one in encoders)):
+            child.interrupt()
 
     def _named_id(self, key: str) -> int | None:
         text = self.special_tokens.get(key)
@@ -333,8 +332,6 @@ class StopChecker:
 
     def push(self, piece: str) -> str:
         """Add the next text of the stream; returns text safe to emit, none once a stop string is found."""
-        if not self._stops:
-            return piece
         if self.matched is not None:
             return ""
         safe, self._held = self._split(self._held + piece, is_end=False)

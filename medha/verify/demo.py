@@ -7,7 +7,6 @@ the needle model (:mod:`medha.models.needle`), whose right answers are known, so
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -76,12 +75,13 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
     expected = {question.request_id: question.answer for question in asked}
     whole = long_prompt_tokens + 256
 
+    timelines = {"lars": Timeline(), "fcfs": Timeline()}
+
     def act(
-        opening: str, file: Path, before: Sequence[RequestOutput] = (), **options: Any
+        opening: str, timeline: Timeline, before: Sequence[RequestOutput] = (), **options: Any
     ) -> list[RequestOutput] | None:
-        """Build an engine, have it serve what is asked, or was ``before``, and write what ran when; None on a rank
-        without the engine."""
-        timeline, launch = Timeline(), read_launch()
+        """Build an engine and have it serve what is asked, or was ``before``; None on a rank without the engine."""
+        launch = read_launch()
         options |= layout_for(1 if launch is None else launch.world_size)
         with job_folder("demo") as folder:
             options |= {"max_model_len": whole, "max_num_seqs": 8, "dist_timeout": _TRANSFER_LIMIT_S}
@@ -97,39 +97,36 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
             with Display(role.engine.prefills, lines=console, live=shown, num_requests=len(asked)) as display:
                 outputs = _serve(role.engine, asked, before, display)
         role.close()
-        if outputs is not None:
-            timeline.write(file)
         return outputs
 
-    with tempfile.TemporaryDirectory(prefix="medha-demo-") as name:
-        lars = act(
-            f"One document of {long_prompt_tokens:,} tokens with a fact hidden in it is read,\n"
-            f"while {len(_CODES)} short questions arrive. Who is served follows from deadlines (LARS).",
-            Path(name) / "lars.json",
-            scheduler="medha",
-            policy="lars",
-            quantum_s=0.25,
-            chunk_size=_CHUNK_SIZE,
-            max_batch_tokens=2 * _CHUNK_SIZE,
-        )
-        if lars is not None:
-            console.print(rows_table("", results(lars, expected)))
-            console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.")
-            console.print("TPOT is long while the document is read: each token waits for a batch with a part of it.\n")
-        fcfs = act(
-            "The same arrivals again, first come first served and every prompt whole:\n"
-            "the questions wait for the document.",
-            Path(name) / "fcfs.json",
-            lars or (),
-            scheduler="orca",
-            chunk_size=whole,
-            max_batch_tokens=whole,
-        )
-        if lars is None or fcfs is None:
-            return 0
-        folder = tempfile.mkdtemp(prefix="medha-timeline-")
-        for path in Path(name).iterdir():
-            shutil.move(path, folder)
+    lars = act(
+        f"One document of {long_prompt_tokens:,} tokens with a fact hidden in it is read,\n"
+        f"while {len(_CODES)} short questions arrive. Who is served follows from deadlines (LARS).",
+        timelines["lars"],
+        scheduler="medha",
+        policy="lars",
+        quantum_s=0.25,
+        chunk_size=_CHUNK_SIZE,
+        max_batch_tokens=2 * _CHUNK_SIZE,
+    )
+    if lars is not None:
+        console.print(rows_table("", results(lars, expected)))
+        console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.")
+        console.print("TPOT is long while the document is read: each token waits for a batch with a part of it.\n")
+    fcfs = act(
+        "The same arrivals again, first come first served and every prompt whole:\n"
+        "the questions wait for the document.",
+        timelines["fcfs"],
+        lars or (),
+        scheduler="orca",
+        chunk_size=whole,
+        max_batch_tokens=whole,
+    )
+    if lars is None or fcfs is None:
+        return 0
+    folder = tempfile.mkdtemp(prefix="medha-timeline-")
+    for name, timeline in timelines.items():
+        timeline.write(Path(folder) / f"{name}.json")
     console.print(rows_table("whole prompts first come first served, and LARS", comparison(fcfs, lars, expected)))
     console.print(f"What ran when, for ui.perfetto.dev:\n{folder}/fcfs.json\n{folder}/lars.json", soft_wrap=True)
     num_right = min(_num_right(outputs, expected) for outputs in (lars, fcfs))

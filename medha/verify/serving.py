@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from medha.batch import Batch
 from medha.config import CacheConfig, EngineConfig, ParallelConfig
 from medha.engine.admission import Prompt
 from medha.engine.build import RankHandle, build_role
@@ -29,7 +28,6 @@ from medha.outputs import RequestOutput
 from medha.parallel.mesh import check_layout
 from medha.params import SamplingParams
 from medha.verify.rows import FAIL, PASS, Row, Setting, exact, held, not_run
-from medha.worker.step import PendingStep
 
 Show = Callable[[str], None]
 """Told what is going on, often."""
@@ -87,15 +85,10 @@ def parity_rows(setting: Setting, folder: Path) -> Iterator[Row]:
     with joined(setting, folder, **options) as role:
         if role.engine is None:
             return
-        growth = _watched_growth(role.engine)
         outputs = answers(role.engine, [{"prompt_token_ids": prompt.tolist()} for prompt in ids], params)
         limit = LOGPROB_LIMIT[setting.dtype]
         shape = random_llama(setting.parallel, setting.dtype)
         yield from compared(outputs, shape, random_weights(shape, seed=0), what=what, limit=limit)
-        if kvp > 1:
-            figure = ", ".join(f"{count} in {where}" for where, count in growth.items())
-            verdict = PASS if all(growth.values()) else FAIL
-            yield Row("parity", "growth to the next group", figure, "some in both", verdict)
 
 
 def compared(
@@ -223,20 +216,3 @@ def answers(
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
         show(", ".join(f"{done:,} of {total:,} tokens" for _, done, total in engine.prefills()))
     return [outputs[str(i)] for i in range(len(prompts))]
-
-
-def _watched_growth(engine: Engine) -> dict[str, int]:
-    """How often a request takes the next group in a prefill and in a decode; counted from here on, in place."""
-    growth = {"prefill": 0, "decode": 0}
-    num_groups: dict[int, int] = {}
-    submit = engine.runner.submit
-
-    def watching(batch: Batch) -> PendingStep:
-        for row in batch.rows:
-            before = num_groups.get(row.slot, row.num_groups)
-            growth["decode" if row.is_decode else "prefill"] += row.num_groups > before
-            num_groups[row.slot] = row.num_groups
-        return submit(batch)
-
-    engine.runner.submit = watching  # type: ignore[method-assign]
-    return growth

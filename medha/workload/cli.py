@@ -22,8 +22,8 @@ app = make_app(help="Request traces: convert, summarise, generate, check.")
 FORMATS = "mooncake, azure, burstgpt, vidur, sharegpt or medha"
 PROCESSES = "poisson, gamma, uniform, at-once"
 LENGTHS = (
-    "sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, fixed:P,D, "
-    "uniform:A-B,C-D or sessions:DOCUMENT,P,D,REQUESTS"
+    "sharegpt4-8k, medha-swe, medha-mix, medha-mix-1, medha-mix-2m, tetris-short, tetris-medium, tetris-long, "
+    "fixed:P,D, uniform:A-B,C-D or sessions:DOCUMENT,P,D,REQUESTS"
 )
 
 
@@ -72,16 +72,12 @@ def convert(
     **given: Any,
 ) -> int:
     """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
-    from medha.workload.io import write_trace
     from medha.workload.synth import retimed
 
     reading = _read(source, from_format, skip_invalid)
     if from_zero:
         reading = reading._replace(trace=reading.trace.from_zero())
-    trace = retimed(reading, given.pop("arrivals"), duration_s=given.pop("duration"), **given)
-    write_trace(target, trace)
-    _say_written(target, trace)
-    return 0
+    return _write(target, retimed(reading, given.pop("arrivals"), duration_s=given.pop("duration"), **given))
 
 
 @app.command()
@@ -111,22 +107,15 @@ def synth(
     **given: Any,
 ) -> int:
     """Generate a trace."""
-    from medha.workload.io import write_trace
     from medha.workload.synth import synthesize
 
     kind, _, name = arrivals.partition(":")
     process = _read(Path(name)).trace if kind == "trace" and name else arrivals
-    trace = synthesize(lengths, process, duration_s=given.pop("duration"), **given)
-    write_trace(target, trace)
-    _say_written(target, trace)
-    return 0
+    return _write(target, synthesize(lengths, process, duration_s=given.pop("duration"), **given))
 
 
 @app.command()
-def validate(
-    file: _In,
-    from_format: _From = None,
-) -> int:
+def validate(file: _In, from_format: _From = None) -> int:
     """Print the first faults of a trace with their lines and count all; exit 0 where there is none, else 2."""
     from medha.workload.trace import TraceFormatError
 
@@ -159,6 +148,10 @@ def _read(
     return read_trace(file, from_format, on_fault=(lambda error: None) if skip_invalid else on_fault)
 
 
-def _say_written(target: Path, trace: Trace) -> None:
+def _write(target: Path, trace: Trace) -> int:
+    from medha.workload.io import write_trace
+
+    write_trace(target, trace)
     rate = "all at once" if trace.qps is None else f"{trace.qps:.4g} requests/s"
     print(f"{target}: {len(trace)} requests over {trace.duration_s:,.3f} s, {rate}")
+    return 0

@@ -241,6 +241,7 @@ def named_lengths() -> dict[str, Lengths]:
         "sharegpt4-8k": short,
         "medha-swe": swe,
         "medha-mix": replace(short, long=swe, long_share=LONG_SHARE),
+        "medha-mix-1": replace(short, long=swe, long_share=0.01),
         "medha-mix-2m": replace(short, long=swe_2m, long_share=LONG_SHARE),
         **{f"tetris-{name}": Lengths(cut_exponential(*figures), output) for name, figures in tetris.items()},
     }

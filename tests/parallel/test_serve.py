@@ -9,7 +9,7 @@ import pytest
 
 from medha.params import SamplingParams
 from tests.parallel.test_torchrun import running
-from tests.serve.process import serving
+from tests.serve.process import last_events, serving
 from tests.serving import Model, serve_one
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -36,8 +36,8 @@ def test_two_ranks_answer_as_one_until_one_is_killed_under_load(
         (killed,) = [pid for pid, environment in ranks.items() if b"\0RANK=1\0" in environment]
         os.kill(killed, signal.SIGKILL)
         for answer in answers:
-            *_, error, done = [line for line in answer.read().splitlines() if line]
-            assert json.loads(error[6:])["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
+            event, done = last_events(answer)
+            assert event["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
         code = server.wait()
         assert code == (1 if launcher else 4), server.log.read_text()  # torchrun has a code of its own
         assert "RankFailedError" in server.log.read_text()

@@ -8,7 +8,19 @@ import pytest
 
 from examples.reproduce.figures.capacity import Capacity, capacity, stretches_s, sustains
 from examples.reproduce.figures.fragmentation import active, demands, swing
-from examples.reproduce.load import LONG_TOKENS, MIX, SHORT, Bounded, Load, Served, System, curve, ratio_says, serve
+from examples.reproduce.load import (
+    LONG_TOKENS,
+    MIX,
+    MIX_1,
+    SHORT,
+    Bounded,
+    Load,
+    Served,
+    System,
+    curve,
+    ratio_says,
+    serve,
+)
 from examples.reproduce.result import Options
 from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_2048, WHOLE
 from examples.reproduce.timing import MODELS, kv_bytes, prefill_flops
@@ -48,7 +60,7 @@ class Fake:
 
 
 def test_load_draws_the_same_requests_at_any_share() -> None:
-    five, one = Load(MIX, 2.0, 600.0).trace(), Load(MIX, 2.0, 600.0, long_share=0.01).trace()
+    five, one = Load(MIX, 2.0, 600.0).trace(), Load(MIX_1, 2.0, 600.0).trace()
     assert np.array_equal(five.arrival_s, one.arrival_s) and five.arrival_s[-1] < 600
     long, fewer = (trace.prompt_tokens > LONG_TOKENS for trace in (five, one))
     assert 0 < fewer.sum() < long.sum() and not (fewer & ~long).any()

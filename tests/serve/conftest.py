@@ -52,18 +52,15 @@ class Server:
     def post(self, path: str, body: Any, **headers: str) -> Answered:
         """Status, JSON and headers of an answer; ``body`` is sent as it is where it is bytes."""
         sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-        given = {"content-type": "application/json"} | {
-            name.replace("_", "-"): value for name, value in headers.items()
-        }
-        return self.ask("POST", path, sent, given)
+        return self.ask("POST", path, sent, {"content-type": "application/json"} | headers)
 
     def get(self, path: str, **headers: str) -> Answered:
-        return self.ask("GET", path, None, {name.replace("_", "-"): value for name, value in headers.items()})
+        return self.ask("GET", path, None, headers)
 
     def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answered:
         connection = self.connect()
         try:
-            connection.request(method, path, body, headers)
+            connection.request(method, path, body, {name.replace("_", "-"): its for name, its in headers.items()})
             answer = connection.getresponse()
             raw = answer.read()
             kind = answer.headers.get_content_type()

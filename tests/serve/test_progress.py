@@ -87,6 +87,7 @@ def test_tokens_and_text(server: Server) -> None:
     assert status == 200 and told["count"] == 5 and told["max_model_len"] == 8192
     assert server.post("/detokenize", {"tokens": told["tokens"]})[1] == {"prompt": "hello"}
     assert server.post("/detokenize", {"tokens": [-1]})[0] == server.post("/tokenize", {"prompt": 3})[0] == 400
+    assert server.post("/detokenize", {"tokens": "abc"})[0] == 400
     assert "version" in server.get("/version")[1]
 
 

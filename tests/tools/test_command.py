@@ -8,7 +8,6 @@ import pytest
 from medha.errors import ConfigError
 from tools.command import chosen, numbers, print_head, print_row, run_tool
 from tools.live import SHORT_FROM_S, SHORT_LENS, long_and_short, random_llama
-from tools.step_cost import step_cost
 
 
 def shout(word: str, times: int = 2, ends: str = "!") -> None:
@@ -38,15 +37,6 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     print_head("a", "b")
     print_row(1, "x")
     assert capsys.readouterr().out == "| a | b |\n| --- | --- |\n| 1 | x |\n"
-
-
-def test_steps_run_without_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    step_cost(rows="1,3", steps=4, rounds=1)
-    rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [(size.strip(), kind.strip()) for size, kind, _ in rows] == [
-        (size, kind) for size in "13" for kind in ("delta", "final_only")
-    ]
-    assert all(float(took_us) > 0 for *_, took_us in rows)
 
 
 def test_short_requests_are_the_same_beside_long_ones() -> None:

@@ -6,14 +6,15 @@ v5 section 3.3, figures 5, 17 and 18; v4 section 3.3, figures 8 to 10, eqs. 4 to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
 from examples.reproduce.baselines.context_parallel import KINDS, ContextParallel, hidden_tokens, prefill_s
 from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import CHUNK, H100, MODELS, M, decode_s, fits, prefill_flops, simulate, stage_predictors
+from examples.reproduce.timing import CHUNK, H100, MODELS, M, fits, prefill_flops, simulate, stage_predictors
 from medha.config import ParallelConfig
 from medha.cost.predictor import Work
 
@@ -160,10 +161,10 @@ def run_decode(options: Options) -> FigureResult:
 def run_equations(options: Options) -> FigureResult:
     """v4 eqs. 4 to 6 against the simulated times; ``quick`` takes the 8B model alone."""
     models = ["Llama-3 8B"] if options.quick else list(MODELS)
-    equations = {
+    equations: dict[str, tuple[str, str, tuple[int, ...], Callable[[str, int, int], float]]] = {
         "eq4": ("eq. 4: SPP prefill", "stages", STAGES[1:], _eq4),
-        "eq5": ("eq. 5: KVP decode", "KVP groups", (2, 4), _eq5),
-        "eq6": ("eq. 6: KVP chunk", "KVP groups", (2, 4), _eq6),
+        "eq5": ("eq. 5: KVP decode", "KVP groups", (2, 4), partial(_over_groups, 1)),
+        "eq6": ("eq. 6: KVP chunk", "KVP groups", (2, 4), partial(_over_groups, 512)),
     }
     panels, answers = [], {}
     for name, (title, label, degrees, over) in equations.items():
@@ -189,26 +190,18 @@ def _eq4(name: str, spp: int, tokens: int) -> float:
     return many / ((one + send_s * tokens / CHUNK) / spp)
 
 
-def _eq5(name: str, kvp: int, tokens: int) -> float:
-    """That over T_attn / p_kvp + (T_d - T_attn) + T_comm, one stage."""
-    one, many = (stage_predictors(H100, MODELS[name], layout(1, kvp=p)) for p in (1, kvp))
-    table, link = one[0].coefficients.decodes, many[0].coefficients.kvp
-    assert link is not None, "groups merge"
-    attention_s = table.a_s[0] + table.b_s[0] * tokens
-    merge_s = link.fixed_s + (kvp - 1) * link.token_s
-    return decode_s(many, tokens, kvp=kvp) / (attention_s / kvp + decode_s(one, tokens) - attention_s + merge_s)
-
-
-def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> float:
-    """The same for a chunk behind so many tokens."""
+def _over_groups(q_len: int, name: str, kvp: int, tokens: int) -> float:
+    """That of a decode, or of a chunk of so many tokens, over T_attn / p_kvp + (T - T_attn) + T_comm, one stage."""
     one, many = (stage_predictors(H100, MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
-    table, link = one.coefficients.chunks, many.coefficients.kvp
+    decodes, chunks, link = one.coefficients.decodes, one.coefficients.chunks, many.coefficients.kvp
     assert link is not None, "groups merge"
-    a, b = (float(np.interp(chunk, table.tokens, column)) for column in (table.a_s, table.b_s))
+    is_decode = q_len == 1
+    table, sizes = (decodes, decodes.batch) if is_decode else (chunks, chunks.tokens)
+    a, b = (float(np.interp(q_len, sizes, column)) for column in (table.a_s, table.b_s))
     attention_s = a + b * tokens
-    merge_s = link.fixed_s + (kvp - 1) * link.token_s * chunk
-    formula = attention_s / kvp + one.predict([Work(chunk, tokens, False)]) - attention_s + merge_s
-    return many.predict([Work(chunk, tokens // kvp, False, (0, kvp - 1))]) / formula
+    merge_s = link.fixed_s + (kvp - 1) * link.token_s * q_len
+    formula = attention_s / kvp + one.predict([Work(q_len, tokens, is_decode)]) - attention_s + merge_s
+    return many.predict([Work(q_len, tokens // kvp, is_decode, (0, kvp - 1))]) / formula
 
 
 # ---------------------------------------------------------------------------------------------------------------------
