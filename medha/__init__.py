@@ -14,27 +14,11 @@ if TYPE_CHECKING:
     from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from medha.params import SLO, SamplingParams
 
-_HOMES = {
-    "LLM": "medha.llm",
-    "Engine": "medha.engine.engine",
-    "SamplingParams": "medha.params",
-    "SLO": "medha.params",
-    "RequestOutput": "medha.outputs",
-    "CompletionOutput": "medha.outputs",
-    "RequestMetrics": "medha.outputs",
-    "Logprob": "medha.outputs",
-}
+_HOMES = {"LLM": "medha.llm", "Engine": "medha.engine.engine"}
+_HOMES |= dict.fromkeys(("SLO", "SamplingParams"), "medha.params")
+_HOMES |= dict.fromkeys(("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"), "medha.outputs")
 
-__all__ = [
-    "LLM",
-    "SLO",
-    "CompletionOutput",
-    "Engine",
-    "Logprob",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-]
+__all__ = ["LLM", "SLO", "CompletionOutput", "Engine", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,15 +19,9 @@ from medha.sim.cli import plan, simulate
 from medha.verify.__main__ import verify
 from medha.workload.cli import app as trace_app
 
-_DIFFERENT = 1  # exit code of a replay
-
 app = make_app(help="Serve long-context LLMs without convoys.")
-app.command("generate")(generate)
-app.command("plan")(plan)
-app.command("profile")(profile)
-app.command("serve")(serve)
-app.command("simulate")(simulate)
-app.command("verify")(verify)
+for verb in (generate, plan, profile, serve, simulate, verify):
+    app.command()(verb)
 app.add_typer(bench_app, name="bench")
 app.add_typer(trace_app, name="trace")
 
@@ -46,9 +40,7 @@ def medha_command(
 
 
 @app.command()
-def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> int:
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> int:
     """Print versions, devices and threads, for a bug report."""
     facts = environment()
     if as_json:
@@ -71,7 +63,7 @@ def replay(
         print(f"{counts} compared: every decision is the same")
         return 0
     print(f"after {counts} that are the same, {found.mismatch}")
-    return _DIFFERENT
+    return 1
 
 
 def main() -> NoReturn:

@@ -101,9 +101,9 @@ class NonFiniteLogitsError(RequestError):
 class EngineDeadError(MedhaError, RuntimeError):
     """The engine cannot serve any more; ``outputs`` is what the requests had produced. Unfinished ones carry it."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, outputs: Iterable[Any] = ()) -> None:
         super().__init__(message)
-        self.outputs: list[Any] = []
+        self.outputs = list(outputs)
 
 
 class PlanDivergenceError(EngineDeadError):

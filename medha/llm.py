@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -36,8 +35,8 @@ from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationErr
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
 from medha.params import CHAT_OPTIONS, SLO, SamplingParams
-from medha.records import StepLog
 from medha.text import Tokenizer
+from medha.timeline import Timeline
 
 
 class LLM:
@@ -61,7 +60,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path, *, timeline: StepLog | None = None, journal: str | Path | None = None, **options: Any
+        self, model: str | Path, *, timeline: Timeline | None = None, journal: str | Path | None = None, **options: Any
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         self._files = ExitStack()
@@ -71,7 +70,7 @@ class LLM:
         self._ids = map(str, itertools.count())
         self._calls = threading.RLock()  # over several ranks one call at a time
 
-    def _build(self, timeline: StepLog | None, journal: Path | None) -> RankHandle:
+    def _build(self, timeline: Timeline | None, journal: Path | None) -> RankHandle:
         """This rank's part; a journal that cannot be written is found before the model is loaded."""
         if journal is not None:
             check_recordable(self.config.scheduler)
@@ -221,13 +220,11 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: Any) -> None:
         role, self._role = self._role, None
         with self._files:
             if role is not None:
-                role.__exit__(kind, value, traceback)
+                role.__exit__(*exc)
 
     @property
     def _open_role(self) -> RankHandle:
@@ -263,7 +260,7 @@ class LLM:
             interrupt.outputs = _present(outputs, box)  # type: ignore[attr-defined]
             raise
         except EngineDeadError as error:
-            raise _own_error(error, _present(outputs, box)) from error
+            raise type(error)(str(error), _present(outputs, box)) from error  # the engine's has those of others too
         return _present(outputs, box)
 
     def _prepare(self, prompts: Sequence[Prompt], **given: Any) -> list[Request]:
@@ -307,7 +304,7 @@ class LLM:
                     self.engine.advance()
         error = box[0].error
         if isinstance(error, EngineDeadError):  # another thread stepped
-            raise _own_error(error, []) from error
+            raise type(error)(str(error)) from error
         return box.popleft()
 
 
@@ -318,11 +315,8 @@ def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> li
     with closing(Preparing(engine)) as preparing:
         prepared = preparing.begin(None, prepare)
         futures.wait([prepared], SOON_S)
-        while not prepared.done():
-            if engine.num_unfinished:
-                engine.advance()
-            else:
-                futures.wait([prepared])
+        while engine.num_unfinished and not prepared.done():
+            engine.advance()
         return prepared.result()
 
 
@@ -333,13 +327,6 @@ def _end(engine: Engine, request_ids: Iterable[str]) -> None:
             engine.abort(request_id)
         while not engine.num_unfinished and engine.advance():
             pass
-
-
-def _own_error(error: EngineDeadError, outputs: list[RequestOutput]) -> EngineDeadError:
-    """The engine's error for one of those that it concerns, with the outputs of his own requests."""
-    own = type(error)(str(error))
-    own.outputs = outputs
-    return own
 
 
 def _close_at_exit(llm: weakref.ref[LLM]) -> None:

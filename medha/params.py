@@ -166,7 +166,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = _unlisted(None, _IDS)
     logit_bias: Mapping[int, float] | None = _unlisted(None, _BIASES)
     allowed_token_ids: Sequence[int] | None = _unlisted(None, _SOME_IDS)
-    ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", BOOLEAN, flags=("--ignore-eos",))
+    ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", BOOLEAN)
     min_tokens: int = _listed(0, "Least tokens to generate.", integer(0, 2**31 - 1))
     max_tokens: int | None = _listed(16, "Most tokens to generate.", integer(1, 2**31 - 1))
     logprobs: int | None = _listed(None, "Log-probabilities per token in output lines.", integer(0, MAX_LOGPROBS))
@@ -190,11 +190,6 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.stop and not self.detokenize:
             raise not_accepted("stop", self.stop, "no stop strings when detokenize is false")
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings as a tuple, empty when there are none."""
-        return tuple(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:

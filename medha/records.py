@@ -10,9 +10,9 @@ import json
 import platform
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 from medha.batch import Batch
 
@@ -37,7 +37,6 @@ class BatchRecord(NamedTuple):
     num_tokens: int
     start_s: float
     end_s: float
-    control_ready: bool  # the batch had arrived and was prepared when the batch before had run
     control_wait_s: float = 0.0
     hidden_wait_s: float = 0.0
     report_wait_s: float = 0.0  # waited for sampled tokens that it embeds
@@ -68,7 +67,6 @@ class Recorder:
     def __init__(
         self, *, clock: Callable[[], float] = time.perf_counter, cpu_clock: Callable[[], float] = time.thread_time
     ) -> None:
-        self.control_ready = True
         self.waits_for: str | None = None  # what of other ranks this one waits for at present; None while it computes
         self._clock, self._cpu_clock = clock, cpu_clock
         self._records: deque[BatchRecord] = deque(maxlen=_RECORDS_KEPT)
@@ -95,7 +93,7 @@ class Recorder:
         times = (self._start, self._clock())
         waits = (self._waits[what] for what in WAITS)
         cpu_s = self._cpu_clock() - self._cpu_start
-        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, self.control_ready, *waits)._replace(cpu_s=cpu_s)
+        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, *waits)._replace(cpu_s=cpu_s)
         self._records.append(record)
         self._waits.clear()
         return record
@@ -126,25 +124,3 @@ def decode_records(data: bytes) -> RankRecords:
     records = (BatchRecord(*one) for one in values)
     batches = tuple(one._replace(start_s=one.start_s + shift, end_s=one.end_s + shift) for one in records)
     return RankRecords(rank, stage, tp_rank, batches, group)
-
-
-class StepLog(Protocol):
-    """Who is told what an engine ran: :class:`medha.timeline.Timeline`."""
-
-    def record(
-        self,
-        batch: Batch,
-        start_s: float,
-        end_s: float,
-        names: Sequence[str],
-        slack_s: Sequence[float] = (),
-        step_s: Mapping[str, float] | None = None,
-    ) -> None:
-        """A batch is done; times are of the engine's clock."""
-
-    def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
-        """Several ranks run: ``gather`` returns what they have recorded since it was last called; the engine's clock
-        was 0 at ``zero_s`` of theirs."""
-
-    def close(self) -> None:
-        """The ranks go."""

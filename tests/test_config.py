@@ -9,17 +9,9 @@ from typing import Any
 import pytest
 
 from medha.cli.display import budget_text
-from medha.config import (
-    OPTION_ALIASES,
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RopeConfig,
-    SchedulerConfig,
-    parse_size,
-)
-from medha.config.engine_config import FOREIGN_OPTIONS
+from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from medha.config.engine_config import FOREIGN_OPTIONS, OPTION_ALIASES
+from medha.config.fields import parse_size
 from medha.errors import ConfigError
 
 

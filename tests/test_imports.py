@@ -52,9 +52,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": {*_GROUND, "cpu", "models", "attention", "parallel"},
     "cli": {*_GROUND, "cost.hardware", "parallel.launch", "models.folder"},
     "workload": {*_GROUND, "cli"},
-    "engine": {*_GROUND, "sched", "worker", "text", "cost", "cli", "models", "attention", "parallel"},
+    "engine": {*_GROUND, "timeline", "sched", "worker", "text", "cost", "cli", "models", "attention", "parallel"},
     "sim": {*_GROUND, "timeline", "sched", "cost", "workload", "cli", "models.hf_config"},
-    "llm": {*_GROUND, "engine", "parallel", "text", "cli.files"},
+    "llm": {*_GROUND, "timeline", "engine", "parallel", "text", "cli.files"},
     "profile": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
     "verify": {*_GROUND, "timeline", "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
     "generate": {

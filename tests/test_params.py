@@ -133,15 +133,15 @@ def test_min_tokens_above_max_tokens() -> None:
 
 
 def test_stop_lists_become_tuples() -> None:
-    assert SamplingParams(stop="ab").stop_strings == ("ab",)
-    assert SamplingParams(stop=["ab", "c"]).stop_strings == ("ab", "c")
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
     assert SamplingParams(stop=["ab"]) == SamplingParams(stop="ab") == SamplingParams(stop=("ab",))
-    assert SamplingParams().stop_strings == ()
+    assert SamplingParams().stop == ()
     assert SamplingParams(stop_token_ids=[3, 1]).stop_token_ids == (3, 1)
     mine = ["ab"]
     params = SamplingParams(stop=mine)
     mine.append("")
-    assert params.stop_strings == ("ab",)
+    assert params.stop == ("ab",)
     assert refuse("stop", ["ok", "", "bad"]).value == ["ok", "", "bad"]
 
 

@@ -93,7 +93,6 @@ def test_no_piece_of_a_trace_is_encoded_for_long(tmp_path: Path, monkeypatch: py
 def test_recorder_counts_compute_and_waits() -> None:
     clock = SimpleNamespace(now=0.0)  # time that passes when told
     recorder = Recorder(clock=lambda: clock.now, cpu_clock=lambda: clock.now / 2)
-    recorder.control_ready = False
     with recorder.waiting("control"):
         clock.now = 1.0
     recorder.begin()
@@ -103,9 +102,8 @@ def test_recorder_counts_compute_and_waits() -> None:
     assert recorder.begin() == 2.0
     clock.now = 5.0
     record = recorder.end(FIRST)
-    assert record == BatchRecord(0, 8, 2.0, 5.0, False, 1.0, 0.5, 0.0, 0.0, cpu_s=1.5)
+    assert record == BatchRecord(0, 8, 2.0, 5.0, 1.0, 0.5, 0.0, 0.0, cpu_s=1.5)
     assert record.busy_s == 3.0
-    recorder.control_ready = True
     with recorder.waiting("send"):
         clock.now = 5.25
     with recorder.waiting("report"):
@@ -116,14 +114,14 @@ def test_recorder_counts_compute_and_waits() -> None:
     with recorder.waiting("merge"):  # within the compute
         clock.now = 6.5
     second = recorder.end(SECOND)
-    assert second == BatchRecord(1, 5, 6.0, 6.5, True, 0.0, 0.0, 0.75, 0.25, 0.5, cpu_s=0.25)
+    assert second == BatchRecord(1, 5, 6.0, 6.5, 0.0, 0.0, 0.75, 0.25, 0.5, cpu_s=0.25)
     assert second.busy_s == 0.5
     assert [kept.batch_id for kept in recorder.take()] == [0, 1]
     assert recorder.take() == ()
 
 
 def ran(batch_id: int, start_s: float, end_s: float) -> BatchRecord:
-    return BatchRecord(batch_id, 8, start_s, end_s, True, 0.0, 0.125, 0.0, 0.0)
+    return BatchRecord(batch_id, 8, start_s, end_s, 0.0, 0.125, 0.0, 0.0)
 
 
 def test_records_survive_their_json() -> None:

@@ -19,8 +19,7 @@ import typer.core
 
 from medha.cli.command import FAILED_REQUESTS, make_app
 from medha.cli.options import MODEL, Group, OutputJson, but, engine_options, options_of, parse_lengths, takes
-from medha.config import option_of
-from medha.config.fields import check_options, integer, option, read_option
+from medha.config.fields import check_options, integer, option, option_of, read_option
 from medha.parallel.launch import is_first_rank
 
 Report = dict[str, Any]

@@ -61,9 +61,7 @@ class CompareOptions:
     )
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     num_threads: int = asked(2, "CPU threads, the same for both.", COUNT)
-    enable_prefix_caching: bool = asked(
-        False, "Of medha and vLLM; transformers has none.", flags=("--enable-prefix-caching",)
-    )
+    enable_prefix_caching: bool = asked(False, "Of medha and vLLM; transformers has none.")
     seed: int = asked(0, "Of lengths, prompts and weights.", ANY_COUNT)
     warmup: int = warmups(1)
     runs: int = counted(3)

@@ -54,7 +54,7 @@ class LatencyOptions:
     subject: Subject = field(default_factory=Subject)
     input_lens: tuple[int, ...] = lengths("input_len", "128,1024,4096", "Prompt tokens, comma separated.")
     output_len: int = asked(16, "Tokens that each request generates.", COUNT)
-    whole: bool = asked(False, "Also read each prompt as one chunk: the price of chunks; MFU.", flags=("--whole",))
+    whole: bool = asked(False, "Also read each prompt as one chunk: the price of chunks; MFU.")
     warmup: int = warmups(1)
     runs: int = counted(5)
     seed: int = 0

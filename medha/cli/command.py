@@ -25,8 +25,8 @@ import typer
 import typer.core
 from typer.models import OptionInfo
 
-from medha.config import OPTION_ALIASES, parse_size
-from medha.config.engine_config import FOREIGN_OPTIONS, is_flag, note_foreign
+from medha.config.engine_config import FOREIGN_OPTIONS, OPTION_ALIASES, is_flag, note_foreign
+from medha.config.fields import parse_size
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
 from medha.parallel.launch import exit_at_once, has_agent, is_first_rank, is_launched, tell_launcher, write_state
 

@@ -17,8 +17,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from medha.config import fields as panels
-from medha.config import option_of, parse_size
 from medha.config.engine_config import SECTIONS
+from medha.config.fields import option_of, parse_size
 from medha.errors import ConfigError, short_repr
 from medha.models.folder import parse_json_object
 from medha.params import SamplingParams
@@ -47,7 +47,8 @@ def options_of(*classes: type) -> dict[str, Group]:
             hint, name = hints[field.name], said.name or field.name
             kind = said.kind or next(kind for kind in _KINDS if kind in (hint, *get_args(hint)))
             default = None if field.default is MISSING or (kind is not hint and said.kind is str) else field.default
-            flags = said.flags or (() if kind is bool else (f"--{name.replace('_', '-')}",))
+            is_pair = kind is bool and default is not False  # whose spellings typer makes
+            flags = said.flags or (() if is_pair else (f"--{name.replace('_', '-')}",))
             declared = typer.Option(
                 *flags, help=said.help, rich_help_panel=said.panel, show_default=said.shown or default is not None
             )

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from medha.config.fields import (
-    BOOLEAN,
     COUNT,
     MODEL,
     SCHEDULING,
@@ -79,7 +78,6 @@ class EngineConfig:
     cuda_graphs: bool = _model(
         True,
         "Whether batches of decodes alone run from CUDA graphs: on CUDA with FlashInfer.",
-        BOOLEAN,
         flags=("--cuda-graphs/--enforce-eager",),
     )
     max_model_len: int | None = _model(
@@ -118,24 +116,19 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
         check_options(self)
         self.scheduler.check_layout(self.parallel)
-        dealt = "scheduler='cdsp'" if self.scheduler.scheduler == CDSP else "ring" if self.scheduler.ring else None
-        if dealt is not None and self.cache.swap_bytes:  # nothing that is dealt is swapped
-            raise ConfigError(f"swap_space={self.cache.swap_bytes} with {dealt}; accepted: 0")
-        self._check_decode()
+        unswapped = "scheduler='cdsp'" if self.scheduler.scheduler == CDSP else "ring" if self.scheduler.ring else None
+        if self.parallel.decode_replicas:  # what is handed over is kept, and moves once
+            unswapped = unswapped or "decode_replicas"
+            if self.scheduler.scheduler not in ("medha", CDSP):
+                what = f"scheduler={self.scheduler.scheduler!r} with decode_replicas"
+                raise ConfigError(f"{what}; accepted: medha, {CDSP}")
+            if self.scheduler.overcommit:
+                raise ConfigError("overcommit=True with decode_replicas; accepted: without it")
+        if unswapped is not None and self.cache.swap_bytes:
+            raise ConfigError(f"swap_space={self.cache.swap_bytes} with {unswapped}; accepted: 0")
         whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
         if whole != self.scheduler.max_kv_per_group:
             object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, max_kv_per_group=whole))
-
-    def _check_decode(self) -> None:
-        """Refuse what requests that are handed over do not have: they keep what was computed, and move once."""
-        if not self.parallel.decode_replicas:
-            return
-        if self.scheduler.scheduler not in ("medha", CDSP):
-            what = f"scheduler={self.scheduler.scheduler!r} with decode_replicas"
-            raise ConfigError(f"{what}; accepted: medha, {CDSP}")
-        for name, value in (("overcommit", self.scheduler.overcommit), ("swap_space", self.cache.swap_bytes)):
-            if value:
-                raise ConfigError(f"{name}={value!r} with decode_replicas; accepted: without it")
 
     @classmethod
     def from_flat(cls, model: str, **options: Any) -> EngineConfig:

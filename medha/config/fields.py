@@ -71,13 +71,16 @@ def _config_error(name: str, value: Any, accepted: str) -> Exception:
 
 
 def check_options(config: Any, error: Callable[[str, Any, str], Exception] = _config_error) -> None:
-    """Hold every field of a dataclass to its check, None apart where its type has it; raises what ``error`` makes of
-    the field's name, the value and what is accepted."""
+    """Hold every option of a dataclass to its check, and one that is true or false to being that, None apart where its
+    type has it; raises what ``error`` makes of the option's name, the value and what is accepted."""
     for field in dataclasses.fields(config):
-        said, value = option_of(field), getattr(config, field.name)
-        is_absent = value is None and "None" in str(field.type)
-        if said is not None and said.check is not None and not is_absent and not said.check.holds(value):
-            raise error(said.name or field.name, value, said.check.accepted)
+        if (said := option_of(field)) is None:
+            continue
+        value, kind = getattr(config, field.name), str(field.type)
+        check = BOOLEAN if kind.startswith("bool") else said.check
+        is_absent = value is None and "None" in kind
+        if check is not None and not is_absent and not check.holds(value):
+            raise error(said.name or field.name, value, check.accepted)
 
 
 def integer(low: int, high: int, accepted: str = "") -> Check:

@@ -10,18 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from medha.config import fields as panels
 from medha.config.fields import (
-    BOOLEAN,
     COUNT,
-    DEALT,
     FEW,
-    MEMORY,
-    PARALLEL,
     POSITIVE,
-    SCHEDULING,
-    SERVING,
     SHARE,
-    SIMULATED,
     Check,
     are_sp_sizes,
     are_weights,
@@ -47,9 +41,9 @@ ADMISSIONS = ("all", "refuse", "relegate")
 PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
 """Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
 
-_memory, _parallel = partial(option, MEMORY), partial(option, PARALLEL)
-_scheduling, _serving, _simulated = partial(option, SCHEDULING), partial(option, SERVING), partial(option, SIMULATED)
-_dealt = partial(option, DEALT)
+_memory, _parallel = partial(option, panels.MEMORY), partial(option, panels.PARALLEL)
+_scheduling, _serving = partial(option, panels.SCHEDULING), partial(option, panels.SERVING)
+_simulated, _dealt = partial(option, panels.SIMULATED), partial(option, panels.DEALT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +59,7 @@ class CacheConfig:
         None, "Blocks of the KV pool.", COUNT, name="num_kv_blocks", shown="what the memory holds"
     )
     memory_bytes: int | None = _memory(
-        None,
-        "Size of the KV pool, as 4GiB.",
-        integer(1, 2**60),
-        name="kv_memory",
-        kind=str,
-        shown="none",
-        read=as_size,
+        None, "Size of the KV pool, as 4GiB.", integer(1, 2**60), name="kv_memory", kind=str, shown="none", read=as_size
     )
     gpu_memory_utilization: float = _memory(
         0.9,
@@ -136,8 +124,6 @@ class SchedulerConfig:
         False,
         "Spread a request that needs several KV-parallel groups over all of these at once; each computes a share of a "
         "chunk, by a ring, where that is predicted faster. Without prefix caching, --overcommit and swap.",
-        BOOLEAN,
-        flags=("--ring",),
     )
     t_target_s: float | None = _scheduling(
         None,
@@ -193,14 +179,10 @@ class SchedulerConfig:
         False,
         "Let requests take whatever KV memory is free, not only what keeps everybody's end possible; where a running "
         "one then finds none, another gives way and is computed again.",
-        BOOLEAN,
-        flags=("--overcommit",),
     )
     prefix_caching: bool | None = _serving(
         None,
         "Keep computed blocks when their request ends, for those that begin with the same tokens.",
-        BOOLEAN,
-        flags=("--prefix-caching/--no-prefix-caching",),
         shown="on; off in benchmarks",
     )
     prefix_eviction: str = _serving(
@@ -213,14 +195,11 @@ class SchedulerConfig:
         True,
         "Whether a prompt's next chunk enters the pipeline before the one before has left it (stream pipeline "
         "parallelism) or waits meanwhile, as in Sarathi-Serve and vLLM.",
-        BOOLEAN,
     )
     async_scheduling: bool | None = _scheduling(
         None,
         "Schedule a request's next token before the one before is known, so that a batch is made, sent and prepared "
         "while another computes.",
-        BOOLEAN,
-        flags=("--async-scheduling/--no-async-scheduling",),
         shown="on; off without stages where one machine's ranks compute on all its cores, and in such simulations",
     )
     tenant_weights: dict[str, float] | None = _serving(

@@ -70,7 +70,7 @@ def prepare_request(
         form, value, _ = prompt_form(prompt)
         raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)
     params = params.resolve(limits.sampling_defaults)
-    if params.stop_strings and tokenizer is None:
+    if params.stop and tokenizer is None:
         raise _no_tokenizer("stop", params.stop, "stop_token_ids")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         checked_ids(list(getattr(params, name) or ()), name, limits.vocab_size)

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -45,11 +45,11 @@ from medha.parallel.mesh import (
     wait_for_all,
 )
 from medha.parallel.shared_memory import Lines, share_lines
-from medha.records import StepLog
 from medha.sched.cdsp import Planner
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
+from medha.timeline import Timeline
 from medha.worker.graphs import CudaGraphs, graph_sizes, piece_sizes
 from medha.worker.runner import Runner
 from medha.worker.shard import (
@@ -106,13 +106,11 @@ class RankHandle:
     def close(self) -> None:
         """Leave the job; every rank calls it."""
         self.runner.drop_graphs()  # NCCL would wait for the graphs that hold its collectives
-        if self.caller is not None:
-            self.caller.stop()
-        if self.follower is not None:
-            self.follower.close()
+        if (part := self.caller or self.follower) is not None:
+            part.stop()
 
 
-def build_role(config: EngineConfig, *, timeline: StepLog | None = None) -> RankHandle:
+def build_role(config: EngineConfig, *, timeline: Timeline | None = None) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
 
     Every rank of a torchrun job calls this with the same configuration.
@@ -134,11 +132,12 @@ def build_role(config: EngineConfig, *, timeline: StepLog | None = None) -> Rank
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):
         role = _build(config, job, timeline)
+    job.monitor.describe = role.describe
     job.monitor.doing("idle")  # a server may wait long for its first request
     return role
 
 
-def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> RankHandle:
+def _build(config: EngineConfig, job: Job | None, timeline: Timeline | None) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
     model_config = model_config_of(config, folder)
@@ -157,10 +156,11 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
     shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype)
-    pool = _KVPools.of(config, ranks, num_kv_blocks(config, shard, device, limits.max_model_len))
+    decodes = ranks is not None and ranks.group >= config.parallel.kvp
+    pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, device, limits.max_model_len))
     num_host_blocks = num_swap_blocks(config, shard)
     num_host_blocks = num_host_blocks if ranks is None else over_ranks(ranks, num_host_blocks, ReduceOp.MIN)
-    _check_pools(config, pool, num_host_blocks)
+    _check_pools(config, pools[False], num_host_blocks)
     block_size = config.cache.block_size
     wanted = config.attention_backend
     backend, why = choose_backend(wanted, shard.layer_shape, device, block_size=block_size, ranks=ranks)
@@ -176,29 +176,31 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
         links, lines = make_links(ranks, shard, device), share_lines(ranks, device)
     if is_measured(config, device):
         beside = bytes_beside_kv(config, shard, model, backend, device)
-        pool = _KVPools.of(config, ranks, num_kv_blocks(config, shard, device, limits.max_model_len, beside=beside))
-        logger.info("KV pool of %d blocks; steps and CUDA graphs take %.2f GiB beside it", pool.here, beside / 2**30)
-        _check_pools(config, pool, num_host_blocks)
-    pools = {"num_blocks": pool.here, "num_swap_blocks": num_host_blocks}
-    runner = build_runner(config, shard, model, backend, **pools, device=device, **links)
+        pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, device, limits.max_model_len, beside=beside))
+        num_blocks, gib = pools[decodes], beside / 2**30
+        logger.info("KV pool of %d blocks; steps and CUDA graphs take %.2f GiB beside it", num_blocks, gib)
+        _check_pools(config, pools[False], num_host_blocks)
+    sizes = {"num_blocks": pools[decodes], "num_swap_blocks": num_host_blocks}
+    runner = build_runner(config, shard, model, backend, **sizes, device=device, **links)
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
-        sizes = graph_sizes(config.scheduler.max_num_seqs), piece_sizes(config.scheduler.max_batch_tokens)
-        runner.capture(CudaGraphs(device), *sizes, is_alone=shard.tp == 1)
+        batches = graph_sizes(config.scheduler.max_num_seqs), piece_sizes(config.scheduler.max_batch_tokens)
+        runner.capture(CudaGraphs(device), *batches, is_alone=shard.tp == 1)
     has_instances = config.parallel.decode_replicas > 0
     lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
     if lanes and not has_instances:
         limits = dataclasses.replace(limits, most_new_tokens=1)
     ahead = lanes or config.scheduler.async_scheduling is not False
     transfers = TransferLine(ranks, runner, shard) if ranks is not None and has_instances else None
+    ends: dict[str, Any] = {"ahead": ahead, "transfers": transfers, "lines": lines}
     if ranks is not None and ranks.rank != 0:
-        decodes = not lanes or ranks.group >= config.parallel.kvp
-        follower = Follower(runner, ranks, decodes=decodes, ahead=ahead, transfers=transfers, lines=lines)
-        ranks.monitor.describe = follower.describe
+        follower = Follower(runner, ranks, decodes=decodes or not lanes, **ends)
         return RankHandle(limits, tokenizer, runner, follower=follower)
-    scheduler = _build_scheduler(config, coefficients, limits, pool.of_prefills, device, model_config)
+    gpu, longest = torch.cuda.get_device_name(device) if device.type == "cuda" else None, limits.max_model_len
+    machine = {"hardware": spec_of_device(gpu, torch.get_num_threads()).name, "model": shape_name(model_config)}
+    scheduler = _build_scheduler(config, coefficients, longest, pools[False], **machine)
     instances: list[DecodeInstance] = []
     if has_instances:
         alone = dataclasses.replace(config, parallel=config.parallel.of_group(config.parallel.kvp), profile=None)
@@ -207,7 +209,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
         if alone.parallel != dataclasses.replace(config.parallel.of_group(0), kvp=1):  # else they hold for it as well
             coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
         instances = [
-            DecodeInstance(group, _build_scheduler(alone, coefficients, limits, pool.of_decodes, device, model_config))
+            DecodeInstance(group, _build_scheduler(alone, coefficients, longest, pools[True]))
             for group in range(config.parallel.kvp, config.parallel.num_groups)
         ]
     reasons = "; ".join(filter(None, (why, backend.describe(shard.layer_shape))))
@@ -221,36 +223,25 @@ def _build(config: EngineConfig, job: Job | None, timeline: StepLog | None) -> R
         return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
     control = {rank: its.control for rank, its in lines.items()}
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size), control)
-    driven = DrivingRunner(runner, ranks, sender, lanes=lanes, ahead=ahead, transfers=transfers, lines=lines)
+    driven = DrivingRunner(runner, ranks, sender, lanes=lanes, timeline=timeline, **ends)
     hand_overs = HandOvers(instances, config.parallel.transfer_buffers, driven.hand_over)
     engine = Engine(driven, scheduler, limits, hand_overs=hand_overs, news=driven.news, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
-    ranks.monitor.describe = engine.describe
-    driven.timeline = timeline
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
     return RankHandle(limits, tokenizer, runner, engine, driven)
 
 
-class _KVPools(NamedTuple):
-    """KV blocks of each rank's pool: as many as all ranks of its kind have room for."""
-
-    here: int
-    of_prefills: int
-    of_decodes: int  # where there are decode instances
-
-    @classmethod
-    def of(cls, config: EngineConfig, ranks: Ranks | None, num_blocks: int) -> _KVPools:
-        """From how many this rank has room for; every rank calls it."""
-        if ranks is None:
-            return cls(num_blocks, num_blocks, num_blocks)
-        decodes, most = ranks.group >= config.parallel.kvp, 2**62
-        rooms = [over_ranks(ranks, num_blocks if decodes == kind else most, ReduceOp.MIN) for kind in (False, True)]
-        return cls(rooms[decodes], *rooms)
+def _num_blocks(ranks: Ranks | None, decodes: bool, num_blocks: int) -> list[int]:
+    """KV blocks of each pool, by whether its rank is of a decode instance: as many as all ranks of that kind have room
+    for, this one for ``num_blocks``; every rank calls it."""
+    if ranks is None:
+        return [num_blocks, num_blocks]
+    return [over_ranks(ranks, num_blocks if decodes == kind else 2**62, ReduceOp.MIN) for kind in (False, True)]
 
 
-def _check_pools(config: EngineConfig, pools: _KVPools, num_host_blocks: int) -> None:
-    pool, given = pools.of_prefills * config.cache.block_size, config.scheduler.max_kv_per_group
+def _check_pools(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
+    pool, given = num_blocks * config.cache.block_size, config.scheduler.max_kv_per_group
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
     by_class = load_policy(config.scheduler.policy).by_class and config.scheduler.scheduler == "medha"
@@ -260,24 +251,18 @@ def _check_pools(config: EngineConfig, pools: _KVPools, num_host_blocks: int) ->
 
 
 def _build_scheduler(
-    config: EngineConfig,
-    coefficients: Coefficients,
-    limits: ModelLimits,
-    num_blocks: int,
-    device: torch.device,
-    model: ModelConfig,
+    config: EngineConfig, coefficients: Coefficients, longest: int, num_blocks: int, **machine: str
 ) -> Scheduler:
+    """``machine`` is what improvement rates are for: ``hardware`` and ``model``."""
     predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
     sizes = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
-    longest, num_groups = limits.max_model_len, config.parallel.kvp
     completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **sizes)
     planner = None
     if completed.scheduler == CDSP:
         times = partial(fitted_times, lambda _: predictor, longest=longest)
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        hardware = spec_of_device(gpu, torch.get_num_threads()).name
-        planner = Planner.of(completed, config.parallel, times, hardware=hardware, model=shape_name(model))
-    return Scheduler(completed, planner, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
+        planner = Planner.of(completed, config.parallel, times, **machine)
+    sizes |= {"num_groups": config.parallel.kvp, "max_prompt_tokens": longest}
+    return Scheduler(completed, planner, predictor=predictor, **sizes)
 
 
 def _with_async(config: EngineConfig, device: torch.device, launch: Launch | None) -> EngineConfig:

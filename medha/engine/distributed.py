@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,21 +40,15 @@ import numpy.typing as npt
 import torch
 
 from medha.batch import Batch
-from medha.engine.wire import (
-    ReportLine,
-    TokenLine,
-    decode_sampling,
-    encode_sampling,
-    error_from_json,
-    error_to_json,
-)
+from medha.engine.wire import ReportLine, TokenLine, decode_sampling, encode_sampling, error_from_json, error_to_json
 from medha.errors import EngineDeadError, RankFailedError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
 from medha.parallel.shared_memory import Lines
-from medha.records import RankRecords, StepLog
+from medha.records import RankRecords
+from medha.timeline import Timeline
 from medha.worker.runner import Runner
 from medha.worker.sampling import SlotSampling
 from medha.worker.step import Lane, PendingStep, StepResult, sampling_rows
@@ -73,39 +67,32 @@ class _Late:
     closed: list[int] = field(default_factory=list)  # slots that requests have left
 
 
+@dataclass(eq=False, repr=False)
 class DrivingRunner:
     """Rank 0's runner: sends each batch to the others and runs its own stage of it, and tells them what is called.
 
-    Args:
-        ahead: whether decodes are scheduled before their tokens are known; else these are told with the batch.
-
     Attributes:
         news: with ``lanes``, set when a batch may have come to be done; None where batches complete in order.
-        timeline: gets what the others have recorded before they leave, if given.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        ranks: Ranks,
-        sender: ControlSender,
-        *,
-        lanes: bool = False,
-        ahead: bool = True,
-        transfers: TransferLine | None = None,
-        lines: dict[int, Lines] | None = None,
-    ) -> None:
-        self._runner = runner
+    runner: Runner
+    ranks: Ranks
+    sender: ControlSender
+    _: KW_ONLY
+    lanes: InitVar[bool] = False
+    ahead: InitVar[bool] = True  # decodes are scheduled before their tokens are known; else these go with the batch
+    transfers: TransferLine | None = None  # where there are decode instances, and so lanes
+    lines: InitVar[dict[int, Lines] | None] = None
+    timeline: Timeline | None = None  # gets what the others have recorded before they leave
+
+    def __post_init__(self, lanes: bool, ahead: bool, lines: dict[int, Lines] | None) -> None:
+        runner, ranks = self.runner, self.ranks
         self._tells_tokens = not (ahead or lanes)  # a batch has those of its decodes
         # Where nothing is to be done beside a batch it runs when its result is asked for.
         self._in_turn = self._tells_tokens and ranks.config.spp == 1 and runner.device.type == "cpu"
-        self._transfers = transfers  # where there are decode instances, and so lanes
-        self.ranks = ranks
-        self._sender = sender
         self._reports = ReportLine(ranks, runner, lines or {})
         self._tokens = TokenLine(ranks, runner, decodes=ahead and not lanes)
         self.news = threading.Event() if lanes else None
-        self.timeline: StepLog | None = None
         waiting = nullcontext if self._in_turn else partial(runner.recorder.waiting, "control")
         self._own = Lane("medha-own", waiting)  # runs this rank's part of batches
         if runner.device.type == "cuda":
@@ -128,12 +115,12 @@ class DrivingRunner:
 
     def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], sampling: SlotSampling, drawn: list[int]) -> None:
         """See :meth:`medha.worker.runner.Runner.open`; the others hear of it with the rows that concern them."""
-        self._runner.open(slot, prompt_ids, sampling, drawn)
+        self.runner.open(slot, prompt_ids, sampling, drawn)
         self._sampled_on.pop(slot, None)
 
     def close(self, slot: int) -> None:
         """See :meth:`medha.worker.runner.Runner.close`."""
-        self._runner.close(slot)
+        self.runner.close(slot)
         if self._sampled_on.pop(slot, None) is not None:
             for late in self._late:
                 late.closed.append(slot)
@@ -159,31 +146,31 @@ class DrivingRunner:
             alike = defaultdict[bytes, list[int]](list)  # by the tokens that they embed, ranks that are told no more
             for group in groups:
                 parts[group] = part = whole.part_of(group)
-                tokens, embedders = self._runner.chunk_ids(part, decodes=self._tells_tokens), self._embedders[group]
+                tokens, embedders = self.runner.chunk_ids(part, decodes=self._tells_tokens), self._embedders[group]
                 own_ids = tokens if group == 0 else own_ids
-                sampler, (opened, ids) = self.ranks.sampler_rank(group), self._opened(part, group)
+                sampler, opened = self.ranks.sampler_rank(group), self._opened(part, group)
                 if opened:
-                    ids = np.concatenate((tokens, ids)) if sampler in embedders else ids
-                    self._sender.send(Message("batch", {**fields, "open": opened}, whole, ids), only=[sampler])
+                    ids = tokens if sampler in embedders else _NO_TOKENS
+                    self.sender.send(Message("batch", {**fields, "open": opened}, whole, ids), only=[sampler])
                 data = tokens.tobytes()
                 for rank in self._ranks_of[group]:
                     if not opened or rank != sampler:
                         alike[data if rank in embedders else b""].append(rank)
             for data, its_ranks in alike.items():
                 message = Message("batch", fields, whole, np.frombuffer(data, np.int32))
-                self._sender.send(message, only=its_ranks)
+                self.sender.send(message, only=its_ranks)
         concerned = [group for group in sorted(parts) if parts[group].rows and self.ranks.sampler_rank(group) != 0]
         posted = {group: self._reports.post(parts[group], group) for group in concerned}
         if self._in_turn:
-            step = self._runner.prepare(parts[0], own_ids)
-            return PendingStep(partial(self._completed, batch, [partial(self._run_own, step), *posted.values()]))
+            step = self.runner.prepare(parts[0], own_ids)
+            return PendingStep(partial(self._completed, batch, [partial(self._tokens.run, step), *posted.values()]))
         reports = {group: self._awaited[group].submit(report) for group, report in posted.items()}
         if 0 in reports:
             self._tokens.take_from(reports[0], parts[0])
         futures: list[Future[Any]] = [*reports.values()]
         if 0 in parts:
-            step = self._runner.prepare(parts[0], own_ids)
-            futures.insert(0, self._own.submit(partial(self._run_own, step)))
+            step = self.runner.prepare(parts[0], own_ids)
+            futures.insert(0, self._own.submit(partial(self._tokens.run, step)))
         pending = PendingStep(partial(self._completed, batch, [future.result for future in futures]))
         if self.news is None:
             return pending
@@ -215,41 +202,34 @@ class DrivingRunner:
             token: what the instance embeds first.
             held, batch: as of :meth:`medha.worker.transfer.TransferLine.begin`.
         """
-        assert self._transfers is not None and self.news is not None, "there are decode instances"
+        assert self.transfers is not None and self.news is not None, "there are decode instances"
         wake, ranks = self.news.set, self.ranks.of_groups([*(group for group, _ in held), batch.shared[0].group])
         with failures_named(self.ranks.monitor, batch):
-            receipt = self._transfers.receipt(batch)
+            receipt = self.transfers.receipt(batch)
             receipt.add_done_callback(lambda _: wake())
             message = Message("handover", {"token": token, "held": held}, batch)
-            self._sender.send(message, only=[rank for rank in ranks if rank != 0])
+            self.sender.send(message, only=[rank for rank in ranks if rank != 0])
         if 0 in ranks:
-            self._transfers.begin(held, batch)
+            self.transfers.begin(held, batch)
         return receipt
 
     def _waits_for(self) -> str | None:
         """What of other ranks this one waits for; where its part of batches has run and the next is being decided, for
         nothing."""
-        what = self._runner.recorder.waits_for
+        what = self.runner.recorder.waits_for
         return what if self._awaits or what != "control" else None
 
-    def _run_own(self, step: StepInput) -> StepResult | None:
-        result = self._tokens.run(step)
-        self._runner.recorder.control_ready = self._own.num_waiting > 0
-        return result
-
-    def _opened(self, part: Batch, group: int) -> tuple[list[dict[str, Any]], npt.NDArray[np.int32]]:
+    def _opened(self, part: Batch, group: int) -> list[dict[str, Any]]:
         """What a group's sampling rank is to know of the requests that it samples for the first time, or again after
-        another has: as JSON, and as token ids, those drawn elsewhere included."""
-        opened, ids = [], [_NO_TOKENS]
+        another has."""
+        opened = []
         for row in sampling_rows(part, group):
             if self._sampled_on.get(row.slot) != group:
                 self._sampled_on[row.slot] = group
-                sampling = self._runner.sampling_so_far(row.slot)
+                sampling = self.runner.sampling_so_far(row.slot)
                 if self.ranks.sampler_rank(group) != 0:
-                    fields, its_ids = encode_sampling(row.slot, sampling)
-                    opened.append(fields)
-                    ids.append(its_ids)
-        return opened, np.concatenate(ids)
+                    opened.append(encode_sampling(row.slot, sampling))
+        return opened
 
     def _completed(self, batch: Batch, parts: Sequence[Callable[[], StepResult | None]]) -> StepResult:
         """Wait for a batch, with lanes one that is done, else the oldest in the pipeline: for what rank 0 itself
@@ -278,7 +258,7 @@ class DrivingRunner:
             return [self._reports.own_records()]
         with failures_named(self.ranks.monitor):
             records = [self._own.submit(self._reports.own_records).result()]
-            self._sender.send(Message("records"))
+            self.sender.send(Message("records"))
             return records + [self._reports.receive_records(rank) for rank in range(1, self.ranks.config.world_size)]
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
@@ -307,43 +287,35 @@ class DrivingRunner:
             self._own.submit(lambda: None).result()  # what runs still
             for end in self._ends:
                 end()
-            self._sender.send(Message("stop"))
-            self._sender.drain()
-            if self._transfers is not None:
-                self._transfers.close()
+            self.sender.send(Message("stop"))
+            self.sender.drain()
+            if self.transfers is not None:
+                self.transfers.close()
             leave(self.ranks)
 
     def _say(self, message: Message) -> None:
         with failures_named(self.ranks.monitor, activity="idle"):
-            self._sender.send(message)
+            self.sender.send(message)
 
 
+@dataclass(eq=False, repr=False)
 class Follower:
-    """What every rank but 0 does: run its stage of each batch in the order of the messages.
+    """What every rank but 0 does: run its stage of each batch in the order of the messages."""
 
-    Args:
-        decodes: whether this rank's group does.
-        ahead: as of :class:`DrivingRunner`.
-    """
+    runner: Runner
+    ranks: Ranks
+    _: KW_ONLY
+    decodes: InitVar[bool] = True  # this rank's group does
+    ahead: InitVar[bool] = True  # as of DrivingRunner
+    transfers: TransferLine | None = None
+    lines: InitVar[dict[int, Lines] | None] = None
 
-    def __init__(
-        self,
-        runner: Runner,
-        ranks: Ranks,
-        *,
-        decodes: bool = True,
-        ahead: bool = True,
-        transfers: TransferLine | None = None,
-        lines: dict[int, Lines] | None = None,
-    ) -> None:
-        self._runner = runner
-        self._tells_tokens = decodes and not ahead
-        self._transfers = transfers
-        self.ranks = ranks
-        self._reports = ReportLine(ranks, runner, lines or {})
-        self._tokens = TokenLine(ranks, runner, decodes=decodes and ahead)
+    def __post_init__(self, decodes: bool, ahead: bool, lines: dict[int, Lines] | None) -> None:
+        ranks = self.ranks
+        self._reports = ReportLine(ranks, self.runner, lines or {})
+        self._tokens = TokenLine(ranks, self.runner, decodes=decodes and ahead)
         self._newest: Message | None = None
-        line, in_turn = lines[ranks.rank].control if lines else None, self._tells_tokens and ranks.config.spp == 1
+        line, in_turn = lines[ranks.rank].control if lines else None, decodes and not ahead and ranks.config.spp == 1
         self._receiver = ControlReceiver(ranks.control_group, self._take, line, in_turn=in_turn)
 
     def describe(self) -> str:
@@ -359,8 +331,7 @@ class Follower:
             RankFailedError: another rank failed, or this one.
         """
         while True:
-            self._runner.recorder.control_ready = self._receiver.num_arrived > 0
-            with failures_named(self.ranks.monitor), self._runner.recorder.waiting("control"):
+            with failures_named(self.ranks.monitor), self.runner.recorder.waiting("control"):
                 message, step = self._receiver.receive()
             with failures_named(self.ranks.monitor, message.batch):
                 if isinstance(step, Exception):
@@ -389,26 +360,23 @@ class Follower:
     def _prepare(self, message: Message, batch: Batch) -> StepInput:
         """Prepare a batch and post what it will receive, so that the transfers run while something else computes."""
         for slot in message.fields.get("close", ()):
-            self._runner.close(slot)
+            self.runner.close(slot)
         part = batch.part_of(self.ranks.group)
-        num_ids = part.num_tokens - (0 if self._tells_tokens else part.num_decodes) if self.ranks.is_first_stage else 0
-        own_ids, ids = np.split(message.token_ids, [num_ids])
         for fields in message.fields.get("open", ()):
-            slot, sampling, ids = decode_sampling(fields, ids)
-            self._runner.open_sampling(slot, sampling)
-        if self._runner.pipe is not None and part.rows:
-            self._runner.pipe.post(part)
+            self.runner.open_sampling(*decode_sampling(fields))
+        if self.runner.pipe is not None and part.rows:
+            self.runner.pipe.post(part)
         if self.ranks.is_first_stage:
             self._tokens.post(batch)
-        return self._runner.prepare(part, own_ids)
+        return self.runner.prepare(part, message.token_ids)
 
     def _hand_over(self, message: Message, batch: Batch) -> None:
         """Begin to send or receive the KV of a request."""
-        assert self._transfers is not None, "there are decode instances"
+        assert self.transfers is not None, "there are decode instances"
         slot, target = batch.shared[0][:2]
         if target == self.ranks.group:
             self._tokens.note(batch.batch_id, slot, message.fields["token"])
-        self._transfers.begin(message.fields["held"], batch)
+        self.transfers.begin(message.fields["held"], batch)
 
     def join(self, name: str) -> None:
         """Follow one call of the front door to its end; raises what rank 0's call raised.
@@ -423,14 +391,14 @@ class Follower:
         if error is not None:
             raise error_from_json(error)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Follow until rank 0 stops, then leave the process groups; raises as :meth:`join`."""
         self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()
             self._reports.drain()
-            if self._transfers is not None:
-                self._transfers.close()
+            if self.transfers is not None:
+                self.transfers.close()
             leave(self.ranks)
 
     def _follow_to(self, name: str, kind: str) -> Message:

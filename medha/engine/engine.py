@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Any, TextIO
 
@@ -24,15 +24,15 @@ from medha.engine.explain import Explainer, explained
 from medha.engine.in_flight import InFlight
 from medha.engine.journal import Journal
 from medha.engine.prefix import PrefixIds
-from medha.engine.request import Completion, ModelLimits, Request
+from medha.engine.request import Completion, ModelLimits, Request, Sink
 from medha.engine.threads import Turns, in_turn
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
 from medha.params import SLO, SamplingParams, check_seconds
-from medha.records import StepLog
 from medha.sched.decision import Decision, Observer, Prediction
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
+from medha.timeline import Timeline
 from medha.worker.sampling import SlotSampling
 from medha.worker.step import BatchRunner, phase
 
@@ -59,7 +59,7 @@ class Engine:
     _: KW_ONLY
     tokenizer: Tokenizer | None = None  # None serves token ids alone, with ``text`` None
     clock: InitVar[Callable[[], float]] = time.perf_counter  # monotonic seconds; the engine's time starts at 0
-    timeline: StepLog | None = None  # records what ran when
+    timeline: Timeline | None = None  # records what ran when
     hand_overs: HandOvers = field(default_factory=HandOvers)  # to the decode instances
     news: InitVar[threading.Event | None] = None  # set when a batch may be done; None where they complete in order
 
@@ -200,9 +200,7 @@ class Engine:
         return prepare_request(request_id, prompt, params, **wanted, **knows, kv=kv, decode_kv=self.hand_overs.largest)
 
     @in_turn
-    def add_prepared(
-        self, request: Request, *, arrival_s: float, sink: Callable[[RequestOutput], None] | None = None
-    ) -> None:
+    def add_prepared(self, request: Request, *, arrival_s: float, sink: Sink | None = None) -> None:
         """Queue a request that :meth:`prepare` returned; raises as :meth:`add_request`.
 
         ``sink`` takes its outputs, whoever steps; None lets :meth:`step` return them.
@@ -218,8 +216,7 @@ class Engine:
         if self.hand_overs:
             asked = [replace(one, max_new_tokens=1) for one in asked]
         admitted = [self.scheduler.add(one, now_s) for one in asked]
-        sink = sink or self._unreturned.append
-        request.begin(slots, arrival_s, limits=self.limits, tokenizer=self.tokenizer, sink=sink)
+        request.begin(slots, arrival_s, self.limits, self.tokenizer, sink or self._unreturned.append)
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
         self._num_added += params.n
         for one, its_head, its in zip(request.completions, asked, admitted, strict=True):
@@ -390,7 +387,11 @@ class Engine:
             observer.completed(batch, now, results, busy_s, closed)
         for one in begun:
             self._keep_explanation(one)
-        self._hand_out(told)
+        for request in dict.fromkeys(told):  # of several completions once
+            if not request.num_running:
+                self._retire(request)
+            elif request.reports_progress:
+                request.emit()
         self._release(closed)
 
     def _extend(self, one: Completion) -> None:
@@ -399,15 +400,6 @@ class Engine:
             self.scheduler.extend(one.slot, ids)
             for observer in self.observers:
                 observer.extended(one.slot, ids)
-
-    def _hand_out(self, changed: Iterable[Request]) -> None:
-        """Emit what a batch has changed: first the requests that have ended, then those that report as they go."""
-        requests = dict.fromkeys(changed)  # of several completions once
-        for request in sorted(requests, key=lambda request: request.num_running > 0):
-            if not request.num_running:
-                self._retire(request)
-            elif request.reports_progress:
-                request.emit()
 
     def _find(self, request_id: str) -> Request | None:
         """The unfinished request of an id."""

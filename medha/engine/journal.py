@@ -5,7 +5,7 @@ the calls at its seam are all that :func:`medha.engine.replay.replay` needs to c
 
 The first line says what scheduler it is, each other line is one call with its result, batches as the flat integers of
 :meth:`medha.batch.Batch.to_ints`. JSON is as Python writes it: numbers come back bit by bit, and ``Infinity`` and
-``NaN`` are numbers. Calls that raised are not recorded, nor those of ``schedule`` while the pipeline is full.
+``NaN`` are numbers. Calls that raised are not recorded.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class Journal(Observer):
 
     def __init__(self, scheduler: Scheduler, file: TextIO) -> None:
         self._file = file
-        self._depth = scheduler.depth
-        self._num_in_flight = 0
         self._write(_head(scheduler))
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
@@ -58,24 +56,20 @@ class Journal(Observer):
         self._write({"call": "cancel", "slot": slot, "closed": closed})
 
     def scheduled(self, now_s: float, decision: Decision) -> None:
-        """A batch was decided, or that there is none; nothing was where the pipeline is full."""
-        if self._num_in_flight < self._depth:
-            ints = None if decision.batch is None else decision.batch.to_ints().tolist()
-            self._write({"call": "schedule", "now_s": now_s, "batch": ints})
-            self._num_in_flight += decision.batch is not None
+        """A batch was decided, or that there is none."""
+        ints = None if decision.batch is None else decision.batch.to_ints().tolist()
+        self._write({"call": "schedule", "now_s": now_s, "batch": ints})
 
     def completed(
         self, batch: Batch, now_s: float, results: Sequence[tuple[int, int, bool]], busy_s: float, closed: Sequence[int]
     ) -> None:
         """A batch is done in every stage."""
-        self._num_in_flight -= 1
         line = {"call": "complete", "batch_id": batch.batch_id, "now_s": now_s, "results": results}
         self._write({**line, "busy_s": busy_s, "closed": closed})
 
     def restarted(self, learned: dict[str, tuple[float, int]]) -> None:
         """A new scheduler took the place of the former one; an interrupt may have struck between a call and its line,
         so what its predictor has learned is written down."""
-        self._num_in_flight = 0
         self._write({"call": "fresh", "learned": learned})
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from medha.engine.prefix import PrefixIds
 from medha.errors import NonFiniteLogitsError
 from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, unserved
 from medha.params import PRIORITIES, SLO, SamplingParams
@@ -21,10 +21,16 @@ from medha.sched.prefix import ID_BYTES
 from medha.text import Detokenizer, StopChecker, Tokenizer
 from medha.worker.sampling import Sampled
 
+if TYPE_CHECKING:
+    from medha.engine.prefix import PrefixIds
+
 logger = logging.getLogger("medha")
 
 PIECE_TOKENS = 16_384
 """Token ids that are worked on at once as Python integers."""
+
+Sink = Callable[[RequestOutput], None]
+"""Takes the outputs of a request."""
 
 _PAUSE = 3.0
 
@@ -81,18 +87,11 @@ class Request:
         return replace(head, tenant=self.tenant, prefix=self.prefix)
 
     def begin(
-        self,
-        slots: Sequence[int],
-        arrival_s: float,
-        *,
-        limits: ModelLimits,
-        tokenizer: Tokenizer | None,
-        sink: Callable[[RequestOutput], None],
+        self, slots: Sequence[int], arrival_s: float, limits: ModelLimits, tokenizer: Tokenizer | None, sink: Sink
     ) -> None:
         """Enter the engine with a completion for each slot and ``sink`` to take its outputs."""
         self._sink = sink
         self.reports_progress = self.params.output_kind != "final_only"  # it hands out more than its last output
-        self._is_delta = self.params.output_kind == "delta"
         self.completions = tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
 
     def refused(self, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
@@ -104,19 +103,15 @@ class Request:
     @property
     def first(self) -> Completion:
         """The completion with the first token, or that of index 0."""
-        if len(self.completions) == 1:
-            return self.completions[0]
         times = [completion.metrics.first_token for completion in self.completions]
         return self.completions[times.index(min((time for time in times if time is not None), default=None))]
 
     def emit(self) -> None:
         """Hand out the request as it is now; with ``output_kind`` ``delta``, what was not handed out before."""
-        is_delta, chosen = self._is_delta, self.completions
-        if len(chosen) == 1:
-            outputs, error, metrics = [chosen[0].output(is_delta=is_delta)], chosen[0].error, chosen[0].metrics
-        else:
-            outputs = [one.output(is_delta=is_delta) for one in chosen if one.has_news or not is_delta]
-            error, metrics = next((one.error for one in chosen if one.error is not None), None), self._metrics()
+        is_delta, chosen = self.params.output_kind == "delta", self.completions
+        outputs = [one.output(is_delta=is_delta) for one in chosen if one.has_news or not is_delta]
+        error = next((one.error for one in chosen if one.error is not None), None)
+        metrics = chosen[0].metrics if len(chosen) == 1 else self._metrics()
         ids, ended, cached = self.prompt_token_ids, self.num_running == 0, metrics.num_cached_tokens
         self._sink(RequestOutput(self.request_id, self.prompt, ids, outputs, ended, metrics, error, cached))
 
@@ -166,15 +161,16 @@ class Completion:
         if self.tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
         # else it is decoded at the end
-        self._streams_text = self._detokenizer is not None and bool(request.reports_progress or params.stop_strings)
+        self._streams_text = self._detokenizer is not None and bool(request.reports_progress or params.stop)
         self._hides_end = False  # its last token is not part of the text
-        self._stops = StopChecker(params.stop_strings, include_stop_str_in_output=params.include_stop_str_in_output)
-        self._has_stops, self._has_logprobs = bool(params.stop_strings), params.logprobs is not None
+        self._stops = StopChecker(params.stop or (), include_stop_str_in_output=params.include_stop_str_in_output)
+        self._has_stops, self._has_logprobs = bool(params.stop), params.logprobs is not None
         self._pieces: list[str] = []  # of the text, one or more a token
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative_logprob = 0.0
         self._reported: tuple[int, int, bool] = (0, 0, False)  # tokens, pieces, the end
-        self._num_units, self._last_id = 0, b""  # whose ids were made, and the last of these; empty before the first
+        # whose ids were made, and the last of these
+        self._num_units, self._last_id = len(request.prefix) // ID_BYTES, request.prefix[-ID_BYTES:]
 
     @property
     def name(self) -> str:
@@ -253,9 +249,7 @@ class Completion:
             self.finish("stop", now_s)
         elif len(ids) >= self._max_tokens:
             self.finish("length", now_s)
-        else:
-            return False
-        return True
+        return self.finish_reason is not None
 
     def finish(
         self, reason: FinishReason, now_s: float, *, error: Exception | None = None, flush_text: bool = True
@@ -280,15 +274,13 @@ class Completion:
     def further_ids(self, prefix: PrefixIds) -> bytes:
         """Ids of the units that its tokens have filled since the last call."""
         ids, size = self.request.prompt_ids, len(self.request.prompt_ids)
-        if not self._last_id:
-            self._num_units, self._last_id = size // prefix.unit, self.request.prefix[-ID_BYTES:]
         start = self._num_units * prefix.unit
         tokens = np.array(self.token_ids[max(start - size, 0) :], np.int32)
         if start < size:
             tokens = np.concatenate([ids[start:], tokens])
         if len(tokens) < prefix.unit:
             return b""
-        more = prefix.further(self._last_id, self._num_units, tokens)
+        more = prefix.further(self._last_id, tokens)
         self._num_units, self._last_id = self._num_units + len(more) // ID_BYTES, more[-ID_BYTES:]
         return more
 
@@ -300,9 +292,7 @@ class Completion:
         text = None
         if self._detokenizer is not None:
             text = texts[first_piece] if num_pieces == first_piece + 1 else "".join(texts[first_piece:])
-        if not self._has_logprobs:
-            return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason)
-        logprobs, total = self._logprobs[first:], self._cumulative_logprob
+        logprobs, total = (self._logprobs[first:], self._cumulative_logprob) if self._has_logprobs else (None, None)
         return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason, logprobs, total)
 
     def _add_text(self, piece: str) -> None:

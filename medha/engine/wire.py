@@ -14,8 +14,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -39,37 +37,21 @@ _TOKENS_IN_FLIGHT = 256
 _REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # 3 is medha.parallel.spp's, 4 medha.worker.transfer's
 
 
-def encode_sampling(slot: int, sampling: SlotSampling) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
-    """A request's sampling state as JSON and token ids: those of prompt and output go along only where a penalty counts
+def encode_sampling(slot: int, sampling: SlotSampling) -> dict[str, Any]:
+    """A request's sampling state as JSON has it: tokens of prompt and output are there only where a penalty counts
     them."""
-    prompt = np.empty(0, np.int32) if sampling.prompt_ids is None else sampling.prompt_ids.numpy()
-    fields = {
-        "slot": slot,
-        "params": {f.name: getattr(sampling.params, f.name) for f in dataclasses.fields(SamplingParams)},
-        "seed": sampling.seed,
-        "end_ids": sampling.end_ids,
-        "num_prompt_tokens": sampling.num_prompt_tokens,
-        "num_prompt_ids": None if sampling.prompt_ids is None else len(prompt),
-        "num_output_ids": len(sampling.output_ids),
-    }
-    return fields, np.concatenate((prompt, np.array(sampling.output_ids, np.int32)))
+    fields = {name: getattr(sampling, name) for name in ("seed", "end_ids", "num_prompt_tokens", "output_ids")}
+    fields["params"] = {f.name: getattr(sampling.params, f.name) for f in dataclasses.fields(SamplingParams)}
+    fields["prompt_ids"] = None if sampling.prompt_ids is None else sampling.prompt_ids.tolist()
+    return {"slot": slot, **fields}
 
 
-def decode_sampling(
-    fields: Mapping[str, Any], ids: npt.NDArray[np.int32]
-) -> tuple[int, SlotSampling, npt.NDArray[np.int32]]:
-    """The inverse of :func:`encode_sampling`, and the ids behind those of this request."""
-    num_prompt_ids = fields["num_prompt_ids"]
-    prompt, output, rest = np.split(ids, np.cumsum((num_prompt_ids or 0, fields["num_output_ids"])))
-    state = SlotSampling(
-        SamplingParams(**fields["params"]),
-        fields["seed"],
-        tuple(fields["end_ids"]),
-        fields["num_prompt_tokens"],
-        None if num_prompt_ids is None else torch.from_numpy(prompt.copy()),
-        output.tolist(),
-    )
-    return fields["slot"], state, rest
+def decode_sampling(fields: Mapping[str, Any]) -> tuple[int, SlotSampling]:
+    """The inverse of :func:`encode_sampling`."""
+    prompt = None if fields["prompt_ids"] is None else torch.tensor(fields["prompt_ids"], dtype=torch.int32)
+    params, end_ids = SamplingParams(**fields["params"]), tuple(fields["end_ids"])
+    state = SlotSampling(params, fields["seed"], end_ids, fields["num_prompt_tokens"], prompt, fields["output_ids"])
+    return fields["slot"], state
 
 
 def report_size(rows: Sequence[Row], slots: Sequence[SlotSampling]) -> int:

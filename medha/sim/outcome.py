@@ -282,7 +282,7 @@ def _records(segments: Sequence[Segment]) -> list[RankRecords]:
     """Batches on stages as the stages of a live engine have them."""
     batches = defaultdict(list)
     for one in segments:
-        record = BatchRecord(one.batch_id, one.num_tokens, one.start_s, one.end_s, True)
+        record = BatchRecord(one.batch_id, one.num_tokens, one.start_s, one.end_s)
         batches[one.group, one.stage].append(record)
     return [
         RankRecords(i, stage, 0, tuple(batches[group, stage]), group)

@@ -63,11 +63,6 @@ class Lane:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    @property
-    def num_waiting(self) -> int:
-        """Calls that have not begun."""
-        return self._calls.qsize()
-
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Make a call after those before it."""
         future: Future[T] = Future()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.config import parse_size
+from medha.config.fields import parse_size
 from medha.errors import ConfigError
 from medha.workload.io import Reading
 from medha.workload.trace import HASHED_TOKENS, MAX_TOKENS, Trace

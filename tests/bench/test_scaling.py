@@ -42,15 +42,14 @@ def test_table_and_report(mode: str, layout: str, length: int, attention: str, b
     assert layout in done.out
 
 
-def batch(batch_id: int, start_s: float, *, control_ready: bool = True, hidden_wait_s: float = 0.0) -> BatchRecord:
-    control_wait_s = 0.0 if control_ready else 0.25
-    return BatchRecord(batch_id, 8, start_s, start_s + 1.0, control_ready, control_wait_s, hidden_wait_s, 0.0, 0.0)
+def batch(batch_id: int, start_s: float, *, control_wait_s: float = 0.0, hidden_wait_s: float = 0.0) -> BatchRecord:
+    return BatchRecord(batch_id, 8, start_s, start_s + 1.0, control_wait_s, hidden_wait_s, 0.0, 0.0)
 
 
 def test_usage_counts_idle_time_and_leaves_the_filling_out_of_the_waits() -> None:
     first = RankRecords(0, 0, 0, tuple(batch(i, float(i)) for i in range(3)))
-    filling = batch(0, 1.0, control_ready=False, hidden_wait_s=1.0)
-    second = RankRecords(1, 1, 0, (filling, batch(1, 2.5, hidden_wait_s=0.5), batch(2, 3.5, control_ready=False)))
+    filling = batch(0, 1.0, control_wait_s=0.25, hidden_wait_s=1.0)
+    second = RankRecords(1, 1, 0, (filling, batch(1, 2.5, hidden_wait_s=0.5), batch(2, 3.5, control_wait_s=0.25)))
     found = usage([first, second])
     assert (found["busy_s"], found["bubble"]) == ([3.0, 3.0], pytest.approx(1 / 3))
     assert (found["transfer_wait_s"], found["control_wait_s"]) == (0.5, 0.25)

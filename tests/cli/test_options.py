@@ -8,9 +8,9 @@ import typer
 
 from medha.cli.command import make_app, run_app
 from medha.cli.options import DEALT, ENGINE, SAMPLING, SIMULATED, but, engine_options, options_of, takes
-from medha.config import EngineConfig, option_of
+from medha.config import EngineConfig
 from medha.config.engine_config import SECTIONS
-from medha.config.fields import option
+from medha.config.fields import option, option_of
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 

@@ -45,10 +45,10 @@ def build(folder: Path, **options: Any) -> Engine:
 def test_a_rank_that_is_built_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it however long, as for a server without requests."""
     done: list[str] = []
-    job = SimpleNamespace(monitor=SimpleNamespace(doing=done.append))
+    job, role = SimpleNamespace(monitor=SimpleNamespace(doing=done.append)), SimpleNamespace(describe=None)
     monkeypatch.setattr(medha.engine.build, "read_launch", lambda: object())
     monkeypatch.setattr(medha.engine.build, "meet", lambda *given: job)
-    monkeypatch.setattr(medha.engine.build, "_build", lambda *given: done.append("built"))
+    monkeypatch.setattr(medha.engine.build, "_build", lambda *given: done.append("built") or role)
     build_role(EngineConfig.from_flat("x", spp=2))
     assert done == ["start", "built", "idle"]
 

@@ -181,7 +181,7 @@ def test_ids_name_all_tokens_up_to_there() -> None:
         same = at // 16 * 16
         assert changed[:same] == chain[:same]
         assert not known & {changed[i : i + 16] for i in range(same, len(changed), 16)}
-    assert chain == ids.of(tokens[:100], "salt") + ids.further(ids.of(tokens[:100], "salt")[-16:], 6, tokens[96:])
+    assert chain == ids.of(tokens[:100], "salt") + ids.further(ids.of(tokens[:100], "salt")[-16:], tokens[96:])
     for salts in ((), ("Salt",), ("salt", ""), ("", "salt")):
         assert not known & {ids.of(tokens, *salts)[:16]}
     assert PrefixIds(16).of(tokens)[:16] != ids.of(tokens)[:16]

@@ -174,9 +174,9 @@ def ids_of_the_last_tokens(patch: Patch) -> None:
     """An id names its own 16 tokens, not all that come before."""
     further = PrefixIds.further
 
-    def unchained(self: PrefixIds, last: bytes, num_units: int, token_ids: npt.NDArray[np.int32]) -> bytes:
+    def unchained(self: PrefixIds, last: bytes, token_ids: npt.NDArray[np.int32]) -> bytes:
         units = range(0, len(token_ids) // self.unit * self.unit, self.unit)
-        return b"".join(further(self, bytes(16), 0, token_ids[at : at + self.unit]) for at in units)
+        return b"".join(further(self, bytes(16), token_ids[at : at + self.unit]) for at in units)
 
     patch.setattr(PrefixIds, "further", unchained)
 

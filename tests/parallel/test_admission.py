@@ -57,7 +57,7 @@ def _admit_one(engine: Any, length: int) -> tuple[list[int], list[int]]:
     messages: list[int] = []
     batches: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        sender = engine.runner._sender
+        sender = engine.runner.sender
         send, submit = sender.send, engine.runner.submit
 
         def counted(message: Any, **named: Any) -> None:

@@ -353,7 +353,7 @@ def on_ranks(
         if rank != 0:
             follower = Follower(runner, ranks)
             follower.join("generate")
-            follower.close()
+            follower.stop()
             return
         sender = ControlSender(ranks.control_group, range(1, config.world_size))
         driving = DrivingRunner(runner, ranks, sender)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from medha.config import ADMISSIONS, SCHEDULERS, SchedulerConfig
+from medha.config import SCHEDULERS, SchedulerConfig
+from medha.config.sections import ADMISSIONS
 from medha.cost.predictor import Work
 from medha.errors import ConfigError, DeadlineError
 from medha.params import SLO
