@@ -33,7 +33,7 @@ from medha.text import Tokenizer
 from medha.timeline import Timeline
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import CopyStream, HostCache
+from medha.worker.swap import HostCache
 from tests.sched.virtual import by_tokens
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     backend: AttentionBackend | None = None,
     has_scratch: bool = False,
-    stream: CopyStream | None = None,
+    host_cache: type[HostCache] = HostCache,
     predictor: Predictor | None = None,
     **config: Any,
 ) -> Engine:
@@ -83,7 +83,7 @@ def make_engine(
     sizes = {"num_blocks": num_blocks, "block_size": block_size}
     cache = KVCache(shape, num_layers=model.config.num_layers, **sizes, device=CPU, has_scratch=has_scratch)
     num_swap_blocks = config.get("num_swap_blocks", 0)
-    host = HostCache(cache, num_swap_blocks, stream or CopyStream(CPU)) if num_swap_blocks else None
+    host = host_cache(cache, num_swap_blocks) if num_swap_blocks else None
     return Engine(
         Runner(model, cache, backend or TorchBackend(), CPU, host=host),
         Scheduler(SchedulerConfig(**{"scheduler": "sarathi"} | config), **sizes, predictor=predictor or by_tokens()),
@@ -143,7 +143,7 @@ def left_behind(engine: Any) -> dict[str, list[int]]:
     """What an engine without requests still holds by kind: blocks, slots, rows, grants, sampling states; empty if
     nothing."""
     scheduler = getattr(engine.scheduler, "_scheduler", engine.scheduler)
-    runner = getattr(engine.runner, "_runner", engine.runner)
+    runner = getattr(engine.runner, "runner", engine.runner)
     memory, queue = scheduler.memory, scheduler._queue
     hand_overs, instances = engine.hand_overs, [one.scheduler for one in engine.hand_overs.instances]
     left = {
@@ -166,7 +166,7 @@ def left_behind(engine: Any) -> dict[str, list[int]]:
         ],
         "slots": [len(engine._live), len(engine._by_slot)],
         "slots twice": [len(engine._free_slots) - len(set(engine._free_slots))],
-        "of the runner": [len(runner._prompts), len(runner._sampling), len(runner._drawn)],
+        "of the runner": [len(runner._tokens), len(runner.sampling)],
     }
     return {name: counts for name, counts in left.items() if any(counts)}
 

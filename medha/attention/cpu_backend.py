@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
+from medha.attention.merge import Partial
 from medha.cpu.library import function, library
 
 _WIDEST = 16  # floats of the widest vector that there is
@@ -47,9 +48,7 @@ class CpuBackend(AttentionBackend):
         arrays: list[npt.NDArray[Any]] = [np.array(table, kind) for table, kind in zip(tables, kinds, strict=True)]
         return (len(rows), *(array.ctypes.data for array in arrays), rows.page_size), arrays
 
-    def run(
-        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: _Plan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: _Plan) -> Partial:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
         assert k_PKH.stride() == v_PKH.stride() and k_PKH.stride(2) == 1, "keys and values lie alike"
         if q_TNH.stride()[1:] != (q_TNH.shape[2], 1):

@@ -21,16 +21,15 @@ import importlib.util
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass
 from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
+from medha.attention.interface import AttentionBackend, AttentionRows, Ints, LayerShape
 from medha.attention.kv_split import MOST_TILE_ROWS, KVSplit
+from medha.attention.merge import Partial
 from medha.attention.staging import record_event, to_device
 
 HEAD_DIMS = (64, 128, 256)
@@ -60,7 +59,6 @@ class FlashInferPlan:
         self.rows = rows
         # each a planned wrapper, None for rows without keys, and the queries that it attends for
         self.launches: list[tuple[Any, slice]] | None = None
-        self.shape: LayerShape | None = None
 
 
 class _Wrapper:
@@ -161,34 +159,26 @@ class FlashInferBackend(AttentionBackend):
         """See :meth:`medha.attention.interface.AttentionBackend.plan`."""
         return FlashInferPlan(rows)
 
-    def run(
-        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan) -> Partial:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
-        out_TNH = self._run(q_TNH, k_PKH, v_PKH, plan, lse_TN)
+        out_TNH = self.attend(q_TNH, k_PKH, v_PKH, plan, lse_TN)
         lse_TN.mul_(_LN2)  # every row of a launch sees a key, so FlashInfer's marks of empty rows do not occur
         return out_TNH, lse_TN
 
     def attend(
-        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
-    ) -> torch.Tensor:
-        """See :meth:`medha.attention.interface.AttentionBackend.attend`; the kernels write no log-sum-exp."""
-        return self._run(q_TNH, k_PKH, v_PKH, plan, None)
-
-    def _run(
         self,
         q_TNH: torch.Tensor,
         k_PKH: torch.Tensor,
         v_PKH: torch.Tensor,
         plan: FlashInferPlan,
-        lse_TN: torch.Tensor | None,
+        lse_TN: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The output; the log-sum-exp, to base 2, goes to ``lse_TN``."""
+        """See :meth:`medha.attention.interface.AttentionBackend.attend`; the kernels write the log-sum-exp, to base 2,
+        only where ``lse_TN`` is given."""
         shape = LayerShape(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
-        if plan.launches is None or plan.shape != shape:
+        if plan.launches is None:
             plan.launches = self._launches(plan, shape, q_TNH.device)
-            plan.shape = shape
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         kv = paged(k_PKH, plan.rows.page_size), paged(v_PKH, plan.rows.page_size)
         for wrapper, at in plan.launches:
@@ -282,31 +272,29 @@ class FlashInferBackend(AttentionBackend):
         return self._wrappers[-1]
 
 
-@dataclass(eq=False, repr=False)
 class FixedDecodes:
-    """Attention of so many decodes that a CUDA graph can hold; planned anew before each replay, outside of it."""
+    """Attention of so many decodes that a CUDA graph can hold; planned anew before each replay, outside of it.
 
-    backend: InitVar[FlashInferBackend]
-    shape: LayerShape
-    batch_size: int
-    indices: torch.Tensor  # int32 on the device, where the page table will lie
-    _: KW_ONLY
-    most_decodes: InitVar[int]  # the largest batch size of all; made first, so that they share one workspace
+    Args:
+        indices: int32 on the device, where the page table will lie.
+        most_decodes: the largest batch size of all; made first, so that they share one workspace.
+    """
 
-    def __post_init__(self, backend: FlashInferBackend, most_decodes: int) -> None:
-        indices, batch_size = self.indices, self.batch_size
-        workspace = backend.workspace(self.shape, indices.device, num_decodes=most_decodes)
-        self._page_size = backend.block_size
-        self._split = KVSplit(self.shape, backend.num_sms, backend.block_size)
+    def __init__(
+        self, backend: FlashInferBackend, shape: LayerShape, size: int, indices: torch.Tensor, *, most_decodes: int
+    ) -> None:
+        self._size, self._indices = size, indices
+        self._split = KVSplit(shape, backend.num_sms, backend.block_size)
+        workspace = backend.workspace(shape, indices.device, num_decodes=most_decodes)
         made = backend.api.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
             backend="fa2",
-            paged_kv_indptr_buffer=torch.zeros(batch_size + 1, dtype=torch.int32, device=indices.device),
+            paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=indices.device),
             paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=torch.ones(batch_size, dtype=torch.int32, device=indices.device),
+            paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=indices.device),
         )
         self._wrapper = _Wrapper("decode", made)
 
@@ -315,23 +303,24 @@ class FixedDecodes:
 
         The rows have one query each and keys, and are as many as the graph has; their pages lie in the buffer.
         """
-        assert len(rows) == self.batch_size, f"{len(rows)} decodes in a graph of {self.batch_size}"
-        tables, (sizes, dtypes) = _tables(rows, self.indices, 0, len(rows)), _sizes(self.shape, rows.page_size)
+        assert len(rows) == self._size, f"{len(rows)} decodes in a graph of {self._size}"
+        tables, (sizes, dtypes) = _tables(rows, self._indices, 0, len(rows)), _sizes(self._split.shape, rows.page_size)
         pages = np.diff(rows.page_indptr)
-        part = self._split.graph_part_pages(pages, self.batch_size)
+        part = self._split.graph_part_pages(pages, self._size)
         # Where no row is cut, a plan of ours would not be one with parts, which is what was captured.
         how = {"fixed_split_size": part} if part < pages.max() else {}
-        self._wrapper.plan(self, self.indices.device, *tables, *sizes, **dtypes, **how)
+        self._wrapper.plan(self, self._indices.device, *tables, *sizes, **dtypes, **how)
 
     def starves(self, rows: AttentionRows) -> bool:
         """Whether decodes, at most as many as the graph has, should run without it: it cuts the longest of them into
         less than half of the parts."""
-        return self._split.starves_in_graph(np.diff(rows.page_indptr), self.batch_size)
+        return self._split.starves_in_graph(np.diff(rows.page_indptr), self._size)
 
     def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
         """Attention of every row, out_BNH; can be captured."""
         out_BNH = q_BNH.new_empty(q_BNH.shape)
-        self._wrapper.wrapper.run(q_BNH, (paged(k_PKH, self._page_size), paged(v_PKH, self._page_size)), out=out_BNH)
+        kv = paged(k_PKH, self._split.page_size), paged(v_PKH, self._split.page_size)
+        self._wrapper.wrapper.run(q_BNH, kv, out=out_BNH)
         return out_BNH
 
 
@@ -372,7 +361,7 @@ def _sizes(shape: LayerShape, page_size: int) -> tuple[tuple[int, ...], dict[str
     return (shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size), dtypes
 
 
-def _part(indptr: npt.NDArray[np.int64], first: int, last: int) -> torch.Tensor:
+def _part(indptr: Ints, first: int, last: int) -> torch.Tensor:
     """The entries of an index pointer for [first, last), from 0, int32."""
     return torch.from_numpy((indptr[first : last + 1] - indptr[first]).astype(np.int32))
 

@@ -18,6 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha.attention.merge import Partial
+
+Ints = npt.NDArray[np.int64]
+Pages = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
 
 @dataclass(slots=True)
 class AttentionRows:
@@ -27,23 +33,16 @@ class AttentionRows:
     query sees every key.
     """
 
-    q_indptr: npt.NDArray[np.int64]  # where each row's queries begin and, as the last entry, where they end [R + 1]
-    kv_len: npt.NDArray[np.int64]  # keys that the last query of a row sees [R]
-    causal: npt.NDArray[np.bool_]  # [R]
+    q_indptr: Ints  # where each row's queries begin and, as the last entry, where they end [R + 1]
+    kv_len: Ints  # keys that the last query of a row sees [R]
+    causal: Bools  # [R]
     page_size: int  # in tokens
-    pages: npt.NDArray[np.int32]  # of all rows, one behind the other, in position order
-    page_indptr: npt.NDArray[np.int64]  # where each row's pages begin and, as the last entry, where they end [R + 1]
+    pages: Pages  # of all rows, one behind the other, in position order
+    page_indptr: Ints  # where each row's pages begin and, as the last entry, where they end [R + 1]
     device_pages: torch.Tensor | None = None  # pages on the device, once they are there
 
     @classmethod
-    def of(
-        cls,
-        q_len: npt.NDArray[np.int64],
-        kv_len: npt.NDArray[np.int64],
-        causal: npt.NDArray[np.bool_],
-        tables: Sequence[npt.NDArray[np.int32]],
-        page_size: int,
-    ) -> AttentionRows:
+    def of(cls, q_len: Ints, kv_len: Ints, causal: Bools, tables: Sequence[Pages], page_size: int) -> AttentionRows:
         """Rows of so many queries and keys; ``tables`` has the pages of each row, at least as many as it needs.
 
         ValueError where a causal row has more queries than keys.
@@ -79,7 +78,7 @@ class AttentionRows:
         return int(self.q_indptr[-1])
 
     @property
-    def q_len(self) -> npt.NDArray[np.int64]:
+    def q_len(self) -> Ints:
         """Queries of each row."""
         return np.diff(self.q_indptr)
 
@@ -97,14 +96,14 @@ class AttentionRows:
         )
 
 
-def indptr(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def indptr(counts: Ints) -> Ints:
     """Where each of some adjacent parts begins and, as the last entry, where the last one ends."""
     ends = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=ends[1:])
     return ends
 
 
-def adjacent_runs(numbers: npt.NDArray[Any], breaks: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+def adjacent_runs(numbers: npt.NDArray[Any], breaks: Ints | None = None) -> Ints:
     """Where runs of numbers that go up by 1 begin, and as the last entry the end; ``breaks`` begin runs as well."""
     begins = np.ones(len(numbers) + 1, bool)
     begins[1:-1] = np.diff(numbers) != 1
@@ -158,9 +157,7 @@ class AttentionBackend(Protocol):
         """Prepare a step on the host; the result is handed to :meth:`run` in each layer."""
         ...
 
-    def run(
-        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any) -> Partial:
         """Partial attention of the rows, scaled by ``H ** -0.5``.
 
         Args:

@@ -11,16 +11,14 @@ Legend: R rows of a launch. Pages are those of the page table.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from medha.attention.interface import LayerShape
-
-Ints = npt.NDArray[np.int64]
+from medha.attention.interface import Ints, LayerShape
 
 MOST_TILE_ROWS = 128
 _BLOCKS_PER_SM = 2
@@ -147,11 +145,5 @@ def _items(tiles: Ints, pages: Ints, part: int) -> int:
 
 def smallest_part(tiles: Ints, pages: Ints, most_items: int) -> int:
     """The fewest pages of a part for which there are at most so many items; whole rows where that cannot be."""
-    least, most = 1, max(int(pages.max()), 1)
-    while least < most:
-        part = (least + most) // 2
-        if _items(tiles, pages, part) <= most_items:
-            most = part
-        else:
-            least = part + 1
-    return most
+    shorter = range(1, int(pages.max()))  # than the longest row
+    return 1 + bisect_left(shorter, True, key=lambda part: _items(tiles, pages, part) <= most_items)

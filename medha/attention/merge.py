@@ -13,10 +13,11 @@ import torch
 
 from medha.cpu.library import function
 
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""Output and log-sum-exp of attention over a part of the keys."""
 
-def merge_partials(
-    partials: Sequence[tuple[torch.Tensor, torch.Tensor]], *, by_kernel: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+def merge_partials(partials: Sequence[Partial], *, by_kernel: bool = False) -> Partial:
     """Attention over the union of disjoint KV parts, from attention over each.
 
     Sums run in float32 in the order given, so equal inputs in equal order give equal bits.

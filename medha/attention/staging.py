@@ -7,6 +7,7 @@ launch each and, from pageable memory, a wait each; here they lie behind each ot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -55,3 +56,12 @@ def record_event(device: torch.device, *, timing: bool = False) -> torch.cuda.Ev
     event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def beside(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> AbstractContextManager[object]:
+    """Within, what is issued goes to ``stream`` and waits for ``after``, not for the compute launched so far; on the
+    CPU, which has neither, nothing changes."""
+    if stream is None or after is None:
+        return nullcontext()
+    stream.wait_event(after)
+    return torch.cuda.stream(stream)

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from medha.attention.interface import AttentionBackend, AttentionRows, adjacent_runs
-from medha.attention.merge import merge_partials
+from medha.attention.merge import Partial, merge_partials
 
 Ranges = tuple[tuple[int, int], ...]
-Partial = tuple[torch.Tensor, torch.Tensor]
 
 # Scores that the plain fallback holds at once, in elements.
 _MATH_SCORES = 1 << 26
@@ -66,9 +65,7 @@ class TorchBackend(AttentionBackend):
             cuts.append(_Cut(slice(int(rows.q_indptr[row]), int(rows.q_indptr[row + 1])), *_split(its, num_full)))
         return cuts
 
-    def run(
-        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: list[_Cut]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: list[_Cut]) -> Partial:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
         out_TNH = torch.empty_like(q_TNH)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)

@@ -70,9 +70,7 @@ def _rmsnorm(
     function("rmsnorm", x.dtype)(*pointers, *sizes, eps)
 
 
-def apply_rope(
-    _: torch.Tensor, q_TNH: torch.Tensor, k_TNH: torch.Tensor, head_dim: int, cos_sin_TH: torch.Tensor
-) -> None:
+def apply_rope(_: object, q_TNH: torch.Tensor, k_TNH: torch.Tensor, head_dim: int, cos_sin_TH: torch.Tensor) -> None:
     """Rotate queries and keys in place; heads of a token lie beside each other. Angles are those of each token."""
     for x in (q_TNH, k_TNH):
         sizes = *x.shape, x.stride(0), torch.get_num_threads()

@@ -155,9 +155,9 @@ def _build(config: EngineConfig, job: Job | None, timeline: Timeline | None) -> 
         parts = {"configuration": config, "config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
-    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype)
+    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype, device)
     decodes = ranks is not None and ranks.group >= config.parallel.kvp
-    pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, device, limits.max_model_len))
+    pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, limits.max_model_len))
     num_host_blocks = num_swap_blocks(config, shard)
     num_host_blocks = num_host_blocks if ranks is None else over_ranks(ranks, num_host_blocks, ReduceOp.MIN)
     _check_pools(config, pools[False], num_host_blocks)
@@ -168,26 +168,26 @@ def _build(config: EngineConfig, job: Job | None, timeline: Timeline | None) -> 
         level = logging.INFO if wanted == "auto" else logging.WARNING
         logger.log(level, "attention_backend=%r: %s; torch serves", wanted, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
-    model = load_model(config, shard, ranks, folder, backend, device)
+    model = load_model(config, shard, ranks, folder, backend)
     links, lines = dict[str, Any](), dict[int, Lines]()
     if job is not None and ranks is not None:
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
-        links, lines = make_links(ranks, shard, device), share_lines(ranks, device)
+        links, lines = make_links(ranks, shard), share_lines(ranks, device)
     if is_measured(config, device):
-        beside = bytes_beside_kv(config, shard, model, backend, device)
-        pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, device, limits.max_model_len, beside=beside))
+        beside = bytes_beside_kv(config, shard, model, backend)
+        pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, limits.max_model_len, beside=beside))
         num_blocks, gib = pools[decodes], beside / 2**30
         logger.info("KV pool of %d blocks; steps and CUDA graphs take %.2f GiB beside it", num_blocks, gib)
         _check_pools(config, pools[False], num_host_blocks)
     sizes = {"num_blocks": pools[decodes], "num_swap_blocks": num_host_blocks}
-    runner = build_runner(config, shard, model, backend, **sizes, device=device, **links)
+    runner = build_runner(config, shard, model, backend, **sizes, **links)
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
         batches = graph_sizes(config.scheduler.max_num_seqs), piece_sizes(config.scheduler.max_batch_tokens)
-        runner.capture(CudaGraphs(device), *batches, is_alone=shard.tp == 1)
+        runner.capture(CudaGraphs(device, is_alone=shard.tp == 1), *batches)
     has_instances = config.parallel.decode_replicas > 0
     lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
     if lanes and not has_instances:

@@ -321,7 +321,7 @@ class Follower:
     def describe(self) -> str:
         """How many messages have come that were not followed, and the last one; for another thread."""
         last = "none" if self._newest is None else f"{self._newest.kind} {dict(self._newest.fields)!r:.200}"
-        num_here = self._receiver.num_arrived
+        num_here = self._receiver.arrived.qsize()
         return f"{self.ranks.monitor.place}: {num_here} messages are here; last message: {last}"
 
     def follow(self) -> Message:
@@ -363,10 +363,11 @@ class Follower:
             self.runner.close(slot)
         part = batch.part_of(self.ranks.group)
         for fields in message.fields.get("open", ()):
-            self.runner.open_sampling(*decode_sampling(fields))
+            slot, sampling = decode_sampling(fields)
+            self.runner.sampling[slot] = sampling
         if self.runner.pipe is not None and part.rows:
             self.runner.pipe.post(part)
-        if self.ranks.is_first_stage:
+        if self.ranks.stage == 0:
             self._tokens.post(batch)
         return self.runner.prepare(part, message.token_ids)
 

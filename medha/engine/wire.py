@@ -116,7 +116,7 @@ class ReportLine:
     def post(self, batch: Batch, group: int) -> Callable[[], StepResult]:
         """Post the receive of one group's report of its part of a batch, on rank 0; returns what waits for it."""
         rows = sampling_rows(batch, group)
-        slots = [self._runner.sampling(row.slot) for row in rows]
+        slots = [self._runner.sampling[row.slot] for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
         rank = self._ranks.sampler_rank(group)
         if self._lines and buffer.nbytes <= PAGE_BYTES:
@@ -128,7 +128,7 @@ class ReportLine:
 
     def send(self, result: StepResult) -> None:
         """Send what was sampled to rank 0, on another rank."""
-        report = encode_report(result, [self._runner.sampling(row.slot) for row in result.rows])
+        report = encode_report(result, [self._runner.sampling[row.slot] for row in result.rows])
         if self._lines and report.nbytes <= PAGE_BYTES:
             self._lines[self._ranks.rank].reports.send(report)
         else:

@@ -74,17 +74,15 @@ class Decoder(nn.Module):
         hidden: torch.Tensor = (self._embed or self.model["embed_tokens"])(ids_T)
         return hidden
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: LayerAttendFn
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, cos_sin_TH: torch.Tensor, attend: LayerAttendFn) -> torch.Tensor:
         """Run the layers held here; returns hidden states [T, D], not normed.
 
         Args:
             x_TD: embedded tokens, or hidden states of the layer before; fused kernels take their memory.
-            cos_TR, sin_TR: float32 rotation of each token's position.
+            cos_sin_TH: float32 rotation of each token's position, of :func:`medha.models.layers.cos_sin`.
             attend: writes the new keys and values of a layer and attends over all of them.
         """
-        rotate_both, more_TD = rotation(cos_TR, sin_TR, self.fused), None
+        rotate_both, more_TD = rotation(cos_sin_TH, self.fused), None
         for i, layer in enumerate(self.model["layers"].values()):  # type: ignore[operator]
             x_TD, more_TD = layer(x_TD, more_TD, rotate_both, partial(attend, i))
         return x_TD if more_TD is None else x_TD + more_TD

@@ -278,22 +278,19 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return _yarn(rope, inv_freq, head_dim)
 
 
-def cos_sin(
-    positions_T: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, float32 [T, H / 2], of the rotation at each position, computed in float64.
+def cos_sin(positions_T: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float = 1.0) -> torch.Tensor:
+    """Cosines and behind them sines, float32 [T, H], of the rotation at each position, computed in float64.
 
     ``positions_T`` is int64 or float64, on the device of ``inv_freq``; both are multiplied by YaRN's attention factor.
     """
     angles = positions_T.to(torch.float64)[:, None] * inv_freq
-    both = angles.cos(), angles.sin()
-    cos, sin = both if attention_factor == 1.0 else (part * attention_factor for part in both)
-    return cos.float(), sin.float()
+    both = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return (both if attention_factor == 1.0 else both * attention_factor).float()
 
 
-def rotate(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
+def rotate(x_TNH: torch.Tensor, cos_sin_TH: torch.Tensor) -> torch.Tensor:
     """Rotate each head's pairs (i, i + H / 2), in float32; a new tensor in the dtype of x."""
-    cos, sin = cos_TR[:, None], sin_TR[:, None]
+    cos, sin = cos_sin_TH[:, None].chunk(2, dim=-1)
     first, second = x_TNH.float().chunk(2, dim=-1)
     out = torch.empty(x_TNH.shape, dtype=torch.float32, device=x_TNH.device)
     out_first, out_second = out.chunk(2, dim=-1)
@@ -302,15 +299,14 @@ def rotate(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> t
     return out.to(x_TNH.dtype)
 
 
-def rotation(cos_TR: torch.Tensor, sin_TR: torch.Tensor, fused: FusedKernels | None) -> RotateFn:
-    """The rotation of a step's queries and keys; fused, in place."""
+def rotation(cos_sin_TH: torch.Tensor, fused: FusedKernels | None) -> RotateFn:
+    """The rotation of a step's queries and keys, by what :func:`cos_sin` returns; fused, in place."""
     if fused is None:
-        return lambda q_TNH, k_TKH: (rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR))
-    apply_rope, cos_sin = fused.apply_rope, torch.cat([cos_TR, sin_TR], dim=-1)
-    rows_T = torch.arange(len(cos_sin), dtype=torch.int32, device=cos_sin.device)  # each token's angles are its own
+        return lambda q_TNH, k_TKH: (rotate(q_TNH, cos_sin_TH), rotate(k_TKH, cos_sin_TH))
+    rows_T = torch.arange(len(cos_sin_TH), dtype=torch.int32, device=cos_sin_TH.device)  # a token's angles are its own
 
     def rotate_both(q_TNH: torch.Tensor, k_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        apply_rope(rows_T, q_TNH, k_TKH, q_TNH.shape[-1], cos_sin)
+        fused.apply_rope(rows_T, q_TNH, k_TKH, q_TNH.shape[-1], cos_sin_TH)
         return q_TNH, k_TKH
 
     return rotate_both

@@ -27,17 +27,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
 import torch
-from safetensors.torch import save
 
 from medha.errors import ValidationError
-from medha.models.reference import llama_config, parameter_shapes
+from medha.models.reference import llama_config, parameter_shapes, write_checkpoint
 
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 256
@@ -120,23 +118,13 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def write_needle(out: Path) -> Path:
-    """Write the model's folder, which is created, and return it; files of an earlier one are replaced, each at once,
-    ``config.json`` last."""
-    out.mkdir(parents=True, exist_ok=True)
-    files = {
-        "model.safetensors": save(needle_weights(), metadata={"format": "pt"}),
-        "tokenizer.json": _byte_tokenizer().to_str(pretty=True).encode(),
-        "tokenizer_config.json": json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
-        ).encode(),
-        "generation_config.json": json.dumps({"do_sample": False, "eos_token_id": EOS_TOKEN_ID}).encode(),
-        "config.json": json.dumps(needle_config(), indent=2).encode(),
+    """Write the model's folder, as :func:`~medha.models.reference.write_checkpoint` does, and return it."""
+    others = {
+        "tokenizer": json.loads(_byte_tokenizer().to_str()),
+        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE},
+        "generation_config": {"do_sample": False, "eos_token_id": EOS_TOKEN_ID},
     }
-    for name, content in files.items():
-        part = out / f"{name}.{os.getpid()}.part"
-        part.write_bytes(content)
-        os.replace(part, out / name)
-    return out
+    return write_checkpoint(out, needle_config(), needle_weights(), **others)
 
 
 def make_haystack(num_tokens: int, *, seed: int = 0, depth: float = 0.5) -> Haystack:

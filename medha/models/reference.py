@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -36,13 +37,9 @@ def llama_config(
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": 32,
-        "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": 131072,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": 0,
     }
@@ -70,11 +67,16 @@ def random_weights(config: Mapping[str, Any], *, seed: int) -> dict[str, torch.T
     return {name: _random(shape, generator).to(dtype) for name, shape in parameter_shapes(config).items()}
 
 
-def write_checkpoint(folder: Path, config: Mapping[str, Any], weights: Weights) -> Path:
-    """Write a Hugging Face folder without a tokenizer; returns ``folder``, which is created."""
+def write_checkpoint(folder: Path, config: Mapping[str, Any], weights: Weights, **others: Any) -> Path:
+    """Write a Hugging Face folder, which is created, and return it: weights, what ``others`` say of further JSON files
+    by their names, and ``config.json`` last. Files of an earlier one are replaced, each at once."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    files = {"model.safetensors": save(dict(weights), metadata={"format": "pt"})}
+    files |= {f"{name}.json": json.dumps(x, indent=2).encode() for name, x in {**others, "config": config}.items()}
+    for name, content in files.items():
+        part = folder / f"{name}.{os.getpid()}.part"
+        part.write_bytes(content)
+        os.replace(part, folder / name)
     return folder
 
 

@@ -22,6 +22,7 @@ from medha.config import ModelConfig
 from medha.errors import WeightsError, short_repr
 from medha.models.decoder import Decoder
 from medha.models.folder import parse_json_object, read_json_object
+from medha.models.layers import local_part
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -192,19 +193,18 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def load_parameters(
-    module_params: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
     checkpoint: Checkpoint,
-    *,
-    index: Callable[[str], tuple[slice, ...] | None] = lambda name: None,
+    index: Callable[[str, torch.Tensor], tuple[slice, ...] | None] = lambda name, parameter: None,
 ) -> None:
-    """Copy each named tensor of the checkpoint, or a slice of it, into its parameter, in place, cast to its dtype.
+    """Copy each named tensor of the checkpoint, or a slice of it, into what this rank has of its parameter, in place,
+    cast to its dtype.
 
     ``index`` says which slice of a tensor is wanted, None for the whole; files are read in order of their offsets.
     """
     for name in checkpoint.tensors:
-        if name in module_params:
-            with torch.no_grad():
-                module_params[name].copy_(checkpoint.read(name, index(name)))
+        if name in parameters:
+            local_part(parameters[name]).copy_(checkpoint.read(name, index(name, parameters[name])))
 
 
 def _listing(names: Sequence[str]) -> str:

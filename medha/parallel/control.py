@@ -172,33 +172,23 @@ class ControlReceiver(Generic[T]):
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        prepare: Callable[[Message], T],
-        line: Line | None = None,
-        *,
-        in_turn: bool = False,
+        self, group: dist.ProcessGroup, prepare: Callable[[Message], T], line: Line | None = None, in_turn: bool = False
     ) -> None:
         self._group, self._line = group, line
         self._prepare = prepare
         self._messages = self._decoded()
         self._in_turn = in_turn and line is not None
-        self._arrived: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+        self.arrived: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()  # messages that are here and prepared
         if in_turn and line is not None:
             line.look()
         else:
             threading.Thread(target=self._run, name="medha-control", daemon=True).start()
 
-    @property
-    def num_arrived(self) -> int:
-        """Messages that are here and prepared."""
-        return self._arrived.qsize()
-
     def receive(self) -> T:
         """What came of the next message; waits for it. Raises what broke the stream."""
         if self._in_turn:
             return self._prepare(next(self._messages))
-        message = self._arrived.get()
+        message = self.arrived.get()
         if isinstance(message, Exception):
             raise message
         return message
@@ -206,9 +196,9 @@ class ControlReceiver(Generic[T]):
     def _run(self) -> None:
         try:
             for message in self._messages:
-                self._arrived.put(self._prepare(message))
+                self.arrived.put(self._prepare(message))
         except Exception as error:
-            self._arrived.put(error)
+            self.arrived.put(error)
 
     def _decoded(self) -> Iterator[Message]:
         posted = deque(self._post() for _ in range(_POSTED))

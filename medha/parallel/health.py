@@ -62,12 +62,9 @@ class Monitor:
         self, launch: Launch, *, name: Callable[[int], str], end: Callable[[str, bool], None] | None = None
     ) -> None:
         first = launch.rank - launch.local_rank
-        self._rank = launch.rank
+        self._launch, self._rank = launch, launch.rank
         self._others = [r for r in range(launch.world_size) if r != launch.rank]
         self._local = [r for r in range(first, first + launch.local_world_size) if r != launch.rank]
-        self._is_elsewhere = first > 0  # on another node than rank 0
-        self._parent = launch.agent_pid
-        self._host = launch.host
         self._name = name
         self._end = end or _end_at_once
         self.place = name(launch.rank)  # in messages
@@ -76,7 +73,6 @@ class Monitor:
         self.waits_for: Callable[[], str | None] = lambda: None  # what of other ranks; None while this one computes
         self.computing = threading.main_thread()  # what computes
         self.describe: Callable[[], str] = str  # what this rank works on, for the log, when a rank is behind
-        self._store_rank = None if launch.agent_has_store else 0
         self.store_holder = "torchrun's agent" if launch.agent_has_store else name(0)
         self._activity, self._since = "start", time.monotonic()
         self._mine: str | None = None  # this rank's error
@@ -207,9 +203,10 @@ class Monitor:
         """One exchange with the store."""
         waits = self.waits_for() is not None or _is_in_transfer(self.computing)
         store.set(f"status/{self._rank}", json.dumps((time.monotonic() - self._since, waits, self._activity)))
-        if self._is_elsewhere and self._lifeline is None and store.check([LIFELINES]):
+        # on another node than rank 0
+        if self._rank > self._launch.local_rank and self._lifeline is None and store.check([LIFELINES]):
             self._num_answers += 1
-            self._lifeline = connect(store, self._host, self._rank)
+            self._lifeline = connect(store, self._launch.host, self._rank)
         self._lost = [] if self._lifelines is None else self._lifelines.lost()
         for rank in (*self._local, *self._lost):
             self._num_answers += 1
@@ -297,8 +294,8 @@ class Monitor:
         while not self._known.wait(_BEAT_S) and not self._left.is_set():
             now = time.monotonic()
             elapsed_s, last = min(now - last, 2 * _BEAT_S), now
-            if self._parent is not None and os.getppid() != self._parent:
-                self.report(f"{self.place}: the process that started it, {self._parent}, has died, in {self._activity}")
+            if (agent := self._launch.agent_pid) not in (None, os.getppid()):
+                self.report(f"{self.place}: the process that started it, {agent}, has died, in {self._activity}")
             is_talking = self._talks()
             silence_s = silence_s + elapsed_s if is_talking and answers == self._num_answers else 0.0
             answers = self._num_answers
@@ -312,7 +309,7 @@ class Monitor:
 
     def _trouble_of_store(self, silence_s: float) -> str | None:
         """What is wrong with who holds the store; where it can be seen to run it is slow, and has not failed."""
-        holder = None if self._store_rank is None else self._processes.get(self._store_rank)
+        holder = None if self._launch.agent_has_store else self._processes.get(0)
         if holder is not None and holder.is_here:
             return holder.trouble if silence_s >= _TROUBLE_S else None
         return "is stopped or cannot be reached" if silence_s >= _STORE_S else None

@@ -26,15 +26,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from medha.attention.merge import merge_partials
+from medha.attention.merge import Partial, merge_partials
 from medha.batch import Batch
 from medha.cpu.decoder import PackedLinear
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import Digests, check_digest
 
 _ALIGNMENT = 16  # bytes
-
-Partial = tuple[torch.Tensor, torch.Tensor]
 
 
 class Shared(NamedTuple):
@@ -88,7 +86,7 @@ class Merge:
                 meant = spans[0]._replace(digest=reduce(_joined, [shared.digest for shared in spans]))
                 digests.append((meant, group, self._compare(meant, rank)))
             memory = self.memory if size <= MOST_BYTES else None
-            mine = told[0][0].new_empty(size, dtype=torch.uint8) if memory is None else memory.buffer(rank, size)
+            mine = told[0][0].new_empty(size, dtype=torch.uint8)
             for views, part in zip(_views(mine, told), told, strict=True):
                 for view, values in zip(views, part, strict=True):
                     view.copy_(values)
@@ -97,7 +95,7 @@ class Merge:
                 arriving[group] = theirs.contiguous  # itself
                 ops += [dist.P2POp(what, x, rank, self.group) for what, x in ((dist.irecv, theirs), (dist.isend, mine))]
             else:
-                memory.send(rank)
+                memory.put(rank, mine)
                 arriving[group] = partial(memory.receive, rank, size)
         works = dist.batch_isend_irecv(ops) if ops else []
 

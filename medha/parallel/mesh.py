@@ -57,7 +57,7 @@ class Ranks:
     config: ParallelConfig
     rank: int  # global
     group: int  # coordinates on the axes kvp, spp and tp; decode instances are the groups from kvp on
-    stage: int
+    stage: int  # the first one embeds tokens
     tp_rank: int
     tp_mesh: DeviceMesh  # the ranks of this stage
     tp_group: dist.ProcessGroup
@@ -77,11 +77,6 @@ class Ranks:
     def monitor(self) -> Monitor:
         """Notices failed ranks."""
         return self.job.monitor
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
-        return self.stage == 0
 
     @property
     def is_sampler(self) -> bool:

@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from medha.attention.merge import merge_partials
-from medha.parallel.kvp import Merge, Partial, Shared
+from medha.attention.merge import Partial, merge_partials
+from medha.parallel.kvp import Merge, Shared
 
 
 def buffer_of(buffers: list[torch.Tensor], number: int, size: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import torch
@@ -53,29 +54,15 @@ class SharedMemory:
         self._received = dict(zip(members, map(_Channel, whole[:, index]), strict=True))
         self._look_us = _look_us(ranks)
 
-    def buffer(self, rank: int, num_bytes: int) -> torch.Tensor:
-        """Where the next message to a rank, of at most MOST_BYTES, is to be written."""
-        channel = self._sent[rank]
-        return channel.buffer(channel.number + 1, num_bytes)
-
-    def send(self, rank: int) -> None:
-        """Send what was written."""
-        channel = self._sent[rank]
-        channel.number += 1
-        function("tell")(channel.at, channel.number)
-
     def put(self, rank: int, x: torch.Tensor) -> None:
         """Send a tensor of at most MOST_BYTES."""
-        self.buffer(rank, x.nbytes).view(x.dtype).view(x.shape).copy_(x)
-        self.send(rank)
+        self._sent[rank].put(x)
 
     def receive(self, rank: int, num_bytes: int) -> torch.Tensor:
         """The next message of a rank, which stays until this rank has sent it another; waits for it. Raises as
         :func:`_await`."""
-        channel = self._received[rank]
-        channel.number += 1
-        _await(self._ranks, channel.at, channel.number, rank, self._look_us, self._ranks.config.dist_timeout_s)
-        return channel.buffer(channel.number, num_bytes)
+        limit_s = self._ranks.config.dist_timeout_s
+        return self._received[rank].take(num_bytes, self._ranks, rank, self._look_us, limit_s)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """A contiguous tensor of at most MOST_BYTES of every member, in order; each of them calls this. Those of others
@@ -106,19 +93,14 @@ class Line:
 
     def send(self, message: torch.Tensor) -> None:
         """Send a contiguous tensor; waits where the receiver is as many behind as there are pages."""
-        channel = self._channel
-        channel.number += 1
-        _await(self._ranks, self._taken, channel.number - _NUM_PAGES, self._other)
-        channel.buffer(channel.number, message.nbytes).view(message.dtype).view(message.shape).copy_(message)
-        function("tell")(channel.at, channel.number)
+        _await(self._ranks, self._taken, self._channel.number + 1 - _NUM_PAGES, self._other)
+        self._channel.put(message)
 
     def receive(self, into: torch.Tensor, *, limit_s: float = math.inf) -> torch.Tensor:
         """Wait for the next message, which is put into a contiguous tensor and returned. Raises as :func:`_await`."""
-        channel = self._channel
-        channel.number += 1
-        _await(self._ranks, channel.at, channel.number, self._other, self._look_us, limit_s)
-        into.copy_(channel.buffer(channel.number, into.nbytes).view(into.dtype).view(into.shape))
-        function("tell")(self._taken, channel.number)
+        message = self._channel.take(into.nbytes, self._ranks, self._other, self._look_us, limit_s)
+        into.copy_(message.view(into.dtype).view(into.shape))
+        function("tell")(self._taken, self._channel.number)
         return into
 
 
@@ -151,9 +133,20 @@ class _Channel:
         self.at, self.number = memory.data_ptr(), 0
         self._buffers = memory[_LINE:].view(-1, most_bytes).unbind()
 
-    def buffer(self, number: int, num_bytes: int) -> torch.Tensor:
-        """That of a message."""
-        return self._buffers[number % len(self._buffers)][:num_bytes]
+    def put(self, x: torch.Tensor) -> None:
+        """Send a tensor."""
+        self.number += 1
+        self._buffer(x.nbytes).view(x.dtype).view(x.shape).copy_(x)
+        function("tell")(self.at, self.number)
+
+    def take(self, num_bytes: int, ranks: Ranks, rank: int, look_us: int, limit_s: float) -> torch.Tensor:
+        """The next message, where it lies; waits for it as :func:`_await`."""
+        self.number += 1
+        _await(ranks, self.at, self.number, rank, look_us, limit_s)
+        return self._buffer(num_bytes)
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        return self._buffers[self.number % len(self._buffers)][:num_bytes]
 
 
 def share_memory(ranks: Ranks, group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:
@@ -190,30 +183,16 @@ def _shared(ranks: Ranks, group: dist.ProcessGroup, device: torch.device, size: 
     node = range(first := launch.rank - launch.local_rank, first + launch.local_world_size)
     if device.type != "cpu" or len(members) == 1 or not set(members) <= set(node):
         return None
-    if ranks.rank == members[0]:
-        ranks.job.store.set(key, _made(size))
-    path, memory = ranks.job.store.get(key).decode(), None
-    try:
-        with open(path, "r+b") as file:
+    path, memory = "", None
+    with ExitStack() as stack:
+        if ranks.rank == members[0]:
+            with suppress(OSError):  # there may be no room for it
+                made = stack.enter_context(tempfile.NamedTemporaryFile(prefix="medha-", dir=_FOLDER))
+                os.posix_fallocate(made.fileno(), 0, size)
+                path = made.name
+            ranks.job.store.set(key, path)
+        with suppress(OSError, ValueError), open(ranks.job.store.get(key), "r+b") as file:
             memory = mmap.mmap(file.fileno(), size)
-    except (OSError, ValueError):
-        pass
-    is_there = torch.tensor(int(memory is not None and library()[0] is not None))
-    dist.all_reduce(is_there, op=dist.ReduceOp.MIN, group=group)
-    if ranks.rank == members[0] and path:
-        os.unlink(path)
+        is_there = torch.tensor(int(memory is not None and library()[0] is not None))
+        dist.all_reduce(is_there, op=dist.ReduceOp.MIN, group=group)
     return memory if is_there else None
-
-
-def _made(size: int) -> str:
-    """The path of a new file of zeros; none where there is no room for it."""
-    path = ""
-    try:
-        file, path = tempfile.mkstemp(prefix="medha-", dir=_FOLDER)
-        with open(file, "r+b"):
-            os.posix_fallocate(file, 0, size)
-    except OSError:
-        if path:
-            os.unlink(path)
-        return ""
-    return path

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass
 
 import torch
 import torch.distributed as dist
 
-from medha.attention.staging import record_event
+from medha.attention.staging import beside, record_event
 from medha.batch import Batch, Row
 from medha.errors import PlanDivergenceError
 from medha.parallel.control import Sends, post_receive
@@ -112,7 +111,7 @@ class StagePipe:
         else:  # a smaller one is dropped, so their number does not grow
             slice_1W = self._like.new_empty(1, width)
             used = record_event(self.device)  # whoever had this memory before may still use it
-        with self._beside(used):
+        with beside(self._aside, used):
             part = post_receive(slice_1W, self.previous, self.group, 0)
         self._receives.append((self.digests.post(self.previous), part))
 
@@ -141,18 +140,6 @@ class StagePipe:
         self.digests.send(batch.batch_id, batch.digest(), self.following)
         self._sends.add(slice_1W, self.following)
 
-    def drain(self) -> None:
-        """Wait for every send."""
-        self._sends.drain()
-        self.digests.drain()
-
     def _width(self, batch: Batch) -> int:
         """Numbers of a rank's slice of a batch."""
         return -(-batch.num_tokens * self.dim // self.tp)
-
-    def _beside(self, used: torch.cuda.Event | None) -> AbstractContextManager[object]:
-        """Within, what is issued waits for ``used`` and not for the compute launched so far."""
-        if self._aside is None or used is None:
-            return nullcontext()
-        self._aside.wait_event(used)
-        return torch.cuda.stream(self._aside)

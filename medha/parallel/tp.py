@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 
+Collective = Callable[[torch.Tensor], torch.Tensor]
+
 
 def parallelize_(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Turn the planned parameters of ``module`` into DTensors over a one-axis mesh, in place; nothing is sent.
@@ -57,9 +59,7 @@ def local_slices(parameter: torch.Tensor) -> tuple[slice, ...] | None:
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
-def all_reduce_over(
-    group: dist.ProcessGroup, memory: SharedMemory | None = None
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def all_reduce_over(group: dist.ProcessGroup, memory: SharedMemory | None = None) -> Collective:
     """A function that sums a tensor over ``group``, maybe in place, and returns it; every rank calls it. Short ones go
     through ``memory``, where all ranks have it."""
 
@@ -73,9 +73,7 @@ def all_reduce_over(
     return all_reduce
 
 
-def all_gather_over(
-    group: dist.ProcessGroup, memory: SharedMemory | None = None
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def all_gather_over(group: dist.ProcessGroup, memory: SharedMemory | None = None) -> Collective:
     """A function that puts [S, W] of every rank of ``group`` side by side, [S, size * W]; every rank calls it. As of
     :func:`all_reduce_over`."""
     # The name changed in torch 2.13; 2.11 has only the old one.

@@ -15,11 +15,10 @@ from itertools import pairwise
 import torch
 
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
-from medha.attention.merge import merge_partials
+from medha.attention.merge import Partial, merge_partials
 from medha.verify.rows import Row, exact, held
 from medha.worker.kv_cache import KVCache
 
-Partial = tuple[torch.Tensor, torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _LSE_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
@@ -88,9 +87,7 @@ def shard_attention(backend: AttentionBackend, qkv: Tensors, start: int, end: in
     return backend.run(q_TNH, k_SKH, v_SKH, backend.plan(row))
 
 
-def dense_attention(
-    q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, *, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dense_attention(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, *, causal: bool) -> Partial:
     """A dense softmax over all scores at once.
 
     Args:

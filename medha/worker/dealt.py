@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from medha.attention.interface import AttentionRows, adjacent_runs
+from medha.attention.interface import AttentionRows, Ints, Pages, adjacent_runs
 from medha.batch import Batch, Deal, Row
 from medha.parallel.kvp import Shared, shared_rows
 from medha.worker.kv_cache import Run
 
-Tables = Mapping[int, npt.NDArray[np.int32]]
+Tables = Mapping[int, Pages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def _seen(
     rows: Sequence[Row], deals: Mapping[tuple[int, int], Deal], here: int, owner: int, tables: Tables, page_size: int
 ) -> tuple[AttentionRows, int]:
     """What the tokens here see of a group's block, and how many tokens the block has."""
-    seen: list[tuple[int, int, bool, npt.NDArray[np.int32]]] = []  # queries, keys, causal, pages
+    seen: list[tuple[int, int, bool, Pages]] = []  # queries, keys, causal, pages
     page = 0
     for row in rows:
         history = deals[row.slot, owner].share
@@ -83,7 +82,7 @@ def _seen(
     return of, page * page_size
 
 
-def runs_of(firsts: npt.NDArray[np.int64], count: int = 1) -> list[Run]:
+def runs_of(firsts: Ints, count: int = 1) -> list[Run]:
     """Pieces of ``count`` adjacent pool tokens each, put behind each other in a buffer, as the fewest runs."""
     bounds = adjacent_runs(firsts // count).tolist()
     return [(int(firsts[at]), at * count, (end - at) * count) for at, end in pairwise(bounds)]

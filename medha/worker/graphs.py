@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.flashinfer_backend import FixedDecodes, FlashInferBackend
-from medha.attention.interface import AttentionRows
+from medha.attention.interface import AttentionRows, LayerShape
 from medha.attention.staging import packed_bytes, to_device
 from medha.batch import Batch
 from medha.errors import ConfigError
@@ -41,27 +42,27 @@ _MOST_DECODES = 256
 _PIECE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 
 Replay = Callable[[], None]
+_Captured = TypeVar("_Captured")
 
 
 class CudaGraphs:
-    """Captures CUDA graphs that share one pool of memory, on one stream: cuBLAS keeps a workspace for each stream."""
+    """Captures CUDA graphs that share one pool of memory, on one stream: cuBLAS keeps a workspace for each stream.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    ``is_alone``: no other rank takes part.
+    """
+
+    def __init__(self, device: torch.device, *, is_alone: bool = True) -> None:
+        self._device, self._is_alone = device, is_alone
         self._pool: Any = None  # torch does not name its type
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        """Run something twice; returns its result's memory, and what fills that memory again.
+    def capture(self, run: Callable[[Callable[[], None]], torch.Tensor]) -> tuple[torch.Tensor, list[Replay]]:
+        """Run something twice; returns its result's memory, and what fills that memory again, in order. It calls what
+        it is given wherever one graph is to end and another to begin.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for it.
         """
-        out, (replay,) = self.capture_pieces(lambda cut: run())
-        return out, replay
-
-    def capture_pieces(self, run: Callable[[Callable[[], None]], torch.Tensor]) -> tuple[torch.Tensor, list[Replay]]:
-        """As :meth:`capture`, of what calls what it is given wherever one graph is to end and another to begin."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -82,6 +83,28 @@ class CudaGraphs:
             out = run(cut)
         self._pool = graphs[-1].pool()
         return out, [graph.replay for graph in graphs]
+
+    @torch.inference_mode()
+    def each(self, sizes: Sequence[int], what: str, capture: Callable[[int], _Captured]) -> dict[int, _Captured]:
+        """What is captured of each size, the largest first, and say which; one without memory for it is left out.
+
+        Where other ranks take part it cannot be, as these would wait for it in a collective: ConfigError.
+        """
+        begin_s, found = time.perf_counter(), dict[int, _Captured]()
+        for size in sorted(sizes, reverse=True):
+            try:
+                found[size] = capture(size)
+            except torch.OutOfMemoryError as error:
+                if not self._is_alone:
+                    raise ConfigError(
+                        f"no memory for the CUDA graph of {size} {what}; accepted: a lower gpu_memory_utilization or "
+                        "max_num_seqs, or enforce_eager"
+                    ) from error
+                logger.warning("no memory for the CUDA graph of %d %s; larger batches run without one", size, what)
+                torch.cuda.empty_cache()
+        listed = ", ".join(map(str, sorted(found))) or "none"
+        logger.info("CUDA graphs of %s %s, captured in %.1f s", listed, what, time.perf_counter() - begin_s)
+        return found
 
 
 class _Graph(NamedTuple):
@@ -123,39 +146,28 @@ class DecodeGraphs:
         else:
             self._out = torch.zeros(self._most, model.config.hidden_size, dtype=cache.shape.dtype, device=device)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Batch sizes captured, ascending."""
-        return tuple(sorted(self._graphs))
-
     def holds(self, step: StepInput) -> bool:
         """Whether a captured size holds a batch: where blocks are shared, its pages may be more than the pool's, and a
         long context may be cut into too few parts."""
-        size = self.size_for(len(step.batch.rows))
-        if not step.is_of_decodes or size is None:
+        rows, size = step.own, self.size_for(len(step.batch.rows))
+        if rows is None or size is None or not step.is_of_decodes:
             return False
-        rows = step.own
-        if rows is None:
-            return True
         return len(rows.pages) <= self._cache.num_blocks and not self._graphs[size].attention.starves(rows)
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest captured size that holds so many rows."""
         return min((size for size in self._graphs if size >= num_rows), default=None)
 
-    @torch.inference_mode()
-    def capture(self, maker: CudaGraphs, sizes: Sequence[int], *, is_alone: bool = True) -> None:
-        """Capture a graph of each size; see :func:`_captured`."""
-        self._graphs = _captured(
-            sizes, "decodes", lambda size: self._capture(maker, size), is_alone=is_alone, device=self._inputs.device
-        )
+    def capture(self, maker: CudaGraphs, sizes: Sequence[int]) -> None:
+        """Capture a graph of each size; see :meth:`CudaGraphs.each`."""
+        self._graphs = maker.each(sizes, "decodes", partial(self._capture, maker))
 
     def _capture(self, maker: CudaGraphs, size: int) -> _Graph:
         attention = FixedDecodes(self._backend, self._cache.shape, size, self._pages, most_decodes=self._most)
         none = np.empty(0, np.int64)
         rows = AttentionRows.of(none, none, none.astype(bool), [], self._cache.block_size)
         self._fill(StepInput(Batch(0, ()), own=rows), size, attention)
-        out, replay = maker.capture(lambda: self._forward(size, attention))
+        out, (replay,) = maker.capture(lambda cut: self._forward(size, attention))
         return _Graph(out, replay, attention)
 
     def run(
@@ -193,7 +205,7 @@ class DecodeGraphs:
         rows = step.own.filled_up(size, self._cache.num_blocks)
         ids = step.positions[:0] if step.token_ids is None else step.token_ids
         whole = np.zeros((4, self._most), np.int64)
-        whole[2] = self._cache.scratch_token  # what fills the targets up
+        whole[2] = self._cache.num_blocks * self._cache.block_size  # of the scratch block, what fills the targets up
         for row, ints in zip(whole, (ids, step.positions, step.targets, step.decode_slots), strict=True):
             row[: len(ints)] = ints
         to_device([*whole, rows.pages], self._inputs.device, into=self._inputs)
@@ -201,7 +213,7 @@ class DecodeGraphs:
 
     def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:
         """What a graph holds."""
-        cos, sin = cos_sin(self._positions[:size], self._inv_freq, self._model.config.rope.attention_factor)
+        cos_sin_TH = cos_sin(self._positions[:size], self._inv_freq, self._model.config.rope.attention_factor)
 
         targets = self._cache.places(self._targets[:size])
 
@@ -211,7 +223,7 @@ class DecodeGraphs:
 
         # a copy, as layers take the memory of what they are given, and a batch fills its own rows alone
         x_TD = self._model.embed(self._ids[:size]) if self._model.has_embedding else self._hidden[:size].clone()
-        x_TD = self._model(x_TD, cos, sin, attend)
+        x_TD = self._model(x_TD, cos_sin_TH, attend)
         out = self._out[:size]
         if not self._model.has_head:
             return out.copy_(x_TD)
@@ -233,25 +245,20 @@ class _Pieces(NamedTuple):
 class PieceGraphs:
     """The layers of one rank, called as :class:`Decoder` is; batches that no captured size holds run eagerly.
 
-    ``num_heads`` are those of this rank. A result stays until the next call.
+    ``shape`` is of the heads of this rank. A result stays until the next call.
     """
 
-    def __init__(
-        self, model: Decoder, sizes: Sequence[int], *, num_heads: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, model: Decoder, sizes: Sequence[int], shape: LayerShape, device: torch.device) -> None:
         self._run: Callable[..., torch.Tensor] = model
         self._pieces: dict[int, _Pieces] = {}
         config, most = model.config, max(sizes)
-        self._x = torch.zeros(most, config.hidden_size, dtype=dtype, device=device)
-        self._cos, self._sin = torch.zeros(2, most, config.head_dim // 2, dtype=torch.float32, device=device)
-        self._attended = torch.zeros(most, num_heads, config.head_dim, dtype=dtype, device=device)
+        self._x = torch.zeros(most, config.hidden_size, dtype=shape.dtype, device=device)
+        self._cos_sin = torch.zeros(most, config.head_dim, dtype=torch.float32, device=device)
+        self._attended = torch.zeros(most, shape.num_heads, config.head_dim, dtype=shape.dtype, device=device)
 
-    @torch.inference_mode()
-    def capture(self, maker: CudaGraphs, sizes: Sequence[int], *, is_alone: bool = True) -> None:
-        """Capture the pieces of each size; see :func:`_captured`."""
-        self._pieces = _captured(
-            sizes, "tokens", lambda size: self._capture(maker, size), is_alone=is_alone, device=self._x.device
-        )
+    def capture(self, maker: CudaGraphs, sizes: Sequence[int]) -> None:
+        """Capture the pieces of each size; see :meth:`CudaGraphs.each`."""
+        self._pieces = maker.each(sizes, "tokens", partial(self._capture, maker))
 
     def _capture(self, maker: CudaGraphs, size: int) -> _Pieces:
         qkv: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -264,57 +271,26 @@ class PieceGraphs:
                 cut()
                 return self._attended[:size]
 
-            return self._run(self._x[:size], self._cos[:size], self._sin[:size], attend)
+            return self._run(self._x[:size], self._cos_sin[:size], attend)
 
-        out, replays = maker.capture_pieces(forward)
+        out, replays = maker.capture(forward)
         return _Pieces(replays, qkv, out)
 
     @torch.inference_mode()
-    def __call__(
-        self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: LayerAttendFn
-    ) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, cos_sin_TH: torch.Tensor, attend: LayerAttendFn) -> torch.Tensor:
         """As :meth:`Decoder.forward`; what fills a size up are the rows that lay there before, which nobody reads."""
         num_tokens = len(x_TD)
         size = min((size for size in self._pieces if size >= num_tokens > 0), default=None)
         if size is None:
-            return self._run(x_TD, cos_TR, sin_TR, attend)
-        for buffer, given in ((self._x, x_TD), (self._cos, cos_TR), (self._sin, sin_TR)):
-            buffer[:num_tokens].copy_(given)
+            return self._run(x_TD, cos_sin_TH, attend)
+        self._x[:num_tokens].copy_(x_TD)
+        self._cos_sin[:num_tokens].copy_(cos_sin_TH)
         *before, behind = self._pieces[size].replays
         for layer, (replay, parts) in enumerate(zip(before, self._pieces[size].qkv, strict=True)):
             replay()
             self._attended[:num_tokens].copy_(attend(layer, *(part[:num_tokens] for part in parts)))
         behind()
         return self._pieces[size].out[:num_tokens]
-
-
-_Captured = TypeVar("_Captured")
-
-
-def _captured(
-    sizes: Sequence[int], what: str, capture: Callable[[int], _Captured], *, is_alone: bool, device: torch.device
-) -> dict[int, _Captured]:
-    """What is captured of each size, the largest first, and say which; one without memory for it is left out.
-
-    ``is_alone``: no other rank takes part. Where some do, one without memory cannot leave a size out, as the others
-    would wait for it in a collective: ConfigError.
-    """
-    begin_s, found = time.perf_counter(), dict[int, _Captured]()
-    for size in sorted(sizes, reverse=True):
-        try:
-            found[size] = capture(size)
-        except torch.OutOfMemoryError as error:
-            if not is_alone:
-                raise ConfigError(
-                    f"no memory for the CUDA graph of {size} {what}; accepted: a lower gpu_memory_utilization or "
-                    "max_num_seqs, or enforce_eager"
-                ) from error
-            logger.warning("no memory for the CUDA graph of %d %s; larger batches run without one", size, what)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    listed = ", ".join(map(str, sorted(found))) or "none"
-    logger.info("CUDA graphs of %s %s, captured in %.1f s", listed, what, time.perf_counter() - begin_s)
-    return found
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:

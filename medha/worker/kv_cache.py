@@ -8,7 +8,7 @@ tokens outermost (the layout of paged kernels).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 
 import torch
@@ -70,11 +70,6 @@ class KVCache:
                 f"a KV pool of {num_blocks} blocks takes {num_blocks * block_size * token_bytes} bytes, and the system "
                 f"does not give them ({error}); accepted: fewer, with num_kv_blocks or kv_memory"
             ) from error
-
-    @property
-    def scratch_token(self) -> int:
-        """First pool token of the scratch block, where there is one."""
-        return self.num_blocks * self.block_size
 
     @property
     def block_bytes(self) -> int:
@@ -143,21 +138,12 @@ class KVCache:
         """Numbers of the memory of :meth:`block` for so many tokens."""
         return 2 * num_tokens * (num_heads or self.shape.num_kv_heads) * self.shape.head_dim
 
-    def pack(self, layer: int, runs: Sequence[Run], memory: torch.Tensor, heads: range | None = None) -> torch.Tensor:
-        """Copy tokens of a layer's pool into a :meth:`block`, in place, of some of this rank's heads, None is all."""
-        for pool, block in self._facing(layer, memory, heads):
-            copy_tokens(pool, block, runs)
-        return memory
-
-    def unpack(self, layer: int, runs: Sequence[Run], memory: torch.Tensor, heads: range | None = None) -> None:
-        """The inverse of :meth:`pack`."""
-        for pool, block in self._facing(layer, memory, heads):
-            copy_tokens(pool, block, runs, is_back=True)
-
-    def _facing(
-        self, layer: int, memory: torch.Tensor, heads: range | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of keys and of values a layer's pool, some heads of it, and their part of a :meth:`block`."""
+    def pack(
+        self, layer: int, runs: Sequence[Run], memory: torch.Tensor, heads: range | None = None, is_back: bool = False
+    ) -> torch.Tensor:
+        """Copy tokens of a layer's pool into a :meth:`block`, in place, or back, of some of this rank's heads, None is
+        all; returns the block's memory."""
         heads = heads or range(self.shape.num_kv_heads)
-        pools = (pool[:, heads.start : heads.stop] for pool in (self.k[layer], self.v[layer]))
-        return zip(pools, self.block(memory, len(heads)), strict=True)
+        for pool, block in zip((self.k[layer], self.v[layer]), self.block(memory, len(heads)), strict=True):
+            copy_tokens(pool[:, heads.start : heads.stop], block, runs, is_back=is_back)
+        return memory

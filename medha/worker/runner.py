@@ -33,12 +33,13 @@ import torch.nn.functional as F
 
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend
+from medha.attention.merge import Partial
 from medha.attention.staging import record_event
 from medha.batch import Batch
 from medha.cpu.decoder import PackedLinear
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.layers import cos_sin, inverse_frequencies
-from medha.parallel.kvp import Merge, Partial, shared_rows
+from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.ring import Ring, buffer_of
 from medha.parallel.spp import StagePipe
 from medha.records import Recorder
@@ -78,24 +79,22 @@ class Runner:
         self.last_tokens = torch.zeros(64, dtype=torch.int64, device=self.device)
         self._rope = self.model.config.rope
         self._inv_freq = inverse_frequencies(self._rope, self.model.config.head_dim).to(self.device)
-        self._prompts: dict[int, npt.NDArray[np.int32]] = {}
-        self._sampling: dict[int, SlotSampling] = {}
-        self._drawn: dict[int, list[int]] = {}  # by slot, where prompts are kept; whoever reads the results adds to it
+        # by slot, where prompts are kept: the prompt, and what has been drawn; whoever reads the results adds to that
+        self._tokens: dict[int, tuple[npt.NDArray[np.int32], list[int]]] = {}
+        # by slot; on a rank that gets the tokens of each batch with it this alone is known of a request
+        self.sampling: dict[int, SlotSampling] = {}
         self.graphs: DecodeGraphs | None = None
         self._layers: Decoder | PieceGraphs = self.model  # what runs them for a batch that no graph holds whole
         self._began: torch.cuda.Event | None = None  # when the device could begin with the present batch
 
-    def capture(
-        self, maker: CudaGraphs, sizes: Sequence[int], pieces: Sequence[int] = (), *, is_alone: bool = True
-    ) -> None:
+    def capture(self, maker: CudaGraphs, sizes: Sequence[int], pieces: Sequence[int] = ()) -> None:
         """Capture graphs of so many decodes, and of so many tokens without their attention; see :mod:`.graphs`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
         self.graphs = DecodeGraphs(self.model, self.cache, self.backend, self._inv_freq, most_decodes=max(sizes))
-        self.graphs.capture(maker, sizes, is_alone=is_alone)
+        self.graphs.capture(maker, sizes)
         if pieces:
-            shape = self.cache.shape
-            made = PieceGraphs(self.model, pieces, num_heads=shape.num_heads, dtype=shape.dtype, device=self.device)
-            made.capture(maker, pieces, is_alone=is_alone)
+            made = PieceGraphs(self.model, pieces, self.cache.shape, self.device)
+            made.capture(maker, pieces)
             self._layers = made
 
     def drop_graphs(self) -> None:
@@ -108,37 +107,26 @@ class Runner:
         A former occupant of the slot is forgotten. Whoever reads results adds its tokens to ``drawn``, which is read
         should they have to be computed again.
         """
-        self._prompts[slot], self._drawn[slot] = prompt_ids, drawn
-        self.open_sampling(slot, sampling)
-
-    def open_sampling(self, slot: int, sampling: SlotSampling) -> None:
-        """Take the sampling parameters alone, on a rank that gets the tokens of each batch with it."""
-        self._sampling[slot] = sampling
+        self._tokens[slot], self.sampling[slot] = (prompt_ids, drawn), sampling
 
     def close(self, slot: int) -> None:
         """Forget a request's tokens; its blocks go with the batch that frees them."""
-        self._prompts.pop(slot, None)
-        self._sampling.pop(slot, None)
-        self._drawn.pop(slot, None)
+        self._tokens.pop(slot, None)
+        self.sampling.pop(slot, None)
 
     def reset(self) -> None:
         """Forget every request and block table after a step that did not finish, once the copies that it began end."""
         if self.host is not None:
             self.host.finish()
-        self._prompts.clear()
-        self._sampling.clear()
-        self._drawn.clear()
+        self._tokens.clear()
+        self.sampling.clear()
         self.slots.clear()
 
-    def sampling(self, slot: int) -> SlotSampling:
-        """The sampling state of a request."""
-        return self._sampling[slot]
-
     def sampling_so_far(self, slot: int) -> SlotSampling:
-        """The same, brought up to every token drawn by now on whichever rank; where prompts are kept."""
-        sampling = self._sampling[slot]
+        """The sampling state of a request, with every token drawn by now on whichever rank; where prompts are kept."""
+        sampling = self.sampling[slot]
         if sampling.has_penalties:
-            sampling.output_ids, sampling.history = list(self._drawn[slot]), None
+            sampling.output_ids, sampling.history = list(self._tokens[slot][1]), None
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
@@ -227,7 +215,7 @@ class Runner:
 
     def _draws(self, step: StepInput) -> tuple[list[SlotSampling], list[int]]:
         """Of each row that samples: its request's parameters, and the index of the token to draw."""
-        slots, ends = [self._sampling[slot] for slot in step.drawn_slots.tolist()], step.positions[step.drawn_tokens]
+        slots, ends = [self.sampling[slot] for slot in step.drawn_slots.tolist()], step.positions[step.drawn_tokens]
         return slots, [end + 1 - slot.num_prompt_tokens for end, slot in zip(ends.tolist(), slots, strict=True)]
 
     @torch.inference_mode()
@@ -241,15 +229,15 @@ class Runner:
         them those of the decodes, the newest of each that are ``drawn``; 0 where nobody adds to these."""
         parts = [np.empty(0, np.int32)]
         for row in batch.chunks:
-            prompt = self._prompts[row.slot]
+            prompt, drawn = self._tokens[row.slot]
             for span in row.spans(self.group if batch.group is None else batch.group):
                 parts.append(prompt[span.start : span.stop])
                 if span.stop > len(prompt):  # computed again after it was preempted
                     first = max(span.start - len(prompt), 0)
-                    parts.append(np.array(self._drawn[row.slot][first : span.stop - len(prompt)], np.int32))
+                    parts.append(np.array(drawn[first : span.stop - len(prompt)], np.int32))
         if decodes:
-            drawn = [self._drawn[row.slot] for row in batch.rows if row.is_decode]
-            parts.append(np.array([tokens[-1] if tokens else 0 for tokens in drawn], np.int32))
+            drawn_of = (self._tokens[row.slot][1] for row in batch.rows if row.is_decode)
+            parts.append(np.array([drawn[-1] if drawn else 0 for drawn in drawn_of], np.int32))
         return np.concatenate(parts)
 
     def _replay(self, graphs: DecodeGraphs, step: StepInput, copies: list[Wait]) -> _Ran:
@@ -264,7 +252,7 @@ class Runner:
         """Run the layers held here, one kernel after the other, each behind its own copies, if there are any."""
         sent = DeviceStep.of(step, self.device, with_pages=self.backend.reads_pages)
         attend = self._attention(step, sent, copies)
-        cos, sin = cos_sin(sent.positions, self._inv_freq, self._rope.attention_factor)
+        cos_sin_TH = cos_sin(sent.positions, self._inv_freq, self._rope.attention_factor)
         if self.model.has_embedding:
             ids_T = self.last_tokens[sent.decode_slots]
             if step.token_ids is not None:
@@ -274,7 +262,7 @@ class Runner:
         else:
             x_TD = self._received(step.batch)
         with phase("medha.forward"):
-            x_TD = self._layers(x_TD, cos, sin, attend)
+            x_TD = self._layers(x_TD, cos_sin_TH, attend)
             if self.model.has_head:
                 x_TD = self._logits(x_TD, step, sent)
         return x_TD, sent.drawn_slots, None
@@ -369,6 +357,6 @@ class Runner:
             with self.recorder.waiting("shift"):
                 wait()
             for move, (_, block) in zip(step.receives, receives, strict=True):
-                self.cache.unpack(layer, move.runs, block)
+                self.cache.pack(layer, move.runs, block, is_back=True)
 
         return land

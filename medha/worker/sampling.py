@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -142,37 +142,20 @@ def draw(
     return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S])), logprobs)
 
 
-# Philox4x64 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): multipliers, and steps of the key.
-_MULTIPLIERS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)
-_KEY_STEPS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], np.uint64)
-
-
 def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
-    """The numbers in [0, 1) that decide draws: Philox of ten rounds keyed by the seed, its counter index + 1.
+    """The numbers in [0, 1) that decide draws: Philox4x64 of ten rounds (Salmon et al., "Parallel Random Numbers: As
+    Easy as 1, 2, 3", 2011) keyed by the seed, its counter index + 1.
 
-    They are those of ``numpy.random.Generator(numpy.random.Philox(key=seed, counter=index)).random()``, for all at
-    once; seeds are taken modulo 2**64.
+    They are those of ``np.random.Generator(np.random.Philox(key=seed, counter=index)).random()``, from a generator
+    that is set anew for each, as making one takes longer; seeds are taken modulo 2**64.
     """
-    keys = np.zeros((2, len(seeds)), np.uint64)
-    keys[0] = [seed % 2**64 for seed in seeds]
-    even, odd = np.zeros_like(keys), np.zeros_like(keys)  # words 0 and 2, and 1 and 3, of the counters
-    even[0] = np.array(indices, np.uint64) + np.uint64(1)
-    with np.errstate(over="ignore"):
-        for _ in range(10):
-            high, low = _product(_MULTIPLIERS[:, None], even)
-            even, odd = high[::-1] ^ odd ^ keys, low[::-1]
-            keys = keys + _KEY_STEPS[:, None]
-    found: npt.NDArray[np.float64] = (even[0] >> np.uint64(11)) * 2.0**-53
-    return found
-
-
-def _product(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], ...]:
-    """The upper and the lower 64 bits of products."""
-    half, lower = np.uint64(32), np.uint64(0xFFFFFFFF)
-    a1, a0, b1, b0 = a >> half, a & lower, b >> half, b & lower
-    middle = a1 * b0 + (a0 * b0 >> half)
-    carry = a0 * b1 + (middle & lower)
-    return a1 * b1 + (middle >> half) + (carry >> half), a * b
+    philox, found = np.random.Philox(0), list[float]()
+    state: Any = philox.state  # with nothing left of a draw before
+    for seed, index in zip(seeds, indices, strict=True):
+        state["state"] = {"counter": (index, 0, 0, 0), "key": (seed % 2**64, 0)}
+        philox.state = state
+        found.append((philox.random_raw() >> 11) * 2.0**-53)
+    return np.array(found)
 
 
 def _draw(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> torch.Tensor:

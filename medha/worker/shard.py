@@ -24,7 +24,7 @@ from medha.config import ATTENTION_BACKENDS, CacheConfig, EngineConfig, ModelCon
 from medha.cpu.library import lacks_products, library
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
-from medha.models.layers import OWN_KERNELS, FusedKernels, TensorShard, local_part
+from medha.models.layers import OWN_KERNELS, FusedKernels, TensorShard
 from medha.models.weights import Checkpoint, TensorInfo, check_tensors, load_parameters
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch
@@ -34,13 +34,15 @@ from medha.parallel.spp import Digests, StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import CopyStream, HostCache
+from medha.worker.swap import HostCache
 
 logger = logging.getLogger("medha")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _BUILD_LIMIT_S = 3600.0  # for compilers of other ranks
+_CPU = torch.device("cpu")
+_BLOCK_SIZE = CacheConfig().block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,19 @@ class ModelShard:
     tp: int
     tp_rank: int
     dtype: torch.dtype  # of weights and KV
+    device: torch.device
 
     @classmethod
-    def at(cls, model: ModelConfig, parallel: ParallelConfig, rank: int, dtype: torch.dtype) -> ModelShard:
+    def at(
+        cls, model: ModelConfig, parallel: ParallelConfig, rank: int, dtype: torch.dtype, device: torch.device = _CPU
+    ) -> ModelShard:
         """What a global rank holds."""
         group, stage, tp_rank = parallel.coordinates(rank)
         parallel = parallel.of_group(group)
         tp = parallel.tp
         repeated = dataclasses.replace(model, num_kv_heads=max(tp, model.num_kv_heads)) if tp > 1 else model
         layers = parallel.layers_of(stage, model.num_layers)
-        return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, tp_rank, dtype)
+        return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, tp_rank, dtype, device)
 
     @property
     def layer_shape(self) -> LayerShape:
@@ -96,7 +101,6 @@ def build_runner(
     *,
     num_blocks: int,
     num_swap_blocks: int,
-    device: torch.device,
     **links: Any,
 ) -> Runner:
     """Put pools, and host memory for so many blocks, around this rank's part of the model; see :func:`make_links`."""
@@ -105,16 +109,16 @@ def build_runner(
         num_layers=len(shard.layers),
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
-        device=device,
-        has_scratch=wants_graphs(config, backend, device),
+        device=shard.device,
+        has_scratch=wants_graphs(config, backend, shard.device),
     )
     if model.fused is not None and model.fused.append_kv is not None:
         cache.append_by(model.fused.append_kv)
-    host = HostCache(cache, num_swap_blocks, CopyStream(device)) if num_swap_blocks else None
-    return Runner(model, cache, backend, device, host=host, **links)
+    host = HostCache(cache, num_swap_blocks) if num_swap_blocks else None
+    return Runner(model, cache, backend, shard.device, host=host, **links)
 
 
-def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[str, Any]:
+def make_links(ranks: Ranks, shard: ModelShard) -> dict[str, Any]:
     """What a runner takes to be one of several; every rank calls it, as communicators are used for the first time."""
     digests = Digests(ranks.report_group)
     pipe = StagePipe(
@@ -124,7 +128,7 @@ def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[st
         following=ranks.neighbour(1),
         dim=shard.model.hidden_size,
         dtype=shard.dtype,
-        device=device,
+        device=shard.device,
         num_buffers=ranks.layout.spp + 1,
         tp=ranks.layout.tp,
         tp_rank=ranks.tp_rank,
@@ -132,10 +136,10 @@ def make_links(ranks: Ranks, shard: ModelShard, device: torch.device) -> dict[st
     )
     merge = None
     if ranks.merge_group is not None:
-        memory = share_memory(ranks, ranks.merge_group, device)
+        memory = share_memory(ranks, ranks.merge_group, shard.device)
         members = dist.get_process_group_ranks(ranks.merge_group)
         merge = Merge(ranks.merge_group, digests, ranks=members, own=ranks.group, memory=memory)
-        merge.warm(device)
+        merge.warm(shard.device)
     pipe.warm()
     return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
 
@@ -152,11 +156,10 @@ def agreed(ranks: Ranks | None, what: str, wrong: str | None) -> str | None:
     return next((f"{text} (rank {rank})" for rank, text in enumerate(told) if text), None)
 
 
-def _fused_kernels(
-    backend: AttentionBackend, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, ranks: Ranks | None
-) -> FusedKernels | None:
+def _fused_kernels(backend: AttentionBackend, shard: ModelShard, ranks: Ranks | None) -> FusedKernels | None:
     """FlashInfer's, where it serves attention on CUDA: both have the same dtypes; our own on the CPU. None where a rank
     has none; every rank calls it."""
+    model, dtype, device = shard.model, shard.dtype, shard.device
     if device.type == "cpu":
         if missing := agreed(ranks, "kernels of the CPU", library()[1]):
             logger.info("products, norms and RoPE by torch: the CPU's own need %s", missing)
@@ -188,17 +191,12 @@ def _fused_kernels(
 
 
 def load_model(
-    config: EngineConfig,
-    shard: ModelShard,
-    ranks: Ranks | None,
-    folder: Path,
-    backend: AttentionBackend,
-    device: torch.device,
+    config: EngineConfig, shard: ModelShard, ranks: Ranks | None, folder: Path, backend: AttentionBackend
 ) -> Decoder:
     """Load this rank's part of the model."""
     tp_ranks = ranks if ranks is not None and ranks.layout.tp > 1 else None
     split = partial(parallelize_, mesh=tp_ranks.tp_mesh, plan=TP_PLAN) if tp_ranks else None
-    place: dict[str, Any] = {"dtype": shard.dtype, "device": device, "layers": shard.layers}
+    place: dict[str, Any] = {"dtype": shard.dtype, "device": shard.device, "layers": shard.layers}
     build = partial(build_decoder, shard.model, **place, parallelize_=split)
     if config.load_format == "dummy":
         model = build()
@@ -207,17 +205,12 @@ def load_model(
         with Checkpoint(folder) as checkpoint:
             check_tensors(checkpoint, shard.whole)
             model = build()
-            parameters = dict(model.named_parameters())
-            load_parameters(
-                {name: local_part(parameter) for name, parameter in parameters.items()},
-                checkpoint,
-                index=lambda name: shard.index(name, parameters[name]),
-            )
+            load_parameters(dict(model.named_parameters()), checkpoint, index=shard.index)
     if config.parallel.tp_forward == "local":
-        tensor_shard, fused = None, _fused_kernels(backend, shard.model, shard.dtype, device, ranks=ranks)
+        tensor_shard, fused = None, _fused_kernels(backend, shard, ranks)
         if tp_ranks is not None:
             group = tp_ranks.tp_group
-            memory = share_memory(tp_ranks, group, device)
+            memory = share_memory(tp_ranks, group, shard.device)
             collectives = all_reduce_over(group, memory), all_gather_over(group, memory)
             tensor_shard = TensorShard(shard.tp_rank, shard.tp, *collectives)
         model.pack_(tensor_shard, fused)
@@ -276,12 +269,7 @@ def own_device(device: torch.device, launch: Launch | None) -> torch.device:
 
 
 def choose_backend(
-    name: str,
-    shape: LayerShape,
-    device: torch.device,
-    *,
-    block_size: int = CacheConfig().block_size,
-    ranks: Ranks | None = None,
+    name: str, shape: LayerShape, device: torch.device, *, block_size: int = _BLOCK_SIZE, ranks: Ranks | None = None
 ) -> tuple[AttentionBackend, str]:
     """An attention backend for this rank's layers, and in words why it is that one.
 

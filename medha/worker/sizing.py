@@ -28,9 +28,7 @@ def is_measured(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cuda" and config.cache.num_blocks is None and config.cache.memory_bytes is None
 
 
-def num_kv_blocks(
-    config: EngineConfig, shard: ModelShard, device: torch.device, max_model_len: int, *, beside: int | None = None
-) -> int:
+def num_kv_blocks(config: EngineConfig, shard: ModelShard, max_model_len: int, *, beside: int | None = None) -> int:
     """KV blocks in the pool, from whichever size the configuration gives; sizes in bytes are a rank's own.
 
     Args:
@@ -42,8 +40,8 @@ def num_kv_blocks(
     block_bytes = shard.token_bytes * cache.block_size
     if cache.memory_bytes is not None:
         memory, source = cache.memory_bytes, "kv_memory"
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    elif shard.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(shard.device)
         memory = int(free - total * (1 - cache.gpu_memory_utilization))
         memory -= shard.weight_bytes if beside is None else beside
         source = "gpu_memory_utilization"
@@ -60,9 +58,7 @@ def num_kv_blocks(
     return fitting if cache.memory_bytes is not None else min(fitting, useful)
 
 
-def bytes_beside_kv(
-    config: EngineConfig, shard: ModelShard, model: Decoder, backend: AttentionBackend, device: torch.device
-) -> int:
+def bytes_beside_kv(config: EngineConfig, shard: ModelShard, model: Decoder, backend: AttentionBackend) -> int:
     """Bytes of a GPU that steps take beside weights and KV pool; every rank calls it, with the model loaded.
 
     The largest batch is run, without attention, and a token drawn of as many rows as there may be. With graphs the
@@ -71,7 +67,7 @@ def bytes_beside_kv(
     Raises:
         ConfigError: the memory does not suffice.
     """
-    scheduler = config.scheduler
+    scheduler, device = config.scheduler, shard.device
     sizes, pieces = tuple[int, ...](), tuple[int, ...]()
     if wants_graphs(config, backend, device):
         sizes, pieces = graph_sizes(scheduler.max_num_seqs), piece_sizes(scheduler.max_batch_tokens)
@@ -87,7 +83,7 @@ def bytes_beside_kv(
         for num_tokens in (scheduler.max_batch_tokens, *([max(sizes + pieces)] if sizes else [])):
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-            _run_step(model, shard, num_tokens, min(num_tokens, scheduler.max_num_seqs), device)
+            _run_step(model, shard, num_tokens, min(num_tokens, scheduler.max_num_seqs))
             torch.cuda.synchronize(device)
             taken += torch.cuda.max_memory_allocated(device) - before
             torch.cuda.empty_cache()
@@ -100,13 +96,13 @@ def bytes_beside_kv(
 
 
 @torch.inference_mode()
-def _run_step(model: Decoder, shard: ModelShard, num_tokens: int, num_drawn: int, device: torch.device) -> None:
+def _run_step(model: Decoder, shard: ModelShard, num_tokens: int, num_drawn: int) -> None:
     """Run the layers on so many tokens, and draw from so many rows of logits."""
-    rope = model.config.rope
+    rope, device = model.config.rope, shard.device
     inv_freq = inverse_frequencies(rope, model.config.head_dim).to(device)
-    cos, sin = cos_sin(torch.zeros(num_tokens, dtype=torch.int64, device=device), inv_freq)
+    cos_sin_TH = cos_sin(torch.zeros(num_tokens, dtype=torch.int64, device=device), inv_freq)
     x_TD = torch.zeros(num_tokens, model.config.hidden_size, dtype=shard.dtype, device=device)
-    x_TD = model(x_TD, cos, sin, lambda layer, q_TNH, k_TKH, v_TKH: q_TNH.new_zeros(q_TNH.shape))
+    x_TD = model(x_TD, cos_sin_TH, lambda layer, q_TNH, k_TKH, v_TKH: q_TNH.new_zeros(q_TNH.shape))
     if model.has_head:
         slot = SlotSampling(SamplingParams(temperature=1.0, top_p=0.9).resolve({}), 0, (), 1)
         draw(model.logits(x_TD[:num_drawn]), [slot] * num_drawn, [0] * num_drawn)

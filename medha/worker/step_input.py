@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.attention.interface import AttentionRows
+from medha.attention.interface import AttentionRows, Ints, Pages
 from medha.attention.staging import to_device
 from medha.batch import Batch, Deal, Extent, Row, Swap, shifts
 from medha.parallel.kvp import SharedDraw, shared_draws
 from medha.worker.dealt import DealtRows, Move, dealt_rows, runs_of
 from medha.worker.kv_cache import Run
 
-Ints = npt.NDArray[np.int64]
 _NO_INTS = np.empty(0, np.int64)
 _NONE = np.empty(0, np.int32)
 _FIRST_SLOTS = 64
@@ -80,11 +79,11 @@ class Slots:
         self.held = np.zeros(_FIRST_SLOTS, np.int64)
         self._first = np.zeros(_FIRST_SLOTS, np.int64)  # position of the first of them
         self._num_blocks = np.zeros(_FIRST_SLOTS, np.int64)
-        self._blocks: list[npt.NDArray[np.int32]] = [_NONE] * _FIRST_SLOTS  # with spare room behind
+        self._blocks: list[Pages] = [_NONE] * _FIRST_SLOTS  # with spare room behind
         # of the last step, if it had decodes alone: the columns that its rows have in the next one, and the step
         self._last: tuple[Ints, StepInput] | None = None
 
-    def blocks(self, slot: int) -> npt.NDArray[np.int32]:
+    def blocks(self, slot: int) -> Pages:
         """The blocks of a request that lie here, int32."""
         return self._blocks[slot][: self._num_blocks[slot]] if slot < len(self._blocks) else _NONE
 

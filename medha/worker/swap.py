@@ -23,46 +23,18 @@ _MEASURED_BLOCKS = 4
 _MEASURED_TIMES = 3
 
 
-class CopyStream:
-    """Where copies run, in order: on CUDA a stream beside the device's current one, on which the compute is; on the CPU
-    here at once when they are issued, as compute is never ahead."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def begin(self) -> None:
-        """Make copies issued from now on wait for the compute launched so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def issue(self, copies: Callable[[], None]) -> Wait:
-        """Run copies after those issued before; the returned function makes later compute wait for them."""
-        if self._stream is None:
-            copies()
-            return lambda: None
-        with torch.cuda.stream(self._stream):
-            copies()
-        event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
-
-    def finish(self) -> None:
-        """Wait on the host until all is copied."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
 class HostCache:
     """Pools ``k`` and ``v`` in host memory, of the layout of the cache that is swapped, for so many blocks.
 
-    On CUDA they are pinned; PyTorch rounds each layer's up to a power of two of bytes. Copies run on ``stream``.
-    ConfigError where the memory cannot be had.
+    On CUDA they are pinned; PyTorch rounds each layer's up to a power of two of bytes. Copies run in order: on CUDA on
+    a stream beside the device's current one, on which the compute is; on the CPU here at once when they are issued, as
+    compute is never ahead. ConfigError where the memory cannot be had.
     """
 
-    def __init__(self, cache: KVCache, num_blocks: int, stream: CopyStream) -> None:
+    def __init__(self, cache: KVCache, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._cache = cache
-        self._copies = stream
+        self._cache, self._device = cache, cache.k[0].device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         tokens = num_blocks * cache.block_size
         try:
             self.k, self.v = (
@@ -80,12 +52,24 @@ class HostCache:
 
         What is returned, by layer, makes compute launched later wait for the copies of this layer and those before.
         """
-        self._copies.begin()
-        return [self._copies.issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return [self._issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))]
+
+    def _issue(self, copies: Callable[[], None]) -> Wait:
+        """Run copies after those issued before; the returned function makes later compute wait for them."""
+        if self._stream is None:
+            copies()
+            return lambda: None
+        with torch.cuda.stream(self._stream):
+            copies()
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
         """Wait on the host until all that :meth:`move` began is copied."""
-        self._copies.finish()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def measure_block_s(self) -> float:
         """Seconds in which a block moves one way, least of a few; what the device's pool holds stays as it is."""

@@ -18,16 +18,15 @@ not run on a GPU.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from medha.attention.staging import record_event
+from medha.attention.staging import beside, record_event
 from medha.batch import Batch
 from medha.config import ParallelConfig
 from medha.errors import RankFailedError
@@ -35,7 +34,7 @@ from medha.parallel.health import tell_failure
 from medha.parallel.mesh import Ranks
 from medha.parallel.ring import buffer_of
 from medha.parallel.spp import Digests, check_digest
-from medha.worker.kv_cache import KVCache, Run
+from medha.worker.kv_cache import Run
 from medha.worker.runner import Runner
 from medha.worker.shard import ModelShard
 from medha.worker.step import Lane
@@ -63,12 +62,7 @@ def kv_heads_of(tp_rank: int, tp: int, num_kv_heads: int) -> range:
 
 
 def parts_of(
-    config: ParallelConfig,
-    held: Sequence[tuple[int, int]],
-    target: int,
-    *,
-    num_layers: int,
-    num_kv_heads: int,
+    config: ParallelConfig, held: Sequence[tuple[int, int]], target: int, *, num_layers: int, num_kv_heads: int
 ) -> list[Part]:
     """What passes between ranks when a decode instance takes over a request.
 
@@ -125,80 +119,19 @@ def pieces_of(parts: Sequence[Part], rank: int, shard: ModelShard, slots: Slots,
                 yield Piece(is_sent, other, layer_here, heads, count, its_runs)
 
 
-class Transfers:
-    """Sends and receives the KV of requests that are handed over, one request after the other.
-
-    Args:
-        cache: this rank's.
-        group: of the device's backend, of all ranks; nothing else uses it.
-        num_buffers: messages that may be on their way.
-        failed: is told what ended the thread.
-    """
-
-    def __init__(
-        self, cache: KVCache, group: dist.ProcessGroup, *, num_buffers: int, failed: Callable[[Exception], object]
-    ) -> None:
-        self._cache, self._group, self._failed, self._device = cache, group, failed, cache.k[0].device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._buffers = [cache.k[0].new_empty(0) for _ in range(num_buffers)]
-        self._lane = Lane("medha-transfer")
-
-    def start(self, pieces: Sequence[Piece], done: Callable[[], None] = lambda: None) -> None:
-        """Send or receive the messages of one hand-over behind those of the ones before; ``done`` is called when they
-        are over, in the thread."""
-        ready = record_event(self._device)
-
-        def run() -> None:
-            try:
-                self._run(pieces, ready)
-                done()
-            except Exception as error:
-                self._failed(error)
-
-        self._lane.submit(run)
-
-    def close(self) -> None:
-        """Wait for what has been started, and end the thread."""
-        self._lane.submit(lambda: None).result()
-        self._lane.close()
-
-    @torch.inference_mode()
-    def _run(self, pieces: Sequence[Piece], ready: torch.cuda.Event | None) -> None:
-        posted = deque[tuple[Piece, torch.Tensor, dist.Work]]()
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if self._stream is not None and ready is not None:
-                self._stream.wait_event(ready)
-            for number, piece in enumerate(pieces):
-                if len(posted) == len(self._buffers):
-                    self._end(*posted.popleft())
-                size = self._cache.block_size_of(piece.num_tokens, len(piece.heads))
-                buffer = buffer_of(self._buffers, number, size)
-                if piece.is_sent:
-                    self._cache.pack(piece.layer, piece.runs, buffer, piece.heads)
-                pass_on = dist.isend if piece.is_sent else dist.irecv
-                work = pass_on(buffer, piece.rank, group=self._group)
-                assert work is not None, "all ranks are in the group"
-                posted.append((piece, buffer, work))
-            while posted:
-                self._end(*posted.popleft())
-            if self._stream is not None:
-                self._stream.synchronize()
-
-    def _end(self, piece: Piece, buffer: torch.Tensor, work: dist.Work) -> None:
-        """Wait for a message, and put what was received into the pool."""
-        work.wait()
-        if not piece.is_sent:
-            self._cache.unpack(piece.layer, piece.runs, buffer, piece.heads)
-
-
 class TransferLine:
-    """A rank's end of hand-overs: what it sends and receives, and the receipts of the decode ranks on rank 0."""
+    """A rank's end of hand-overs: what it sends and receives, one request after the other, and the receipts of the
+    decode ranks on rank 0."""
 
     def __init__(self, ranks: Ranks, runner: Runner, shard: ModelShard) -> None:
         self._ranks, self._runner, self._shard = ranks, runner, shard
         assert ranks.transfer_group is not None, "there are decode instances"
-        buffers = ranks.config.transfer_buffers
-        self._transfers = Transfers(runner.cache, ranks.transfer_group, num_buffers=buffers, failed=self._failed)
+        self._cache, self._group = runner.cache, ranks.transfer_group  # of all ranks; nothing else uses it
+        self._device = self._cache.k[0].device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # a message on its way has one
+        self._buffers = [self._cache.k[0].new_empty(0) for _ in range(ranks.config.transfer_buffers)]
+        self._lane = Lane("medha-transfer")
         self._receipts = Digests(ranks.report_group, _RECEIPTS_TAG)
         # on rank 0: who waits for the receipts of each instance, which come in order
         groups = range(ranks.config.kvp, ranks.config.num_groups) if ranks.rank == 0 else ()
@@ -219,12 +152,44 @@ class TransferLine:
         sizes = {"num_layers": shard.whole.num_layers, "num_kv_heads": shard.whole.num_kv_heads}
         parts = parts_of(self._ranks.config, held, target, **sizes)
         pieces = list(pieces_of(parts, self._ranks.rank, shard, self._runner.slots, slot))
+        ready = record_event(self._device)
 
-        def done() -> None:
-            if self._ranks.group == target:
-                self._receipts.send(batch.batch_id, batch.digest(), 0)
+        def run() -> None:
+            try:
+                self._run(pieces, ready)
+                if self._ranks.group == target:
+                    self._receipts.send(batch.batch_id, batch.digest(), 0)
+            except Exception as error:
+                self._failed(error)
 
-        self._transfers.start(pieces, done)
+        self._lane.submit(run)
+
+    @torch.inference_mode()
+    def _run(self, pieces: Sequence[Piece], ready: torch.cuda.Event | None) -> None:
+        """Send or receive the messages of one hand-over."""
+        posted = deque[tuple[Piece, torch.Tensor, dist.Work]]()
+        with beside(self._stream, ready):
+            for number, piece in enumerate(pieces):
+                if len(posted) == len(self._buffers):
+                    self._end(*posted.popleft())
+                size = self._cache.block_size_of(piece.num_tokens, len(piece.heads))
+                buffer = buffer_of(self._buffers, number, size)
+                if piece.is_sent:
+                    self._cache.pack(piece.layer, piece.runs, buffer, piece.heads)
+                pass_on = dist.isend if piece.is_sent else dist.irecv
+                work = pass_on(buffer, piece.rank, group=self._group)
+                assert work is not None, "all ranks are in the group"
+                posted.append((piece, buffer, work))
+            while posted:
+                self._end(*posted.popleft())
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _end(self, piece: Piece, buffer: torch.Tensor, work: dist.Work) -> None:
+        """Wait for a message, and put what was received into the pool."""
+        work.wait()
+        if not piece.is_sent:
+            self._cache.pack(piece.layer, piece.runs, buffer, piece.heads, is_back=True)
 
     def receipt(self, batch: Batch) -> Future[None]:
         """On rank 0: what is done when every rank of the decode instance has what a hand-over brings it."""
@@ -243,9 +208,9 @@ class TransferLine:
 
     def close(self) -> None:
         """Wait for what has begun."""
-        self._transfers.close()
+        self._lane.submit(lambda: None).result()
         self._receipts.drain()
-        for lane in self._awaited.values():
+        for lane in (self._lane, *self._awaited.values()):
             lane.close()
 
     def _failed(self, error: Exception) -> str:

@@ -100,9 +100,9 @@ def test_rope_in_place_in_the_middle_of_a_product(dtype: torch.dtype) -> None:
     both = normal(70, 6 * 32, dtype=dtype)
     q, k, v = (part.unflatten(-1, (-1, 32)) for part in both.split([4 * 32, 32, 32], dim=-1))
     angles = torch.rand(70, 16) * 7
-    cos, sin = angles.cos(), angles.sin()
-    want, untouched = [rotate(x, cos, sin) for x in (q, k)], v.clone()
-    decoder.apply_rope(torch.empty(0), q, k, 32, torch.cat([cos, sin], dim=-1))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    want, untouched = [rotate(x, cos_sin) for x in (q, k)], v.clone()
+    decoder.apply_rope(None, q, k, 32, cos_sin)
     for got, one in zip((q, k), want, strict=True):
         assert_close(got, one.double(), dtype)
     assert torch.equal(v, untouched)

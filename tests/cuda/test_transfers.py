@@ -62,12 +62,12 @@ def test_a_receive_does_not_wait_for_the_compute_of_the_batch_before(
 
 
 def test_posted_on_the_stream_of_the_compute_it_would_wait(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StagePipe, "_beside", lambda self, used: nullcontext())
+    monkeypatch.setattr(medha.parallel.spp, "beside", lambda stream, used: nullcontext())
     assert last_receive_waits_for_compute(device, monkeypatch)
 
 
 def test_a_buffer_that_is_still_read_is_reported(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StagePipe, "_beside", lambda self, used: torch.cuda.stream(self._aside))
+    monkeypatch.setattr(medha.parallel.spp, "beside", lambda stream, used: torch.cuda.stream(stream))
     with suppress(DeviceError):
         last_receive_waits_for_compute(device, monkeypatch)
     assert device.reported()[0].startswith("race: receive on stream")
@@ -97,6 +97,7 @@ def test_compute_does_not_wait_for_sends_until_their_buffers_are_used_again(
         waits_for.append(device.default.clock.get(stream, 0))
     assert waits_for[:3] == [0, 0, 0] < waits_for[3:]
     assert waits_for[-1] < stream.launched
-    pipe.drain()
+    pipe._sends.drain()
+    pipe.digests.drain()
     torch.cuda.synchronize()
     assert arrived == [[100.0 * batch.batch_id + i for i in range(16, 32)] for batch in BATCHES]

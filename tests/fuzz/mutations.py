@@ -63,7 +63,7 @@ def merge_without_lse(patch: Patch) -> None:
 
 def output_ids_not_moved(patch: Patch) -> None:
     """Whoever samples for a request next is not told what has been drawn elsewhere."""
-    patch.setattr(Runner, "sampling_so_far", Runner.sampling, raising=False)
+    patch.setattr(Runner, "sampling_so_far", lambda self, slot: self.sampling[slot], raising=False)
 
 
 def draw_index_reset(patch: Patch) -> None:

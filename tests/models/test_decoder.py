@@ -59,10 +59,10 @@ def logits(stages: list[Decoder], ids: list[int]) -> torch.Tensor:
     """Logits of every position, float32 [len(ids), V], through a chain of decoders."""
     config = stages[0].config
     inv_freq = inverse_frequencies(config.rope, config.head_dim)
-    cos, sin = cos_sin(torch.arange(len(ids)), inv_freq, config.rope.attention_factor)
+    angles = cos_sin(torch.arange(len(ids)), inv_freq, config.rope.attention_factor)
     x = stages[0].embed(torch.tensor(ids))
     for stage in stages:
-        x = stage(x, cos, sin, causal_attend)
+        x = stage(x, angles, causal_attend)
     return stages[-1].logits(x)
 
 

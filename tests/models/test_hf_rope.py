@@ -79,7 +79,7 @@ def test_parity_with_transformers(tmp_path: Path, case: str) -> None:
         # A power of theta in float32 is off by about ln(theta) units in the last place.
         torch.testing.assert_close(inv_freq, reference.inv_freq.double(), rtol=3e-6, atol=0)
         wanted = reference(torch.empty(0), positions[None])
-        for got, want in zip(cos_sin(positions, inv_freq, ours.attention_factor), wanted, strict=True):
+        for got, want in zip(cos_sin(positions, inv_freq, ours.attention_factor).chunk(2, dim=-1), wanted, strict=True):
             assert (got.dtype, got.shape) == (torch.float32, (300, head_dim // 2))
             # transformers' angles are float32: 300 rad times what its inverse frequencies are off by.
             torch.testing.assert_close(torch.cat([got, got], dim=-1), want[0], rtol=0, atol=2e-4)

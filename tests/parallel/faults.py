@@ -170,7 +170,7 @@ def _install(fault: Fault, folder: Path) -> None:
     from medha.engine.engine import Engine
     from medha.worker.runner import Runner
     from medha.worker.step_input import StepInput
-    from medha.worker.transfer import Transfers
+    from medha.worker.transfer import TransferLine
 
     passed = itertools.count()
 
@@ -197,9 +197,9 @@ def _install(fault: Fault, folder: Path) -> None:
             strike()
         return run(self, step)
 
-    hand_over = Transfers._run
+    hand_over = TransferLine._run
 
-    def hand_over_or_fail(self: Transfers, *rest: Any) -> None:
+    def hand_over_or_fail(self: TransferLine, *rest: Any) -> None:
         strike()
         hand_over(self, *rest)
 
@@ -227,6 +227,6 @@ def _install(fault: Fault, folder: Path) -> None:
     elif fault.point == "states":
         Engine._fill_pipeline = fill_and_strike  # type: ignore[method-assign]
     elif fault.point == "transfer":
-        Transfers._run = hand_over_or_fail  # type: ignore[method-assign]
+        TransferLine._run = hand_over_or_fail  # type: ignore[method-assign]
     else:
         Runner.run = run_or_fail  # type: ignore[method-assign]

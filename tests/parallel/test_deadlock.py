@@ -180,9 +180,9 @@ class ToyModel:
         mine = torch.where(ids_T % self._tp == self._tp_rank, ids_T + 1, 0)
         return self._all_reduce(mine).float()[:, None].expand(-1, DIM).contiguous()
 
-    def __call__(self, x_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Any) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
         own = torch.arange(len(x_TD)) % self._tp == self._tp_rank
-        k_TKH = (cos + 1.0)[:, None, None].expand(-1, 1, DIM)  # see toy_arithmetic
+        k_TKH = (positions + 1.0)[:, None, None].expand(-1, 1, DIM)  # see toy_arithmetic
         for i, layer in enumerate(self._layers):
             x_TKH = x_TD[:, None, :]
             mixed_TD = (attend(i, x_TKH, k_TKH, x_TKH)[:, 0] + 3 * x_TD + layer) % MODULUS
@@ -227,7 +227,7 @@ def toy_arithmetic() -> Iterator[None]:
     """Within, parts of attention add up, and layers get positions where a rotation would be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(medha.parallel.kvp, "merge_partials", toy_merge)
-        patch.setattr(medha.worker.runner, "cos_sin", lambda positions, *_: (positions, positions))
+        patch.setattr(medha.worker.runner, "cos_sin", lambda positions, *_: positions)
         yield
 
 
@@ -400,7 +400,8 @@ def synchronous(kind: Any) -> Mutation:
 
     def send_and_wait(self: Any, *args: Any, **kwargs: Any) -> None:
         send(self, *args, **kwargs)
-        self.drain()
+        for sends in (self._sends, getattr(self, "digests", self._sends)):
+            sends.drain()
 
     return lambda patch: patch.setattr(kind, "send", send_and_wait)
 

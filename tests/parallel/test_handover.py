@@ -1,10 +1,13 @@
 """What passes between ranks when a decode instance takes over a request: the pure function by brute force, and the
 transfer itself in real gloo processes, with pools filled by hand."""
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from medha.parallel.mesh import _tp_neighbours, check_layout
 from medha.worker.kv_cache import KVCache
 from medha.worker.shard import ModelShard
 from medha.worker.step_input import Slots
-from medha.worker.transfer import Transfers, kv_heads_of, parts_of, pieces_of
+from medha.worker.transfer import TransferLine, kv_heads_of, parts_of, pieces_of
 from tests.parallel.workers import TIMEOUT_S, WorkerPool
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 64, 128, 5, 8, 2, 8, 4096, RopeConfig())
@@ -148,8 +151,10 @@ def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_
         pool.fill_(-1.0)
     slots = Slots(BLOCK, group)
     free = [(7 * i) % NUM_BLOCKS for i in range(NUM_BLOCKS)]
-    failures: list[Exception] = []
-    transfers = Transfers(cache, dist.new_group(), num_buffers=num_buffers, failed=failures.append)
+    config = dataclasses.replace(config, transfer_buffers=num_buffers)
+    ranks: Any = SimpleNamespace(transfer_group=dist.new_group(), report_group=None, rank=rank, config=config)
+    runner: Any = SimpleNamespace(cache=cache)
+    line = TransferLine(ranks, runner, shard)
     tables: list[list[int]] = []
     reports = []
     for slot, (held, target) in enumerate(requests):
@@ -163,9 +168,9 @@ def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_
                 cache.k[at][tables[-1]], cache.v[at][tables[-1]] = found, -found
         parts = parts_of(config, held, target, num_layers=MODEL.num_layers, num_kv_heads=MODEL.num_kv_heads)
         pieces = list(pieces_of(parts, rank, shard, slots, slot))
-        transfers.start(pieces, lambda slot=slot: reports.append(slot))  # type: ignore[misc]
-    transfers.close()
-    assert not failures, failures
+        line._lane.submit(partial(line._run, pieces, None))
+        line._lane.submit(partial(reports.append, slot))
+    line.close()
     for slot, (held, target) in enumerate(requests):
         if group == target:
             for layer in shard.layers:
@@ -178,7 +183,7 @@ def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_
     assert all((pool[others] == -1.0).all() for pool in (*cache.k, *cache.v))
     dist.barrier()
     dist.destroy_process_group()
-    return reports, max(buffer.nbytes for buffer in transfers._buffers), len(transfers._buffers)
+    return reports, max(buffer.nbytes for buffer in line._buffers), len(line._buffers)
 
 
 CASES = [

@@ -60,7 +60,7 @@ def attend_on_two_ranks(share: int, backend: str) -> tuple[list[float], list[int
         q_TNH = torch.randn(q_len, 2, 16, generator=new)
         k_TKH = 3.5 * q_TNH[:, :1] + 0.1 * torch.randn(q_len, 1, 16, generator=new)  # with some weight among so many
         v_TKH = torch.randn(q_len, 1, 16, generator=new)
-        q_TNH, k_TKH = (rotate(x, *cos_sin(sent.positions, inv_freq)) for x in (q_TNH, k_TKH))
+        q_TNH, k_TKH = (rotate(x, cos_sin(sent.positions, inv_freq)) for x in (q_TNH, k_TKH))
         out_TNH = runner._attention(step, sent, [])(0, q_TNH, k_TKH, v_TKH)
         assert step.shared is not None
         want_TNH = in_float64(q_TNH, cache, int(step.shared.kv_len[0]), is_last=rank == 1)

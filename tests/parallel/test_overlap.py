@@ -143,7 +143,7 @@ def decode_gated(folder: str, layout: dict[str, int]) -> tuple[list[str], list[R
     config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **sizes, **layout)
     role = build_role(config, timeline=timeline)
     driven, follower = getattr(role.engine, "runner", None), role.follower
-    num_prepared = lambda: driven._own._calls.qsize() if follower is None else follower._receiver.num_arrived  # noqa: E731
+    num_prepared = (driven._own._calls if follower is None else follower._receiver.arrived).qsize
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "run", gated_run)
         patch.setattr(Scheduler, "schedule", gated_schedule)

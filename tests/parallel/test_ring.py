@@ -55,7 +55,8 @@ def wrong_piece(patch: pytest.MonkeyPatch) -> None:
 
 def lost_shift(patch: pytest.MonkeyPatch) -> None:
     """History that should have moved is not received."""
-    patch.setattr(KVCache, "unpack", lambda *_: None)
+    pack = KVCache.pack
+    patch.setattr(KVCache, "pack", lambda *given, is_back=False: None if is_back else pack(*given))
 
 
 def wrong_buffer(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from medha.params import SamplingParams
-from medha.worker.transfer import Transfers
+from medha.worker.transfer import TransferLine
 from tests.commands import write_lines
 from tests.engines import left_behind
 from tests.parallel.faults import STATES, Fault, Job, command, start, states_of
@@ -27,13 +27,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ENDS_S = 60.0  # a tenth of it, and less, where the machine is not loaded
 
 
-def take_a_while(transfers: Transfers, *rest: Any) -> None:
+def take_a_while(transfers: TransferLine, *rest: Any) -> None:
     """A hand-over for which others have to wait."""
     time.sleep(0.05)
     hand_over(transfers, *rest)
 
 
-hand_over = Transfers._run
+hand_over = TransferLine._run
 
 
 # -- an abort --------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def abort_in_each_state(folder: str, options: dict[str, Any], prompts: Any, para
     from medha import LLM
 
     with pytest.MonkeyPatch.context() as patch, LLM(folder, **SIZES | options) as llm:
-        patch.setattr(Transfers, "_run", take_a_while)
+        patch.setattr(TransferLine, "_run", take_a_while)
         if not llm.is_driver:
             llm.follow()
             return {}
@@ -119,7 +119,7 @@ def alone(model: Path) -> dict[str, list[int]]:
 
 def slowly(rank: int, arguments: list[str]) -> None:
     """As ``command``, with hand-overs for which others have to wait."""
-    Transfers._run = take_a_while  # type: ignore[method-assign]
+    TransferLine._run = take_a_while  # type: ignore[method-assign]
     command(rank, arguments)
 
 

@@ -30,17 +30,17 @@ def count(
     told by their group."""
     counts: Counts = {"pipe": Counter(), "merge": Counter(), "gloo": Counter()}
     now = ["gloo"]
-    isend, buffer, send, start = dist.isend, SharedMemory.buffer, StagePipe.send, Merge.start
+    isend, put, send, start = dist.isend, SharedMemory.put, StagePipe.send, Merge.start
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kind = now[0] if tensor.dtype in (torch.float32, torch.uint8) else "gloo"
         counts[kind].update(messages=1, bytes=tensor.nbytes)
         return isend(tensor, *args, **kwargs)
 
-    def written(self: SharedMemory, rank: int, num_bytes: int) -> torch.Tensor:
-        kind = now[0] if num_bytes > DIGEST_BYTES else "gloo"
-        counts[kind].update(messages=1, bytes=num_bytes, shared=1)
-        return buffer(self, rank, num_bytes)
+    def written(self: SharedMemory, rank: int, x: torch.Tensor) -> None:
+        kind = now[0] if x.nbytes > DIGEST_BYTES else "gloo"
+        counts[kind].update(messages=1, bytes=x.nbytes, shared=1)
+        put(self, rank, x)
 
     def sent(self: StagePipe, batch: Any, x_TD: torch.Tensor) -> None:
         counts["pipe"].update(batches=1, whole=x_TD.nbytes)
@@ -62,7 +62,7 @@ def count(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StagePipe, "send", sent)
         patch.setattr(Merge, "start", started)
-        patch.setattr(SharedMemory, "buffer", written)
+        patch.setattr(SharedMemory, "put", written)
         patch.setattr(kvp, "MOST_BYTES", most_bytes)
         patch.setattr(dist, "isend", counted)
         patch.setattr(dist.distributed_c10d, "isend", counted)

@@ -1,20 +1,25 @@
-"""A substitute for the stream that swaps: copies that are made as late as they may be."""
+"""A substitute for the host's pools that are swapped to: copies that are made as late as they may be."""
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
+
+from medha.worker.swap import HostCache, Wait
 
 
-class Late:
+class Late(HostCache):
     """Copies that are made when the compute that must come after them is launched."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.queued: deque[Callable[[], None]] = deque()
         self._num_issued = self._num_done = 0
 
-    def begin(self) -> None:
+    def move(self, *runs: Any) -> list[Wait]:
         assert not self.queued, "the compute of every batch comes after all of its copies, and so do later batches"
+        return super().move(*runs)
 
-    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
+    def _issue(self, copies: Callable[[], None]) -> Wait:
         self.queued.append(copies)
         self._num_issued += 1
         number = self._num_issued

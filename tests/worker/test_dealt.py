@@ -30,7 +30,7 @@ def test_who_sees_what(plans: list[Plan], groups: int) -> None:
                 sent.setdefault((group, move.group), []).append(cache.pack(0, move.runs, memory))
         for group, (step, cache) in enumerate(zip(steps, caches, strict=True)):
             for move in step.receives:
-                cache.unpack(0, move.runs, sent[move.group, group].pop(0))
+                cache.pack(0, move.runs, sent[move.group, group].pop(0), is_back=True)
             if step.batch.rows:
                 new = named(step.batch, group)
                 written = DeviceStep.of(step, CPU, with_pages=False)

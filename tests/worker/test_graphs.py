@@ -27,16 +27,22 @@ from tests.serving import NUM_TOKENS, Case, Model
 SIZES = (1, 2, 4, 8)
 
 
-class Repeating:
+class Repeating(CudaGraphs):
     """Captures a function and replays it by calling it; some sizes find no memory."""
 
-    def __init__(self, *, refused: Sequence[int] = ()) -> None:
+    def __init__(self, *, refused: Sequence[int] = (), is_alone: bool = True) -> None:
+        self._is_alone = is_alone
         self.captured: list[int] = []
         self.replayed: list[int] = []
         self._refused = refused
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        out = run()
+    def capture(
+        self, run: Callable[[Callable[[], None]], torch.Tensor]
+    ) -> tuple[torch.Tensor, list[Callable[[], None]]]:
+        def cut() -> None:
+            raise AssertionError("graphs of decodes are whole")
+
+        out = run(cut)
         size = len(out)
         if size in self._refused:
             raise torch.OutOfMemoryError("none left")
@@ -45,9 +51,9 @@ class Repeating:
         def replay() -> None:
             self.replayed.append(size)
             with torch.inference_mode():
-                out.copy_(run())
+                out.copy_(run(cut))
 
-        return out, replay
+        return out, [replay]
 
 
 def with_graphs(
@@ -141,7 +147,7 @@ def test_a_batch_is_filled_up_to_the_next_size_and_larger_ones_run_eagerly(case:
 def test_what_fills_a_batch_up_touches_the_scratch_block_alone(case: Case) -> None:
     engine, maker = with_graphs(case, sizes=(8,), block_size=16, num_blocks=40)
     cache = engine.runner.cache  # type: ignore[attr-defined]
-    assert cache.scratch_token == 640 and all(len(pool) == 656 for pool in (*cache.k, *cache.v))
+    assert cache.num_blocks * cache.block_size == 640 and all(len(pool) == 656 for pool in (*cache.k, *cache.v))
     for pool in (*cache.k, *cache.v):
         pool.fill_(7.0)
     engine.add_request("a", case.prompts[2], SamplingParams(temperature=0.0, max_tokens=4))
@@ -152,14 +158,14 @@ def test_what_fills_a_batch_up_touches_the_scratch_block_alone(case: Case) -> No
     for old, new in zip(before, (*cache.k, *cache.v), strict=True):
         changed = (old != new).flatten(1).any(1).nonzero().view(-1).tolist()
         position = len(case.prompts[2])
-        assert len(changed) == 2 and changed[1] == cache.scratch_token and changed[0] % 16 == position % 16
-        assert bool((new[cache.scratch_token + 1 :] == 7.0).all())
+        assert len(changed) == 2 and changed[1] == 640 and changed[0] % 16 == position % 16
+        assert bool((new[641:] == 7.0).all())
 
 
 def test_sizes_for_which_there_is_no_memory_are_left_out(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     engine, maker = with_graphs(case, refused=(8, 4))
     assert maker.captured == [2, 1]
-    assert engine.runner.graphs.sizes == (1, 2)  # type: ignore[attr-defined]
+    assert sorted(engine.runner.graphs._graphs) == [1, 2]  # type: ignore[attr-defined]
     assert ["no memory for the CUDA graph of 8 decodes" in r.getMessage() for r in caplog.records] == [True, False]
     assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
 
@@ -170,7 +176,7 @@ def test_no_size_is_left_out_where_other_ranks_wait_for_it(case: Case) -> None:
     capture(maker := Repeating(refused=(4,)), SIZES)
     assert len(maker.captured) == len(SIZES) - 1
     with pytest.raises(ConfigError, match=r"CUDA graph of 4 decodes; accepted: .*enforce_eager"):
-        capture(Repeating(refused=(4,)), SIZES, is_alone=False)
+        capture(Repeating(refused=(4,), is_alone=False), SIZES)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ and slots are used again.
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 
 import pytest
@@ -19,7 +18,7 @@ from medha.batch import Batch, Extent, Row, Shared, append_extent
 from medha.sched.blocks import facing
 from medha.worker.kv_cache import KVCache
 from medha.worker.step_input import DeviceStep, Slots, StepInput
-from medha.worker.swap import CopyStream, HostCache
+from medha.worker.swap import HostCache
 from tests.attention.reference import visible
 from tests.worker.late import Late
 
@@ -170,22 +169,21 @@ def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: di
         assert (part.q_len[i], part.causal[i]) == (row.q_len, row.writer == group)
 
 
-@pytest.mark.parametrize("stream", [partial(CopyStream, CPU), Late], ids=["now", "late"])
+@pytest.mark.parametrize("host_cache", [HostCache, Late], ids=["now", "late"])
 @pytest.mark.parametrize("kind", [Plans, Decodes])
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_written_at_a_position_is_read_back_at_it(
-    seed: int, kind: type[Plans], stream: Callable[[], CopyStream]
+    seed: int, kind: type[Plans], host_cache: type[HostCache]
 ) -> None:
-    plans, num_taken_over = kind(random.Random(seed)), 0
+    plans = kind(random.Random(seed))
     slots = [Slots(BLOCK, group) for group in range(GROUPS)]
     shape = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": BLOCK}
     caches = [KVCache(LayerShape(1, 1, 1, torch.float32), **shape, device=CPU) for _ in range(GROUPS)]
-    hosts = [HostCache(cache, NUM_BLOCKS, stream()) for cache in caches]
+    hosts = [host_cache(cache, NUM_BLOCKS) for cache in caches]
     for batch_id in range(30):
         batch = plans.batch(batch_id)
         for group, (tables, cache, host) in enumerate(zip(slots, caches, hosts, strict=True)):
-            before, step = tables._last, tables.prepare(batch.part_of(group))
-            num_taken_over += before is not None and step.decode_slots is before[1].decode_slots
+            step = tables.prepare(batch.part_of(group))
             host.move(step.swaps_out, step.swaps_in)[-1]()
             if step.batch.rows:
                 check(step, group, plans.live)
@@ -201,7 +199,6 @@ def test_what_is_written_at_a_position_is_read_back_at_it(
                 assert cache.k[0][tokens].flatten().tolist() == values
                 assert cache.v[0][tokens].flatten().tolist() == [-value for value in values]
                 assert tables.blocks(slot).tolist() == request.blocks[group]
-    assert kind is Plans or num_taken_over > 10  # steps take over what did not change
 
 
 def test_a_row_beyond_the_blocks_of_its_slot_is_an_error() -> None:
@@ -232,10 +229,8 @@ def test_a_block_begins_for_the_row_that_grows_here_behind_one_that_grows_elsewh
     first = Row(0, 8, 4, False, False, 0, 3), Row(1, 4, 3, False, False, 1, 2)
     slots.prepare(Batch(0, first, (Extent(0, 5, 1, 2), Extent(1, 9, 1, 2))))
     slots.prepare(Batch(1, (Row(0, 12, 1, True, True, 0, 4), Row(1, 7, 1, True, True, 1, 2))))
-    last = slots._last
     rows = Row(0, 13, 1, True, True, 0, 4), Row(1, 8, 1, True, True, 1, 2)
     step = slots.prepare(Batch(2, rows, (Extent(1, 20, 1, 2),)))
-    assert last is not None and step.decode_slots is last[1].decode_slots  # it goes on from the one before
     assert step.shared is not None and step.kept is not None
     assert (step.shared.pages.tolist(), step.shared.kv_len.tolist()) == ([5, 9, 20], [4, 5])
     assert (step.kept.tolist(), step.targets.tolist()) == ([1], [20 * BLOCK])

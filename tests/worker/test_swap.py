@@ -5,8 +5,6 @@ streams are for a GPU. Which blocks are copied where is shown with the rest of a
 """
 
 import logging
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +19,9 @@ from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
-from medha.worker.swap import CopyStream, HostCache, Wait
+from medha.worker.swap import HostCache, Wait
 from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import CPU, Preemptions, build_engine, submitted
+from tests.engines import Preemptions, build_engine, submitted
 from tests.serving import Model, finish, random_ids
 from tests.worker.late import Late
 from tests.worker.test_graphs import Repeating
@@ -41,7 +39,7 @@ PENALTIES = SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, max_
 
 def test_the_hosts_pools_are_laid_out_as_the_devices() -> None:
     cache = make_cache()
-    memory = HostCache(cache, 3, CopyStream(CPU))
+    memory = HostCache(cache, 3)
     assert memory.k[0].shape == (12, 2, 8) and memory.k[0].stride() == (8, 12 * 8, 1)
     assert len({pool.data_ptr() for pool in (*memory.k, *memory.v)}) == 4
 
@@ -51,7 +49,7 @@ def test_measuring_changes_nothing() -> None:
     for pool in (*cache.k, *cache.v):
         pool.copy_(torch.randn(pool.shape))
     before = [pool.clone() for pool in (*cache.k, *cache.v)]
-    assert HostCache(cache, 2, CopyStream(CPU)).measure_block_s() > 0
+    assert HostCache(cache, 2).measure_block_s() > 0
     assert all(torch.equal(a, b) for a, b in zip(before, (*cache.k, *cache.v), strict=True))
 
 
@@ -76,13 +74,13 @@ def undisturbed(bytes_model: Model, params: SamplingParams) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("stream", [partial(CopyStream, CPU), Late], ids=["now", "late"])
+@pytest.mark.parametrize("host_cache", [HostCache, Late], ids=["now", "late"])
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"async_scheduling": True}], ids=str)
 def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
-    bytes_model: Model, params: SamplingParams, options: dict[str, Any], stream: Callable[[], CopyStream]
+    bytes_model: Model, params: SamplingParams, options: dict[str, Any], host_cache: type[HostCache]
 ) -> None:
-    engine = bytes_model.engine(**(SMALL | SWAP | options), stream=stream())
+    engine = bytes_model.engine(**(SMALL | SWAP | options), host_cache=host_cache)
     counts = Preemptions.of(engine)
     tokens, batches = run(engine, params)
     assert tokens == undisturbed(bytes_model, params)
@@ -127,20 +125,19 @@ def test_compute_that_does_not_wait_is_noticed(bytes_model: Model, monkeypatch: 
     move = HostCache.move
     monkeypatch.setattr(HostCache, "move", lambda *args: [lambda: None for _ in move(*args)])
     with pytest.raises(Exception, match="comes after all of its copies"):
-        run(bytes_model.engine(**(SMALL | SWAP), stream=Late()), GREEDY)
+        run(bytes_model.engine(**(SMALL | SWAP), host_cache=Late), GREEDY)
 
 
 def test_what_comes_after_an_interrupt_comes_after_its_copies(
     bytes_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It struck when copies had begun, and before the compute that would have waited for them."""
-    line = Late()
-    engine = bytes_model.engine(**(SMALL | SWAP), stream=line)
+    engine = bytes_model.engine(**(SMALL | SWAP), host_cache=Late)
     eager = Runner._eager
 
     def interrupted(runner: Runner, step: StepInput, copies: list[Wait]) -> Any:
         if copies:
-            assert line.queued
+            assert runner.host.queued  # type: ignore[union-attr]
             raise KeyboardInterrupt
         return eager(runner, step, copies)
 
@@ -148,7 +145,7 @@ def test_what_comes_after_an_interrupt_comes_after_its_copies(
         patch.setattr(Runner, "_eager", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(engine, GREEDY)
-    assert not line.queued
+    assert not engine.runner.host.queued  # type: ignore[attr-defined]
     engine.step()  # returns what was aborted
     assert run(engine, GREEDY)[0] == undisturbed(bytes_model, GREEDY)
 
@@ -214,7 +211,7 @@ def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
     device = torch.device("cuda")
     shape = LayerShape(8, 8, 128, torch.bfloat16)
     cache = KVCache(shape, num_layers=4, num_blocks=64, block_size=256, device=device)
-    host = HostCache(cache, 32, CopyStream(device))
+    host = HostCache(cache, 32)
     assert all(pool.is_pinned() for pool in (*host.k, *host.v))
     pools = (*cache.k, *cache.v)
     for pool in pools:
@@ -234,7 +231,7 @@ def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
 def test_a_graph_comes_after_all_copies(bytes_model: Model) -> None:
     """FlashInfer's substitute below the engine; decodes alone are replayed, also beside blocks that go out."""
     engine = bytes_model.engine(
-        **(SMALL | SWAP), backend=make_flashinfer(block_size=16), has_scratch=True, stream=Late()
+        **(SMALL | SWAP), backend=make_flashinfer(block_size=16), has_scratch=True, host_cache=Late
     )
     maker = Repeating()
     engine.runner.capture(maker, (1, 2, 4, 8))  # type: ignore[attr-defined]
