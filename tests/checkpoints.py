@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 
+from tests.models.hf_folders import LLAMA3, YARN
+
 VOCAB = 211
 SHAPE = {
     "vocab_size": VOCAB,
@@ -25,15 +27,8 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1024,
-}
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
+LLAMA3_ROPE = LLAMA3 | {"rope_theta": 500000.0}
+YARN_ROPE = YARN | {"rope_theta": 10000.0}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Requests that are wrong: the error says what and where, nothing is queued, and the engine goes on."""
 
+import array
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,7 @@ from medha.engine.admission import prepare_request
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import ContextLengthError, KVCapacityError, ValidationError
-from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import by_tokens
+from tests.sched.virtual import by_tokens, new_scheduler
 from tests.serving import GREEDY, Model, assert_empty, finish, serve_one
 
 MAX_MODEL_LEN = 400
@@ -79,6 +80,22 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
     ),
     "message without role": ({"messages": [{"content": "hi"}]}, "messages", "role"),
     "lone surrogate": ("a\ud800", "prompt", "lone surrogate"),
+    **{
+        f"id {shown}": (
+            {"prompt_token_ids": ids},
+            "prompt_token_ids",
+            rf"^prompt_token_ids\[{at}\]={shown}; accepted: int",
+        )
+        for ids, at, shown in (
+            ([300, True], 0, "300"),
+            ([1, True, 300], 1, "True"),
+            ([1, 2**70], 1, 2**70),
+            (np.array([1, 2, 256, -1]), 2, "256"),
+            (np.array([1, 2**63], np.uint64), 1, 2**63),
+            (torch.tensor([1, -7]), 1, "-7"),
+            (torch.tensor([1.5], dtype=torch.bfloat16), 0, "1.5"),
+        )
+    },
 }
 
 
@@ -94,6 +111,22 @@ def test_bad_prompt(llm: LLM, engine: Engine, case: str) -> None:
         llm.generate(["good", prompt])
     with pytest.raises(ValidationError, match=message):
         llm.stream(prompt)
+
+
+@pytest.mark.parametrize(
+    "make", [list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor]
+)
+def test_ids_become_an_array_of_our_own(engine: Engine, make: Any) -> None:
+    ids = [5, 0, 255, 5]
+    given = make("q", ids) if make is array.array else make(ids)
+    request = engine.prepare("r", given)
+    assert request.prompt_ids.dtype == np.int32
+    assert request.prompt_token_ids == ids
+    assert type(request.prompt_token_ids) is list and type(request.prompt_token_ids[0]) is int
+    assert request.prompt_token_ids is request.prompt_token_ids
+    if not isinstance(given, tuple):
+        given[0] = 9
+        assert request.prompt_ids.tolist() == request.prompt_token_ids == ids  # a copy: the caller may change his
 
 
 @pytest.mark.parametrize("value", [None, 5, b"hello", {1, 2}, iter(["a"])], ids=lambda value: type(value).__name__)
@@ -182,7 +215,7 @@ def test_lists_of_different_length(llm: LLM, field: str, count: int) -> None:
 def test_the_kv_capacity_of_groups() -> None:
     """Two groups, each of which takes up to 32 tokens of a request, though its pool has 256."""
     config = SchedulerConfig("sarathi", max_kv_per_group=32)
-    scheduler = Scheduler(config, num_blocks=16, block_size=16, num_groups=2, predictor=by_tokens())
+    scheduler = new_scheduler(config, num_blocks=16, num_groups=2, predictor=by_tokens())
     with pytest.raises(KVCapacityError) as caught:
         prepare_request(
             "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, kv=scheduler.memory

@@ -187,8 +187,8 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("async_scheduling", "prefix_caching"), (0, 1, "on")),
     "rope_scaling": (3, True, ["yarn"], NAN),
     "hf_overrides": (3, True, "{}", [("a", 1)]),
-    "sp_sizes": [(3,), (2, 1), 2],
-    "improvement_rate": [1.5, -0.1, True],
+    "sp_sizes": [(3,), (2, 1), (), 2],
+    "improvement_rate": [1.5, 1.0, -0.1, True],
     "max_chunks": [0, "x"],
     "tenant_weights": (3, True, "{}", {"a": 0}, {"a": -1.0}, {"a": NAN}, {"a": INF}, {"a": "1"}, {1: 1.0}),
 }

@@ -36,69 +36,37 @@ def test_plain_modules_import_the_standard_library_and_each_other(name: str) -> 
 
 
 # What each folder, or module at the top, may import of medha, from the ground up; names that stand in one line know
-# nothing of each other. An import in a function or for type checking counts like any other.
+# nothing of each other, and those with a star may import all of the ground. An import in a function or for type
+# checking counts like any other.
 _GROUND = {"errors", "batch", "outputs", "config", "params", "records"}
-MAY_IMPORT: dict[str, set[str]] = {
-    **{name: _GROUND - {name} for name in sorted(_GROUND)},
-    "timeline": {"batch", "records"},
-    "cpu": set(),
-    "attention": {"cpu"},
-    "child": set(),
-    "text": {*_GROUND, "child", "models.folder"},
-    "models": {*_GROUND, "cpu"},
-    "parallel": {*_GROUND, "attention.merge", "attention.staging", "child", "cpu"},
-    "cost": _GROUND,
-    "sched": {*_GROUND, "cost"},
-    "worker": {*_GROUND, "cpu", "models", "attention", "parallel"},
-    "cli": {*_GROUND, "cost.hardware", "parallel.launch", "models.folder"},
-    "workload": {*_GROUND, "cli"},
-    "engine": {*_GROUND, "timeline", "sched", "worker", "text", "cost", "cli", "models", "attention", "parallel"},
-    "sim": {*_GROUND, "timeline", "sched", "cost", "workload", "cli", "models.hf_config"},
-    "llm": {*_GROUND, "timeline", "engine", "parallel", "text", "cli.files"},
-    "profile": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
-    "verify": {*_GROUND, "timeline", "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
-    "generate": {
-        *_GROUND,
-        "timeline",
-        "engine",
-        "verify",
-        "cli",
-        "models",
-        "parallel",
-        "text",
-        "worker.shard",
-        "workload",
-    },
-    "serve": {
-        *_GROUND,
-        "engine",
-        "cli",
-        "parallel.launch",
-        "parallel.own_ranks",
-        "generate",
-        "child",
-        "sched.decision",
-    },
-    "bench": {
-        *(*_GROUND, "llm", "engine", "worker", "sched", "cost", "profile", "workload"),
-        "sim.replica",
-        *("cli", "models", "attention", "parallel"),
-    },
-    "": {"llm", "engine", "params", "outputs"},
-    "__main__": {
-        "bench",
-        "cli",
-        "cost",
-        "errors",
-        "generate",
-        "profile",
-        "serve",
-        "sim",
-        "verify",
-        "workload",
-        "engine.replay",
-    },
-}
+_TABLE = """
+    timeline: batch records
+    cpu:
+    attention: cpu
+    child:
+    *text: child models.folder
+    *models: cpu
+    *parallel: attention.merge attention.staging child cpu
+    *cost:
+    *sched: cost
+    *worker: cpu models attention parallel
+    *cli: cost.hardware parallel.launch models.folder
+    *workload: cli
+    *engine: timeline sched worker text cost cli models attention parallel
+    *sim: timeline sched cost workload cli models.hf_config
+    *llm: timeline engine parallel text cli.files
+    *profile: engine worker cost cli models attention parallel
+    *verify: timeline engine worker cost cli models attention parallel
+    *generate: timeline engine verify cli models parallel text worker.shard workload
+    *serve: engine cli parallel.launch parallel.own_ranks generate child sched.decision
+    *bench: llm engine worker sched cost profile workload sim.replica cli models attention parallel
+    : llm engine params outputs
+    __main__: bench cli cost errors generate profile serve sim verify workload engine.replay
+"""
+MAY_IMPORT = {name: _GROUND - {name} for name in sorted(_GROUND)}
+for _line in _TABLE.strip().splitlines():
+    _name, _, _names = _line.strip().partition(":")
+    MAY_IMPORT[_name.lstrip("*")] = {*_names.split(), *(_GROUND if _name.startswith("*") else ())}
 
 
 def folder_of(name: str) -> str:
@@ -153,17 +121,8 @@ def run(code: str) -> str:
 
 
 def test_light_modules_load_no_torch() -> None:
-    light = [
-        "medha",
-        *sorted(PLAIN),
-        "medha.sched.scheduler",
-        "medha.engine.jsonl",
-        "medha.cost.hardware",
-        "medha.sim.replica",
-        "medha.timeline",
-        "medha.workload.io",
-        "medha.workload.synth",
-    ]
+    others = ("sched.scheduler", "engine.jsonl", "cost.hardware", "sim.replica", "timeline", "workload.io")
+    light = ["medha", *sorted(PLAIN), *(f"medha.{name}" for name in (*others, "workload.synth"))]
     heavy = "{'torch', 'tokenizers', 'safetensors', 'transformers', 'huggingface_hub', 'rich', 'typer'}"
     assert run(f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))") == "[]"
     code = f"import sys, medha, {', '.join(sorted(PLAIN))}; print('numpy' in sys.modules)"

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from medha.attention.interface import AttentionRows
+from medha.verify.kernels import largest_error
 
 # The CPU kernel exponentiates 16-bit inputs less finely: 6e-5 measured.
 LSE_ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
@@ -76,13 +77,7 @@ def _assert_close(
     sdpa = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
     dtype = qkv[0].dtype
     least = max(5e-6, 2 * torch.finfo(dtype).eps * float(want_LNH.abs().max()))
-    error, allowed = _error(result[0], want_LNH), 2 * _error(sdpa, want_LNH) + least
+    error, allowed = largest_error(result[0], want_LNH), 2 * largest_error(sdpa, want_LNH) + least
     assert error <= allowed, f"output is off by {error:.3g}, {allowed:.3g} is allowed"
-    error, allowed = _error(result[1], want_LN), lse_atol + 1e-6 * float(want_LN.abs().max())
+    error, allowed = largest_error(result[1], want_LN), lse_atol + 1e-6 * float(want_LN.abs().max())
     assert error <= allowed, f"log-sum-exp is off by {error:.3g}, {allowed:.3g} is allowed"
-
-
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest absolute difference; inf when anything is not finite, so that no NaN passes a comparison."""
-    error = (got.double() - want).abs()
-    return float(error.max()) if bool(torch.isfinite(error).all()) else float("inf")

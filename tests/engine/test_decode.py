@@ -17,7 +17,7 @@ from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline
 from tests.sched.costs import PLAIN
 from tests.sched.test_lanes import TIMES
-from tests.sched.virtual import make_predictor
+from tests.sched.virtual import make_predictor, new_scheduler
 from tools.transfer_buffers import Play
 
 BLOCK = 16
@@ -26,9 +26,8 @@ SLOW = Predictor(replace(PLAIN, host_s=0.015))  # a decode takes that and a litt
 
 def scheduler(num_blocks: int, num_groups: int = 1, max_num_seqs: int = 64, *, is_async: bool = False) -> Scheduler:
     room = num_blocks * BLOCK
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_kv_per_group=room, async_scheduling=is_async)
-    predictor = make_predictor(kvp=num_groups)
-    return Scheduler(config, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor)
+    options = {"max_num_seqs": max_num_seqs, "max_kv_per_group": room, "async_scheduling": is_async}
+    return new_scheduler(num_blocks=num_blocks, num_groups=num_groups, **options)
 
 
 def request(slot: int, num_prompt: int, max_new: int = 17) -> SchedulerRequest:

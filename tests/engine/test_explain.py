@@ -16,7 +16,7 @@ from medha.outputs import Explanation
 from medha.params import SLO
 from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import Drive, Job, Seconds, by_tokens, jobs, make_predictor
+from tests.sched.virtual import Drive, Job, Seconds, by_tokens, jobs, make_predictor, new_scheduler
 
 PREDICTOR = make_predictor(kvp=3)
 
@@ -75,7 +75,7 @@ def test_the_parts_sum_to_the_ttft_whatever_runs(data: st.DataObject) -> None:
     )
     num_blocks = share * data.draw(st.sampled_from([1, 2, 8]))
     predictor = PREDICTOR.uncorrected()
-    sched = Scheduler(config, num_blocks=num_blocks, block_size=16, num_groups=num_groups, predictor=predictor)
+    sched = new_scheduler(config, num_blocks=num_blocks, num_groups=num_groups, predictor=predictor)
     noise = data.draw(st.randoms(use_true_random=False))
 
     def seconds(batch: Batch) -> float:
@@ -94,16 +94,13 @@ def test_the_parts_sum_to_the_ttft_whatever_runs(data: st.DataObject) -> None:
 
 def sarathi(*, num_blocks: int = 100, **config: Any) -> Scheduler:
     """One batch at a time, whose seconds are dealt out by tokens."""
-    config = SchedulerConfig("sarathi", depth=1, **config)
-    return Scheduler(config, num_blocks=num_blocks, block_size=4, predictor=by_tokens())
+    return new_scheduler("sarathi", num_blocks=num_blocks, block_size=4, predictor=by_tokens(), depth=1, **config)
 
 
 def play(load: Sequence[Job], *, num_blocks: int = 100, tokens: int = 16) -> Watched:
     """A second a batch."""
     sched = sarathi(num_blocks=num_blocks, chunk_size=8, max_batch_tokens=tokens)
-    drive = Watched(sched, load, lambda batch: 1.0)
-    drive.run()
-    check(drive)
+    check(drive := Watched(sched, load, lambda batch: 1.0).run())
     return drive
 
 
@@ -123,10 +120,8 @@ def test_what_runs_beside_and_before_is_named() -> None:
 def test_slack_is_sampled_where_it_bends() -> None:
     """It falls by a second a second while a request waits, and by nothing while its own chunks run as predicted."""
     load = [Job(0.0, 600, 1, slo=SLO(9.0)), Job(0.5, 600, 1, slo=SLO(30.0))]
-    config = SchedulerConfig("medha", "fcfs", t_target_s=0.5, depth=1)
-    sched = Scheduler(config, num_blocks=100, block_size=16, predictor=make_predictor())
-    drive = Watched(sched, load, None)
-    drive.run()
+    sched = new_scheduler(num_blocks=100, policy="fcfs", t_target_s=0.5, depth=1)
+    drive = Watched(sched, load, None).run()
     (at_s, first_s), *_, (end_s, last_s) = drive.explained[0].slack_s
     assert (at_s, end_s) == (0.0, drive.first_token_s[0])
     assert last_s == pytest.approx(9.0 - drive.first_token_s[0])

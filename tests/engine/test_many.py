@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from medha.batch import Batch
-from medha.config import SchedulerConfig
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.params import SamplingParams
-from medha.sched.scheduler import Scheduler
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
-from tests.sched.virtual import make_predictor
+from tests.sched.virtual import new_scheduler
 
 NUM_REQUESTS = 3_000
 
@@ -69,7 +67,7 @@ def serve_all(engine: Engine, prompts: Sequence[list[int]]) -> tuple[int, int]:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_thousands_at_once_are_all_served_in_flat_memory() -> None:
     runner = VirtualRunner()
-    scheduler = Scheduler(SchedulerConfig(), num_blocks=1024, block_size=16, predictor=make_predictor())
+    scheduler = new_scheduler(num_blocks=1024)
     engine = Engine(runner, scheduler, ModelLimits(256, 4096), clock=runner.clock)
     prompts = [[i % 256] * (5 + i % 50) for i in range(NUM_REQUESTS)]
     before = resident_bytes()

@@ -14,23 +14,13 @@ import pytest
 
 from medha.records import RankRecords
 from medha.timeline import Timeline
+from tests.models.hf_folders import LLAMA
 from tests.parallel.workers import WorkerPool
 
 NUM_CHUNKS = 20
 CHUNK_SIZE = 128
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": 2,
-}
+SHAPE = LLAMA | {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+SHAPE |= {"num_attention_heads": 8}
 
 
 def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[RankRecords]]:

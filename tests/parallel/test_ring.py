@@ -145,7 +145,7 @@ def plain(folder: Path, *lengths: int) -> list[list[int]]:
     from medha import LLM
 
     prompts, params = asked(lengths)
-    with LLM(folder, block_size=BLOCK, num_kv_blocks=NUM_BLOCKS) as llm:
+    with LLM(folder, block_size=BLOCK, num_kv_blocks=200) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], [SamplingParams(**p) for p in params])
     return [output.outputs[0].token_ids for output in outputs]
 

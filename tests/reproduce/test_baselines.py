@@ -55,9 +55,6 @@ def test_transfers_show_where_blocks_are_short() -> None:
     assert hidden_tokens(312e12, 12.5e9) == 4 * hidden_tokens(312e12, 12.5e9, query_heads_per_kv_head=4) == 24960
 
 
-SMALL = MODELS["Llama-3 8B"]
-
-
 @pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(tp=8), ParallelConfig(tp=2, spp=4)], ids=str)
 def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout: ParallelConfig) -> None:
     most = largest_prefill(stage_memories(A100, SMALL, layout))

@@ -1,6 +1,5 @@
 """The figures under load on systems that take no time to play: claims answered, JSON, drawing."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -17,9 +16,8 @@ from examples.reproduce.report import FIGURES, run_figure, save
 from examples.reproduce.result import Options
 from examples.reproduce.systems import LOONGSERVE, MEDHA
 from medha.sim.outcome import Gaps
-from tests.reproduce import PLAYED
+from tests.reproduce import HAS_MATPLOTLIB, PLAYED
 
-HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 OPTIONS = Options(quick=True)
 
 

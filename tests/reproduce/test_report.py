@@ -1,6 +1,5 @@
 """``python -m examples.reproduce`` end to end: files, table, the same text twice, bad names."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from examples.reproduce.claims import load_claims
 from examples.reproduce.report import FIGURES, report, run_figure, write_all
 from examples.reproduce.result import FigureResult, FigureSpec, Options
 from medha.cli.command import run_app
+from tests.reproduce import HAS_MATPLOTLIB
 
-HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 NAMES = ("intensity", "kvp-decode")
 
 

@@ -12,12 +12,11 @@ from medha.errors import ConfigError, DeadlineError
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import make_predictor
+from tests.sched.virtual import make_predictor, new_scheduler
 
 
 def make_scheduler(admission: str = "refuse", **options: Any) -> Scheduler:
-    config = SchedulerConfig(admission=admission, **options)
-    return Scheduler(config, num_blocks=2000, block_size=16, predictor=make_predictor())
+    return new_scheduler(num_blocks=2000, admission=admission, **options)
 
 
 def request(
@@ -29,8 +28,8 @@ def request(
 def alone_s(scheduler: Scheduler, num_prompt: int = 1000) -> float:
     """Of a prompt alone: its derived deadline is a multiple of it."""
     config = replace(scheduler.config, deadline_floor_s=1e-9, deadline_factor=1.0)
-    scheduler = Scheduler(config, num_blocks=2000, block_size=16, predictor=scheduler.predictor)
-    return scheduler.add(SchedulerRequest(0, num_prompt, 4, 0.0)).deadline_s
+    alone = new_scheduler(config, num_blocks=2000, predictor=scheduler.predictor)
+    return alone.add(SchedulerRequest(0, num_prompt, 4, 0.0)).deadline_s
 
 
 def late_s(scheduler: Scheduler, asked: SchedulerRequest, now_s: float) -> float | None:

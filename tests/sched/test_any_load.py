@@ -36,15 +36,8 @@ class Bounded(Watched):
 def test_any_load_ends_leaves_nothing_and_replays(world: dict[str, Any], factor: float) -> None:
     """Swaps included; with predictions that are off by a factor, or hear nonsense."""
     scheduler, file = make_scheduler(world), io.StringIO()
-    observers = [Journal(scheduler, file)]
-    drive = Bounded(
-        scheduler,
-        world["load"],
-        lambda batch: 1e-3 + 1e-4 * batch.num_tokens,
-        busy=lambda real_s: real_s * factor,
-        observers=observers,
-    )
-    drive.run()
+    told = {"busy": lambda real_s: real_s * factor, "observers": [Journal(scheduler, file)]}
+    drive = Bounded(scheduler, world["load"], lambda batch: 1e-3 + 1e-4 * batch.num_tokens, **told).run()
     replayed = replay(file.getvalue().splitlines())
     assert (replayed.mismatch, replayed.num_batches) == (None, drive.num_batches)
 

@@ -2,11 +2,9 @@
 
 import pytest
 
-from medha.config import SchedulerConfig
 from medha.sched.decision import SchedulerRequest
-from medha.sched.scheduler import Scheduler
 from tests.sched.test_scheduler import Play
-from tests.sched.virtual import make_predictor
+from tests.sched.virtual import new_scheduler
 
 # -- static -----------------------------------------------------------------------------------------------
 
@@ -67,8 +65,7 @@ def test_vllm_serves_who_started_first_first() -> None:
 
 def test_a_batch_of_a_packer_that_predicts_nothing_may_take_what_its_rows_take() -> None:
     """A rank that computes a whole prompt is not behind: whoever asks how long it may take hears of minutes."""
-    config = SchedulerConfig("orca", max_num_seqs=8, max_batch_tokens=2048)
-    sched = Scheduler(config, num_blocks=8192, block_size=16, predictor=make_predictor())
+    sched = new_scheduler("orca", num_blocks=8192, max_num_seqs=8, max_batch_tokens=2048)
     assert sched.longest_s() == 0.0
     sched.add(SchedulerRequest(0, 100_000, 2, arrival_s=0.0))
     batch = sched.schedule(0.0).batch

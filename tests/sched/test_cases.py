@@ -12,28 +12,19 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import Drive, Job, make_predictor
+from tests.sched.virtual import BLOCK, Drive, Job, new_scheduler
 
 DEFAULT = SchedulerConfig()
-BLOCK_SIZE = 16
-
-
-def make_scheduler(config: SchedulerConfig = DEFAULT, *, num_blocks: int = 1 << 16) -> Scheduler:
-    predictor = make_predictor(max_tokens=config.max_batch_tokens)
-    return Scheduler(config, num_blocks=num_blocks, block_size=BLOCK_SIZE, predictor=predictor)
 
 
 def play(scheduler: Scheduler, jobs: Sequence[Job]) -> Drive:
     """To the end; every batch takes as long as predicted."""
-    drive = Drive(scheduler, jobs, None)
-    drive.run()
-    return drive
+    return Drive(scheduler, jobs, None).run()
 
 
 def alone_s(num_tokens: int) -> float:
     """Seconds of a prefill that runs alone."""
-    drive = play(make_scheduler(), [Job(0.0, num_tokens)])
-    return drive.first_token_s[0]
+    return play(new_scheduler(num_blocks=1 << 16), [Job(0.0, num_tokens)]).first_token_s[0]
 
 
 # -- B22: streams ------------------------------------------------------------------------------------------------
@@ -49,7 +40,7 @@ def test_a_long_request_ends_within_its_bound_while_a_stream_of_short_ones_goes_
     assert deadline_s > max(DEFAULT.patience_s, DEFAULT.deadline_floor_s)
     bound_s = deadline_s + long_s / DEFAULT.guarded_share
     stream = [Job(at_s, SHORT, 2) for at_s in np.arange(0.0, bound_s + 10.0, short_s / load).tolist()]
-    drive = play(make_scheduler(), [Job(0.0, LONG, 2), *stream])
+    drive = play(new_scheduler(num_blocks=1 << 16), [Job(0.0, LONG, 2), *stream])
     assert drive.first_token_s[0] < bound_s < stream[-1].arrival_s
     if load < 1:  # nobody waits much longer than the queue of the short ones alone would make it
         waits_s = [drive.first_token_s[i] - job.arrival_s for i, job in enumerate(stream, 1)]
@@ -62,7 +53,7 @@ def test_short_requests_wait_seconds_while_a_stream_of_long_ones_goes_on(load: f
     long_s, short_s = alone_s(LONG), alone_s(SHORT)
     stream = [Job(i * long_s / load, LONG, 2) for i in range(8)]
     shorts = [Job(at_s, SHORT, 2) for at_s in np.linspace(1.0, stream[-1].arrival_s, 8).tolist()]
-    drive = play(make_scheduler(), stream + shorts)
+    drive = play(new_scheduler(num_blocks=1 << 16), stream + shorts)
     waits_s = [drive.first_token_s[i] - job.arrival_s for i, job in enumerate(shorts, len(stream))]
     deadline_s = max(DEFAULT.deadline_floor_s, DEFAULT.deadline_factor * short_s)
     assert max(waits_s) < deadline_s < long_s
@@ -93,7 +84,7 @@ class FullPool(Drive):
         if batch is not None and self.scheduler.num_waiting:
             self.held.append(self.scheduler.memory.num_used)
             requests = [self.live[row.slot].request for row in batch.rows]
-            self.reserved.append(sum(-(-request.num_kv_tokens // BLOCK_SIZE) for request in requests))
+            self.reserved.append(sum(-(-request.num_kv_tokens // BLOCK) for request in requests))
 
 
 @pytest.mark.parametrize("overcommit", [False, True])
@@ -103,9 +94,7 @@ def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -
         Job(at_s, int(random.integers(20, 200)), int(random.integers(20, 200)))
         for at_s in np.arange(0.0, HOUR_S, 20.0 * STEP_S).tolist()
     ]
-    scheduler = make_scheduler(SchedulerConfig(overcommit=overcommit), num_blocks=NUM_BLOCKS)
-    drive = FullPool(scheduler, jobs)
-    drive.run()
+    drive = FullPool(new_scheduler(num_blocks=NUM_BLOCKS, overcommit=overcommit), jobs).run()
     assert drive.now_s > HOUR_S
     assert len(drive.finish_s) == len(jobs)
     assert len(drive.held) > 0.9 * HOUR_S / STEP_S  # somebody waits for memory nearly all the time
@@ -125,7 +114,7 @@ def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_requests_whose_deadline_has_passed_are_served(policy: str) -> None:
     """Late before they come, by a little and by years; beside others, no one's key is NaN and all end."""
-    scheduler = make_scheduler(SchedulerConfig(policy=policy))
+    scheduler = new_scheduler(num_blocks=1 << 16, policy=policy)
     late = [SLO(ttft_s=1e-9), SLO(ttft_s=0.5, tpot_s=1e-9), None]
     with np.errstate(divide="raise", invalid="raise"):
         for slot, slo in enumerate([*late, SLO(ttft_s=1e9)]):

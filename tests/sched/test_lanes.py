@@ -356,5 +356,3 @@ def test_what_is_refused_elsewhere() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs=7 with scheduler='cdsp'; accepted: 8 at least"):
         Driver(options={"max_num_seqs": 7})
     Driver(options={"max_num_seqs": 8})
-    with pytest.raises(ConfigError, match="policy='no'"):
-        Driver(options={"plan_order": "no"})

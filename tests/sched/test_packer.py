@@ -17,7 +17,7 @@ from medha.sched.packer import MedhaPacker
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import BLOCK, POLICIES, Drive, Job, make_predictor, make_scheduler, worlds
+from tests.sched.virtual import BLOCK, POLICIES, Drive, Job, make_predictor, make_scheduler, new_scheduler, worlds
 
 
 class Checked(Drive):
@@ -94,9 +94,7 @@ def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) 
 
 def play(world: dict[str, Any], drive: type[Drive] = Checked, **options: Any) -> Drive:
     scheduler = make_scheduler(world)
-    played = drive(scheduler, world["load"], noisy(scheduler, world["seed"]), **options)
-    played.run()
-    return played
+    return drive(scheduler, world["load"], noisy(scheduler, world["seed"]), **options).run()
 
 
 # -- any load ---------------------------------------------------------------------------------------------
@@ -189,13 +187,10 @@ def add(scheduler: Scheduler, slot: int, num_prompt: int, max_new: int = 1, **op
     scheduler.add(SchedulerRequest(slot, num_prompt, max_new, options.pop("arrival_s", 0.0), **options))
 
 
-def new_scheduler(
-    *, num_blocks: int = 4000, num_groups: int = 1, max_prompt_tokens: int = 100_000, **options: Any
-) -> Scheduler:
-    config = SchedulerConfig(**{"policy": "fcfs", "late_share": 0.0, "rho_max": 0.0, **options})
-    predictor = make_predictor(max_tokens=config.max_batch_tokens, kvp=num_groups)
-    sizes = {"num_blocks": num_blocks, "num_groups": num_groups, "max_prompt_tokens": max_prompt_tokens}
-    return Scheduler(config, block_size=BLOCK, predictor=predictor, **sizes)
+def plain(**options: Any) -> Scheduler:
+    """In the order of arrival, with no time set aside."""
+    options = {"policy": "fcfs", "late_share": 0.0, "rho_max": 0.0, "max_prompt_tokens": 100_000} | options
+    return new_scheduler(**options)
 
 
 def chunks_of(batch: Batch | None) -> list[tuple[int, int]]:
@@ -214,7 +209,7 @@ def finish(scheduler: Scheduler, batch: Batch | None, *, now_s: float = 0.0, end
 def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
     """More than are looked at in one round, as many as there are places; the order is that of plain Python."""
     draws = random.Random(3)
-    scheduler = new_scheduler(policy=policy, max_num_seqs=20, t_target_s=5.0)
+    scheduler = plain(policy=policy, max_num_seqs=20, t_target_s=5.0)
     for slot in range(200):
         slo, priority = SLO(draws.uniform(0.1, 9.0)), draws.randrange(4)
         add(scheduler, slot, draws.choice([3, 40, 60]), slo=slo, arrival_s=-draws.random(), priority=priority)
@@ -230,7 +225,7 @@ def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
 
 def test_chunks_fall_as_kv_grows() -> None:
     """As the issue wants it shown: one prompt alone, from its first token to the 60,000th."""
-    scheduler = new_scheduler(t_target_s=0.5)
+    scheduler = plain(t_target_s=0.5)
     add(scheduler, 0, 60_000)
     sizes = []
     while (batch := scheduler.schedule(0.0).batch) is not None:
@@ -245,12 +240,12 @@ def test_chunks_fall_as_kv_grows() -> None:
 
 def test_a_refused_request_never_blocks_those_behind_it() -> None:
     """Four causes in turn: a second long one, no memory, no place, no time; and each time the next one is served."""
-    scheduler = new_scheduler(long_threshold=1000, t_target_s=0.3, rho_max=0.5)
+    scheduler = plain(long_threshold=1000, t_target_s=0.3, rho_max=0.5)
     for slot, num_prompt in enumerate((1000, 1000, 20)):
         add(scheduler, slot, num_prompt)
     assert [slot for slot, _ in chunks_of(scheduler.schedule(0.0).batch)] == [0, 2]
 
-    scheduler = new_scheduler(num_blocks=20)
+    scheduler = plain(num_blocks=20)
     add(scheduler, 0, 16, 250)
     finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 1, 160)
@@ -258,14 +253,14 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
     decision = scheduler.schedule(0.0)
     assert (chunks_of(decision.batch), decision.refused) == ([(2, 16)], (1,))
 
-    scheduler = new_scheduler(max_num_seqs=2, policy="srpt", chunk_size=64)
+    scheduler = plain(max_num_seqs=2, policy="srpt", chunk_size=64)
     add(scheduler, 0, 500)
     add(scheduler, 1, 400)
     finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 2, 10)
     assert chunks_of(scheduler.schedule(0.0).batch) == [(1, 64), (0, 64)]
 
-    scheduler = new_scheduler(t_target_s=0.25, chunk_granularity=16, chunk_size=176)
+    scheduler = plain(t_target_s=0.25, chunk_granularity=16, chunk_size=176)
     for slot, num_prompt in enumerate((176, 600, 20)):
         add(scheduler, slot, num_prompt)
     assert chunks_of(scheduler.schedule(0.0).batch) == [(0, 176), (2, 20)]
@@ -273,7 +268,7 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
 
 def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
     """Group 0 has less to read, but a decode whose TPOT leaves no time for a chunk; group 1 reads a long one."""
-    scheduler = new_scheduler(num_groups=2, max_kv_per_group=32_000, policy="srpt", interactive_share=0.0)
+    scheduler = plain(num_groups=2, max_kv_per_group=32_000, policy="srpt", interactive_share=0.0)
     alone_s = make_predictor(kvp=2).predict([Work(1, 16, is_decode=True)])
     add(scheduler, 0, 16, 50, slo=SLO(tpot_s=1.01 * alone_s))
     finish(scheduler, scheduler.schedule(0.0).batch)
@@ -287,7 +282,7 @@ def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
 
 def test_the_late_and_the_passed_over_are_guarded() -> None:
     """While a decode holds all memory; what is due at 2 s is not late at 2 s."""
-    scheduler = new_scheduler(num_blocks=1, late_share=0.1, patience_s=4.0)
+    scheduler = plain(num_blocks=1, late_share=0.1, patience_s=4.0)
     add(scheduler, 0, 1, BLOCK)
     finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 1, 8, slo=SLO(2.0))
@@ -305,7 +300,7 @@ def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its
     predictor = make_predictor(kvp=2)
     fits = efficient_kv(predictor, 0.2, 64)
     config = SchedulerConfig(quantum_s=0.2, rho_max=0.0, max_kv_per_group=3 * fits // 2 // BLOCK * BLOCK)
-    scheduler = Scheduler(config, num_blocks=8 * fits // BLOCK, block_size=BLOCK, num_groups=2, predictor=predictor)
+    scheduler = new_scheduler(config, num_blocks=8 * fits // BLOCK, num_groups=2, predictor=predictor)
     shards: dict[int, int] = {}
     sizes: list[int] = []
     scheduler.add(SchedulerRequest(0, 19 * fits // 10, 1, 0.0))
@@ -323,9 +318,7 @@ def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its
 @pytest.mark.parametrize(("jobs", "widths"), [([(48_000, 8)], {1, 2}), ([(48_000, 8)] * 2, {1}), ([(500, 8)], {1})])
 def test_a_long_request_that_is_alone_lies_evenly_on_all_groups(jobs: list[tuple[int, int]], widths: set[int]) -> None:
     """It would fit one. Where another one waits each has a group to itself, and a short one gains nothing."""
-    scheduler = Scheduler(
-        SchedulerConfig(quantum_s=1.0), num_blocks=64_000, block_size=16, num_groups=2, predictor=make_predictor(kvp=2)
-    )
+    scheduler = new_scheduler(num_blocks=64_000, num_groups=2, quantum_s=1.0)
     for slot, sizes in enumerate(jobs):
         scheduler.add(SchedulerRequest(slot, *sizes, 0.0))
     shards: dict[int, dict[int, int]] = {slot: {} for slot in range(len(jobs))}

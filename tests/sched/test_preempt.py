@@ -16,7 +16,7 @@ from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, by_tokens, make_predictor
+from tests.sched.virtual import BLOCK, Drive, Job, by_tokens, new_scheduler
 
 
 class Watched(Drive):
@@ -41,22 +41,13 @@ class Watched(Drive):
                 assert live is not first, "the oldest never gives way"
 
 
-def make(num_blocks: int, *, scheduler: str = "medha", num_groups: int = 1, **options: Any) -> Scheduler:
-    config = SchedulerConfig(scheduler, **{"min_chunk": 8, "max_batch_tokens": 64, **options})
-    return Scheduler(
-        config,
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        num_groups=num_groups,
-        predictor=make_predictor(max_tokens=config.max_batch_tokens, kvp=num_groups),
-        max_prompt_tokens=2000,
-    )
+def make(num_blocks: int, **options: Any) -> Scheduler:
+    options = {"min_chunk": 8, "max_batch_tokens": 64, "max_prompt_tokens": 2000} | options
+    return new_scheduler(num_blocks=num_blocks, **options)
 
 
 def play(scheduler: Scheduler, load: Sequence[Job], seconds: float = 0.1) -> Watched:
-    drive = Watched(scheduler, load, lambda batch: seconds)
-    drive.run()
-    return drive
+    return Watched(scheduler, load, lambda batch: seconds).run()
 
 
 def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:

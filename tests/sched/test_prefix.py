@@ -23,7 +23,7 @@ from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, Live, make_predictor, make_scheduler, pairs, worlds
+from tests.sched.virtual import BLOCK, Drive, Job, Live, make_scheduler, new_scheduler, pairs, worlds
 
 IDS = PrefixIds(16, key=b"of tests")
 
@@ -215,8 +215,7 @@ def play(world: dict[str, Any]) -> Sharing:
     scheduler = make_scheduler(world | {"config": replace(config, max_kv_per_group=most), "num_blocks": num_blocks})
     drive = Sharing(scheduler, world["load"], lambda batch: 0.01 + 0.001 * batch.num_tokens)
     drive.reset_every = world.get("reset_every", 0)
-    drive.run()
-    return drive
+    return drive.run()
 
 
 @settings(max_examples=80, deadline=None)  # others in each run
@@ -358,9 +357,7 @@ def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
 
 
 def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:
-    config = SchedulerConfig(max_batch_tokens=2048)
-    predictor = make_predictor(max_tokens=2048)
-    scheduler = Scheduler(config, num_blocks=4000, block_size=64, predictor=predictor, max_prompt_tokens=200_000)
+    scheduler = new_scheduler(block_size=64, max_prompt_tokens=200_000, max_batch_tokens=2048)
     tokens = np.arange(200_000, dtype=np.int32)
     scheduler.add(SchedulerRequest(0, 200_000, 1, 0.0, SLO(ttft_s=1.0), prefix=IDS.of(tokens)))
     for _ in range(65):
@@ -487,8 +484,8 @@ def test_nobody_waits_for_a_leader_that_does_not_get_on() -> None:
 
 
 def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SchedulerConfig(scheduler="sarathi", max_num_seqs=64, max_batch_tokens=256, max_kv_per_group=640)
-    scheduler = Scheduler(config, num_blocks=20, block_size=32, predictor=make_predictor())
+    options = {"max_num_seqs": 64, "max_batch_tokens": 256, "max_kv_per_group": 640}
+    scheduler = new_scheduler("sarathi", num_blocks=20, block_size=32, **options)
     ids = IDS.of(np.arange(320, dtype=np.int32))
     for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
         scheduler.add(SchedulerRequest(slot, 320, 280, 0.0, prefix=ids))
@@ -508,10 +505,8 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
 
 
 def test_a_reset_is_of_what_is_on_the_host_as_well() -> None:
-    config = SchedulerConfig(
-        policy="priority", max_batch_tokens=256, max_kv_per_group=2560, num_swap_blocks=80, swap_block_s=1e-6
-    )
-    scheduler = Scheduler(config, num_blocks=40, block_size=64, predictor=make_predictor(max_tokens=256))
+    options = {"max_kv_per_group": 2560, "num_swap_blocks": 80, "swap_block_s": 1e-6}
+    scheduler = new_scheduler(num_blocks=40, block_size=64, policy="priority", max_batch_tokens=256, **options)
     ids = IDS.of(np.arange(1600, dtype=np.int32))
     scheduler.add(SchedulerRequest(0, 1600, 50, 0.0, priority=3, prefix=ids))
 

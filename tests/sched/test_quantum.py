@@ -15,7 +15,7 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import MODEL, Steps, make_predictor
+from tests.sched.virtual import MODEL, Steps, make_predictor, new_scheduler
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
@@ -30,14 +30,18 @@ GPU = Predictor(stage_coefficients(load_spec("h100-80g"), MODEL, ParallelConfig(
 """On which a larger chunk is read faster, as the weights are read once for all of it."""
 
 
-def new_scheduler(predictor: Predictor = PREDICTOR, **options: object) -> Scheduler:
-    config = SchedulerConfig(**options)  # type: ignore[arg-type]
-    return Scheduler(config, num_blocks=1 << 16, block_size=16, predictor=predictor, max_prompt_tokens=400_000)
+def on_one_group(predictor: Predictor = PREDICTOR, **options: Any) -> Scheduler:
+    return new_scheduler(num_blocks=1 << 16, predictor=predictor, max_prompt_tokens=400_000, **options)
+
+
+def on_two_groups(num_blocks: int = 1 << 16, **options: Any) -> Scheduler:
+    predictor = make_predictor(kvp=2, max_tokens=2048)
+    return new_scheduler(num_blocks=num_blocks, num_groups=2, predictor=predictor, **options)
 
 
 def chunks_of_one(slo: SLO | None = None) -> list[tuple[int, int]]:
     """(position, tokens) of the chunks of a long prompt beside a decode with these objectives."""
-    steps = Steps(new_scheduler(), is_still=True)
+    steps = Steps(on_one_group(), is_still=True)
     steps.add(0, 16, 1 << 16, slo)
     steps.add(1, 300_000, 2)
     chunks: list[tuple[int, int]] = []
@@ -73,7 +77,7 @@ def test_an_objective_makes_chunks_as_small_as_it_needs(slo: SLO) -> None:
 
 
 def test_a_class_goes_first_by_default() -> None:
-    scheduler = new_scheduler(max_batch_tokens=64, max_num_seqs=2)
+    scheduler = on_one_group(max_batch_tokens=64, max_num_seqs=2)
     for slot, (tokens, priority) in enumerate([(40, 2), (60, 0), (50, 1)]):
         scheduler.add(SchedulerRequest(slot, tokens, 4, 0.0, priority=priority))
     batch = scheduler.schedule(0.0).batch
@@ -85,7 +89,7 @@ def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
     quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
     means_s = []
     for share in (0.0, 0.05, 0.2):
-        steps = Steps(new_scheduler(interactive_share=share))
+        steps = Steps(on_one_group(interactive_share=share))
         for slot in range(4):
             steps.add(slot, 64, 1 << 16)
         steps.add(9, 300_000)
@@ -104,7 +108,7 @@ def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
     """From when it comes: each of its tokens takes what it takes alone, as long as there is time spared."""
     gaps: dict[float, float] = {}
     for share in (0.0, 0.05):
-        steps = Steps(new_scheduler(interactive_share=share))
+        steps = Steps(on_one_group(interactive_share=share))
         steps.add(9, 300_000)
         for _ in range(200):  # the long one alone: time is spared
             steps.step()
@@ -140,19 +144,16 @@ def batches_of_shorts(scheduler: Scheduler) -> tuple[int, float, float]:
 def test_a_prompt_that_comes_first_in_any_case_pays_nothing_for_a_batch_of_its_own() -> None:
     """Nor is it held back by what others have spent; unless somebody is guarded, for whose bound the share counts."""
     quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
-    num_own, without_s, with_s = batches_of_shorts(new_scheduler(interactive_share=0.02, rho_max=0.0))
+    num_own, without_s, with_s = batches_of_shorts(on_one_group(interactive_share=0.02, rho_max=0.0))
     assert num_own == 80 and without_s > 0.02 * with_s + 4 * quantum_s
-    num_own, without_s, with_s = batches_of_shorts(new_scheduler(interactive_share=0.02, rho_max=0.0, patience_s=1e-6))
+    num_own, without_s, with_s = batches_of_shorts(on_one_group(interactive_share=0.02, rho_max=0.0, patience_s=1e-6))
     assert num_own < 80 and without_s <= 0.02 * with_s + 4 * quantum_s
 
 
 @pytest.mark.parametrize("option", ["t_target_s", "quantum_s"])
 def test_decodes_of_several_groups_share_batches_of_half_the_time_that_is_set(option: str) -> None:
     """No batch leaves out the prompt of a group, which would be idle; after the decode batches take all the time."""
-    config = SchedulerConfig(rho_max=0.0, interactive_share=0.2, **{option: 0.4})  # type: ignore[arg-type]
-    predictor = make_predictor(kvp=2, max_tokens=2048)
-    scheduler = Scheduler(config, num_blocks=1 << 16, block_size=16, num_groups=2, predictor=predictor)
-    steps = Steps(scheduler, is_still=True)
+    steps = Steps(on_two_groups(rho_max=0.0, interactive_share=0.2, **{option: 0.4}), is_still=True)
     for slot, lengths in enumerate([(300_000, 1), (300_000, 1), (16, 30)]):
         steps.add(slot, *lengths)
     found: dict[bool, list[float]] = {True: [], False: []}
@@ -187,7 +188,7 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
     options = {"predictor": GPU, "max_batch_tokens": GPU.max_tokens}
     quantum_s, least = chunk_rules(SchedulerConfig(max_batch_tokens=GPU.max_tokens), GPU)
     full = efficient_chunk(GPU, GPU.max_tokens, 64, nearly=0.97)
-    position, longest_s, alone = 0, 0.0, batches_of_a_document(new_scheduler(**options), [], 300_000)
+    position, longest_s, alone = 0, 0.0, batches_of_a_document(on_one_group(**options), [], 300_000)
     for start_s, seconds, tokens in alone:
         full_s = GPU.tick().with_chunk(full(position), position)
         assert seconds <= max(quantum_s, min(4 * quantum_s, start_s / 20, full_s)) or tokens == least(position)
@@ -195,21 +196,21 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
         position += tokens
     assert longest_s > 3.9 * quantum_s
     arrivals = [step * 5 * quantum_s for step in range(1, 10_000)]  # so many that none is unlikely
-    busy = batches_of_a_document(new_scheduler(**options, interactive_share=0.0), arrivals, 300_000)
+    busy = batches_of_a_document(on_one_group(**options, interactive_share=0.0), arrivals, 300_000)
     assert all(seconds <= quantum_s or tokens <= least(0) for _, seconds, tokens in busy)
     assert len(busy) > 1.5 * len(alone)
 
 
 def test_no_batch_takes_longer_where_that_gains_nothing() -> None:
     quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
-    alone = batches_of_a_document(new_scheduler(), [])
+    alone = batches_of_a_document(on_one_group(), [])
     assert all(seconds <= quantum_s or tokens <= 64 for _, seconds, tokens in alone)
 
 
 def test_prompts_one_after_the_other_take_such_batches_too() -> None:
     """Nobody's first token waits for them: a batch goes on behind the first that ends for a quantum at most."""
     quantum_s, _ = chunk_rules(SchedulerConfig(max_batch_tokens=GPU.max_tokens), GPU)
-    steps = Steps(new_scheduler(GPU, max_batch_tokens=GPU.max_tokens))
+    steps = Steps(on_one_group(GPU, max_batch_tokens=GPU.max_tokens))
     for slot in range(4):
         steps.add(slot, 60_000)
     longest_s, ends_s = 0.0, list[float]()
@@ -227,14 +228,14 @@ def test_prompts_one_after_the_other_take_such_batches_too() -> None:
 
 @pytest.mark.parametrize("option", [{"quantum_s": 0.1}, {"t_target_s": 0.1}])
 def test_a_time_that_is_given_holds_for_a_prompt_that_is_alone_too(option: dict[str, float]) -> None:
-    alone = batches_of_a_document(new_scheduler(**option), [])
+    alone = batches_of_a_document(on_one_group(**option), [])
     assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= 0.1
 
 
 def test_work_left_is_that_at_the_budget_in_force() -> None:
     """What a slack counts beside decodes whose objective leaves little is what the rest takes, not what it would alone;
     once they are gone it is that again."""
-    scheduler, num_decodes, num_tokens = new_scheduler(), 24, 20_000
+    scheduler, num_decodes, num_tokens = on_one_group(), 24, 20_000
     steps, said_s, alone_s = Steps(scheduler), [], []
     for slot in range(num_decodes):
         steps.add(slot, 64, 1 << 12, SLO(tpot_s=0.2))
@@ -253,11 +254,6 @@ def test_work_left_is_that_at_the_budget_in_force() -> None:
     for slot in range(num_decodes):
         scheduler.cancel(slot)
     assert scheduler.prefill_left_s(0, num_tokens) == scheduler._queue.times(num_tokens).total_s(num_tokens)
-
-
-def on_two_groups(**options: Any) -> Scheduler:
-    predictor = make_predictor(kvp=2, max_tokens=2048)
-    return Scheduler(SchedulerConfig(**options), num_blocks=1 << 16, block_size=16, num_groups=2, predictor=predictor)
 
 
 def test_what_a_prompt_yields_on_a_group_goes_back_to_it_where_the_rest_is_too_little_for_a_chunk() -> None:
@@ -303,20 +299,15 @@ def test_a_group_computes_for_as_long_as_the_slowest() -> None:
 def test_a_prompt_is_spread_where_it_holds_nobody_up(lengths: list[int], num_blocks: int, widths: list[int]) -> None:
     """By the quantum alone each of 30,000 tokens would be: of four both groups would read one after the other, and each
     from the first group on."""
-    predictor = make_predictor(kvp=2, max_tokens=2048)
-    pool = {"num_blocks": num_blocks, "block_size": 16, "num_groups": 2}
-    scheduler = Scheduler(SchedulerConfig(), predictor=predictor, max_prompt_tokens=32_000, **pool)
-    assert 15_000 < scheduler.memory.spread_kv < 20_000
+    steps = Steps(on_two_groups(num_blocks, max_prompt_tokens=32_000), is_still=True)
+    assert 15_000 < steps.scheduler.memory.spread_kv < 20_000
     for slot, length in enumerate(lengths):
-        scheduler.add(SchedulerRequest(slot, length, 2, 0.0))
+        steps.add(slot, length, 2)
     found: dict[int, int] = {}
     num_on = [0, 0]
     while len(found) < len(lengths):
-        batch = scheduler.schedule(0.0).batch
-        assert batch is not None
-        for row in batch.rows:
+        for row in steps.step()[0].rows:
             num_on[row.group] += row.position == 0
             found |= {row.slot: row.num_groups} if row.samples else {}
-        scheduler.complete(batch, 0.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.0)
     assert [found[slot] for slot in range(len(lengths))] == widths
     assert num_on == ([2, 2] if widths == [1] * 4 else num_on)

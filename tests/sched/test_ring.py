@@ -11,8 +11,8 @@ from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk, chunk_rules
 from medha.errors import ConfigError
 from medha.sched.packer import MedhaPacker
-from medha.sched.scheduler import Scheduler, complete_config
-from tests.sched.virtual import BLOCK, Drive, Job, make_predictor, make_scheduler, worlds
+from medha.sched.scheduler import complete_config
+from tests.sched.virtual import BLOCK, Drive, Job, make_predictor, make_scheduler, new_scheduler, worlds
 
 
 def dealt(world: dict[str, Any]) -> dict[str, Any]:
@@ -27,8 +27,7 @@ def test_all_come_to_their_end() -> None:
     @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(worlds())
     def ends(world: dict[str, Any]) -> None:
-        drive = Drive(make_scheduler(dealt(world)), world["load"], lambda batch: 0.1)
-        drive.run()
+        drive = Drive(make_scheduler(dealt(world)), world["load"], lambda batch: 0.1).run()
         num_dealt.append(drive.num_dealt)
         num_shifts.append(drive.num_shifts)
 
@@ -47,9 +46,9 @@ def test_small_chunks_are_gathered_and_large_ones_dealt(monkeypatch: pytest.Monk
         return prefers(self, *chunk)
 
     monkeypatch.setattr(MedhaPacker, "_prefers_ring", prefers_ring)
-    config = SchedulerConfig(ring=True, max_kv_per_group=4096, chunk_size=64, max_batch_tokens=2048)
-    world = {"config": config, "num_groups": 2, "num_blocks": 1000, "load": [Job(0.0, 8000, 20)], "seed": 0}
-    drive = Drive(make_scheduler(world), world["load"], lambda batch: 0.1)
+    options = {"ring": True, "max_kv_per_group": 4096, "chunk_size": 64, "max_batch_tokens": 2048}
+    scheduler = new_scheduler(num_groups=2, num_blocks=1000, max_prompt_tokens=3000, **options)
+    drive = Drive(scheduler, [Job(0.0, 8000, 20)], lambda batch: 0.1)
     seen: list[tuple[int, int, bool]] = []
     drive.on_schedule = lambda batch: seen.extend(  # type: ignore[method-assign]
         (row.position, row.q_len, row.is_dealt) for row in (batch.chunks if batch else ()) if row.is_shared
@@ -71,11 +70,6 @@ def with_step_s(step_s: float) -> Predictor:
     return Predictor(replace(found, ring=replace(found.ring, step_s=step_s)), max_tokens=2048)
 
 
-def scheduler_of(predictor: Predictor, *, ring: bool) -> Scheduler:
-    config = SchedulerConfig(ring=ring, max_kv_per_group=4096)
-    return Scheduler(config, predictor=predictor, num_blocks=1000, block_size=BLOCK, num_groups=2)
-
-
 @pytest.mark.parametrize("step_s", [1e-4, 10.0])
 def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
     """And then counts with the seconds that it takes so; elsewhere all is as without rings."""
@@ -83,7 +77,8 @@ def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
     left_s: dict[bool, list[float]] = {}
     for ring in (False, True):
         predictor = with_step_s(step_s)  # anew, as it learns
-        scheduler, seen[ring] = scheduler_of(predictor, ring=ring), []
+        scheduler = new_scheduler(predictor=predictor, num_blocks=1000, num_groups=2, ring=ring, max_kv_per_group=4096)
+        seen[ring] = []
         left_s[ring] = [scheduler.prefill_left_s(done, 8000) for done in (0, 4000)]
         assert scheduler.prefill_left_s(0, 4000) == pytest.approx(predictor_s(predictor, 4000))  # on one group
         drive = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from medha.batch import Row
-from medha.config import SchedulerConfig
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import by_tokens
+from tests.sched.virtual import by_tokens, new_scheduler
 
 
 class Play:
@@ -20,12 +19,9 @@ class Play:
         self, scheduler: str = "sarathi", *, rows: int = 8, tokens: int = 16, chunk: int = 8, depth: int = 1,
         num_blocks: int = 16, num_groups: int = 1, share: int | None = None,
     ) -> None:  # fmt: skip
-        config = SchedulerConfig(
-            scheduler, max_num_seqs=rows, max_batch_tokens=tokens, chunk_size=chunk, depth=depth, max_kv_per_group=share
-        )
-        self.sched = Scheduler(
-            config, num_blocks=num_blocks, block_size=4, num_groups=num_groups, predictor=by_tokens()
-        )
+        sizes = {"max_num_seqs": rows, "max_batch_tokens": tokens, "chunk_size": chunk, "max_kv_per_group": share}
+        pool = {"num_blocks": num_blocks, "block_size": 4, "num_groups": num_groups}
+        self.sched = new_scheduler(scheduler, predictor=by_tokens(), depth=depth, **pool, **sizes)
         self.ends: dict[int, int] = {}
 
     def add(self, *requests: tuple[int, int, int]) -> None:
@@ -68,6 +64,11 @@ def shown(row: Row) -> str:
 # Groups
 
 
+def in_chunks(num_groups: int, num_blocks: int = 1 << 12, **options: int) -> Scheduler:
+    options = {"max_batch_tokens": 512, "chunk_size": 512, "depth": 1} | options
+    return new_scheduler("sarathi", num_blocks=num_blocks, num_groups=num_groups, predictor=by_tokens(), **options)
+
+
 def first_groups(sched: Scheduler, *lengths: int) -> dict[int, int]:
     """Where requests begin that are there at once; each ends with its first token."""
     groups: dict[int, int] = {}
@@ -81,21 +82,14 @@ def first_groups(sched: Scheduler, *lengths: int) -> dict[int, int]:
 
 def test_a_request_begins_where_least_work_is_pending_at_its_first_chunk() -> None:
     """Of two long and two short ones the short go where nothing is pending; when the long are done that has changed."""
-    config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=1)
-    sched = Scheduler(config, num_blocks=1 << 12, block_size=16, num_groups=2, predictor=by_tokens())
-    assert list(first_groups(sched, 5000, 100, 100, 5000).items()) == [(0, 0), (1, 1), (2, 1), (3, 1)]
+    assert list(first_groups(in_chunks(2), 5000, 100, 100, 5000).items()) == [(0, 0), (1, 1), (2, 1), (3, 1)]
     # The work of one that lies on two groups is split between them: each has less to do than the third.
-    sched = Scheduler(
-        replace(config, max_kv_per_group=4000), num_blocks=1 << 12, block_size=16, num_groups=3, predictor=by_tokens()
-    )
-    assert first_groups(sched, 7000, 3900, 100) == {0: 0, 1: 2, 2: 1}
+    assert first_groups(in_chunks(3, max_kv_per_group=4000), 7000, 3900, 100) == {0: 0, 1: 2, 2: 1}
 
 
 def test_decodes_are_spread_over_the_groups() -> None:
     """Chats that come one by one, while nothing is pending anywhere, go where the least is to be read."""
-    config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=1)
-    sched = Scheduler(config, num_blocks=1 << 12, block_size=16, num_groups=4, predictor=by_tokens())
-    groups = []
+    sched, groups = in_chunks(4), []
     for slot in range(12):
         sched.add(SchedulerRequest(slot, 200 + 10 * slot, 50, 0.0))
         batch = sched.schedule(0.0).batch
@@ -106,8 +100,7 @@ def test_decodes_are_spread_over_the_groups() -> None:
 
 
 def test_a_group_without_memory_is_passed_over() -> None:
-    config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=1)
-    sched = Scheduler(config, num_blocks=8, block_size=16, num_groups=2, predictor=by_tokens())
+    sched = in_chunks(2, num_blocks=8)
     for slot, length in enumerate((100, 120, 20)):
         sched.add(SchedulerRequest(slot, length, 2, 0.0))
     batch = sched.schedule(0.0).batch
@@ -139,8 +132,8 @@ def test_complete_out_of_order_is_refused() -> None:
 
 
 def test_batches_of_groups_that_have_nothing_in_common_complete_in_any_order() -> None:
-    config = SchedulerConfig("sarathi", max_batch_tokens=8, depth=3, stream=False)
-    sched = Scheduler(config, num_blocks=16, block_size=4, num_groups=2, predictor=by_tokens())
+    options = {"max_batch_tokens": 8, "depth": 3, "stream": False}
+    sched = new_scheduler("sarathi", num_blocks=16, block_size=4, num_groups=2, predictor=by_tokens(), **options)
     batches = []
     for slot in range(3):  # each on the group with the least to do; the chunks in flight hold back the rest
         sched.add(SchedulerRequest(slot, 16, 1, 0.0))

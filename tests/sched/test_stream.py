@@ -10,13 +10,12 @@ import pytest
 from medha.config import SCHEDULERS, ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Work
-from medha.sched.scheduler import Scheduler
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
-from tests.sched.virtual import Drive, Job, make_predictor
+from tests.sched.virtual import Drive, Job, new_scheduler
 
 CHUNK, NUM_CHUNKS = 512, 6
 CHUNKED = ("medha", "sarathi", "vllm")
@@ -91,8 +90,6 @@ def test_with_one_batch_in_flight_nothing_changes() -> None:
     for scheduler in SCHEDULERS:
         for stream in (True, False):
             config = SchedulerConfig(scheduler, max_batch_tokens=256, chunk_size=128, depth=1, stream=stream)
-            plays = Drive(
-                Scheduler(config, num_blocks=64, block_size=64, predictor=make_predictor()), load, lambda batch: 0.1
-            )
-            logs[scheduler].append(plays.run())
+            plays = Drive(new_scheduler(config, num_blocks=64, block_size=64), load, lambda batch: 0.1)
+            logs[scheduler].append(plays.run().log)
     assert all(one == other for one, other in logs.values())

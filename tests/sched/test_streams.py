@@ -6,51 +6,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medha.batch import Batch
-from medha.config import ParallelConfig, SchedulerConfig
+from medha.config import ParallelConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
-from medha.sched.scheduler import Scheduler
 from medha.sim.replica import find_model
-from tests.sched.virtual import Drive, Job, by_tokens, make_predictor
-
-
-def make_scheduler(config: SchedulerConfig, *, num_blocks: int, num_groups: int = 1) -> Scheduler:
-    predictor = make_predictor(max_tokens=config.max_batch_tokens, kvp=num_groups)
-    return Scheduler(config, num_blocks=num_blocks, block_size=16, num_groups=num_groups, predictor=predictor)
-
-
-class Tokens(Drive):
-    """Notes when each job had its tokens."""
-
-    def on_complete(self, batch: Batch, busy_s: float) -> None:
-        for row in batch.rows:
-            if row.samples:
-                self.token_s.setdefault(self.live[row.slot].job, []).append(self.now_s)
-
-    token_s: dict[int, list[float]]
+from tests.sched.virtual import Drive, Job, by_tokens, new_scheduler
 
 
 @pytest.mark.parametrize("num_tokens", [150, 300])
 @pytest.mark.parametrize("first_s", [0.0, 0.3, 0.7])
 def test_a_decode_over_two_groups_beside_one_on_each(first_s: float, num_tokens: int) -> None:
     """The neighbours come round in turns, so that in no batch both groups are free of them."""
-    config = SchedulerConfig(max_batch_tokens=512, depth=2, max_kv_per_group=1024)
+    scheduler = new_scheduler(num_blocks=200, num_groups=2, max_batch_tokens=512, depth=2, max_kv_per_group=1024)
     jobs = [Job(0.0, 700, num_tokens), Job(first_s, 700, num_tokens), Job(0.0, 1500, 100)]
-    drive = Tokens(make_scheduler(config, num_blocks=200, num_groups=2), jobs, None)
-    drive.token_s = {}
-    drive.run()
-    gaps = {job: np.diff(times) for job, times in drive.token_s.items()}
+    gaps = {job: np.diff(times) for job, times in Drive(scheduler, jobs, None).run().token_s.items()}
     assert gaps[2].max() <= 3 * gaps[2].min()
 
 
 @pytest.mark.parametrize("num_waiting", [500, 4000])
 def test_a_decision_while_nothing_can_enter(num_waiting: int) -> None:
     """One request holds the pool and is in flight: only the first of the order are looked at."""
-    scheduler = make_scheduler(SchedulerConfig(max_batch_tokens=512, depth=2), num_blocks=100)
+    scheduler = new_scheduler(num_blocks=100, max_batch_tokens=512, depth=2)
     scheduler.add(SchedulerRequest(0, 1000, 600, 0.0))
     now_s, rows = 0.0, []
     while not any(row.is_decode for row in rows):
@@ -69,11 +48,9 @@ def test_a_decision_while_nothing_can_enter(num_waiting: int) -> None:
 
 def wait_beside_chats_s(chats_s: float, num_new: int, **options: Any) -> float:
     """Seconds to the first token of a prompt of 2,900 tokens in a pool of 3,200 beside chats that come for so long."""
-    config = SchedulerConfig(max_batch_tokens=512, depth=1, **options)
+    scheduler = new_scheduler(num_blocks=200, max_batch_tokens=512, depth=1, **options)
     chats = [Job(at_s, 230 - num_new, num_new) for at_s in np.arange(0.0, chats_s, 0.25).tolist()]
-    drive = Drive(make_scheduler(config, num_blocks=200), [Job(1.0, 2900, 4), *chats], None)
-    drive.run()
-    return drive.first_token_s[0] - 1.0
+    return Drive(scheduler, [Job(1.0, 2900, 4), *chats], None).run().first_token_s[0] - 1.0
 
 
 SWAP = {"overcommit": True, "num_swap_blocks": 300, "swap_block_s": 1e-4}
@@ -99,23 +76,18 @@ def test_one_impossible_cadence_holds_up_nobody(num_prompts: int) -> None:
     coefficients = stage_coefficients(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), 0)
 
     def first_tokens_s(slo: SLO | None) -> dict[int, float]:
-        predictor = Predictor(coefficients, max_tokens=2048)
-        scheduler = Scheduler(SchedulerConfig(), num_blocks=4000, block_size=256, predictor=predictor)
+        scheduler = new_scheduler(block_size=256, predictor=Predictor(coefficients, max_tokens=2048))
         prompts = [Job(float(second), (500, 2000, 20_000)[second % 3], 20) for second in range(num_prompts)]
-        drive = Drive(scheduler, [Job(0.0, 500, 100 * num_prompts, slo=slo), *prompts], None)
-        drive.run()
-        return drive.first_token_s
+        jobs = [Job(0.0, 500, 100 * num_prompts, slo=slo), *prompts]
+        return Drive(scheduler, jobs, None).run().first_token_s
 
     assert first_tokens_s(SLO(tpot_s=0.001)) == first_tokens_s(None) != first_tokens_s(SLO(tpot_s=0.02))
 
 
 def gaps_s(high: list[Job], low: list[Job], **options: Any) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
     """Seconds between the tokens of each job, where a batch takes a millisecond for each of its tokens."""
-    config = SchedulerConfig(min_chunk=8, **options)
-    scheduler = Scheduler(config, num_blocks=1000, block_size=16, predictor=by_tokens())
-    drive = Tokens(scheduler, [*high, *low], None)
-    drive.token_s = {}
-    drive.run()
+    scheduler = new_scheduler(num_blocks=1000, predictor=by_tokens(), min_chunk=8, **options)
+    drive = Drive(scheduler, [*high, *low], None).run()
     return [np.diff(drive.token_s[job]) for job in range(len(drive.jobs))]
 
 

@@ -29,9 +29,7 @@ class Kept(Watched):
 
 def play(load: list[Job], num_blocks: int = 8, **options: Any) -> Kept:
     options = {"overcommit": True, "num_swap_blocks": 8} | options
-    drive = Kept(make(num_blocks, **options), load, lambda batch: 0.1)
-    drive.run()
-    return drive
+    return Kept(make(num_blocks, **options), load, lambda batch: 0.1).run()
 
 
 def num_computed(drive: Kept) -> int:
@@ -98,8 +96,7 @@ def test_batches_that_move_teach_the_predictor_nothing() -> None:
     scheduler = make(8, overcommit=True, num_swap_blocks=8, swap_block_s=1e-3)
     predictor = scheduler.predictor
     assert predictor is not None
-    drive = Kept(scheduler, DECODES, lambda batch: 5.0 if batch.moves else 0.02)
-    drive.run()
+    drive = Kept(scheduler, DECODES, lambda batch: 5.0 if batch.moves else 0.02).run()
     assert drive.num_swapped
     taught = sum(not batch.moves for batch in drive.kept)
     assert predictor.correction.num_seen == taught < len(drive.kept)

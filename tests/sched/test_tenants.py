@@ -1,48 +1,25 @@
 """Fair shares of tenants: in seconds of compute, within a class, and only where several want to be served."""
 
-from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
-from medha.config import SchedulerConfig
-from medha.sched.decision import SchedulerRequest
-from medha.sched.scheduler import Scheduler
 from medha.sched.tenants import LEAD_S, Tenants
-from tests.sched.virtual import make_predictor
+from tests.sched.virtual import Drive, Job, make_predictor, new_scheduler
 
 PREDICTOR = make_predictor(max_tokens=2048)
 Load = list[tuple[float, int, str, int]]
 """(arrival, prompt tokens, tenant, class) of requests in order of arrival; each asks for four tokens."""
 
 
-def first_tokens(load: Load, until_s: float = float("inf"), **options: object) -> dict[int, float]:
+def first_tokens(load: Load, until_s: float | None = None, **options: Any) -> dict[int, float]:
     """TTFT by index of those that have a first token by then, on a virtual clock."""
-    config = SchedulerConfig(late_share=0.0, **options)  # type: ignore[arg-type]
-    sizes = {"num_blocks": 1 << 17, "block_size": 16, "max_prompt_tokens": 100_000}
-    scheduler, now_s, arrived = Scheduler(config, predictor=PREDICTOR, **sizes), 0.0, 0
-    found: dict[int, float] = {}
-    left: Counter[int] = Counter()
-    while now_s < until_s and (arrived < len(load) or left):
-        while arrived < len(load) and load[arrived][0] <= now_s:
-            at_s, tokens, tenant, priority = load[arrived]
-            scheduler.add(SchedulerRequest(arrived, tokens, 4, at_s, priority=priority, tenant=tenant))
-            left[arrived], arrived = 4, arrived + 1
-        decision = scheduler.schedule(now_s)
-        if decision.batch is None:
-            now_s = load[arrived][0]
-            continue
-        assert decision.prediction is not None
-        now_s += decision.prediction.seconds
-        results = []
-        for row in decision.batch.rows:
-            if row.samples:
-                found.setdefault(row.slot, now_s - load[row.slot][0])
-                left[row.slot] -= 1
-                results.append((row.slot, 1, not left[row.slot]))
-        scheduler.complete(decision.batch, now_s, results, decision.prediction.seconds)
-        left = +left
-    return found
+    sizes = {"num_blocks": 1 << 17, "max_prompt_tokens": 100_000}
+    scheduler = new_scheduler(predictor=PREDICTOR, late_share=0.0, **sizes, **options)
+    jobs = [Job(at_s, tokens, 4, None, None, order, until_s, tenant) for at_s, tokens, tenant, order in load]
+    firsts_s = Drive(scheduler, jobs, None).run().first_token_s
+    return {index: at_s - load[index][0] for index, at_s in firsts_s.items()}
 
 
 def seconds_of(tokens: int) -> float:

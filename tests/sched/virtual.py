@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from hypothesis import strategies as st
 
@@ -61,6 +61,7 @@ class Job:
     slo: SLO | None = None
     priority: int = 2
     cancel_s: float | None = None
+    tenant: str = ""
 
     @property
     def num_kv_tokens(self) -> int:
@@ -138,17 +139,22 @@ def worlds(
     }
 
 
+def new_scheduler(
+    scheduler: SchedulerConfig | str = "medha", *, num_blocks: int = 4000, num_groups: int = 1, block_size: int = BLOCK,
+    predictor: Predictor | None = None, max_prompt_tokens: int = 10_000_000, **options: Any,
+) -> Scheduler:  # fmt: skip
+    """One of a configuration, or of its ``options``; what takes how long is predicted for the small model, if no other
+    predictor is given."""
+    config = SchedulerConfig(scheduler, **options) if isinstance(scheduler, str) else scheduler
+    predictor = predictor or make_predictor(max_tokens=config.max_batch_tokens, kvp=num_groups)
+    pool = {"num_blocks": num_blocks, "num_groups": num_groups, "block_size": block_size}
+    return Scheduler(config, predictor=predictor, max_prompt_tokens=max_prompt_tokens, **pool)
+
+
 def make_scheduler(world: dict[str, Any]) -> Scheduler:
     """The scheduler of one of :func:`worlds`."""
-    predictor = make_predictor(max_tokens=world["config"].max_batch_tokens, kvp=world["num_groups"])
-    return Scheduler(
-        world["config"],
-        num_blocks=world["num_blocks"],
-        block_size=world.get("block_size", BLOCK),
-        num_groups=world["num_groups"],
-        predictor=predictor,
-        max_prompt_tokens=3000,
-    )
+    sizes = {name: world[name] for name in ("num_blocks", "num_groups", "block_size") if name in world}
+    return new_scheduler(world["config"], **sizes, max_prompt_tokens=3000)
 
 
 Seconds = Callable[[Batch], float]
@@ -245,6 +251,7 @@ class Drive:
         self.live: dict[int, Live] = {}
         self.first_token_s: dict[int, float] = {}  # by job
         self.finish_s: dict[int, float] = {}
+        self.token_s: defaultdict[int, list[float]] = defaultdict(list)  # of all its tokens, by job
         self.log: list[str] = []  # batches, and what closed
         self.num_batches = 0
         self.decision = Decision()
@@ -270,7 +277,7 @@ class Drive:
     def on_complete(self, batch: Batch, busy_s: float) -> None:
         """A batch is done."""
 
-    def run(self) -> list[str]:
+    def run(self) -> Self:
         """Play to the end. Every job finishes or is cancelled, nothing is left, and nothing goes on for ever."""
         most = 50 + 4 * sum(job.num_prompt + job.max_new for job in self.jobs)
         most *= len(self.jobs) if self.scheduler.memory.overcommit else 1  # what gave way is computed again
@@ -289,14 +296,13 @@ class Drive:
             if next_end_s <= next_event_s:
                 self._complete()
         self._check_end()
-        return self.log
+        return self
 
     def _add(self, index: int) -> None:
         job, slot = self.jobs[index], next(slot for slot in range(len(self.jobs)) if slot not in self.live)
         prefix = self._prefix(slot, index)
-        request = SchedulerRequest(
-            slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority, prefix=prefix
-        )
+        asked = (job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority)
+        request = SchedulerRequest(slot, *asked, tenant=job.tenant, prefix=prefix)
         admitted = self.scheduler.add(request)
         self.live[slot] = Live(index, request, job.num_prompt)
         for observer in self._observers:
@@ -371,6 +377,7 @@ class Drive:
     def _sampled(self, live: Live) -> bool:
         job = self.jobs[live.job]
         self.first_token_s.setdefault(live.job, self.now_s)
+        self.token_s[live.job].append(self.now_s)
         live.num_tokens += 1
         live.ended = live.num_tokens == (job.num_new or job.max_new)
         if live.ended:

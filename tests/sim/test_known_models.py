@@ -8,6 +8,7 @@ import pytest
 
 from medha.errors import ConfigError
 from medha.sim.replica import KNOWN_MODELS, find_model
+from tests.models.hf_folders import LLAMA
 
 
 def test_names_and_aliases() -> None:
@@ -26,21 +27,9 @@ def test_shapes() -> None:
 
 
 def test_a_folder_or_its_config(tmp_path: Path) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    }
+    config = LLAMA | {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+    config |= {"torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find_model(tmp_path) == find_model(str(tmp_path / "config.json")) == find_model("llama-3-8b")
 

@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch
-from medha.config import SchedulerConfig
 from medha.engine.engine import Engine
 from medha.params import SamplingParams
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.engines import drained, make_engine, run_to_end, submitted
-from tests.sched.virtual import by_tokens
+from tests.sched.virtual import by_tokens, new_scheduler
 from tests.serving import NUM_TOKENS, Case
 
 Rows = list[tuple[int, int]]
@@ -28,9 +27,8 @@ def lagging(case: Case, **scheduler: int) -> Engine:
 
 
 def make_scheduler(**options: int) -> Scheduler:
-    return Scheduler(
-        SchedulerConfig("sarathi", async_scheduling=True, **options), num_blocks=20, block_size=4, predictor=by_tokens()
-    )
+    sizes = {"num_blocks": 20, "block_size": 4}
+    return new_scheduler("sarathi", predictor=by_tokens(), async_scheduling=True, **sizes, **options)
 
 
 def rows(batch: Batch | None) -> Rows:

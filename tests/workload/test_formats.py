@@ -342,15 +342,8 @@ json_values = st.recursive(
 KEYS = {
     "mooncake": ["timestamp", "input_length", "output_length", "hash_ids"],
     "medha": [
-        "id",
-        "arrival_s",
-        "num_prompt_tokens",
-        "num_output_tokens",
-        "slo",
-        "priority",
-        "tenant",
-        "hash_ids",
-        "max_tokens",
+        *("id", "arrival_s", "num_prompt_tokens", "num_output_tokens", "slo"),
+        *("priority", "tenant", "hash_ids", "max_tokens"),
     ],
     "sharegpt": ["conversations", "conversation"],
 }
