@@ -3,47 +3,28 @@
 import gc
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medha.batch import Batch
 from medha.engine.engine import Engine
-from medha.engine.request import ModelLimits
 from medha.params import SamplingParams
-from medha.worker.sampling import Sampled
-from medha.worker.step import PendingStep, StepResult
-from tests.sched.virtual import new_scheduler
+from tools.serve_overhead import Timetable, make_engine
 
 NUM_REQUESTS = 3_000
 
 
-@dataclass
-class VirtualRunner:
-    """Samples token 7 for every row that samples; a batch takes what its tokens take, on a clock of its own."""
+class Counted(Timetable):
+    """Counts the requests that it has; a batch takes no time."""
 
-    now_s: float = 0.0
-    num_open: int = 0
+    num_open = 0
 
-    def open(self, slot: int, *_: Any) -> None:
+    def open(self, *args: Any, **options: Any) -> None:
         self.num_open += 1
 
     def close(self, slot: int) -> None:
         self.num_open -= 1
-
-    def submit(self, batch: Batch) -> PendingStep:
-        busy_s = 0.01 + 1e-5 * batch.num_tokens
-        self.now_s += busy_s
-        rows = tuple(row for row in batch.rows if row.samples)
-        return PendingStep(lambda: StepResult(rows, [Sampled(7, finite=True)] * len(rows), busy_s))
-
-    def reset(self) -> None:
-        pytest.fail("nothing was interrupted")
-
-    def clock(self) -> float:
-        return self.now_s
 
 
 def resident_bytes() -> int:
@@ -66,9 +47,8 @@ def serve_all(engine: Engine, prompts: Sequence[list[int]]) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_thousands_at_once_are_all_served_in_flat_memory() -> None:
-    runner = VirtualRunner()
-    scheduler = new_scheduler(num_blocks=1024)
-    engine = Engine(runner, scheduler, ModelLimits(256, 4096), clock=runner.clock)
+    engine = make_engine(0.0, runner=(runner := Counted(0.0)))
+    scheduler = engine.scheduler
     prompts = [[i % 256] * (5 + i % 50) for i in range(NUM_REQUESTS)]
     before = resident_bytes()
     num_served, first = serve_all(engine, prompts)

@@ -41,7 +41,7 @@ def on_two_groups(num_blocks: int = 1 << 16, **options: Any) -> Scheduler:
 
 def chunks_of_one(slo: SLO | None = None) -> list[tuple[int, int]]:
     """(position, tokens) of the chunks of a long prompt beside a decode with these objectives."""
-    steps = Steps(on_one_group(), is_still=True)
+    steps = Steps(on_one_group(interactive_share=0.0), is_still=True)
     steps.add(0, 16, 1 << 16, slo)
     steps.add(1, 300_000, 2)
     chunks: list[tuple[int, int]] = []
