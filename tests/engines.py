@@ -143,7 +143,9 @@ def left_behind(engine: Any) -> dict[str, list[int]]:
     """What an engine without requests still holds by kind: blocks, slots, rows, grants, sampling states; empty if
     nothing."""
     scheduler = getattr(engine.scheduler, "_scheduler", engine.scheduler)
-    runner = getattr(engine.runner, "runner", engine.runner)
+    runner = engine.runner
+    while hasattr(runner, "runner"):  # of a rank that drives others, or of a test
+        runner = runner.runner
     memory, queue = scheduler.memory, scheduler._queue
     hand_overs, instances = engine.hand_overs, [one.scheduler for one in engine.hand_overs.instances]
     left = {
