@@ -155,7 +155,6 @@ OPTIONAL_LENGTHS = {"chunk_size": 2**24, "max_kv_per_group": 2**31 - 1, "max_mod
 WORDS: dict[str, str] = {
     "scheduler": "medha static orca sarathi vllm",
     "admission": "all refuse relegate",
-    "prefix_eviction": "value lru",
     "tp_forward": "local dtensor",
     "dtype": "auto float32 bfloat16 float16",
     "attention_backend": "auto torch flashinfer",

@@ -225,7 +225,7 @@ def simulate(
         max_prompt_tokens=longest,
         **pool,
     )
-    found = Simulation(scheduler, Pipeline([real]), trace, driver_waits=True).run().requests
+    found = Simulation(scheduler, Pipeline([real]), trace).run().requests
     return TokenTimes(trace.arrival_s, found.first_token_s, found.finish_s, trace.output_tokens)
 
 

@@ -24,11 +24,7 @@ from medha.workload.trace import HASHED_TOKENS, Trace
 from tools.command import main, numbers, print_head, print_row
 
 NEVER = 1 << 60
-POLICIES = {
-    "none kept": SchedulerConfig(prefix_caching=False),
-    "lru": SchedulerConfig(prefix_eviction="lru"),
-    "value": SchedulerConfig(prefix_eviction="value"),
-}
+POLICIES = {"none kept": SchedulerConfig(prefix_caching=False), "lru": SchedulerConfig()}
 
 
 def belady(trace: Trace, capacity: int) -> float:
@@ -89,7 +85,7 @@ def prefix_hits(
         print_row(f"{share:.0%}", "Belady", f"{lines['Belady'][-1]:.1%}", "")
     if plot is not None:
         figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-        for name in ("Belady", "value", "lru"):
+        for name in ("Belady", "lru"):
             axes.plot(100 * np.array(parts), 100 * np.array(lines[name]), marker="o", label=name)
         axes.set(
             xlabel="KV memory, % of the trace's distinct tokens", ylabel="prompt tokens not computed, %", ylim=(0, 45)

@@ -19,7 +19,7 @@ from medha.cost.hardware import HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.sim.pipeline import Segment
-from medha.sim.replica import Replica, find_model, kv_pool_tokens
+from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
@@ -42,7 +42,8 @@ def stage_predictors(spec: HardwareSpec, model: ModelConfig, parallel: ParallelC
 def fits(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> bool:
     """Whether the keys and values of one request fit on all groups together, in 90 % of the memory."""
     try:
-        return kv_pool_tokens(spec, model, parallel, max_batch_tokens=CHUNK) * parallel.kvp >= tokens
+        replica = Replica(spec, model, parallel, SchedulerConfig(max_batch_tokens=CHUNK))
+        return replica.pool_tokens() * parallel.kvp >= tokens
     except ConfigError:
         return False
 

@@ -185,11 +185,6 @@ class SchedulerConfig:
         "Keep computed blocks when their request ends, for those that begin with the same tokens.",
         shown="on; off in benchmarks",
     )
-    prefix_eviction: str = _serving(
-        "lru",
-        "Which kept blocks go first: lru, value (least predicted seconds saved, by depth and use).",
-        choice("lru", "value"),
-    )
     # Predicted prefill times, and with them deadlines and slack, are those of a stream in either case.
     stream: bool = _parallel(
         True,

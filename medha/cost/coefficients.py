@@ -225,15 +225,6 @@ class Line:
         i = bisect_right(self.x, tokens) - 1
         return self.y[i] + self.slope[i] * (tokens - self.x[i])
 
-    def inverse(self, seconds: float) -> int:
-        """The most tokens within ``seconds``; 0 where none are."""
-        i = bisect_right(self.y, seconds) - 1
-        if i < 0:
-            return 0
-        if self.slope[i] <= 0:
-            return 1 << 62
-        return int(min(self.x[i] + (seconds - self.y[i]) / self.slope[i], 1e18))
-
 
 class Tiles:
     """Chunk attention by number of tiles, from 0 to that of the largest chunk."""

@@ -1,9 +1,9 @@
 """Busy seconds of one stage of one group for a batch, before it runs.
 
-The packer (Algorithms 1 and 2 of arXiv:2409.17264v5) searches for the largest chunk that fits a time budget. Here the
-form is inverted instead of probed: attention depends on the chunk through its number of query tiles alone, so the tile
-is found in a table, and within the tile the linear layers' curve is inverted. Everything is non-decreasing in tokens
-and in KV, and affine in KV, so that 10M tokens are predicted by the same line as 16K.
+The packer (Algorithms 1 and 2 of arXiv:2409.17264v5) searches for the largest chunk that fits a time budget, by
+bisection over what is predicted of each size: attention depends on the chunk through its number of query tiles alone,
+which is found in a table. Everything is non-decreasing in tokens and in KV, and affine in KV, so that 10M tokens are
+predicted by the same line as 16K.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from medha.batch import PIECES, Row
 from medha.cost.coefficients import Coefficients, Line, Tiles
 
 MIN_SECONDS = 1e-6  # no batch is predicted to take less
-_ROUNDING = 1 - 1e-12  # share of a budget that is used, so that what is found fits when it is predicted again
 _TYPICAL_CHUNK, _TYPICAL_KV = 512, 8192
 
 Kind = Literal["decode", "mixed", "prefill"]
@@ -164,13 +163,13 @@ class Tick:
         self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False, ring: int = 1
     ) -> float:
         """Corrected seconds of the batch if this chunk, of at most ``max_tokens`` of the predictor, were added."""
-        return self._corrected(self._raw(q_len, *self._of_chunk(kv_before, run, samples, ring, q_len)))
+        return self._with(q_len, *self._of_chunk(kv_before, run, samples, ring, q_len))
 
     def add(self, chunk: Work) -> None:
         """Add a chunk."""
         q_len, kv_before, _, run, samples, ring = chunk
         parts = a, kv, merge_s, fixed_s = self._of_chunk(kv_before, run, samples, ring, q_len)
-        self.seconds = self._corrected(self._raw(q_len, *parts))
+        self.seconds = self._with(q_len, *parts)
         tile = -(-q_len // self._tiles.tile)
         self._chunks_s += a[tile] + kv * self._tiles.b[tile]
         self._fixed_s += fixed_s + merge_s * tile
@@ -199,13 +198,10 @@ class Tick:
             max_tokens, samples = self._tiles.max_tokens, False
         if max_tokens < 1 or not self.seconds <= budget_s or budget_s < MIN_SECONDS:
             return 0
-        parts = self._of_chunk(kv_before, run, samples)
-        if self._corrected(self._raw(max_tokens, *parts)) <= budget_s:
+        if self.with_chunk(max_tokens, kv_before, run=run, samples=samples) <= budget_s:
             return max_tokens
-        raw_s = budget_s / self._chunk_factor * _ROUNDING
-        if samples:
-            parts = self._of_chunk(kv_before, run, False)
-        return min(self._solve(raw_s, max_tokens, *parts), max_tokens - 1) // granularity * granularity
+        parts, sizes = self._of_chunk(kv_before, run, False), range(granularity, max_tokens, granularity)
+        return granularity * bisect_right(sizes, budget_s, key=lambda q_len: self._with(q_len, *parts))
 
     def _count_decodes(self, predictor: Predictor, decodes: Decodes) -> None:
         """Charge the decodes: their attention alone, beside a chunk, and the least that any mixed batch takes."""
@@ -247,46 +243,15 @@ class Tick:
             fixed_s += self._ring.seconds(slope_s, size=ring, history=history, tokens=q_len + others)
         return tiles.a if kv_before > 0 else tiles.first, kv_before, merge_s, fixed_s
 
-    def _raw(self, q_len: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> float:
-        """Uncorrected seconds with one more chunk."""
+    def _with(self, q_len: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> float:
+        """Corrected seconds with one more chunk, never less than without."""
         tiles = self._tiles
         tile = -(-q_len // tiles.tile)
         attention_s = self._alpha * (self._chunks_s + a[tile] + tiles.b[tile] * kv) + self._beside_s
         if attention_s < self._floor_s:
             attention_s = self._floor_s
-        return self._fixed_s + fixed_s + merge_s * tile + attention_s + self._line.at(self.num_tokens + q_len)
-
-    def _corrected(self, raw_s: float) -> float:
-        """Seconds of a batch with a chunk in it, never less than without."""
+        raw_s = self._fixed_s + fixed_s + merge_s * tile + attention_s + self._line.at(self.num_tokens + q_len)
         return max(raw_s * self._chunk_factor, self.seconds, MIN_SECONDS)
-
-    def _solve(self, raw_s: float, too_many: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> int:
-        """Tokens of the largest chunk within ``raw_s``; ``too_many`` do not fit."""
-        tiles, line = self._tiles, self._line
-        size, b = tiles.tile, tiles.b
-        x, y, slope = line.x, line.y, line.slope
-        alpha, floor_s, before = self._alpha, self._floor_s, self.num_tokens
-        left_s = raw_s - self._fixed_s - fixed_s
-        base_s = alpha * self._chunks_s + self._beside_s
-        # Neither the linear layers alone nor the cached keys alone may take all that is left: close bounds to start at.
-        most = line.inverse(left_s - max(base_s, floor_s)) - before
-        low, high = 0, max(-(-min(too_many, most + 1) // size), 1)
-        if kv > 0 and alpha > 0:
-            high = max(min(high, bisect_right(b, (left_s - base_s - y[0]) / (alpha * kv))), 1)
-        while high - low > 1:
-            tile = (low + high) // 2
-            tokens = before + tile * size
-            i = bisect_right(x, tokens) - 1
-            attention_s = base_s + alpha * (a[tile] + b[tile] * kv)
-            if attention_s < floor_s:
-                attention_s = floor_s
-            if y[i] + slope[i] * (tokens - x[i]) + attention_s + merge_s * tile <= left_s:
-                low = tile
-            else:
-                high = tile
-        attention_s = max(base_s + alpha * (a[high] + b[high] * kv), floor_s)
-        tokens = line.inverse(left_s - attention_s - merge_s * high) - before
-        return max(low * size, min(tokens, high * size, too_many))
 
 
 class Correction:
@@ -298,31 +263,20 @@ class Correction:
     """
 
     def __init__(self) -> None:
-        self._log = dict.fromkeys(KINDS, 0.0)
-        self._seen = dict.fromkeys(KINDS, 0)
+        self.learned: dict[str, tuple[float, int]] = dict.fromkeys(KINDS, (0.0, 0))
+        """Of each kind the logarithm of its factor, and how many batches taught it: what predictions go by."""
 
     def factor(self, kind: Kind) -> float:
         """What predictions of a kind are multiplied by."""
-        return math.exp(self._log[self._source(kind)])
+        return math.exp(self._log(kind))
 
-    def _source(self, kind: Kind) -> Kind:
-        """The kind whose factor a kind has."""
-        return kind if self._seen[kind] else max(KINDS, key=self._seen.__getitem__)
-
-    @property
-    def num_seen(self) -> int:
-        """Batches that taught it."""
-        return sum(self._seen.values())
-
-    @property
-    def learned(self) -> dict[str, tuple[float, int]]:
-        """What predictions go by: of each kind the logarithm of its factor, and how many batches taught it."""
-        return {kind: (self._log[kind], self._seen[kind]) for kind in KINDS}
+    def _log(self, kind: Kind) -> float:
+        log, num_seen = self.learned[kind]
+        return log if num_seen else max(self.learned.values(), key=lambda one: one[1])[0]
 
     def restore(self, learned: Mapping[str, tuple[float, int]]) -> None:
         """Predict from now on as the correction whose :attr:`learned` this is."""
-        for kind in KINDS:
-            self._log[kind], self._seen[kind] = learned[kind]
+        self.learned = {kind: learned[kind] for kind in KINDS}
 
     def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
         """Learn from one batch; False if that was ignored: not finite, not above 0 or absurd.
@@ -330,19 +284,15 @@ class Correction:
         ``predicted_s`` is as predicted before dispatch, corrected by ``factor`` (None is the present one), ``busy_s``
         what the stage took, waits excluded.
         """
-        start = self._log[self._source(kind)]
-        if predicted_s == busy_s and factor == 1.0 and start == 0.0 and 0 < busy_s < math.inf:
-            self._seen[kind] += 1  # nothing to learn, as at every step of most simulations
-            self._log[kind] = 0.0
-            return True
+        start = self._log(kind)
         within = math.exp(start) if factor is None else factor
         if not (0 < predicted_s < math.inf and 0 < busy_s < math.inf and 0 < within < math.inf):
             return False
         target = math.log(busy_s) - math.log(predicted_s) + math.log(within)
         if abs(target) > math.log(_MAX_RATIO):
             return False
-        self._seen[kind] += 1
-        share = 1.0 / self._seen[kind]
+        num_seen = self.learned[kind][1] + 1
+        share = 1.0 / num_seen
         step, most = max(_GAIN, share) * (target - start), max(_MAX_STEP, share)
-        self._log[kind] = start + min(max(step, -most), most)
+        self.learned[kind] = start + min(max(step, -most), most), num_seen
         return True

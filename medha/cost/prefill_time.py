@@ -39,8 +39,7 @@ class PrefillTimes:
 
     def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000, count: int = 1) -> None:
         self.max_tokens = max_tokens
-        self._chunk_s, self._chunk = _chunk_seconds(predictor, count), chunk
-        self._largest = count * predictor.max_tokens  # tokens of a batch
+        self._seconds, self._chunk = _chunk_seconds(predictor, count), chunk
         self.least_s = self._seconds(1, 0)
         starts, done = self._exact()
         self._exact_end = starts[-1]
@@ -82,14 +81,6 @@ class PrefillTimes:
             return y[-1]
         return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (num_tokens - x[i]) + y[i]
 
-    def _seconds(self, q_len: int, kv_before: int) -> float:
-        """Of one chunk alone; one longer than the largest batch runs as several."""
-        total_s = 0.0
-        while q_len > self._largest:
-            total_s += self._chunk_s(self._largest, kv_before)
-            q_len, kv_before = q_len - self._largest, kv_before + self._largest
-        return total_s + self._chunk_s(q_len, kv_before)
-
     def _exact(self) -> tuple[list[float], list[float]]:
         """Where the first chunks start, and the seconds done by then; the last is where the last of them ends."""
         starts, done, at = [0.0], [0.0], 0
@@ -114,12 +105,12 @@ class PrefillTimes:
 
 
 class SpreadTimes:
-    """Prefill seconds of each prompt where those of more than ``most_kv`` tokens, which need several groups, may lie on
-    all of these from their first chunk on; ``chunk`` is the rule on one group."""
+    """Prefill seconds of each prompt, in chunks as the packer takes them; with a ring those of more than ``most_kv``
+    tokens, which need several groups, may lie on all of these from their first chunk on."""
 
-    def __init__(
-        self, predictor: Predictor, chunk: ChunkRule, config: SchedulerConfig, *, max_tokens: int, most_kv: int
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, predictor: Predictor, *, max_tokens: int, most_kv: int) -> None:
+        chunk = budgeted_chunk(config, predictor)
+
         @cache
         def over(count: int) -> PrefillTimes:
             rule = chunk
@@ -129,7 +120,8 @@ class SpreadTimes:
             return PrefillTimes(predictor, rule, max_tokens=max_tokens, count=count)
 
         self._of = over
-        self._most_kv = most_kv
+        over(1)  # takes some milliseconds, which no request is to wait for
+        self._most_kv = most_kv if config.ring else math.inf
         # whether a prompt is read sooner on so many groups than on one
         self.pays = lru_cache(_PROMPTS)(lambda prompt, count: over(count).total_s(prompt) < over(1).total_s(prompt))
 
@@ -139,27 +131,23 @@ class SpreadTimes:
         return self._of(count if count > 1 and self.pays(num_prompt, count) else 1)
 
 
-def budgeted_chunk(
-    predictor: Predictor, budget_s: float, max_tokens: int, *, granularity: int = 1, least: ChunkRule = lambda kv: 1
+def budgeted_chunk(config: SchedulerConfig, predictor: Predictor) -> ChunkRule:
+    """The rule of the packer for a request that runs alone: the largest chunk within the budget of a batch, at factor
+    1; the least that may exceed it where less fits."""
+    budget_s, least = chunk_rules(config, predictor)
+    most, step, tick = config.max_batch_tokens, config.chunk_granularity, predictor.uncorrected().tick()
+    return lambda kv_before: max(tick.largest_chunk(kv_before, budget_s, most, step), least(kv_before))
+
+
+def least_chunk(
+    config: SchedulerConfig, predictor: Predictor, count: int = 1, *, nearly: float = _NEARLY, least: int | None = None
 ) -> ChunkRule:
-    """The rule of a packer for a request that runs alone: the largest chunk within the budget of a batch, at factor 1;
-    ``least`` where less fits."""
-    tick = predictor.uncorrected().tick()
-
-    def chunk(kv_before: int) -> int:
-        return max(tick.largest_chunk(kv_before, budget_s, max_tokens, granularity), least(kv_before))
-
-    return chunk
-
-
-def efficient_chunk(
-    predictor: Predictor, max_tokens: int, least: int, *, count: int = 1, nearly: float = _NEARLY
-) -> ChunkRule:
-    """The rule of the smallest chunk, ``least`` times a power of two, whose tokens a second are ``nearly`` those of the
-    best that ``max_tokens`` allow, behind the same cached tokens; tokens are of each of ``count`` groups, the chunk of
-    all."""
-    seconds, most = _chunk_seconds(predictor, count), count * min(max_tokens, predictor.max_tokens)
-    least *= count
+    """The least tokens of a chunk for which a batch may take longer: ``least``, else ``min_chunk``, times the smallest
+    power of two with which the tokens a second are ``nearly`` those of the best that a batch allows, behind the same
+    cached tokens. Of a chunk that is dealt to ``count`` groups each step of a ring costs the same however small it is;
+    tokens are of each of them, the chunk of all."""
+    seconds, most = _chunk_seconds(predictor, count), count * min(config.max_batch_tokens, predictor.max_tokens)
+    least = count * (least or config.min_chunk)
     sizes = [least << i for i in range((most // least).bit_length())] if least < most else [most]
 
     @cache
@@ -187,22 +175,15 @@ def _chunk_seconds(predictor: Predictor, count: int) -> Callable[[int, int], flo
     return dealt_s
 
 
-def least_chunk(config: SchedulerConfig, predictor: Predictor, count: int = 1, *, nearly: float = _NEARLY) -> ChunkRule:
-    """The least tokens of a chunk for which a batch may take longer: as many as are read at nearly full speed. Of one
-    that is dealt to several groups each step of a ring costs the same however small it is."""
-    least = min(config.min_chunk, predictor.max_tokens)
-    return efficient_chunk(predictor, config.max_batch_tokens, least, count=count, nearly=nearly)
-
-
 def chunk_rules(config: SchedulerConfig, predictor: Predictor) -> tuple[float, ChunkRule]:
     """Seconds of a batch that no TPOT objective bounds, and the least tokens of a chunk for which it may take longer.
 
     Where no quantum is set it follows from the machine: the time of a short prompt alone, or of the least chunk that is
     read at nearly full speed if that takes longer; behind a long context too no chunk is read more slowly.
     """
-    most, least = config.max_batch_tokens, min(config.min_chunk, config.max_batch_tokens, predictor.max_tokens)
     budget_s = config.t_target_s or config.quantum_s
     if budget_s is not None:
+        least = min(config.min_chunk, config.max_batch_tokens, predictor.max_tokens)
         return budget_s, lambda kv_before: least
-    size = efficient_chunk(predictor, most, min(_SHORT_PROMPT, most))(0)
+    size = least_chunk(config, predictor, least=_SHORT_PROMPT)(0)
     return predictor.uncorrected().tick().with_chunk(size, 0), least_chunk(config, predictor)

@@ -4,13 +4,12 @@ Rank 0 gives its engine a :class:`DrivingRunner`, which has the interface of :cl
 batch that is submitted goes out as a message, runs on rank 0's own stage, and its result is a report from the sampling
 ranks. Every other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
 
-What travels: the batch to everyone; with it the tokens of its chunks, to the ranks that embed them, and to the rank
-that samples for a request what it needs for that, once; sampled tokens from each group's sampling rank to the ranks
-that embed them for the next decode, and in a report to rank 0 (:mod:`medha.engine.wire`). So a decode may be scheduled
-before its token is known; where none is, a batch has the tokens of its decodes. A rank reports also a batch after
-which it draws no token, so that no more batches than the depth are between the first stage and the last. A group
-without rows in a batch changes its block tables, moves what it swaps, and does nothing else. No outputs travel:
-followers return nothing.
+What travels: the batch to everyone; with it, to all ranks of a group, the tokens of that group's chunks and, once, what
+sampling for a request takes; sampled tokens from each group's sampling rank to the ranks that embed them for the next
+decode, and in a report to rank 0 (:mod:`medha.engine.wire`). So a decode may be scheduled before its token is known;
+where none is, a batch has the tokens of its decodes. A rank reports also a batch after which it draws no token, so that
+no more batches than the depth are between the first stage and the last. A group without rows in a batch changes its
+block tables, moves what it swaps, and does nothing else. No outputs travel: followers return nothing.
 
 Rank 0's own part runs in a thread, as another rank's does in its main one, so that rank 0 schedules while it computes;
 a thread for each group waits for that group's reports, in order: a receive from any source would not notice that a
@@ -27,7 +26,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -110,7 +108,6 @@ class DrivingRunner:
             ranks.monitor.computing, ranks.monitor.waits_for = self._own.thread, self._waits_for
         self._groups = groups = range(ranks.config.num_groups)
         self._late = [_Late() for _ in groups]
-        self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
         self._ranks_of = [[rank for rank in ranks.of_groups([group]) if rank != 0] for group in groups]
 
     def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], sampling: SlotSampling, drawn: list[int]) -> None:
@@ -142,23 +139,13 @@ class DrivingRunner:
 
     def _submit(self, batch: Batch) -> PendingStep:
         parts, own_ids = dict[int, Batch](), _NO_TOKENS
-        for whole, fields, groups in self._told(batch):
-            alike = defaultdict[bytes, list[int]](list)  # by the tokens that they embed, ranks that are told no more
-            for group in groups:
-                parts[group] = part = whole.part_of(group)
-                tokens, embedders = self.runner.chunk_ids(part, decodes=self._tells_tokens), self._embedders[group]
-                own_ids = tokens if group == 0 else own_ids
-                sampler, opened = self.ranks.sampler_rank(group), self._opened(part, group)
-                if opened:
-                    ids = tokens if sampler in embedders else _NO_TOKENS
-                    self.sender.send(Message("batch", {**fields, "open": opened}, whole, ids), only=[sampler])
-                data = tokens.tobytes()
-                for rank in self._ranks_of[group]:
-                    if not opened or rank != sampler:
-                        alike[data if rank in embedders else b""].append(rank)
-            for data, its_ranks in alike.items():
-                message = Message("batch", fields, whole, np.frombuffer(data, np.int32))
-                self.sender.send(message, only=its_ranks)
+        for group, whole, fields in self._told(batch):
+            parts[group] = part = whole.part_of(group)
+            tokens = self.runner.chunk_ids(part, decodes=self._tells_tokens)
+            own_ids = tokens if group == 0 else own_ids
+            if opened := self._opened(part, group):
+                fields["open"] = opened
+            self.sender.send(Message("batch", fields, whole, tokens), only=self._ranks_of[group])
         concerned = [group for group in sorted(parts) if parts[group].rows and self.ranks.sampler_rank(group) != 0]
         posted = {group: self._reports.post(parts[group], group) for group in concerned}
         if self._in_turn:
@@ -180,19 +167,17 @@ class DrivingRunner:
         monitor = self.ranks.monitor
         return pending._replace(is_done=lambda: monitor.has_failure or all(future.done() for future in futures))
 
-    def _told(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Any], list[int]]]:
-        """The batch as groups get it, with what was freed since their last one; what else they are told, which slots
-        were closed since then; and the groups for which that is the same."""
+    def _told(self, batch: Batch) -> Iterator[tuple[int, Batch, dict[str, Any]]]:
+        """Each group, the batch as it gets it, with what was freed since its last one, and what else it is told: which
+        slots were closed since then."""
         groups, kvp = list(self._groups) if self.news is None else sorted(batch.groups), self.ranks.config.kvp
         for late in self._late[:kvp] if groups[0] < kvp else [self._late[group] for group in groups]:
             late.frees += batch.frees
-        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for group in groups:
             late, self._late[group] = self._late[group], _Late()
-            alike.setdefault((tuple(dict.fromkeys(late.frees)), tuple(late.closed)), []).append(group)
-        for (frees, closed), its_groups in alike.items():
+            frees = tuple(dict.fromkeys(late.frees))
             whole = batch if frees == batch.frees else replace(batch, frees=frees)
-            yield whole, {"close": closed} if closed else {}, its_groups
+            yield group, whole, {"close": late.closed} if late.closed else {}
 
     def hand_over(self, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
         """Begin to hand a request over to a decode instance, with the last token drawn of it; what is returned is done

@@ -42,7 +42,7 @@ class Message:
     kind: str  # see _KINDS
     fields: Mapping[str, Any] = field(default_factory=dict)  # what goes as JSON
     batch: Batch | None = None  # the plan of a step
-    # Tokens of the rows that concern the receiver's group, in order, to the ranks that embed them.
+    # Tokens of the rows that concern the receiver's group, in order; its first stage embeds them.
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
 

@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
 
 from medha.batch import PIECES, Batch, Row
 from medha.config import SchedulerConfig
@@ -26,22 +25,15 @@ from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.prefix import Hit
 from medha.sched.queue import Queue, State
 
-_Answer = TypeVar("_Answer")
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
 
 
 class Packer:
-    """Fills batches.
+    """Fills batches."""
 
-    Attributes:
-        prediction: of the batch filled last; None where it is empty, or the packer does not predict.
-    """
-
-    prediction: Prediction | None = None
-
-    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
-        """Add rows to ``builder``."""
+    def fill(self, queue: Queue, builder: BatchBuilder) -> Prediction | None:
+        """Add rows to ``builder``; what the batch is predicted to take, None where it is empty, or nothing predicts."""
         raise NotImplementedError
 
     def completed(self, batch: Batch, busy_s: float) -> None:
@@ -54,25 +46,21 @@ class Packer:
         """Nothing more of a request is to be scheduled."""
 
 
-def works_of(rows: Sequence[Row], memory: KVMemory, group: int) -> tuple[list[Work], list[Work]]:
-    """Decodes and chunks of a batch as one of several groups sees them, when the batch is made."""
-    works = []
-    for row in rows:
-        if row.is_dealt and row.concerns(group):
-            works.append(dealt_work(row, group))
-        elif row.concerns(group):
-            kv = memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
-            samples = row.samples and group == row.group
-            works.append(Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, samples))
-    return split(works)
+def work_of(row: Row, memory: KVMemory, group: int) -> Work:
+    """A row of a batch as one of several groups sees it, when the batch is made."""
+    if row.is_dealt:
+        return dealt_work(row, group)
+    kv = memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
+    return Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, row.samples and group == row.group)
 
 
 def parts_of(
     rows: Sequence[Row], num_decodes: int, memory: KVMemory, group: int
 ) -> tuple[Sequence[Work] | Decodes, Sequence[Work]]:
-    """As :func:`works_of`, of rows of which the first ones decode; where there is one group these are summed up."""
+    """Decodes and chunks of a batch on a group, of rows of which the first ones decode; where there is one group these
+    are summed up."""
     if memory.num_groups > 1:
-        return works_of(rows, memory, group)
+        return split([work_of(row, memory, group) for row in rows if row.concerns(group)])
     chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in rows[num_decodes:]]
     if not num_decodes:
         return (), chunks
@@ -90,14 +78,7 @@ class BatchBuilder:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        queue: Queue,
-        preemption: Preemption,
-        *,
-        batch_id: int,
-        now_s: float,
-        is_idle: bool = True,
+        self, config: SchedulerConfig, preemption: Preemption, *, batch_id: int, now_s: float, is_idle: bool
     ) -> None:
         self.config = config
         self.memory = memory = preemption.memory
@@ -108,14 +89,13 @@ class BatchBuilder:
         self.preemption = preemption
         self.rows: list[Row] = []
         self.prefers_ring: Callable[[int, int, int, int], bool] = lambda position, q_len, first, count: True
-        self._choices: dict[tuple[int, int, int], bool] = {}  # of prefers_ring, by slot, tokens and first group
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
         self.refused: list[int] = []  # slots of prefills that were refused for want of memory
         self._no_room: dict[tuple[Hit, int], int] = {}  # least tokens refused, by hit and frees by then
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
-        self._queue = queue
+        self._queue = queue = preemption.queue
         self.batch_id = batch_id
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
         is_for_decodes = not queue.num_prefills
@@ -256,8 +236,12 @@ class BatchBuilder:
             return self._fits(state, max(min(state.num_left, self.config.max_batch_tokens, room), 1), gone)
 
         def fits_at(first: int, gone: Collection[int]) -> bool:
-            has_place = len(self._queue.running) - len(gone) < self.config.max_num_seqs
-            return has_place and self._if_begun(state, first, partial(fits, gone))
+            if len(self._queue.running) - len(gone) >= self.config.max_num_seqs:
+                return False
+            self._bind(state, first)
+            answer = fits(gone)
+            self.memory.undo_start(state.slot)
+            return answer
 
         ways = [fits] if state.has_started else [partial(fits_at, first) for first in self._firsts(state)]
         found = (fewest(candidates, way) for way in ways)
@@ -316,12 +300,8 @@ class BatchBuilder:
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
-        firsts = self._firsts(state)
-        if len(firsts) > 1:
-            ask = partial(self._tokens, state, size, is_whole)
-            firsts = self._by_work(state, [first for first in firsts if self._if_begun(state, first, ask)])
         best, chosen, is_open = 0, None, False
-        for first in firsts:
+        for first in self._by_work(state, self._firsts(state)):
             self._bind(state, first)
             most = self._tokens(state, size, is_whole)
             q_len = self._fitting(state, most)
@@ -339,7 +319,7 @@ class BatchBuilder:
             self.refused.append(state.slot)
         return best
 
-    def _by_work(self, state: State, firsts: list[int]) -> list[int]:
+    def _by_work(self, state: State, firsts: Sequence[int]) -> Sequence[int]:
         """Where a request may begin, the least busy span first: by what the busiest of its groups and all would have to
         do, then by what its decodes read."""
         if len(firsts) < 2:
@@ -355,13 +335,6 @@ class BatchBuilder:
         request, most = state.request, self._most_kv(state)
         num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
         self.memory.start(state.slot, first, num_tokens, state.chain, num_prompt=num_prompt, most=most)
-
-    def _if_begun(self, state: State, first: int, ask: Callable[[], _Answer]) -> _Answer:
-        """What would be answered if a request were bound to the span that begins at ``first``."""
-        self._bind(state, first)
-        answer = ask()
-        self.memory.undo_start(state.slot)
-        return answer
 
     def _share(self, state: State, size: SizeFn, is_whole: bool) -> int | None:
         """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
@@ -416,13 +389,11 @@ class BatchBuilder:
         return len(self.memory.dealt_reservation(state.request.num_kv_tokens, state.request.num_prompt_tokens) or [0])
 
     def _is_dealt(self, state: State, q_len: int, first: int, count: int) -> bool:
-        """Whether a chunk of a dealt request is dealt, else gathered; predicted once until a row is added."""
+        """Whether a chunk of a dealt request is dealt, else gathered."""
         if q_len < PIECES * count:
             return False  # the end of a prompt
-        if (key := (state.slot, q_len, first)) not in self._choices:
-            most = min(self.memory.gather_room(state.slot) - PIECES * count, *self.tokens_left[first : first + count])
-            self._choices[key] = q_len > most or self.prefers_ring(state.num_scheduled_tokens, q_len, first, count)
-        return self._choices[key]
+        most = min(self.memory.gather_room(state.slot) - PIECES * count, *self.tokens_left[first : first + count])
+        return q_len > most or self.prefers_ring(state.num_scheduled_tokens, q_len, first, count)
 
     def _firsts(self, state: State) -> Sequence[int]:
         """The groups at which a request may begin; where it was swapped out, the one from which it was."""
@@ -534,7 +505,6 @@ class BatchBuilder:
             self.memory.prefix.forget(state.slot)
         take(row)
         self.rows.append(row)
-        self._choices.clear()
         state.last_batch = self.batch_id
         self._queue.sent(state, row, self.now_s)
         for group in row.groups:

@@ -128,13 +128,13 @@ class BlockPool:
         if not self._free:
             self._break_promise(holding)
             return
-        adjacent = [run for run in self._free if run[0] == holding.next] if holding.extents else []
-        if adjacent:
-            first, end = adjacent[0]
-        else:
-            lengths = [end - first for first, end in self._free]
-            length = min((length for length in lengths if length >= want), default=max(lengths))
-            first, end = self._free[lengths.index(length)]
+
+        def order(run: tuple[int, int]) -> tuple[bool, bool, int]:
+            """The adjacent one, else the smallest that is long enough, else the longest."""
+            length = run[1] - run[0]
+            return not (holding.extents and run[0] == holding.next), length < want, abs(length - want)
+
+        first, end = min(self._free, key=order)
         self._free.remove((first, end))
         holding.next, holding.end = first, min(end, first + want)
         if holding.end < end:

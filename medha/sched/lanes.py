@@ -64,9 +64,8 @@ class CdspPacker(Packer):
     def added(self, request: SchedulerRequest) -> None:
         self.load.arrived(request.arrival_s)
 
-    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder) -> Prediction | None:
         now_s, factor = builder.now_s, self.predictor.factor("prefill")
-        self.prediction = None
         late = max(((now_s - task.start_s) / (task.seconds * factor) for task in self._running), default=0.0)
         if late > _FAR and len(self._busy()) < self.planner.num_groups:
             self._drop({task.state.slot for task in self._waiting if not task.state.has_started})
@@ -81,12 +80,13 @@ class CdspPacker(Packer):
         task = self._ready()
         if task is None and self._ranking is not None and self._plan_anew(queue, builder, factor):
             task = self._ready()
-        if task is not None:
-            task.start_s = now_s
-            self._waiting.remove(task)
-            self._running.append(task)
-            builder.add_dealt(task.state, task.chunk.num_tokens, task.chunk.groups)
-            self.prediction = Prediction("prefill", task.seconds * factor, factor, task.seconds * factor)
+        if task is None:
+            return None
+        task.start_s = now_s
+        self._waiting.remove(task)
+        self._running.append(task)
+        builder.add_dealt(task.state, task.chunk.num_tokens, task.chunk.groups)
+        return Prediction("prefill", task.seconds * factor, factor, task.seconds * factor)
 
     def completed(self, batch: Batch, busy_s: float) -> None:
         (row,) = batch.rows

@@ -57,7 +57,7 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Predictor, Tick, Work, dealt_work, ring_or_gather_s
 from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.params import PRIORITIES
-from medha.sched.batch_builder import BatchBuilder, Packer, works_of
+from medha.sched.batch_builder import BatchBuilder, Packer, work_of
 from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, load_policy, sort_rows
 from medha.sched.queue import Queue, State
@@ -83,7 +83,6 @@ class GroupTime:
     decodes_s: float  # what the decodes take
     most_s: float  # for the whole batch, where an efficient chunk needs longer than the budget
     long_slot: int | None = None  # the long prefill in it, if any
-    is_joined: bool = False  # a chunk in it was made longer, and is in ``tick`` as two
 
 
 class MedhaPacker(Packer):
@@ -108,7 +107,7 @@ class MedhaPacker(Packer):
         self._yields = False  # long prefills leave time to short ones
         self._yielders: list[State] = []  # those to which that left too little for a chunk
 
-    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder) -> Prediction | None:
         favoured = []
         if self._ranking.by_class:
             favoured = self._make_room(queue, builder)
@@ -149,7 +148,7 @@ class MedhaPacker(Packer):
                 spare_s = self._spare_s + share * prefills_s
                 self._spare_s = min(spare_s, self._most_spare_s)
         self._refused = builder.refused
-        self._note(queue, builder)
+        return self._prediction(queue, builder) if builder.rows else None
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +191,7 @@ class MedhaPacker(Packer):
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
         places are taken the first of the highest class."""
         builder.preemption.by_class = True
-        states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
+        states = queue.states_of_rows(queue.rows_of(self._refused[:_FIRST]))
         if queue.num_prefills and len(queue.running) >= self.config.max_num_seqs:
             states += queue.first_of_highest_class()
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
@@ -223,8 +222,7 @@ class MedhaPacker(Packer):
         for group in range(builder.memory.num_groups):
             rows = (builder.decode_row(state) for state in kept.values())
             mine = [row for row in rows if row.concerns(group)]
-            works, _ = works_of(mine, builder.memory, group)
-            classed = [(kept[row.slot].request.priority, work) for row, work in zip(mine, works, strict=True)]
+            classed = [(kept[row.slot].request.priority, work_of(row, builder.memory, group)) for row in mine]
             for index in self._too_many(classed, objectives, (q_len, deepest), int(is_guards)):
                 del kept[mine[index].slot]
         if len(kept) == num_due:
@@ -334,23 +332,20 @@ class MedhaPacker(Packer):
                 return
             self._give(state, queue, builder, may_exceed=False)
 
-    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int]) -> NDArray[np.bool_] | None:
-        """Which rows may enter the batch; None is all.
+    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int]) -> NDArray[np.bool_]:
+        """Which rows may enter the batch.
 
         No new ones where all places are taken or nobody of their class may start, no long ones where each group has
         one, none a second time.
         """
-        may_enter = None
+        may_enter = np.ones(queue.num_prefills, np.bool_)
         if len(queue.running) >= self.config.max_num_seqs:
-            may_enter = queue.column("started")
+            may_enter &= queue.column("started")
         elif builder.closed_from < len(PRIORITIES):
-            may_enter = queue.column("started") | (queue.column("priority") < builder.closed_from)
+            may_enter &= queue.column("started") | (queue.column("priority") < builder.closed_from)
         if all(group.long_slot is not None for group in self._groups):
-            is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
-            may_enter = is_short if may_enter is None else may_enter & is_short
-        if tried:
-            may_enter = np.ones(queue.num_prefills, np.bool_) if may_enter is None else may_enter.copy()
-            may_enter[queue.rows_of(tried)] = False
+            may_enter &= queue.column("num_prompt_tokens") < self.config.long_threshold
+        may_enter[queue.rows_of(tried)] = False
         return may_enter
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -390,7 +385,7 @@ class MedhaPacker(Packer):
 
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
             self._grow(state, queue, builder)
-        num_refused, joined = len(builder.refused), builder.chunk_tokens(state.slot)
+        num_refused = len(builder.refused)
         q_len = builder.add_chunk(state, fitting)
         if not q_len and may_exceed and len(builder.refused) == num_refused and not all(builder.has_chunk):
             q_len = builder.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
@@ -399,20 +394,14 @@ class MedhaPacker(Packer):
                 self._yielders.append(state)
             return False
         row = builder.rows[builder.chunked[state.slot]]
-        position = position if has_chunk else row.position  # more may be there than was thought
         for index in row.groups:
             group = self._groups[index]
             if is_long:
                 group.long_slot = state.slot
-            if row.is_dealt:
-                group.tick.add(dealt_work(row, index))
-                continue
-            kv = builder.memory.kv_before(state.slot, position, index)
-            if index < row.writer:
-                kv += joined  # which attends with what is added, though its keys are elsewhere
-            run = row.span if row.is_shared else None
-            group.tick.add(Work(q_len, kv, False, run, row.samples and index == row.group))
-            group.is_joined |= has_chunk
+            if has_chunk:  # which is longer now
+                group.tick = self.predictor.tick(*builder.works(index))
+            else:
+                group.tick.add(work_of(row, builder.memory, index))
         return True
 
     def _grow(self, state: State, queue: Queue, builder: BatchBuilder) -> None:
@@ -451,7 +440,8 @@ class MedhaPacker(Packer):
         return min(self.config.yielded_share, max(0.0, slack_s / max(total_s, SHORTEST_S)))
 
     def _is_long(self, state: State) -> bool:
-        return state.num_own_prefill >= self.config.long_threshold
+        """By what it computes itself."""
+        return state.num_prefill_tokens - state.num_cached >= self.config.long_threshold
 
     def _prefers_ring(self, position: int, q_len: int, first: int, count: int) -> bool:
         """Whether a chunk of a dealt request is predicted to end its batch sooner where it is dealt than where all of
@@ -536,15 +526,9 @@ class MedhaPacker(Packer):
                     tightest = slo.tpot_s
         return tightest / self.config.period
 
-    def _note(self, queue: Queue, builder: BatchBuilder) -> None:
-        """Keep the prediction of the batch."""
-        if not builder.rows:
-            self.prediction = None
-            return
-        for index, group in enumerate(self._groups):
-            if group.is_joined:  # as one chunk it costs a little more or less than as two
-                group.tick = self.predictor.tick(*builder.works(index))
+    def _prediction(self, queue: Queue, builder: BatchBuilder) -> Prediction:
+        """Of the batch, which is not empty."""
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
-        self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
         queue.batch_sent(seconds, tick.factor)
+        return Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)

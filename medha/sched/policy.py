@@ -149,43 +149,6 @@ class Ranking:
     by_class: bool = False
 
 
-def order(
-    ranking: Ranking,
-    columns: Columns,
-    *,
-    slots: Ints,
-    now_s: float,
-    first: int | None = None,
-    among: NDArray[np.bool_] | None = None,
-    last: NDArray[np.bool_] | None = None,
-    behind: NDArray[np.bool_] | None = None,
-) -> NDArray[np.intp]:
-    """Rows of ``columns`` by key (before it the class, if the ranking says so), ties by arrival, then slot.
-
-    Args:
-        ranking: the policy; the smallest key is first.
-        columns, slots: of the requests.
-        now_s: time, seconds of the scheduler's clock.
-        first: how many rows are wanted; None is all. A few of many are found without sorting all.
-        among: which rows count; None is all. The policy is asked about all of them.
-        last: rows whose key is inf whatever the policy says.
-        behind: rows that come after the others of their class.
-
-    Raises:
-        PolicyError: the policy raised, or returned something else than a number for each request.
-    """
-    if len(columns) == 0:
-        return np.empty(0, np.intp)
-    try:
-        keys = _keys(ranking.key, columns, now_s)
-    except Exception as error:
-        raise PolicyError(f"policy {ranking.name}: {type(error).__name__}: {error}", policy=ranking.name) from error
-    if last is not None and last.any():
-        keys = np.where(last, np.inf, keys)
-    before = [columns.priority] * ranking.by_class + [part.astype(np.int64) for part in (behind,) if part is not None]
-    return sort_rows((*before, keys, columns.arrival_s, slots), first=first, among=among)
-
-
 def sort_rows(
     by: Sequence[Floats | Ints], *, first: int | None = None, among: NDArray[np.bool_] | None = None
 ) -> NDArray[np.intp]:
@@ -218,14 +181,17 @@ def _near(by: Sequence[Floats | Ints], count: int, among: NDArray[np.bool_] | No
     return np.flatnonzero(is_near)
 
 
-def _keys(policy: Policy, columns: Columns, now_s: float) -> Floats:
-    """The policy's keys, checked; raises whatever the policy raises, TypeError and ValueError."""
-    keys: Any = policy(columns, now_s)
-    if not isinstance(keys, np.ndarray) or keys.dtype != np.float64 or keys.shape != (len(columns),):
-        kind = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else type(keys).__name__
-        raise TypeError(f"returned {kind}; accepted: float64 of shape ({len(columns)},)")
-    if np.isnan(keys.min()):  # as where any is
-        raise ValueError(f"{np.count_nonzero(np.isnan(keys))} of {len(keys)} keys are NaN")
+def keys_of(ranking: Ranking, columns: Columns, now_s: float) -> Floats:
+    """The policy's keys, checked; PolicyError where it raised, or returned something else than a number for each."""
+    try:
+        keys: Any = ranking.key(columns, now_s)
+        if not isinstance(keys, np.ndarray) or keys.dtype != np.float64 or keys.shape != (len(columns),):
+            kind = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else type(keys).__name__
+            raise TypeError(f"returned {kind}; accepted: float64 of shape ({len(columns)},)")
+        if np.isnan(keys.min()):  # as where any is
+            raise ValueError(f"{np.count_nonzero(np.isnan(keys))} of {len(keys)} keys are NaN")
+    except Exception as error:
+        raise PolicyError(f"policy {ranking.name}: {type(error).__name__}: {error}", policy=ranking.name) from error
     return keys
 
 

@@ -35,15 +35,15 @@ class Preemption:
     def __init__(self, queue: Queue, memory: KVMemory, predictor: Predictor) -> None:
         self.by_class = False  # whether priority classes say who gives way
         self.preempted: list[Preempted] = []  # requests that gave up their memory since the last decision
-        self._queue = queue
+        self.queue = queue
         self.memory = memory
         self._predictor = predictor
 
     def of_lower_class(self, state: State) -> list[State]:
         """Whom a request may preempt by class, once nothing of them is in flight: the lowest class first, then whoever
         loses least; nobody who is kept."""
-        below = [s for s in self._queue.running.values() if s.request.priority > state.request.priority]
-        below = [s for s in below if not s.ended and (s.prefilling or s.slot in self._queue.decoding)]
+        below = [s for s in self.queue.running.values() if s.request.priority > state.request.priority]
+        below = [s for s in below if not s.ended and (s.prefilling or s.slot in self.queue.decoding)]
         return sorted(below, key=lambda s: (-s.request.priority, self.loss(s)[0], s.slot))
 
     def by_loss(self, state: State) -> list[State]:
@@ -51,7 +51,7 @@ class Preemption:
 
         Never the oldest, nor those of a higher class than a request that is not the oldest itself.
         """
-        first = oldest(self._queue.running.values())
+        first = oldest(self.queue.running.values())
         others = [s for s in self._idle() if s is not first and s is not state]
         if self.by_class and state is not first:
             others = [s for s in others if s.request.priority >= state.request.priority]
@@ -65,7 +65,7 @@ class Preemption:
         """Predicted seconds that a started request loses if it is preempted, and whether it is swapped out for that."""
         had = state.num_scheduled_tokens
         kept = min(self.memory.held_by_others(state.slot), had - 1)
-        again_s = self._queue.left_s(kept, had) * self._predictor.factor("prefill") if had else 0.0
+        again_s = self.queue.left_s(kept, had) * self._predictor.factor("prefill") if had else 0.0
         blocks = self.memory.swappable(state.slot)
         moved_s = 2 * blocks * self.memory.swap_block_s
         if blocks and moved_s < again_s:
@@ -82,13 +82,13 @@ class Preemption:
                 self.memory.swap_out(state.slot)
             self.memory.note(state.slot, state.num_computed_tokens)  # its output as well
             self.memory.release(state.slot)
-            self._queue.preempt(state, now_s, num_kept=num_kept)
+            self.queue.preempt(state, now_s, num_kept=num_kept)
             if state.chain is not None and not is_swap:
                 self.memory.prefix.stale[state.slot] = None  # of what it had, some is there still
 
     def _idle(self) -> Iterable[State]:
         """Started requests of which nothing is in flight."""
-        return (s for s in self._queue.running.values() if not s.num_in_flight and not s.ended)
+        return (s for s in self.queue.running.values() if not s.num_in_flight and not s.ended)
 
 
 def oldest(states: Iterable[State]) -> State | None:

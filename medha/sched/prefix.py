@@ -13,9 +13,7 @@ to the end. Where two compute the same at once the ids name the blocks of the fi
 other's is known no more, and a lookup may find less than there is. All but the ids is done by paths, not by blocks: a
 hit of 10M tokens is held as quickly as a short one.
 
-What goes first is the end of some path: with ``value`` the one of least predicted seconds saved, which are the seconds
-to compute the block, more the deeper it lies, times how often it was used, aged by what went before (GreedyDual with
-frequency: Cherkasova 1998); with ``lru`` the one used least recently. Blocks that a waiting request counts on go last.
+What goes first is the end of the path that was used least recently. Blocks that a waiting request counts on go last.
 
 Where the host has memory, whole blocks that go are moved there if that is predicted to pay. A request finds them
 behind what is in the pools, and its first batch moves them into blocks of its own, as if it had computed them.
@@ -91,8 +89,8 @@ class Path:
     holders: _Marks = field(default_factory=dict)  # slots that share it up to a block
     children: _Marks = field(default_factory=dict)  # paths that begin at a block
     counted_on: _Marks = field(default_factory=dict)  # slots of waiting requests whose hit ends at a block
-    steps: list[tuple[float, float, int]] = field(default_factory=lambda: [(math.inf, 0.0, 0)])
-    """(up to which block, when it was let go of last as the key counts time, how often it was used)"""
+    steps: list[tuple[float, int, int]] = field(default_factory=lambda: [(math.inf, 0, 0)])
+    """(up to which block, when it was let go of last by the entries so far, how often it was used)"""
     entry: int = -1  # its latest among those that may go
 
     def __post_init__(self) -> None:
@@ -117,7 +115,7 @@ class Path:
         return cut(self.runs, start - self.start, end - self.start)
 
 
-_Entry = tuple[bool, float, int, Path]
+_Entry = tuple[bool, int, int, Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +183,9 @@ class PrefixCache:
         self._swap_block_s = config.swap_block_s
         self._pools, self._hosts = pools, hosts
         self._cost_s = cost_s
-        self._is_lru = config.prefix_eviction == "lru"
         self._known: dict[bytes, Path] = {}
         self._heaps: list[list[_Entry]] = [[] for _ in pools]  # paths whose end may go; those counted on come last
         self._num_entries = 0
-        self._clock = 0.0  # the key of what went last
         self._waits_for: _Marks = {}  # slots whose hit grows with an id
         self._watched: dict[int, list[Callable[[], None]]] = {}  # what ends the watch for a slot
 
@@ -269,12 +265,7 @@ class PrefixCache:
             to = end
         steps = path.steps
         at = bisect_left(steps, to, key=lambda step: step[0])
-        if steps[at][0] > to:
-            steps.insert(at, (to, *steps[at][1:]))
-        now = float(self._num_entries) if self._is_lru else self._clock
-        steps[: at + 1] = [(bound, now, num_uses + is_used) for bound, _, num_uses in steps[: at + 1]]
-        if self._is_lru:
-            del steps[:at]
+        steps[: at + (steps[at][0] == to)] = [(to, self._num_entries, steps[at][2] + is_used)]
         shared = max(path.holders, default=path.start)
         self._is_held(path, shared if path.owner is None else path.end, shared)
         self._settle(path)
@@ -296,12 +287,11 @@ class PrefixCache:
         """Let blocks that nobody holds go until so many are free; there are as many."""
         pool, heap = self._pools[group], self._heaps[group]
         while pool.num_free < num_blocks:
-            is_counted_on, key, _, path = entry = heappop(heap)
+            is_counted_on, _, _, path = entry = heappop(heap)
             if not self._is_valid(entry):
                 continue
             steps = [int(bound) for bound, _, _ in path.steps if bound < path.end]
             floor = max([path.kept, *steps, *(() if is_counted_on else path.counted_on)])
-            self._clock = max(self._clock, key)
             end = max(floor, path.end - num_blocks + pool.num_free)
             if self._hosts:
                 self._to_host(path, end)
@@ -349,13 +339,12 @@ class PrefixCache:
             return
         self._num_entries += 1
         path.entry = self._num_entries
-        key, num_uses = next(step[1:] for step in path.steps if step[0] >= path.end)
-        key += 0.0 if self._is_lru else num_uses * self._cost_s(path.end - 1)
+        let_go = next(step[1] for step in path.steps if step[0] >= path.end)
         heap = self._heaps[path.group]
         if len(heap) > 2 * self.num_idle[path.group] + _SLACK:  # most entries are of paths that were used again
             heap[:] = filter(self._is_valid, heap)
             heapify(heap)
-        heappush(heap, (max(path.counted_on, default=0) >= path.end, key, path.entry, path))
+        heappush(heap, (max(path.counted_on, default=0) >= path.end, let_go, path.entry, path))
 
     def _is_valid(self, entry: _Entry) -> bool:
         """Whether what lies in a heap is of now."""

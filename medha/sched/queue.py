@@ -19,7 +19,7 @@ from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import COLUMN_NAMES, Columns, Ranking, order, sort_rows
+from medha.sched.policy import COLUMN_NAMES, Columns, Ranking, keys_of, sort_rows
 from medha.sched.prefix import Chain, PrefixCache
 from medha.sched.tenants import Tenants
 
@@ -53,11 +53,6 @@ class State:
     def prefilling(self) -> bool:
         """Whether tokens of its prefill are left to schedule."""
         return self.num_scheduled_tokens < self.num_prefill_tokens
-
-    @property
-    def num_own_prefill(self) -> int:
-        """Tokens of its prefill that it computes itself."""
-        return self.num_prefill_tokens - self.num_cached
 
     @property
     def num_left(self) -> int:
@@ -138,9 +133,15 @@ class Queue:
     ) -> NDArray[np.intp]:
         """The first rows of ``among``, None is all, in the order of a policy: within a class those of a tenant that is
         ahead come last, and whoever is relegated after all others. ``factor`` is as of :meth:`columns`."""
-        columns, slots, last = self.columns(factor), self.column("slot"), self.column("relegated")
-        behind = self.tenants.ahead(self.column("tenant")) if self.tenants.are_several else None
-        return order(ranking, columns, slots=slots, now_s=now_s, first=first, among=among, last=last, behind=behind)
+        columns, last = self.columns(factor), self.column("relegated")
+        if not len(columns):
+            return np.empty(0, np.intp)
+        keys, before = keys_of(ranking, columns, now_s), [columns.priority] * ranking.by_class
+        if last.any():
+            keys = np.where(last, np.inf, keys)
+        if self.tenants.are_several:
+            before.append(self.tenants.ahead(self.column("tenant")).astype(np.int64))
+        return sort_rows((*before, keys, columns.arrival_s, self.column("slot")), first=first, among=among)
 
     def column(self, name: str) -> NDArray[Any]:
         """A view of one column of ``_COLUMNS``."""
@@ -150,19 +151,14 @@ class Queue:
         """The rows of those that have one."""
         return [self._row_of[slot] for slot in slots if slot in self._row_of]
 
-    def states_of_rows(self, rows: NDArray[np.intp]) -> list[State]:
+    def states_of_rows(self, rows: Iterable[int]) -> list[State]:
         """The requests of some rows of the columns."""
-        return [self._states[row] for row in rows.tolist()]
+        return [self._states[row] for row in rows]
 
     def work_s(self, state: State, factor: float) -> tuple[float, float]:
         """As in :meth:`columns`: of the whole of a prefill and of what is left; its prompt is not scheduled whole."""
         row, factor = self._row_of[state.slot], factor * self.stretch
         return self._table["work_total_s"][row] * factor, self._table["work_left_s"][row] * factor
-
-    def prefill(self, slot: int) -> State | None:
-        """The request of a slot while tokens of its prefill are left to schedule."""
-        row = self._row_of.get(slot)
-        return None if row is None else self._states[row]
 
     def first_of_highest_class(self) -> list[State]:
         """The first to arrive of the highest class among those that have not started; nothing if there is none."""
@@ -204,7 +200,7 @@ class Queue:
             return
         state.num_cached = state.num_scheduled_tokens = state.num_computed_tokens = num_tokens
         row = self._row_of[state.slot]
-        self._table["num_prompt_tokens"][row] = state.num_own_prefill
+        self._table["num_prompt_tokens"][row] = state.num_prefill_tokens - num_tokens
         self._table["work_left_s"][row] = self.left_s(num_tokens, state.num_prefill_tokens)
         self._table["work_total_s"][row] = self._table["work_left_s"][row]
 

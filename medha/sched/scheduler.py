@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
 from medha.batch import PIECES, Batch, Row, Shared
 from medha.config import CDSP, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Work
-from medha.cost.prefill_time import PrefillTimes, SpreadTimes, budgeted_chunk, chunk_rules
+from medha.cost.prefill_time import SpreadTimes, chunk_rules
 from medha.errors import ConfigError, DeadlineError
 from medha.sched.baselines import CLASSICAL
 from medha.sched.batch_builder import BatchBuilder, Packer
@@ -62,8 +62,8 @@ class Scheduler:
         self.depth = config.num_in_flight
         self.planner = planner
         self.predictor = predictor
-        self.max_prompt_tokens = max_prompt_tokens
         pool = {"num_blocks": num_blocks, "block_size": block_size, "num_groups": num_groups}
+        self.sizes = pool | {"max_prompt_tokens": max_prompt_tokens}  # it was made with, beside config and predictor
         self.memory = KVMemory(config, **pool, prefix_cost_s=self._block_s)
         if config.scheduler == CDSP:
             assert planner is not None, "the cdsp scheduler needs a planner"
@@ -79,25 +79,12 @@ class Scheduler:
             self.packer = MedhaPacker(config, predictor, self.depth)
         if config.scheduler != CDSP and self.memory.max_kv_per_group == num_blocks * block_size:
             self.memory.spread_kv = spread_kv(config, predictor, max_prompt_tokens, **pool)
-        budget_s, least = chunk_rules(config, predictor)  # the chunks that the packer would take
-        most, step = config.max_batch_tokens, config.chunk_granularity
-        rule = budgeted_chunk(predictor, budget_s, most, granularity=step, least=least)
-        alone = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
-        times: Callable[[int], PrefillTimes] = lambda num_prompt: alone  # noqa: E731
-        if config.ring:
-            most_kv = self.memory.max_kv_per_group
-            times = spread = SpreadTimes(predictor, rule, config, max_tokens=max_prompt_tokens, most_kv=most_kv)
-            self.memory.deal_pays = spread.pays
+        times = SpreadTimes(config, predictor, max_tokens=max_prompt_tokens, most_kv=self.memory.max_kv_per_group)
+        self.memory.deal_pays = times.pays if config.ring else None
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)
         self._next_batch_id = 0
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What it was made with, beside configuration and predictor."""
-        sizes = {name: getattr(self.memory, name) for name in ("num_blocks", "block_size", "num_groups")}
-        return sizes | {"max_prompt_tokens": self.max_prompt_tokens}
 
     def fresh(self) -> Scheduler:
         """A scheduler of the same configuration that knows no request; what the predictor has learned stays."""
@@ -317,14 +304,9 @@ class Scheduler:
         for slot in list(islice(self.memory.prefix.stale, _MOST_STALE)):
             self._queue.look_again(self._queue.waiting[slot], self.memory.prefix)
         builder = BatchBuilder(
-            self.config,
-            self._queue,
-            self._preemption,
-            batch_id=self._next_batch_id,
-            now_s=now_s,
-            is_idle=not self._in_flight,
+            self.config, self._preemption, batch_id=self._next_batch_id, now_s=now_s, is_idle=not self._in_flight
         )
-        self.packer.fill(self._queue, builder)
+        prediction = self.packer.fill(self._queue, builder)
         preempted, refused = tuple(self._preemption.preempted), tuple(builder.refused)
         self._preemption.preempted.clear()
         if not builder.rows:
@@ -333,7 +315,6 @@ class Scheduler:
             self.memory.note(slot, self._queue.running[slot].num_scheduled_tokens)
         batch = self.memory.batch(self._next_batch_id, builder.rows)
         self._next_batch_id += 1
-        prediction = self.packer.prediction
         self._in_flight.append((batch, prediction))
         slack_s = tuple([self._slack_s(slot, now_s) for slot in builder.chunked])
         return Decision(batch, prediction, preempted, refused, slack_s)
@@ -392,14 +373,9 @@ class Scheduler:
 def _refusal(name: str, request: SchedulerRequest, predicted_s: float, what: str) -> DeadlineError:
     """The error of a request that cannot meet an objective, the field of a name."""
     objective_s = getattr(request.slo, name)
-    return DeadlineError(
-        f"slo.{name}={objective_s}: {what.format(predicted_s)}; accepted: a longer one, or admission='all' or "
-        "'relegate'",
-        predicted_s=predicted_s,
-        objective_s=objective_s,
-        param=f"slo.{name}",
-        value=objective_s,
-    )
+    facts = {"predicted_s": predicted_s, "objective_s": objective_s, "param": f"slo.{name}", "value": objective_s}
+    accepted = "a longer one, or admission='all' or 'relegate'"
+    return DeadlineError(f"slo.{name}={objective_s}: {what.format(predicted_s)}; accepted: {accepted}", **facts)
 
 
 def spread_kv(

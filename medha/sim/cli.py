@@ -135,7 +135,7 @@ def plan(
     from medha.cli.report import check_writable, deliver, progress
     from medha.cost.hardware import load_spec
     from medha.sim.plan import Goal, Planner, report_of, shown
-    from medha.sim.replica import find_model
+    from medha.sim.replica import Replica, find_model
 
     check_writable(output_json)
     shape, max_model_len = find_model(model), given["max_model_len"]
@@ -144,13 +144,9 @@ def plan(
     if max_model_len is None and context > (claimed := shape.max_position_embeddings):
         what = f"{model} claims {claimed:,} positions; its RoPE is taken as scaled to {context:,}"
         print(f"medha: {what}", file=sys.stderr)
-    planner = Planner(
-        load_spec(hardware),
-        shape,
-        Goal(gpus, context, ttft_s, tpot_s),
-        scheduler=SchedulerConfig(max_batch_tokens=given["max_batch_tokens"]),
-        utilization=given["gpu_memory_utilization"],
-    )
+    scheduler = SchedulerConfig(max_batch_tokens=given["max_batch_tokens"])
+    replica = Replica(load_spec(hardware), shape, scheduler=scheduler, utilization=given["gpu_memory_utilization"])
+    planner = Planner(replica, Goal(gpus, context, ttft_s, tpot_s))
     with progress("simulating layouts", len(planner.layouts())) as done:
         candidates = planner.plan(done)
     options = {"model": model, "hardware": hardware}

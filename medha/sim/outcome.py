@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.cost.predictor import slowest_of
-from medha.cost.prefill_time import budgeted_chunk, chunk_rules
+from medha.cost.prefill_time import budgeted_chunk
 from medha.records import BatchRecord, RankRecords
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
@@ -44,8 +43,7 @@ MAX_SEGMENTS = 200_000  # batches on a stage that a trace holds; those that come
 DRAIN = 0.1  # see saturation_of
 _NUM_SAMPLES = 201
 _GAP_BINS_PER_DECADE = 100
-_FIRST_GAP_BIN = -6 * _GAP_BINS_PER_DECADE
-_GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_FIRST_GAP_BIN, 6 * _GAP_BINS_PER_DECADE)]
+_LEAST_GAP_S = 1e-6
 
 
 class Requests:
@@ -62,14 +60,13 @@ class Requests:
 class Gaps:
     """Waits between tokens of a request, over all tokens: counts by size, a hundred sizes a decade."""
 
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)
     total_s: float = 0.0
     count: int = 0
 
     def add(self, gap_s: float, count: int = 1) -> None:
         """Count some gaps of one size."""
-        size = bisect_right(_GAP_EDGES, gap_s) + _FIRST_GAP_BIN
-        self.counts[size] = self.counts.get(size, 0) + count
+        self.counts[round(_GAP_BINS_PER_DECADE * math.log10(max(gap_s, _LEAST_GAP_S)))] += count
         self.total_s += gap_s * count
         self.count += count
 
@@ -122,17 +119,9 @@ class Outcome:
         if trace.tpot_slo_s is not None:
             tpot_s = (finish_s - first_token_s) / np.maximum(num_tokens - 1, 1)
             in_time &= np.isnan(trace.tpot_slo_s[rows]) | (tpot_s <= trace.tpot_slo_s[rows])
-        return Times(
-            arrival_s,
-            first_token_s,
-            finish_s,
-            num_tokens,
-            trace.prompt_tokens[rows],
-            requests.first_scheduled_s[rows],
-            in_time,
-            requests.is_refused[rows],
-            np.ones(len(arrival_s), np.bool_),  # the scheduler derives a deadline where none is given
-        )
+        more = trace.prompt_tokens[rows], requests.first_scheduled_s[rows], in_time, requests.is_refused[rows]
+        aimed = np.ones(len(arrival_s), np.bool_)  # the scheduler derives a deadline where none is given
+        return Times(arrival_s, first_token_s, finish_s, num_tokens, *more, aimed)
 
 
 class System(NamedTuple):
@@ -142,11 +131,6 @@ class System(NamedTuple):
     replica: Replica
     trace: Trace
     qps: float | None = None  # requests a second that were asked for; None is what the trace has
-
-    @property
-    def label(self) -> str:
-        """Name and rate."""
-        return self.name if self.qps is None else f"{self.name}, {self.qps:g} requests/s"
 
 
 def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bool = False) -> dict[str, Any]:
@@ -159,7 +143,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
     policy = config.policy if isinstance(config.policy, str) else system.name
     started = np.flatnonzero(~np.isnan(outcome.requests.first_scheduled_s))
     return {
-        "label": system.label,
+        "label": system.name if system.qps is None else f"{system.name}, {system.qps:g} requests/s",
         "scheduler": config.scheduler,
         "policy": policy if config.scheduler == "medha" else None,
         "complete": not (outcome.is_stopped or interrupted),
@@ -199,9 +183,7 @@ def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
     """
     config = replace(replica.scheduler, scheduler="medha")
     stages = replace(replica, scheduler=config).stages()
-    slowest = slowest_of(stages)
-    budget_s, least = chunk_rules(config, slowest)
-    rule = budgeted_chunk(slowest, budget_s, config.max_batch_tokens, granularity=config.chunk_granularity, least=least)
+    rule = budgeted_chunk(config, slowest_of(stages))
 
     def through(free_s: Sequence[float], q_len: int, kv_before: int, *, samples: bool) -> list[float]:
         """When each stage is done with the next chunk, given when it was done with the one before; seconds."""

@@ -33,7 +33,6 @@ class Segment(NamedTuple):
 class Passage(NamedTuple):
     """A batch on its way."""
 
-    first_end_s: float  # when stage 0 of group 0 is done with it; its start where the batch does not concern that
     end_s: float  # when it is done in every stage
     busy_s: float  # seconds of the slowest stage
 
@@ -70,7 +69,7 @@ class Pipeline:
 
     def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
         """Let a batch enter stage 0, right after it was scheduled; the memory says where the keys of each row lie."""
-        first_end_s, end_s, slowest_s = now_s, now_s, 0.0
+        end_s, slowest_s = now_s, 0.0
         now_s += self._control_s
         for groups in _together(batch, self.num_groups):
             seconds = self._seconds(batch, memory, groups)
@@ -86,15 +85,13 @@ class Pipeline:
                     self.busy_s[group][stage] += stage_s
                     if self.on_segment is not None:
                         self.on_segment(Segment(batch.batch_id, group, stage, start_s, ready_s, batch.num_tokens))
-                if stage == 0 and 0 in groups:
-                    first_end_s = ready_s
             for group, from_s in zip(groups, begins_s, strict=True):
                 for stage, stage_s in enumerate(seconds):  # one of them works until the batch has left the last one
                     self.bubble_s[group][stage] += ready_s - from_s - stage_s
             end_s = max(end_s, ready_s)
         if self._tokens_s is not None:
             self._tokens_s.update((row.slot, end_s) for row in batch.rows if row.samples)
-        return Passage(first_end_s, end_s, slowest_s)
+        return Passage(end_s, slowest_s)
 
     def _last_token_s(self, batch: Batch, groups: Sequence[int]) -> float:
         """When the last of the tokens is known with which the decodes of some groups go on."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
-from medha.cost.hardware import HardwareSpec
+from medha.config import ParallelConfig
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
 from medha.sim.outcome import Outcome
@@ -73,16 +72,13 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Simulates layouts of a model on accelerators of a spec."""
+    """Simulates layouts of a model on accelerators of a spec: ``replica`` is one in a layout of any kind."""
 
-    spec: HardwareSpec
-    model: ModelConfig
+    replica: Replica
     goal: Goal
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of each replica
-    utilization: float = 0.9  # share of an accelerator's memory that may be used
 
     def __post_init__(self) -> None:
-        check_number("utilization", self.utilization, most=1.0)
+        check_number("utilization", self.replica.utilization, most=1.0)
 
     def layouts(self) -> list[Layout]:
         """Every product that uses all accelerators, with ``tp`` inside a node; most replicas first."""
@@ -93,7 +89,7 @@ class Planner:
             for size in divisors
             for tp in divisors
             for spp in divisors
-            if size % (tp * spp) == 0 and tp <= self.spec.gpus_per_node
+            if size % (tp * spp) == 0 and tp <= self.replica.spec.gpus_per_node
         ]
 
     def plan(self, on_layout: Callable[[], None] = lambda: None) -> list[Found]:
@@ -106,14 +102,8 @@ class Planner:
 
     def candidate(self, layout: Layout) -> Found:
         """What becomes of a layout, step by step; what cannot be met any more is not simulated."""
-        replica = Replica(
-            self.spec,
-            self.model,
-            ParallelConfig(tp=layout.tp, spp=layout.spp, kvp=layout.kvp),
-            scheduler=self.scheduler,
-            max_model_len=self.goal.context + NUM_OUTPUT_TOKENS,
-            utilization=self.utilization,
-        )
+        parallel = ParallelConfig(tp=layout.tp, spp=layout.spp, kvp=layout.kvp)
+        replica = replace(self.replica, parallel=parallel, max_model_len=self.goal.context + NUM_OUTPUT_TOKENS)
         found: Found = {**dict.fromkeys(_FIGURES), "reasons": []}
         for step in (_fit, _alone, _beside):
             if not found["reasons"]:
@@ -177,7 +167,7 @@ def _alone(planner: Planner, layout: Layout, replica: Replica, found: Found) -> 
 
 def _beside(planner: Planner, layout: Layout, replica: Replica, found: Found) -> None:
     """With another prompt that arrives at the first token and is longer than the decode takes."""
-    other = min(_CHUNKS_BESIDE * planner.scheduler.max_batch_tokens, replica.max_model_len - NUM_OUTPUT_TOKENS)
+    other = min(_CHUNKS_BESIDE * replica.scheduler.max_batch_tokens, replica.max_model_len - NUM_OUTPUT_TOKENS)
     trace = _trace([0.0, found["ttft_s"]], [planner.goal.context, other])
     _, found["tpot_beside_s"] = _first_request(planner.simulate(replica, trace))
     _check(found, "TPOT beside a chunk", found["tpot_beside_s"], planner.goal.tpot_s)
@@ -214,16 +204,16 @@ def report_of(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Fo
     return {
         "format": "medha-plan",
         "version": 1,
-        "options": {**options, **asdict(planner.goal), "gpu_memory_utilization": planner.utilization},
-        "max_batch_tokens": planner.scheduler.max_batch_tokens,
-        "hardware_spec": spec_fields(planner.spec),
+        "options": {**options, **asdict(planner.goal), "gpu_memory_utilization": planner.replica.utilization},
+        "max_batch_tokens": planner.replica.scheduler.max_batch_tokens,
+        "hardware_spec": spec_fields(planner.replica.spec),
         "layouts": layouts,
     }
 
 
 def shown(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Found], *, top: int) -> dict[str, Any]:
     """What is printed of it: the best or the nearest layouts, and why groups of others are out."""
-    goal, spec = planner.goal, planner.spec
+    goal, spec = planner.goal, planner.replica.spec
     good = [one for one in layouts if one["meets"]]
     near = [one for one in layouts if one["ttft_s"] is not None]
     notes = [] if good else ["no layout meets everything"]

@@ -40,11 +40,27 @@ class Replica:
         """KV blocks of each group; ConfigError if the model does not fit, or the layout does not split it."""
         if self.num_blocks is not None:
             return self.num_blocks
-        budget = {"utilization": self.utilization, "max_batch_tokens": self.scheduler.max_batch_tokens}
-        tokens = kv_pool_tokens(self.spec, self.model, self.parallel, **budget)  # type: ignore[arg-type]
-        if tokens < self.block_size:
+        if (tokens := self.pool_tokens()) < self.block_size:
             raise ConfigError(f"the KV pool holds {tokens} tokens, less than a block of {self.block_size}")
         return tokens // self.block_size
+
+    def pool_tokens(self) -> int:
+        """Tokens whose keys and values fit on each group beside weights and activations: those of its fullest stage."""
+        check_number("utilization", self.utilization, most=1.0)
+        spec, model, parallel, most = self.spec, self.model, self.parallel, self.scheduler.max_batch_tokens
+        usable, tokens = int(spec.memory_bytes * self.utilization), []
+        for stage in range(parallel.spp):
+            weights, activations = weights_bytes(model, parallel, stage), activation_bytes(model, parallel, stage, most)
+            token = kv_bytes_per_token(model, parallel, stage)
+            if (left := usable - weights - activations) < token:
+                raise ConfigError(
+                    f"{shape_name(model)} at tp={parallel.tp} spp={parallel.spp} does not fit {spec.name}: stage "
+                    f"{stage} needs {weights / 1e9:.1f} GB for weights and {activations / 1e9:.1f} GB for activations "
+                    f"of {most} tokens, and {usable / 1e9:.1f} GB are there ({self.utilization:g} of "
+                    f"{spec.memory_bytes / 1e9:.1f} GB); accepted: more tp or spp, or smaller batches"
+                )
+            tokens.append(left // token)
+        return min(tokens)
 
     def stages(self) -> list[Predictor]:
         """What each stage of a group costs, first stage first; ConfigError if the layout does not split the model."""
@@ -118,35 +134,6 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int, m
     attention = (2 * shard.heads + 2 * shard.kv_heads) * model.head_dim
     token = 4 * model.hidden_size + max(attention, 3 * shard.intermediate)
     return int(max_batch_tokens * token * DTYPE_BYTES + shard.is_last * MAX_SAMPLES * model.vocab_size * 4)
-
-
-def kv_pool_tokens(
-    spec: HardwareSpec,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    utilization: float = 0.9,
-    max_batch_tokens: int = 2048,
-) -> int:
-    """Tokens whose keys and values fit on each group beside weights and activations: those of its fullest stage.
-
-    ``utilization`` is the share of the memory that may be used, ``max_batch_tokens`` the query tokens of a batch.
-    """
-    check_number("utilization", utilization, most=1.0)
-    usable, tokens = int(spec.memory_bytes * utilization), []
-    for stage in range(parallel.spp):
-        weights = weights_bytes(model, parallel, stage)
-        activations = activation_bytes(model, parallel, stage, max_batch_tokens)
-        token = kv_bytes_per_token(model, parallel, stage)
-        if (left := usable - weights - activations) < token:
-            raise ConfigError(
-                f"{shape_name(model)} at tp={parallel.tp} spp={parallel.spp} does not fit {spec.name}: stage {stage} "
-                f"needs {weights / 1e9:.1f} GB for weights and {activations / 1e9:.1f} GB for activations of "
-                f"{max_batch_tokens} tokens, and {usable / 1e9:.1f} GB are there ({utilization:g} of "
-                f"{spec.memory_bytes / 1e9:.1f} GB); accepted: more tp or spp, or smaller batches"
-            )
-        tokens.append(left // token)
-    return min(tokens)
 
 
 MODELS = Path(__file__).parent / "models"

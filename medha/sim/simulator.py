@@ -38,8 +38,7 @@ class _Live:
 class Simulation:
     """One run of a trace, whose :attr:`outcome` is that of all requests once :meth:`run` has ended.
 
-    Scheduler and pipeline are fresh, and of as many groups. ``stop_s`` is the virtual time at which to stop. An engine
-    on the CPU ``driver_waits``: rank 0 decides the next batch only when its own stage is done with this one.
+    Scheduler and pipeline are fresh, and of as many groups. ``stop_s`` is the virtual time at which to stop.
     ``on_progress`` is told how many more requests are closed.
     """
 
@@ -48,7 +47,6 @@ class Simulation:
     trace: Trace
     _: KW_ONLY
     stop_s: float | None = None
-    driver_waits: bool = False
     on_progress: Callable[[int], None] = lambda count: None
 
     def __post_init__(self) -> None:
@@ -152,8 +150,6 @@ class Simulation:
                     if math.isnan(self.requests.first_scheduled_s[index]):
                         self.requests.first_scheduled_s[index] = self.now_s
             self._in_flight.append((batch, passage))
-            if self.driver_waits:
-                self.now_s = max(self.now_s, passage.first_end_s)
 
     def _complete(self) -> None:
         batch, passage = self._in_flight.popleft()

@@ -80,13 +80,10 @@ def systems_of(given: Mapping[str, Any]) -> list[System]:
     for name in ("stop_s", "slo_ttft_s", "slo_tpot_s"):
         if given[name] is not None:
             check_number(name, given[name])
-    replica = Replica(
-        load_spec(given["hardware"]),
-        find_model(given["model"]),
-        ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"]),
-        utilization=given["gpu_memory_utilization"],
-        num_blocks=given["num_kv_blocks"],
-    )
+    spec, model = load_spec(given["hardware"]), find_model(given["model"])
+    parallel = ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"])
+    memory = {"utilization": given["gpu_memory_utilization"], "num_blocks": given["num_kv_blocks"]}
+    replica = Replica(spec, model, parallel, **memory)
     configs, traces = _schedulers(given), _traces(given)
     if CDSP in configs and any((trace.output_tokens > 1).any() for trace in traces.values()):
         raise ConfigError(

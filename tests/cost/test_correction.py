@@ -50,10 +50,10 @@ def test_a_change_of_speed_is_followed_from_one_side(change: float, depth: int, 
 def test_bad_observations_are_ignored(bad: float) -> None:
     correction = Correction()
     run(correction, 2.0, 200)
-    before = correction.learned
+    before = dict(correction.learned)
     assert not correction.observe("prefill", 0.01, bad)
     assert not correction.observe("prefill", bad, 0.01)
-    assert correction.learned == before and correction.num_seen == 200
+    assert correction.learned == before and before["prefill"][1] == 200
 
 
 @settings(deadline=None)

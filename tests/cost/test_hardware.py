@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.config import ModelConfig, ParallelConfig
+from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
@@ -25,7 +25,7 @@ from medha.cost.roofline import (
 )
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder
-from medha.sim.replica import activation_bytes, find_model, kv_bytes_per_token, kv_pool_tokens, weights_bytes
+from medha.sim.replica import Replica, activation_bytes, find_model, kv_bytes_per_token, weights_bytes
 from medha.worker.shard import ModelShard
 from tests.sched.costs import changed as changed_file
 
@@ -248,7 +248,8 @@ def test_weights_are_those_that_the_engine_loads(model: ModelConfig, degrees: tu
 
 def test_pool_is_what_is_left() -> None:
     parallel = ParallelConfig(tp=8, spp=2)
-    tokens = kv_pool_tokens(H100, LLAMA_70B, parallel, utilization=0.8, max_batch_tokens=4096)
+    replica = Replica(H100, LLAMA_70B, parallel, SchedulerConfig(max_batch_tokens=4096), utilization=0.8)
+    tokens = replica.pool_tokens()
     left = [
         int(0.8 * H100.memory_bytes)
         - weights_bytes(LLAMA_70B, parallel, stage)
@@ -256,7 +257,7 @@ def test_pool_is_what_is_left() -> None:
         for stage in (0, 1)
     ]
     assert tokens == min(left) // (2 * 40 * 1 * 128 * 2)
-    assert kv_pool_tokens(H100, LLAMA_70B, replace(parallel, kvp=4), utilization=0.8, max_batch_tokens=4096) == tokens
+    assert replace(replica, parallel=replace(parallel, kvp=4)).pool_tokens() == tokens
 
 
 def test_a_model_that_does_not_fit_says_by_how_much() -> None:
@@ -265,10 +266,10 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
         r"for activations of 2048 tokens, and 77.3 GB are there \(0.9 of 85.9 GB\); accepted: more tp or spp"
     )
     with pytest.raises(ConfigError, match=message):
-        kv_pool_tokens(A100, LLAMA_70B, ParallelConfig())
-    assert kv_pool_tokens(A100, LLAMA_70B, ParallelConfig(tp=4)) > 100_000
+        Replica(A100, LLAMA_70B).pool_tokens()
+    assert Replica(A100, LLAMA_70B, ParallelConfig(tp=4)).pool_tokens() > 100_000
     with pytest.raises(ConfigError, match=r"utilization=1\.5; accepted"):
-        kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), utilization=1.5)
+        Replica(A100, LLAMA_8B, utilization=1.5).pool_tokens()
 
 
 def test_chunks_of_flashinfer_on_hopper() -> None:

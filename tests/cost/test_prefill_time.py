@@ -1,17 +1,20 @@
 """Prefill seconds of whole prompts against stepping through them."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import ChunkRule, PrefillTimes, budgeted_chunk
 from tests.sched.costs import PLAIN, coefficients
 
 PREDICTOR = Predictor(PLAIN, max_tokens=4096)
+ADAPTIVE = SchedulerConfig(quantum_s=0.05, max_batch_tokens=4096, min_chunk=16)
 
 
 def stepwise(predictor: Predictor, chunk: ChunkRule, longest: int) -> tuple[list[int], list[float]]:
@@ -36,8 +39,8 @@ def totals_of(times: PrefillTimes, lengths: Iterable[int]) -> np.ndarray:
 
 RULES = {
     "fixed": lambda kv: 512,
-    "adaptive": budgeted_chunk(PREDICTOR, 0.05, 4096, granularity=16, least=lambda kv: 16),
-    "small budget": budgeted_chunk(PREDICTOR, 0.006, 4096, granularity=1, least=lambda kv: 64),
+    "adaptive": budgeted_chunk(ADAPTIVE, PREDICTOR),
+    "small budget": budgeted_chunk(replace(ADAPTIVE, quantum_s=0.006, chunk_granularity=1, min_chunk=64), PREDICTOR),
     "whole prompt": lambda kv: 4096,
 }
 
@@ -63,10 +66,11 @@ def test_what_is_left_after_some_chunks() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(coefficients(), st.floats(0, 0.1))
+@given(coefficients(), st.floats(0, 0.1, exclude_min=True))
 def test_monotone_and_never_zero_while_tokens_are_left(stage: object, budget_s: float) -> None:
     predictor = Predictor(stage, max_tokens=256)  # type: ignore[arg-type]
-    times = PrefillTimes(predictor, budgeted_chunk(predictor, budget_s, 256), max_tokens=10_000_000)
+    config = SchedulerConfig(quantum_s=budget_s, max_batch_tokens=256, chunk_granularity=1, min_chunk=1)
+    times = PrefillTimes(predictor, budgeted_chunk(config, predictor), max_tokens=10_000_000)
     lengths = np.unique(np.geomspace(1, 10_000_000, 500).astype(int))
     totals = totals_of(times, lengths)
     assert (np.diff(totals) >= 0).all() and totals[0] > 0
@@ -90,17 +94,10 @@ def test_short_and_long_limits() -> None:
     assert times.remaining_s(10**9 - 1, 10**9) == times.least_s
 
 
-def test_a_chunk_larger_than_a_batch_runs_in_parts() -> None:
-    small = Predictor(PLAIN, max_tokens=512)
-    whole = PrefillTimes(small, lambda kv: 2048, max_tokens=2048)
-    parts = PrefillTimes(small, lambda kv: 512, max_tokens=2048)
-    assert whole.total_s(2048) == pytest.approx(parts.total_s(2048))
-
-
 def test_the_present_factor_does_not_enter() -> None:
     predictor = Predictor(PLAIN, max_tokens=4096)
     predictor.observe("prefill", 1.0, 5.0)
-    rule = budgeted_chunk(predictor, 0.05, 4096, granularity=16, least=lambda kv: 16)
+    rule = budgeted_chunk(ADAPTIVE, predictor)
     lengths = (100, 10_000, 1_000_000)
     times, fresh = PrefillTimes(predictor, rule), PrefillTimes(PREDICTOR, RULES["adaptive"])
     np.testing.assert_array_equal(totals_of(times, lengths), totals_of(fresh, lengths))

@@ -212,7 +212,8 @@ def _draw(seed: int, ranks: int) -> Case:
     abandon = rng.randint(1, 40) if ranks == 1 and rng.random() < 0.05 else None
     shares = random.Random(f"{seed} shares")  # apart, so that all else of a seed stays as it was
     asks = [replace(ask, num_shared=shares.choice([0, ask.length // 2, ask.length - 1, ask.length])) for ask in asks]
-    options |= {"prefix_caching": shares.random() < 0.9, "prefix_eviction": shares.choice(["value", "lru"])}
+    options |= {"prefix_caching": shares.random() < 0.9}
+    shares.choice([0, 1])  # for an option that there was, so that a seed stays the case that it is
     if ranks > 1:
         options["async_scheduling"] = shares.choice([True, False])
     asks.sort(key=lambda ask: ask.at)

@@ -17,10 +17,10 @@ from examples.reproduce.figures.disaggregation import LAYOUTS, largest_prefill, 
 from examples.reproduce.report import FIGURES
 from examples.reproduce.result import Options
 from examples.reproduce.timing import A100, H100, MODELS, M
-from medha.config import ParallelConfig
+from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import LinkRates
 from medha.errors import ConfigError
-from medha.sim.replica import kv_pool_tokens
+from medha.sim.replica import Replica
 
 SMALL = MODELS["Llama-3 8B"]
 
@@ -61,7 +61,7 @@ def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout:
     pools = []
     for tokens in (most, most + 1):
         try:
-            pools.append(kv_pool_tokens(A100, SMALL, layout, max_batch_tokens=tokens) >= tokens)
+            pools.append(Replica(A100, SMALL, layout, SchedulerConfig(max_batch_tokens=tokens)).pool_tokens() >= tokens)
         except ConfigError:
             pools.append(False)
     assert pools == [True, False]

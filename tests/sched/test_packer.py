@@ -58,7 +58,7 @@ class Checked(Drive):
         assert time.tick.seconds == pytest.approx(self.packer.predictor.predict([*decodes, *works]))
         if time.tick.seconds <= time.budget_s:
             return
-        if time.is_joined and time.tick.seconds <= 1.01 * time.budget_s:
+        if time.tick.seconds <= 1.01 * time.budget_s:
             return  # what was added to a chunk was measured apart from it
         if time.tick.seconds <= time.decodes_s:
             return  # decodes alone, to which chunks add nothing
@@ -85,7 +85,7 @@ def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) 
     draws = random.Random(seed)
 
     def seconds(batch: Batch) -> float:
-        prediction = scheduler.packer.prediction  # type: ignore[attr-defined]
+        _, prediction = scheduler._in_flight[-1]
         assert prediction is not None
         return prediction.seconds / prediction.factor * draws.uniform(low, high)
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.errors import ConfigError, PolicyError
-from medha.sched.policy import BUILT_IN, Columns, Floats, Ints, Policy, Ranking, load_policy, order, sort_rows
+from medha.sched.policy import BUILT_IN, Columns, Floats, Ints, Policy, Ranking, keys_of, load_policy, sort_rows
 from tests.commands import run_python
 
 
@@ -39,6 +40,16 @@ def columns_of(requests: list[Waiting]) -> Columns:
 def slots_of(requests: list[Waiting]) -> Ints:
     """Slots in an order of their own, as after many requests have come and gone."""
     return (np.arange(len(requests)) * 7 + 3) % 1009
+
+
+def order(
+    ranking: Ranking, columns: Columns, *, slots: Ints, now_s: float, first: int | None = None
+) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """As that of a queue of one tenant, of whose requests none is relegated."""
+    if not len(columns):
+        return np.empty(0, np.intp)
+    before = [columns.priority] * ranking.by_class
+    return sort_rows((*before, keys_of(ranking, columns, now_s), columns.arrival_s, slots), first=first)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

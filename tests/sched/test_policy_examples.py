@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from medha.sched.policy import Columns, Floats, load_policy, order
+from medha.sched.policy import Columns, Floats, load_policy
+from tests.sched.test_policy import order
 
 QUANTUM_S = 0.02
 US = 1_000_000

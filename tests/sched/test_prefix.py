@@ -198,11 +198,11 @@ def sharing(draw: st.DrawFn) -> dict[str, Any]:
     ]
     longest = replace(max(shared, key=lambda job: job.num_kv_tokens), document=2, slo=None, cancel_s=None)
     takes = [replace(longest, arrival_s=at) for at in draw(st.lists(st.floats(0, 60), max_size=3))]  # what is kept
-    eviction, num_swap_blocks = draw(st.sampled_from(["value", "lru"])), draw(st.sampled_from([0, 3, 40, 400]))
+    num_swap_blocks = draw(st.sampled_from([0, 3, 40, 400]))
     return {
         **world,
         "load": [*shared, *again, *takes],
-        "config": replace(world["config"], prefix_eviction=eviction, num_swap_blocks=num_swap_blocks),
+        "config": replace(world["config"], num_swap_blocks=num_swap_blocks),
         "block_size": draw(st.sampled_from([BLOCK, 64, 8])),
         "reset_every": draw(st.sampled_from([0, 0, 3, 20])),
     }

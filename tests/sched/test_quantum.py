@@ -9,7 +9,7 @@ import pytest
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
-from medha.cost.prefill_time import chunk_rules, efficient_chunk
+from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
@@ -186,8 +186,8 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
     """Up to four quanta, a twentieth of the time since the last arrival, and no longer than it takes to be read at full
     speed; after an arrival they are short again."""
     options = {"predictor": GPU, "max_batch_tokens": GPU.max_tokens}
-    quantum_s, least = chunk_rules(SchedulerConfig(max_batch_tokens=GPU.max_tokens), GPU)
-    full = efficient_chunk(GPU, GPU.max_tokens, 64, nearly=0.97)
+    config = SchedulerConfig(max_batch_tokens=GPU.max_tokens)
+    (quantum_s, least), full = chunk_rules(config, GPU), least_chunk(config, GPU, nearly=0.97)
     position, longest_s, alone = 0, 0.0, batches_of_a_document(on_one_group(**options), [], 300_000)
     for start_s, seconds, tokens in alone:
         full_s = GPU.tick().with_chunk(full(position), position)

@@ -8,7 +8,7 @@ import pytest
 
 from medha.cost.hardware import load_spec
 from medha.sim.plan import Goal, Layout, Planner
-from medha.sim.replica import find_model
+from medha.sim.replica import Replica, find_model
 from tests.commands import Command
 
 SPEC = load_spec("a100-80g")
@@ -16,7 +16,7 @@ MODEL = find_model("llama-3-8b")
 
 
 def planner(goal: Goal, **options: object) -> Planner:
-    return Planner(**{"spec": SPEC, "model": MODEL, "goal": goal, **options})  # type: ignore[arg-type]
+    return Planner(Replica(**{"spec": SPEC, "model": MODEL, **options}), goal)  # type: ignore[arg-type]
 
 
 def test_layouts_use_every_accelerator_and_keep_tp_in_a_node() -> None:

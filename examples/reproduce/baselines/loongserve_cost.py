@@ -19,12 +19,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from examples.reproduce.baselines.context_parallel import ContextParallel, link_of, prefill_s
-from medha.config import ModelConfig, ParallelConfig
+from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import relative_fit
 from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Decodes, Predictor
 from medha.cost.roofline import stage_coefficients
-from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens
+from medha.sim.replica import Replica, activation_bytes, kv_bytes_per_token
 
 _DECODE_ROWS = 1024
 _LENGTHS = tuple(2**k for k in range(8, 21))
@@ -56,7 +56,8 @@ class EspCosts:
     ) -> None:
         parallel = ParallelConfig(tp=tp)
         self.spec, self.model, self.tp = spec, model, tp
-        self.pool_tokens = kv_pool_tokens(spec, model, parallel, utilization=utilization, max_batch_tokens=_DECODE_ROWS)
+        config = SchedulerConfig(max_batch_tokens=_DECODE_ROWS)
+        self.pool_tokens = Replica(spec, model, parallel, config, utilization=utilization).pool_tokens()
         one, two = (activation_bytes(model, parallel, 0, tokens) for tokens in (1, 2))
         self._kv_bytes = kv_bytes_per_token(model, parallel, 0)
         self.activation_tokens = (two - one) / self._kv_bytes
