@@ -473,10 +473,10 @@ class KVMemory:
             return False
         if self.overcommit:
             return True
-        rest = taker.rest()
         if all(w <= f for w, f in zip(wanted, free, strict=True)):
             return True  # enough for everybody at once
-        if any(promised[g] + blocks > free[g] for g, blocks in (rest if set_aside else needs.items())):
+        more = dict(taker.rest()) if set_aside else needs
+        if any(promised[g] + more.get(g, 0) > free[g] for g in range(self.num_groups)):  # where its hit lies, too
             return False
         prefills = [
             (a.rest(), a.holds())
@@ -484,7 +484,7 @@ class KVMemory:
             if not a.is_set_aside and a is not taker and slot not in gone
         ]
         if not set_aside:
-            left = [(g, blocks - needs.get(g, 0)) for g, blocks in rest]
+            left = [(g, blocks - needs.get(g, 0)) for g, blocks in taker.rest()]
             prefills.append((left, [(g, blocks + needs.get(g, 0)) for g, blocks in taker.holds()]))
         available = [self.num_blocks - pinned for pinned in self.prefix.num_pinned]
         for _, held in prefills:

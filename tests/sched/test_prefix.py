@@ -409,6 +409,28 @@ def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it()
     assert memory.prefix.num_idle == [0, 0] and memory.hit_of(chains[1], 112, 113) == Hit()
 
 
+def test_a_hit_holds_no_blocks_that_are_set_aside_for_decodes() -> None:
+    """Nobody holds them, and they lie on a group on which the row behind the hit needs nothing."""
+    memory = KVMemory(SchedulerConfig(max_kv_per_group=32), num_blocks=2, block_size=16, num_groups=3)
+    chain = Chain(IDS.of(np.arange(48, dtype=np.int32)))
+    memory.start(0, 1, 64, chain)
+    memory.begin(Row(0, 0, 32, False, False, 1))
+    memory.note(0, 32)
+    memory.release(0)
+    hit, row = memory.hit_of(chain, 47, 64), Row(2, 32, 8, False, False, 1, 2)
+    memory.start(2, 1, 64, chain, hit)
+    assert hit.num_tokens(16) == 32 and memory.can_take(row)
+    memory.undo_start(2)
+    memory.start(1, 0, 64)
+    last = Row(1, 0, 32, False, True, 0)  # its output is to go to the second group
+    assert memory.can_take(last)
+    memory.begin(last)
+    memory.start(2, 1, 64, chain, memory.hit_of(chain, 47, 64))
+    assert not memory.can_take(row)
+    memory.undo_start(2)
+    assert len(memory.take(Row(1, 32, 1, True, True, 0, 2))) == 1
+
+
 def test_one_that_is_preempted_gives_back_what_nobody_else_shares() -> None:
     config = SchedulerConfig(
         scheduler="static", max_num_seqs=3, max_batch_tokens=16, max_kv_per_group=128, overcommit=True, min_chunk=8
