@@ -117,8 +117,8 @@ class SchedulerConfig:
         "KV tokens of a request on one KV-parallel group, in whole blocks; with more it takes the next group too.",
         COUNT,
         read=as_length,
-        shown="what a chunk of --min-chunk tokens fills a batch's time with, at least an even share of the longest; "
-        "the pool where others have more to read",
+        shown="the pool; of a request for which no group has room, or beside which others have less to read, what a "
+        "chunk of --min-chunk tokens fills a batch's time with, at least an even share of the longest",
     )
     ring: bool = _parallel(
         False,
