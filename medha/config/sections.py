@@ -274,7 +274,7 @@ class SchedulerConfig:
 
     @property
     def spare_share(self) -> float:
-        """``interactive_share``, where none is given that of the policy; 0 where several batches are in flight."""
+        """``interactive_share``, where none is given that of the policy; 0 with several stages."""
         published = 0.0 if self.policy in PUBLISHED else 0.08
         return 0.0 if self.period > 1 else published if self.interactive_share is None else self.interactive_share
 
