@@ -29,18 +29,20 @@ MAX_STOP_CHARS = 256
 
 # Fields of other engines' requests that change the output and that medha does not have: refused by name.
 _UNSUPPORTED = """
-    audio bad_words beam_search best_of chat_template echo extra_args flat_logprobs functions
-    guided_decoding guided_json guided_regex length_penalty logits_processors logprob_token_ids modalities
-    prompt_logprob_start prompt_logprob_token_ids prompt_logprobs repetition_detection response_format
-    skip_reading_prefix_cache spaces_between_special_tokens stream_interval structured_outputs suffix
-    thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search
+    audio bad_words beam_search best_of chat_template continue_final_message documents echo extra_args flat_logprobs
+    functions guided_choice guided_decoding guided_grammar guided_json guided_regex length_penalty logits_processors
+    logprob_token_ids modalities prompt_logprob_start prompt_logprob_token_ids prompt_logprobs repetition_detection
+    response_format return_tokens_as_token_ids skip_reading_prefix_cache spaces_between_special_tokens stream_interval
+    structured_outputs suffix thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search
 """
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED.split())
 # Values by which clients say, in full, that they ask for none of it.
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "best_of": (1,),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
     "tool_choice": ("none", "auto"),
 }
 
@@ -62,6 +64,9 @@ PROMPT_FORMS = {
 
 CHAT_OPTIONS = ("add_generation_prompt", "tools", "chat_template_kwargs")
 """What a prompt of ``messages`` may have beside them: arguments of the chat template."""
+
+PROMPT_OPTIONS = ("cache_salt", "add_special_tokens")
+"""What any prompt may have beside it; special tokens are added to text, those of messages are their template's."""
 
 # Names by which users of other interfaces know a field.
 FIELD_ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
@@ -264,7 +269,7 @@ def prompt_form(prompt: Any) -> tuple[str, Any, dict[str, Any]]:
     """Which of :data:`PROMPT_FORMS` a prompt has, the text, ids or messages, and the chat options beside messages."""
     if not isinstance(prompt, Mapping):
         return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt, {}
-    given = {name: value for name, value in prompt.items() if value is not None and name != "cache_salt"}
+    given = {name: value for name, value in prompt.items() if value is not None and name not in PROMPT_OPTIONS}
     options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
     form, value = next(iter(given.items()), ("", None))
     if len(given) != 1 or form not in PROMPT_FORMS:

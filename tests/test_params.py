@@ -174,8 +174,10 @@ def test_capped() -> None:
 
 
 # Values by which a client says at length that it asks for none of it.
-NEUTRAL = {"best_of": (1,), "modalities": (["text"],), "response_format": ({"type": "text"},)} | {
-    "tool_choice": ("none", "auto")
+NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (1,), "modalities": (["text"],), "length_penalty": (1,)} | {
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "tool_choice": ("none", "auto"),
 }
 BUILDERS = [lambda **fields: SamplingParams(**fields), lambda **fields: SamplingParams.from_dict(fields)]
 

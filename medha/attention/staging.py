@@ -6,8 +6,8 @@ launch each and, from pageable memory, a wait each; here they lie behind each ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,13 @@ def record_event(device: torch.device, *, timing: bool = False) -> torch.cuda.Ev
     return event
 
 
-def beside(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> AbstractContextManager[object]:
+@contextmanager
+def beside(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
     """Within, what is issued goes to ``stream`` and waits for ``after``, not for the compute launched so far; on the
     CPU, which has neither, nothing changes."""
     if stream is None or after is None:
-        return nullcontext()
+        yield
+        return
     stream.wait_event(after)
-    return torch.cuda.stream(stream)
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):  # a stream alone would leave device 0 to a thread
+        yield

@@ -176,7 +176,7 @@ def systems_of(longest: int) -> dict[str, dict[str, Any]]:
 
 def mix_of(options: ServeOptions, vocab_size: int) -> list[Arrival]:
     """The requests of the preset, all at once: long ones first."""
-    chance = np.random.default_rng(options.workload.seed)
+    chance = np.random.default_rng(options.workload.seed % 2**64)
     params, goal = fixed_output(_OUTPUT_LEN), SLO(ttft_s=_SHORT_TTFT_S)
     lens = chance.integers(*_SHORT_LENS, options.num_short, endpoint=True).tolist()
     prompts = [random_prompt(length, vocab_size, chance) for length in [options.long_len] * _NUM_LONG + lens]
@@ -186,7 +186,7 @@ def mix_of(options: ServeOptions, vocab_size: int) -> list[Arrival]:
 
 def stream_of(mix: Sequence[Arrival], span_s: float, seed: int) -> list[Arrival]:
     """The same, the short ones as a Poisson process within so many seconds, given their number."""
-    times = np.sort(np.random.default_rng((seed, 1)).uniform(0.0, span_s, len(mix) - _NUM_LONG)).tolist()
+    times = np.sort(np.random.default_rng((seed % 2**64, 1)).uniform(0.0, span_s, len(mix) - _NUM_LONG)).tolist()
     return [replace(one, arrival_s=at) for one, at in zip(mix, [0.0] * _NUM_LONG + times, strict=True)]
 
 

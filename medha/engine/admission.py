@@ -32,7 +32,8 @@ logger = logging.getLogger("medha")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
 ``prompt_token_ids`` and ``messages``, each with ``cache_salt`` where what is computed of it is to be shared with
-requests of the same salt alone, the last with :data:`medha.params.CHAT_OPTIONS` where they are wanted."""
+requests of the same salt alone, text with ``add_special_tokens=False`` where it has them already, messages with
+:data:`medha.params.CHAT_OPTIONS` where they are wanted."""
 
 
 def prepare_request(
@@ -98,16 +99,16 @@ def prepare_request(
     return request
 
 
-def tokenise(
-    prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, add_special_tokens: bool = True
-) -> tuple[str | None, npt.NDArray[np.int32]]:
+def tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, npt.NDArray[np.int32]]:
     """(text, ids) of a prompt in any of its forms; no text where ids were given.
 
     Raises:
         ValidationError: it is no prompt.
     """
     form, value, options = prompt_form(prompt)
-    text = None
+    text, special = None, prompt.get("add_special_tokens") if isinstance(prompt, Mapping) else None
+    if not (special is None or isinstance(special, bool)):
+        raise not_accepted("add_special_tokens", special, "true or false")
     if form == "prompt_token_ids":
         ids = checked_ids(value, form, vocab_size)
     elif tokenizer is None:
@@ -117,7 +118,7 @@ def tokenise(
             if form == "messages":
                 text, ids = tokenizer.encode_chat(value, **options)
             else:
-                text, ids = value, tokenizer.encode_array(value, add_special_tokens=add_special_tokens)
+                text, ids = value, tokenizer.encode_array(value, add_special_tokens=special is not False)
         except (ChatTemplateError, TokenizerError) as error:
             raise ValidationError(str(error), param=form, value=value) from error
     return text, ids

@@ -105,9 +105,9 @@ class RankHandle:
 
     def close(self) -> None:
         """Leave the job; every rank calls it."""
-        self.runner.drop_graphs()  # NCCL would wait for the graphs that hold its collectives
         if (part := self.caller or self.follower) is not None:
-            part.stop()
+            part.stop()  # where rank 0 drives the engine the others first follow it to its end
+        self.runner.drop_graphs()
 
 
 def build_role(config: EngineConfig, *, timeline: Timeline | None = None) -> RankHandle:

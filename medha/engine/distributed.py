@@ -276,6 +276,7 @@ class DrivingRunner:
             self.sender.drain()
             if self.transfers is not None:
                 self.transfers.close()
+            self.runner.drop_graphs()  # NCCL would wait for the graphs that hold its collectives
             leave(self.ranks)
 
     def _say(self, message: Message) -> None:
@@ -385,6 +386,7 @@ class Follower:
             self._reports.drain()
             if self.transfers is not None:
                 self.transfers.close()
+            self.runner.drop_graphs()  # NCCL would wait for the graphs that hold its collectives
             leave(self.ranks)
 
     def _follow_to(self, name: str, kind: str) -> Message:

@@ -28,6 +28,7 @@ from medha.params import (
     FIELD_ALIASES,
     MOST_COMPLETIONS,
     PROMPT_FORMS,
+    PROMPT_OPTIONS,
     SLO,
     UNSUPPORTED_FIELDS,
     SamplingParams,
@@ -43,7 +44,7 @@ logger = logging.getLogger("medha")
 
 
 _ID_FIELDS = ("id", "request_id", "custom_id")
-_OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority", "tenant", "cache_salt"}
+_OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority", "tenant", *PROMPT_OPTIONS}
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
 KNOWN_FIELDS = {*_OTHER_FIELDS, *_SAMPLING_FIELDS, *UNSUPPORTED_FIELDS}
@@ -66,10 +67,13 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
     seen: set[str] = set()
     for number, line in enumerate(read_input(path, "request file").split(b"\n"), start=1):
         if line.strip():
-            arrival = _read_line(line, number, defaults, unknown, seed)
+            name = f"line-{number}"
+            while name in seen:  # as what another line is called
+                name += "-"
+            arrival = _read_line(line, number, name, defaults, unknown, seed)
             if arrival.request_id in seen:
                 error = ValidationError(f"id {arrival.request_id!r:.80} is in the file already")
-                arrival = Arrival(f"line-{number}", "", error=error, custom_id=arrival.custom_id)
+                arrival = Arrival(name, "", error=error, custom_id=arrival.custom_id)
             seen.add(arrival.request_id)
             arrivals[number] = arrival
     wrong = [number for number, arrival in arrivals.items() if arrival.error is not None]
@@ -188,9 +192,11 @@ def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = N
     file.flush()
 
 
-def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: Counter[str], run_seed: int) -> Arrival:
-    """One arrival; whatever is wrong with the line ends up in its ``error``."""
-    request_id, custom_id = f"line-{number}", None
+def _read_line(
+    line: bytes, number: int, name: str, defaults: Mapping[str, Any], unknown: Counter[str], run_seed: int
+) -> Arrival:
+    """One arrival, called ``name`` unless the line says how; whatever is wrong with it ends up in its ``error``."""
+    request_id, custom_id = name, None
     seed = (run_seed * 1_000_003 + number - 1) * MOST_COMPLETIONS  # each completion of a line has one of its own
     seed = (seed + 2**63) % 2**64 - 2**63  # as SamplingParams takes them
     try:
@@ -230,17 +236,16 @@ def read_fields(request_id: str, fields: Mapping[str, Any], defaults: Mapping[st
     slo = None if fields.get("slo") is None else SLO.from_dict(fields["slo"])
     priority = check_priority("normal" if fields.get("priority") is None else fields["priority"])
     tenant = "" if fields.get("tenant") is None else fields["tenant"]
-    if fields.get("cache_salt") is not None:
-        options["cache_salt"] = fields["cache_salt"]
+    options |= {name: fields[name] for name in PROMPT_OPTIONS if fields.get(name) is not None}
     return Arrival(request_id, {form: prompt} | options, params, slo, priority=priority, tenant=tenant)
 
 
 def count_logprobs(body: dict[str, Any]) -> dict[str, Any]:
     """The fields of a chat, in which OpenAI has ``logprobs`` say whether, and ``top_logprobs`` how many."""
-    if not isinstance(body.get("logprobs"), bool):
-        return body
-    top = body.get("top_logprobs") or 0
-    return {**body, "logprobs": top if body["logprobs"] else None, "top_logprobs": None}
+    asks, top = body.get("logprobs"), body.get("top_logprobs") or 0
+    if top and not asks:
+        raise not_accepted("top_logprobs", top, "with logprobs true")
+    return {**body, "logprobs": top if asks else None, "top_logprobs": None} if isinstance(asks, bool) else body
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from medha.engine.engine import Engine
 from medha.engine.jsonl import KNOWN_FIELDS
 from medha.errors import EngineDeadError, MedhaError, exit_code, not_accepted
 from medha.parallel.launch import exit_at_once
-from medha.params import CHAT_OPTIONS
+from medha.params import CHAT_OPTIONS, PROMPT_OPTIONS
 from medha.serve.body import NOT_READ, BodyReader
 from medha.serve.keys import Key, key_of
 from medha.serve.metrics import EVENTS_S, PAGE, Metrics, snapshot
@@ -243,9 +243,8 @@ class Front:
 
     async def _tokenize(self, request: Request, key: Key) -> Response:
         body, engine = await self._body(request, key), self.service.engine
-        prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS) if name in body}
-        special, size = body.get("add_special_tokens") is not False, engine.limits.vocab_size
-        work = partial(tokenise, prompt, engine.tokenizer, size, add_special_tokens=special)
+        prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS, *PROMPT_OPTIONS) if name in body}
+        work = partial(tokenise, prompt, engine.tokenizer, engine.limits.vocab_size)
         _, ids = await self.service.in_thread(prompt, work)
         return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
 

@@ -25,7 +25,7 @@ from medha.engine.admission import listed
 from medha.engine.jsonl import count_logprobs, read_fields
 from medha.engine.request import Request
 from medha.outputs import CompletionOutput, Logprob, RequestOutput
-from medha.params import CHAT_OPTIONS, PROMPT_FORMS
+from medha.params import CHAT_OPTIONS, PROMPT_FORMS, PROMPT_OPTIONS
 
 Json = dict[str, Any]
 _StreamOptions = TypedDict("_StreamOptions", {"include_usage": bool | None}, total=False)  # noqa: UP013
@@ -115,7 +115,8 @@ class Asked:
             raise errors.UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
         if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
             raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
-        shared = {name: fields[name] for name in ("cache_salt", *(CHAT_OPTIONS if is_chat else ())) if name in fields}
+        options = (*PROMPT_OPTIONS, *CHAT_OPTIONS) if is_chat else PROMPT_OPTIONS
+        shared = {name: fields[name] for name in options if name in fields}
         forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
         prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
         defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
@@ -201,14 +202,16 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
     if is_chat:
         return {"content": [_chat_logprob(its) | {"top_logprobs": [*map(_chat_logprob, best)]} for its, best in pairs]}
     tokens = [token.decoded_token or "" for token, _ in pairs]
+    tops = [(*reversed(best), token) for token, best in pairs]  # the likeliest of equal text, but the drawn one
     return {
         "tokens": tokens,
         "token_logprobs": [max(token.logprob, _LEAST) for token, _ in pairs],
-        "top_logprobs": [{each.decoded_token or "": max(each.logprob, _LEAST) for each in best} for _, best in pairs],
+        "top_logprobs": [{each.decoded_token or "": max(each.logprob, _LEAST) for each in top} for top in tops],
         "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
     }
 
 
 def _chat_logprob(each: Logprob) -> Json:
     token = each.decoded_token or ""
-    return {"token": token, "logprob": max(each.logprob, _LEAST), "bytes": list(token.encode(errors="replace"))}
+    its_bytes = None if "\ufffd" in token else list(token.encode(errors="replace"))  # else part of a character
+    return {"token": token, "logprob": max(each.logprob, _LEAST), "bytes": its_bytes}

@@ -30,6 +30,7 @@ _RECENT = 3.0  # what was read counts half for an ETA once 1/3 of what is left h
 END_S = 1.0  # for which streams may end with what has become of them
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
 _TOGETHER_S = 0.02  # in which what follows a delivery is delivered together, but first and last tokens
+_MOST_PIECES = 256  # of what was not read that are kept apart
 _QUICK = 2000  # characters or ids of a prompt, no template's, that is prepared sooner than a thread has got it
 
 
@@ -51,7 +52,10 @@ class Answer:
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what the engine handed out for the prompt of an index."""
-        self._pieces.setdefault(index, []).append(output)
+        pieces = self._pieces.setdefault(index, [])
+        pieces.append(output)
+        if len(pieces) > _MOST_PIECES:  # of a slow reader
+            pieces[:] = [together(pieces)]
         self._news.set()
 
     async def read(self, wait_s: float | None = None) -> list[tuple[int, RequestOutput]]:

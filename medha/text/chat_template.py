@@ -15,6 +15,7 @@ from medha.child.text import template_message
 from medha.errors import ChatTemplateError, ValidationError, not_accepted
 
 _MAX_DEPTH = 64
+_NO_CALLS = ("tool_calls", [])
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
 
@@ -40,8 +41,8 @@ def template_variables(
     """Check what a template is given, and copy it as plain dicts, lists and strings.
 
     Args:
-        messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined. Further
-            keys are handed to the template as they are.
+        messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined; one that
+            calls tools need have none. Further keys are handed to the template, those that are None left out.
         add_generation_prompt: whether to open the assistant's turn.
         tools: functions that the model may call, as JSON objects; None for none.
         chat_template_kwargs: further variables of the template, by name; they win over the other arguments.
@@ -55,7 +56,7 @@ def template_variables(
         raise not_accepted("chat_template_kwargs", kwargs, "an object of the template's variables but messages")
     return {
         "add_generation_prompt": add_generation_prompt,
-        "tools": _plain_value(tools, "tools", _MAX_DEPTH),
+        "tools": _plain_value(tools or None, "tools", _MAX_DEPTH),  # a template asks whether there is a list
         "documents": None,
         **_plain_value(kwargs, "chat_template_kwargs", _MAX_DEPTH),
         "messages": _plain_messages(messages),
@@ -68,12 +69,12 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
         raise ValidationError("messages must be a non-empty list of messages", param="messages", value=messages)
     plain = []
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise _wrong(f"messages[{index}]", f"must be a dict, got {type(message).__name__}")
-        if not isinstance(message.get("role"), str):
-            raise _wrong(f"messages[{index}]", "needs a str role")
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise _wrong(f"messages[{index}]", f"is of type {type(message).__name__}", "an object with a str role")
         copied = _plain_value(message, f"messages[{index}]", _MAX_DEPTH)
-        plain.append({**copied, "content": _content_text(copied.get("content"), index)})
+        copied = {name: value for name, value in copied.items() if value is not None and (name, value) != _NO_CALLS}
+        content = copied.get("content", "" if "tool_calls" in copied else None)
+        plain.append({**copied, "content": _content_text(content, index)})
     return plain
 
 
@@ -93,24 +94,26 @@ def check_utf8(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _wrong(where, f"holds the lone surrogate {text[error.start]!r} at character {error.start}") from None
+        at = error.start
+        raise _wrong(where, f"holds the lone surrogate {text[at]!r} at character {at}", "text that UTF-8 has") from None
 
 
 def _content_text(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
+    accepted = 'a content that is a str or a list of {"type": "text", "text": str}'
     if not isinstance(content, list):
-        raise _wrong(f"messages[{index}]", f"needs a content of str or text parts, got {type(content).__name__}")
+        raise _wrong(f"messages[{index}]", f"has a content of type {type(content).__name__}", accepted)
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _wrong(f"messages[{index}]", 'has a content part that is not {"type": "text", "text": str}')
+            raise _wrong(f"messages[{index}]", "has a content part of another kind", accepted)
     return "".join(part["text"] for part in content)
 
 
 def _plain_value(value: Any, where: str, depth: int) -> Any:
     """Copy a JSON-like value; nothing else may reach a template."""
     if depth == 0:
-        raise _wrong(where, f"is nested deeper than {_MAX_DEPTH}")
+        raise _wrong(where, f"is nested deeper than {_MAX_DEPTH}", "what is nested less")
     if isinstance(value, str):
         check_utf8(value, where)
         return str(value)
@@ -120,10 +123,10 @@ def _plain_value(value: Any, where: str, depth: int) -> Any:
         return [_plain_value(item, where, depth - 1) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {_plain_value(key, where, depth): _plain_value(item, where, depth - 1) for key, item in value.items()}
-    raise _wrong(where, f"holds a {type(value).__name__}, which is not JSON")
+    raise _wrong(where, f"holds a {type(value).__name__}", "what JSON has")
 
 
-def _wrong(where: str, problem: str) -> ValidationError:
+def _wrong(where: str, problem: str, accepted: str) -> ValidationError:
     """An error about a parameter, or about one item of it."""
     param, _, index = where.rstrip("]").partition("[")
-    return ValidationError(f"{where} {problem}", param=param, index=int(index) if index else None)
+    return ValidationError(f"{where} {problem}; accepted: {accepted}", param=param, index=int(index) if index else None)

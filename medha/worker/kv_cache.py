@@ -114,6 +114,8 @@ class KVCache:
             targets: :meth:`places` of the pool tokens where they go, on the pool's device.
             kept: index of each of these in the batch, int64; None if they are all of it.
         """
+        if kept is not None and not len(kept):
+            return  # other groups have the new keys; a kernel is not launched for nothing
         pairs = (self.k[layer], k_TKH), (self.v[layer], v_TKH)
         if targets.device.type == "cpu" and library()[0] is not None:
             cpu.write(pairs, targets, kept)

@@ -46,7 +46,7 @@ from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, PieceGraphs
 from medha.worker.kv_cache import KVCache
-from medha.worker.sampling import Greedy, SlotSampling, draw
+from medha.worker.sampling import Greedy, SlotSampling, draw, to_device
 from medha.worker.step import PendingStep, StepResult, phase
 from medha.worker.step_input import DeviceStep, Slots, StepInput
 from medha.worker.swap import HostCache, Wait
@@ -222,7 +222,7 @@ class Runner:
     def note_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Note tokens that another rank drew, int64 on the host, for the next decodes of these slots."""
         self._make_room(1 + max(slots))
-        self.last_tokens[torch.tensor(slots, device=self.device)] = tokens.to(self.device, non_blocking=True)
+        self.last_tokens[to_device(np.array(slots), self.device)] = tokens.to(self.device, non_blocking=True)
 
     def chunk_ids(self, batch: Batch, *, decodes: bool = False) -> npt.NDArray[np.int32]:
         """The tokens of a batch's rows that are no decodes, in order, where prompts are kept; if ``decodes``, behind

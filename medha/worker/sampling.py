@@ -133,7 +133,7 @@ def draw(
     rows = [row for row, (slot, index) in enumerate(zip(slots, indices, strict=True)) if slot.needs_more(index)]
     step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
     for part in (rows[first : first + step] for first in range(0, len(rows), step)):
-        at = _to_device(np.array(part), logits_SV.device)
+        at = to_device(np.array(part), logits_SV.device)
         tokens_S[at] = _draw(
             logits_SV.index_select(0, at), [slots[row] for row in part], [indices[row] for row in part]
         )
@@ -174,7 +174,7 @@ def _draw(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Seque
         (p.is_greedy, 1.0 if p.is_greedy else p.temperature, top, p.top_p, p.min_p, number)
         for p, top, number in zip(wanted, tops, numbers, strict=True)
     ]
-    columns = _to_device(np.array(table, np.float64).T[:, :, None], device)
+    columns = to_device(np.array(table, np.float64).T[:, :, None], device)
     greedy_D1, temperature_D1, top_k_D1, top_p_D1, min_p_D1, uniform_D1 = columns
 
     shares_DV = logits_DV.sub_(logits_DV.amax(dim=-1, keepdim=True)).div_(temperature_D1.float()).exp_()
@@ -251,9 +251,9 @@ def _penalise_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling]) -> None:
         return
     wanted = [slots[row].params for row in rows]
     table = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in wanted]
-    columns = _to_device(np.array(table, np.float32).T[:, :, None], logits_DV.device)
+    columns = to_device(np.array(table, np.float32).T[:, :, None], logits_DV.device)
     repetition_P1, frequency_P1, presence_P1 = columns
-    at = _to_device(np.array(rows), logits_DV.device)
+    at = to_device(np.array(rows), logits_DV.device)
     values_PV, largest = logits_DV[at], torch.finfo(logits_DV.dtype).max
     seen_PV = torch.stack([_history(slots[row], values_PV) for row in rows])
     counts_PV = seen_PV & (_IN_PROMPT - 1)
@@ -268,11 +268,11 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
     biases = [(r, *pair) for r, slot in enumerate(slots) for pair in (slot.params.logit_bias or {}).items()]
     if biases:
         rows, ids, values = zip(*biases, strict=True)
-        at = tuple(_to_device(np.array([rows, ids]), device))
-        logits_DV.index_put_(at, _to_device(np.array(values, np.float32), device), accumulate=True)
+        at = tuple(to_device(np.array([rows, ids]), device))
+        logits_DV.index_put_(at, to_device(np.array(values, np.float32), device), accumulate=True)
     allowed = [(r, token) for r, slot in enumerate(slots) for token in slot.params.allowed_token_ids or ()]
     if allowed:
-        rows, ids = _to_device(np.array(allowed).T, device)
+        rows, ids = to_device(np.array(allowed).T, device)
         is_out_DV = torch.zeros_like(logits_DV, dtype=torch.bool)
         is_out_DV[rows] = True
         is_out_DV[rows, ids] = False
@@ -284,7 +284,7 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
         for token in slot.end_ids
     ]
     if held_back:
-        logits_DV[tuple(_to_device(np.array(held_back).T, device))] = -torch.inf
+        logits_DV[tuple(to_device(np.array(held_back).T, device))] = -torch.inf
 
 
 def _history(slot: SlotSampling, logits: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ def _note_(tokens_S: torch.Tensor, finite_S: torch.Tensor, slots: Sequence[SlotS
     """Count the tokens drawn in the histories of requests that have one."""
     histories = {row: slot.history for row, slot in enumerate(slots) if slot.history is not None}
     if histories:
-        at = _to_device(np.array(list(histories)), tokens_S.device)
+        at = to_device(np.array(list(histories)), tokens_S.device)
         noted = torch.stack(list(histories.values())).scatter_add_(1, tokens_S[at, None], finite_S[at, None].int())
         torch._foreach_copy_(list(histories.values()), list(noted))
 
@@ -319,7 +319,7 @@ class _Logprobs(NamedTuple):
         rows = [(row, min(num_top, logits_SV.shape[-1])) for row, num_top in enumerate(wanted) if num_top is not None]
         if not rows:
             return None
-        at = _to_device(np.array([row for row, _ in rows]), logits_SV.device)
+        at = to_device(np.array([row for row, _ in rows]), logits_SV.device)
         logits_LV, tokens_L1 = logits_SV[at], tokens_S[at, None]
         logprobs_LV = torch.log_softmax(logits_LV, dim=-1)
         ranks_L1 = (logits_LV > logits_LV.gather(1, tokens_L1)).sum(dim=-1, keepdim=True) + 1
@@ -342,7 +342,7 @@ class _Logprobs(NamedTuple):
         return found
 
 
-def _to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """A copy on the device that no kernel in flight is waited for."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

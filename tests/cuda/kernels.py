@@ -271,6 +271,7 @@ def append_kv(
 ) -> None:  # fmt: skip
     """Each token to the place in its request's pages that its position names."""
     _check_16_bits(k, v, k_pages, v_pages)
+    assert len(k), "a launch of no blocks fails"
     assert k.shape == v.shape and k.shape[1:] == k_pages.shape[2:] and k.stride(-1) == v.stride(-1) == 1
     assert k_pages.shape == v_pages.shape and k_pages.stride() == v_pages.stride() and layout == 0
     assert requests.shape == positions.shape == k.shape[:1] and len(indptr) == len(last_page_len) + 1

@@ -32,6 +32,18 @@ def serve(
         return complete(llm, num_requests)
 
 
+def drive(folder: Path, **options: Any) -> Served:
+    """As :func:`serve`, where rank 0 drives the engine; nothing on the ranks that follow it."""
+    with LLM(folder, device="cuda", dtype="float16", **POOL | options) as llm:
+        if not llm.is_driver:
+            llm.follow()
+            return []
+        for index, (prompt, wanted) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
+            llm.engine.add_request(str(index), prompt, params(**wanted, output_kind="final_only"))
+        outputs = [output for _ in iter(lambda: llm.engine.has_unfinished, False) for output in llm.engine.step()]
+    return [output.outputs[0].token_ids for output in sorted(outputs, key=lambda output: output.request_id)]
+
+
 def complete(llm: LLM, num_requests: int = len(PROMPTS)) -> Served:
     wanted = [params(**each) for each in SAMPLING[:num_requests]]
     outputs = llm.generate(PROMPTS[:num_requests], wanted, use_tqdm=False)

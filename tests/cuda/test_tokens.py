@@ -13,7 +13,7 @@ from medha.profile.calibrate import Effort, measure
 from medha.worker.step import Lane
 from tests.cuda import kernels
 from tests.cuda.device import Device
-from tests.cuda.serving import POOL, PROMPTS, SWAP, Served, complete, params, serve
+from tests.cuda.serving import POOL, PROMPTS, SWAP, Served, complete, drive, params, serve
 from tests.cuda.tensors import MODE, Everywhere
 from tests.engines import Preemptions
 from tests.parallel.workers import WorkerPool
@@ -142,12 +142,13 @@ def test_a_profile_of_whole_steps(model: Path, device: Device, monkeypatch: pyte
     assert device.launches["replay"] > 0
 
 
+@pytest.mark.parametrize("drives", [False, True], ids=["call", "drive"])
 @pytest.mark.parametrize(
     "layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}, {"tp": 2}], ids=lambda o: next(iter(o))
 )
-def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
+def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int], drives: bool) -> None:
     kernels.import_flashinfer()
-    found = workers.run(serve_on_ranks, 2, str(model), layout)
+    found = workers.run(serve_on_ranks, 2, str(model), layout, drives)
     assert found[0][0] == expected
     for _, faults, launches, waits in found:
         assert faults == []
@@ -157,7 +158,9 @@ def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: d
         assert waits == []
 
 
-def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[str], Counter[str], list[str]]:
+def serve_on_ranks(
+    folder: str, layout: dict[str, int], drives: bool
+) -> tuple[Served, list[str], Counter[str], list[str]]:
     """On each rank, as if it were alone on its node: what it generates, its device's faults and launches, and where in
     what sends and receives tensors the host waits for the device."""
     with pytest.MonkeyPatch.context() as patch:
@@ -173,6 +176,6 @@ def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[st
 
         patch.setattr(Lane, "_run", run_emulated)
         with MODE:
-            tokens = serve(Path(folder), device="cuda", **layout)
+            tokens = drive(Path(folder), **layout) if drives else serve(Path(folder), device="cuda", **layout)
         waits = [place for place in device.syncs if " at medha/parallel" in place]
         return tokens, device.faults, device.launches, waits
