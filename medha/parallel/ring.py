@@ -26,7 +26,8 @@ def buffer_of(buffers: list[torch.Tensor], number: int, size: int) -> torch.Tens
     """So many numbers of the one whose turn it is; its memory is kept for the next time."""
     index = number % len(buffers)
     if len(buffers[index]) < size:
-        buffers[index] = buffers[index].new_empty(size)
+        buffers[index] = empty = buffers[index].new_empty(0)  # not both at once
+        buffers[index] = empty.new_empty(size)
     return buffers[index][:size]
 
 

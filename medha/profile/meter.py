@@ -84,7 +84,10 @@ class StageMeter:
         self._now = self._batches[step.batch.batch_id] = _Marks(self._mark())
         result, end = self._run(step), self._mark()
         if self._runner.device.type == "cuda":
-            self._now.layers, self._now.layers_end = self._now.entered, end
+            began = self._runner._began  # behind what the stage before sends
+            assert began is not None, "the device was given a batch"
+            self._now.entered = self._now.layers = began
+            self._now.layers_end = end
         # a stage without the head is done with its layers, and then waits to send
         self._now.end = end if self._runner.model.has_head else self._now.layers_end
         return result
@@ -120,9 +123,7 @@ def _stage_time(record: BatchRecord, marks: _Marks) -> StageTime:
     attention_s, packing_s = spent.values()
     merge_s = packing_s + record.merge_wait_s
     layers_s, host_s = _between(marks.layers, marks.layers_end), _between(marks.entered, marks.layers)
-    if marks.layers is marks.entered:
-        layers_s -= record.hidden_wait_s
-    else:
+    if marks.layers is not marks.entered:
         host_s -= record.hidden_wait_s
     return StageTime(
         attention_s, merge_s, layers_s - attention_s - merge_s, _between(marks.layers_end, marks.end), host_s

@@ -115,8 +115,7 @@ class Asked:
             raise errors.UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
         if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
             raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
-        options = (*PROMPT_OPTIONS, *CHAT_OPTIONS) if is_chat else PROMPT_OPTIONS
-        shared = {name: fields[name] for name in options if name in fields}
+        shared = {name: fields[name] for name in PROMPT_OPTIONS + CHAT_OPTIONS * is_chat if name in fields}
         forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
         prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
         defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}
@@ -212,6 +211,6 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
 
 
 def _chat_logprob(each: Logprob) -> Json:
-    token = each.decoded_token or ""
-    its_bytes = None if "\ufffd" in token else list(token.encode(errors="replace"))  # else part of a character
+    token = each.decoded_token or ""  # that of a part of a character has no bytes
+    its_bytes = None if "\ufffd" in token else [*token.encode()]
     return {"token": token, "logprob": max(each.logprob, _LEAST), "bytes": its_bytes}

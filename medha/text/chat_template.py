@@ -15,7 +15,7 @@ from medha.child.text import template_message
 from medha.errors import ChatTemplateError, ValidationError, not_accepted
 
 _MAX_DEPTH = 64
-_NO_CALLS = ("tool_calls", [])
+_NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend
-from medha.config import EngineConfig
+from medha.config import CDSP, EngineConfig
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
 from medha.models.layers import cos_sin, inverse_frequencies
@@ -44,6 +44,8 @@ def num_kv_blocks(config: EngineConfig, shard: ModelShard, max_model_len: int, *
         free, total = torch.cuda.mem_get_info(shard.device)
         memory = int(free - total * (1 - cache.gpu_memory_utilization))
         memory -= shard.weight_bytes if beside is None else beside
+        if config.scheduler.ring or config.scheduler.scheduler == CDSP:  # two blocks of all that a layer holds
+            memory = memory * len(shard.layers) // (len(shard.layers) + 2)
         source = "gpu_memory_utilization"
     else:
         launch = read_launch()

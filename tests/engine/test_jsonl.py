@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from medha.cli.files import opened, unwritable_reported
+from medha.engine.admission import tokenise
 from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import output_line, read_requests, write_line
 from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
@@ -19,6 +20,7 @@ from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics
 from medha.params import SLO, SamplingParams
 from medha.serve.protocol import explained
 from tests.commands import run_python, write_lines
+from tests.text.samples import chat_tokenizer
 
 
 def make_output(text: str | None = "hi", *, logprobs: Any = None, error: Exception | None = None) -> RequestOutput:
@@ -103,6 +105,13 @@ def test_an_id_is_taken_once(tmp_path: Path) -> None:
         ("line-3", "id 'a' is in the file already"),
         ("line-4", "id '1' is in the file already"),
     ]
+
+
+def test_a_line_without_an_id_has_one_that_no_line_before_it_has(tmp_path: Path) -> None:
+    named = {"id": "line-2", "prompt": "x"}
+    arrivals = read(tmp_path, named, {"prompt": "y"}, named, {"prompt": "x"})
+    assert [a.request_id for a in arrivals] == ["line-2", "line-2-", "line-3", "line-4"]
+    assert [a.error is None for a in arrivals] == [True, True, False, True]
 
 
 def test_unknown_fields_are_ignored_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -276,3 +285,12 @@ def test_a_pipe_whose_reader_has_gone_is_named(tmp_path: Path) -> None:
         os.close(reader)
         with unwritable_reported(path):
             write_line(file, make_output())
+
+
+def test_a_line_says_whether_its_text_gets_special_tokens(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(None, adds_bos=True)
+    lines = [{"prompt": "hello", **more} for more in ({}, {"add_special_tokens": None}, {"add_special_tokens": False})]
+    ids = [tokenise(arrival.prompt, tokenizer, 1000)[1].tolist() for arrival in read(tmp_path, *lines)]
+    assert ids[0] == ids[1] == tokenizer.encode("hello") and ids[2] == ids[0][1:]
+    with pytest.raises(ValidationError, match="add_special_tokens=1; accepted: true or false"):
+        tokenise({"prompt": "hello", "add_special_tokens": 1}, tokenizer, 1000)

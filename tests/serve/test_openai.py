@@ -9,7 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from medha.outputs import CompletionOutput, Logprob
 from medha.params import SamplingParams
+from medha.serve.protocol import _logprobs
 from tests.commands import wait_until
 from tests.serve.conftest import Server, served
 from tests.serving import ANSWER, Model, assert_empty, finish, question, random_ids, serve_one
@@ -87,6 +89,20 @@ def test_a_chat(client: openai.OpenAI, bytes_model: Model) -> None:
     assert pieces[0].choices[0].delta.role == "assistant"
     assert "".join(one.choices[0].delta.content or "" for one in pieces) == expected.text
     assert pieces[-1].choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="with logprobs true"):
+        client.chat.completions.create(model="model", messages=messages, top_logprobs=5)
+
+
+def test_top_logprobs_have_the_drawn_token_and_parts_of_a_character_no_bytes() -> None:
+    one = CompletionOutput(0, "x", [3, 4])
+    likely, drawn, part = Logprob(-0.1, 1, "a"), Logprob(-3.0, 9, "b"), Logprob(-0.2, 1, "\ufffd")
+    one.logprobs = [{2: likely, 3: drawn}, {4: part, 5: Logprob(-4.0, 2, "\ufffd")}]
+    found = _logprobs(one, 2, 0, is_chat=False)
+    assert found is not None and found["top_logprobs"] == [{"a": -0.1, "b": -3.0}, {"\ufffd": -0.2}]
+    none = _logprobs(one, 0, 0, is_chat=False)
+    assert none is not None and none["top_logprobs"] == [{"b": -3.0}, {"\ufffd": -0.2}]
+    chat = _logprobs(one, 1, 0, is_chat=True)
+    assert chat is not None and [its["bytes"] for its in chat["content"]] == [[98], None]
 
 
 def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:

@@ -101,6 +101,15 @@ def test_malformed_messages(messages: Any, index: int | None) -> None:
     assert caught.value.index == index
 
 
+def test_what_is_empty_counts_as_absent_and_a_call_of_tools_needs_no_content() -> None:
+    """A template asks whether there is a list of tools, or a key; clients send back whole messages."""
+    asks = "{{ tools is none }}{% for m in messages %} {{ m.keys() | sort | join(',') }}:{{ m.content }}{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    answer = {"role": "assistant", "content": "4", "tool_calls": [], "function_call": None}
+    text = rendered(chat_tokenizer(asks), [call, answer, {"role": "tool", "content": ""}], tools=[])
+    assert text == "True content,role,tool_calls: content,role:4 content,role:"
+
+
 def test_messages_nested_too_deep_and_messages_are_not_changed() -> None:
     deep: Any = "x"
     for _ in range(2000):
