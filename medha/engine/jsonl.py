@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from medha.cli.files import read_input, unwritable_reported
 from medha.engine.arrivals import Arrival, Joiner
 from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError, not_accepted
+from medha.models.folder import parse_json_object
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
     CHAT_OPTIONS,
@@ -200,12 +201,7 @@ def _read_line(
     seed = (run_seed * 1_000_003 + number - 1) * MOST_COMPLETIONS  # each completion of a line has one of its own
     seed = (seed + 2**63) % 2**64 - 2**63  # as SamplingParams takes them
     try:
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValidationError(f"not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValidationError(f"{type(fields).__name__}; accepted: a JSON object")
+        fields = parse_json_object(line, "a request", error=ValidationError)
         ids = {name: fields[name] for name in _ID_FIELDS if fields.get(name) is not None}
         for name, value in ids.items():
             if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +49,6 @@ class SlotSampling:
     history: torch.Tensor | None = field(default=None, compare=False)
     has_penalties: bool = field(init=False, compare=False)
     held_until: int = field(init=False, compare=False)  # draws of a lower index may not end the request
-    is_plain: bool = field(init=False, compare=False)  # every token is that of the largest logit, and nothing is noted
     _always_draws: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +56,6 @@ class SlotSampling:
         self.has_penalties = bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
         self.held_until = p.min_tokens if self.end_ids else 0
         self._always_draws = bool(p.logit_bias or p.allowed_token_ids or self.has_penalties or not p.is_greedy)
-        self.is_plain = not (self._always_draws or self.held_until) and p.logprobs is None
 
     @classmethod
     def of(
@@ -72,9 +69,6 @@ class SlotSampling:
     def needs_more(self, index: int) -> bool:
         """Whether draw ``index`` is more than taking the largest logit."""
         return self._always_draws or index < self.held_until
-
-
-_IS_PLAIN = attrgetter("is_plain")
 
 
 class Sampled(NamedTuple):
@@ -128,8 +122,6 @@ def draw(
         greedy: :func:`likeliest` of the logits, where it is there already; the tokens are changed.
     """
     tokens_S, finite_S = greedy or likeliest(logits_SV)
-    if all(map(_IS_PLAIN, slots)):
-        return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S])), None)
     rows = [row for row, (slot, index) in enumerate(zip(slots, indices, strict=True)) if slot.needs_more(index)]
     step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
     for part in (rows[first : first + step] for first in range(0, len(rows), step)):

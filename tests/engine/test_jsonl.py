@@ -70,11 +70,11 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
 @pytest.mark.parametrize(
     ("line", "kind", "message"),
     [
-        ("{", ValidationError, "not JSON"),
-        (b'{"prompt": "\xff"}', ValidationError, "not JSON"),
-        ("[" * 100_000, ValidationError, "not JSON"),
-        ('{"prompt": "x", "seed": 1' + "0" * 5000 + "}", ValidationError, "not JSON"),
-        ('"prompt"', ValidationError, "str; accepted: a JSON object"),
+        ("{", ValidationError, "a request: not JSON"),
+        (b'{"prompt": "\xff"}', ValidationError, "a request: "),
+        ("[" * 100_000, ValidationError, "a request: "),
+        ('{"prompt": "x", "seed": 1' + "0" * 5000 + "}", ValidationError, "a request: "),
+        ('"prompt"', ValidationError, "a request: holds a str, 'prompt'; accepted: a JSON object"),
         ({"prompt": "x", "id": ""}, ValidationError, "id=''; accepted: a string or an integer"),
         ({"prompt": "x", "n": 2, "temperature": 0}, ValidationError, "n=2; accepted: 1 with temperature=0"),
         ({"prompt": "x", "tool_choice": "required"}, UnsupportedFeatureError, "tool_choice is not implemented"),
