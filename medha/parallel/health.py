@@ -312,7 +312,9 @@ class Monitor:
         holder = None if self._launch.agent_has_store else self._processes.get(0)
         if holder is not None and holder.is_here:
             return holder.trouble if silence_s >= _TROUBLE_S else None
-        return "is stopped or cannot be reached" if silence_s >= _STORE_S else None
+        # in the first moments of a job its process is not known on its own node either
+        limit_s = BEHIND_S if 0 in self._local else _STORE_S
+        return "is stopped or cannot be reached" if silence_s >= limit_s else None
 
     def _end_stuck(self, error: str) -> None:
         """End the process, whose main thread waits for a rank that has failed."""

@@ -217,18 +217,28 @@ def test_a_launcher_that_has_died(ranks: Ranks) -> None:
 def test_a_store_that_does_not_answer(
     ranks: Ranks, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its holder is on another node, where nobody sees it; one that is seen to run is slow until it is stopped."""
+    """Its holder is on another node, where nobody sees it; one that is seen to run is slow until it is stopped, and one
+    of this node whose process is not known so far is taken to be slow for long."""
+    monkeypatch.setattr(health, "BEHIND_S", LIMIT_S)
     monitors = {rank: ranks.monitor(rank, 3) for rank in (1, 2)}
+    monitors[3] = ranks.monitor(3, 4, local_ranks=range(4))
     monitors[2]._processes[0] = Process.of(sleeper.pid)
     holds = threading.Event()
     for monitor in monitors.values():
         monkeypatch.setattr(monitor, "_round", lambda *args: holds.wait(LIMIT_S))
     wait_until(lambda: monitors[1].has_failure)
     assert not monitors[2].has_failure
+    assert not monitors[3].has_failure
     sleeper.send_signal(signal.SIGSTOP)
     wait_until(lambda: monitors[2].has_failure)
+    monkeypatch.setattr(health, "BEHIND_S", 1.0)
+    wait_until(lambda: monitors[3].has_failure)
     holds.set()
-    for rank, what in ((1, "is stopped or cannot be reached"), (2, "is stopped")):
+    for rank, what in (
+        (1, "is stopped or cannot be reached"),
+        (2, "is stopped"),
+        (3, "is stopped or cannot be reached"),
+    ):
         assert f"rank 0 {what}: the store that it holds has not answered rank {rank} for" in str(
             monitors[rank].first_error(wait_s=LIMIT_S)
         )
