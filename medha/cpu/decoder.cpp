@@ -134,62 +134,79 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t M, int64_t K,
 
 #if MEDHA_TILES
 
-constexpr int PAIR = 2 * W, GROUP = 512;  // rows that read a block of outputs at once, and one after the other
+constexpr int PAIR = 2 * W, GROUP = 256, SLICE = 256;  // rows that read a slice of a weight one after the other, its inputs
+constexpr int WIDE = 3072;  // inputs of which so many rows leave the second-level cache no room
 
 // The same by tiles, for K that is a multiple of PAIR. w lies as [N / BLOCK, K / 2, BLOCK, 2], of gated products likewise.
 void linear_by_tiles(const BFloat16* x, const BFloat16* w, const BFloat16* bias, BFloat16* out, int64_t M, int64_t K, int64_t N,
                      bool gated, int num_threads) {
     const int64_t blocks = (N + BLOCK - 1) / BLOCK, parts = 1 + gated;
+    const int64_t most = K > WIDE ? GROUP / 2 : GROUP, slice = M > PAIR ? SLICE : K;
 #pragma omp parallel num_threads(num_threads)
     {
-        alignas(64) float sums[2][PAIR * BLOCK], its_bias[BLOCK] = {};
+        alignas(64) float sums[2][GROUP * BLOCK], its_bias[BLOCK] = {};
         Registers registers;  // 0 to 3 for sums, 4 and 5 for rows, 6 and 7 for the weight
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t group = 0; group < M; group += GROUP)
+#pragma omp for collapse(2) schedule(guided)
+        for (int64_t group = 0; group < M; group += most)
             for (int64_t block = 0; block < blocks; block++) {
-                const int num = int(std::min<int64_t>(BLOCK, N - block * BLOCK));
+                const int num = int(std::min<int64_t>(BLOCK, N - block * BLOCK)), all = int(std::min(most, M - group));
+                const int strips = (all + PAIR - 1) / PAIR, lines = (PAIR + strips - 1) / strips;  // asked for in a step
+                BFloat16* to = out + group * N + block * BLOCK;
                 for (int n = 0; bias && n < num; n++) its_bias[n] = widened(bias[block * BLOCK + n]);
-                for (int64_t first = group; first < std::min<int64_t>(group + GROUP, M); first += PAIR) {
-                    const int rows = int(std::min<int64_t>(PAIR, M - first)), behind = rows > W ? W : 0;
-                    const uint8_t upper = uint8_t(std::min(rows, W)), lower = uint8_t(behind ? rows - W : W);
-                    registers.set_rows({upper, upper, lower, lower, upper, lower, W, W});
-                    for (int64_t part = 0; part < parts; part++) {
-                        const BFloat16 *a = x + first * K, *tile = w + (block * parts + part) * K * BLOCK;
-                        float* c = sums[part];
-                        order_memory();
-                        _tile_zero(0);
-                        _tile_zero(1);
-                        _tile_zero(2);
-                        _tile_zero(3);
-                        for (int64_t k = 0; k < K; k += PAIR, a += PAIR, tile += PAIR * BLOCK) {
-                            _tile_loadd(4, a, 2 * K);
-                            _tile_loadd(6, tile, 4 * BLOCK);
-                            _tile_dpbf16ps(0, 4, 6);
-                            _tile_loadd(7, tile + 2 * W, 4 * BLOCK);
-                            _tile_dpbf16ps(1, 4, 7);
-                            if (!behind) continue;
-                            _tile_loadd(5, a + W * K, 2 * K);
-                            _tile_dpbf16ps(2, 5, 6);
-                            _tile_dpbf16ps(3, 5, 7);
-                        }
-                        _tile_stored(0, c, 4 * BLOCK);
-                        _tile_stored(1, c + W, 4 * BLOCK);
-                        if (!behind) continue;
-                        _tile_stored(2, c + W * BLOCK, 4 * BLOCK);
-                        _tile_stored(3, c + W * BLOCK + W, 4 * BLOCK);
-                    }
-                    for (int m = 0; m < rows; m++)
-                        for (int n = 0; n < num; n += W) {
-                            Floats y = load(sums[0] + m * BLOCK + n) + load(its_bias + n);
-                            if (gated) y = silu(y) * load(sums[1] + m * BLOCK + n);
-                            BFloat16* to = out + (first + m) * N + block * BLOCK + n;
-                            if (num - n >= W) {
-                                narrow(y, to);
-                                continue;
+                for (int64_t part = 0; part < parts; part++)
+                    for (int64_t at = 0; at < K; at += slice) {
+                        const int64_t depth = std::min(slice, K - at);
+                        const BFloat16* its_tile = w + ((block * parts + part) * K + at) * BLOCK;
+                        const char* next = reinterpret_cast<const char*>(its_tile + depth * BLOCK);
+                        for (int first = 0; first < all; first += PAIR) {
+                            const int rows = std::min(PAIR, all - first), behind = rows > W ? W : 0;
+                            const uint8_t upper = uint8_t(std::min(rows, W)), lower = uint8_t(behind ? rows - W : W);
+                            const BFloat16 *a = x + (group + first) * K + at, *tile = its_tile;
+                            float* c = sums[part] + first * BLOCK;
+                            for (int m = 0; at == 0 && part == 0 && m < rows; m++) __builtin_prefetch(to + (first + m) * N, 1);
+                            registers.set_rows({upper, upper, lower, lower, upper, lower, W, W});
+                            order_memory();
+                            if (at == 0) {
+                                _tile_zero(0);
+                                _tile_zero(1);
+                                _tile_zero(2);
+                                _tile_zero(3);
+                            } else {
+                                _tile_loadd(0, c, 4 * BLOCK);
+                                _tile_loadd(1, c + W, 4 * BLOCK);
+                                _tile_loadd(2, c + behind * BLOCK, 4 * BLOCK);
+                                _tile_loadd(3, c + behind * BLOCK + W, 4 * BLOCK);
                             }
-                            for (int i = 0; i < num - n; i++) narrow(y[i], to + i);
+                            for (int64_t k = 0; k < depth; k += PAIR, a += PAIR, tile += PAIR * BLOCK) {
+                                for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+                                _tile_loadd(4, a, 2 * K);
+                                _tile_loadd(6, tile, 4 * BLOCK);
+                                _tile_dpbf16ps(0, 4, 6);
+                                _tile_loadd(7, tile + 2 * W, 4 * BLOCK);
+                                _tile_dpbf16ps(1, 4, 7);
+                                if (!behind) continue;
+                                _tile_loadd(5, a + W * K, 2 * K);
+                                _tile_dpbf16ps(2, 5, 6);
+                                _tile_dpbf16ps(3, 5, 7);
+                            }
+                            _tile_stored(0, c, 4 * BLOCK);
+                            _tile_stored(1, c + W, 4 * BLOCK);
+                            if (!behind) continue;
+                            _tile_stored(2, c + W * BLOCK, 4 * BLOCK);
+                            _tile_stored(3, c + W * BLOCK + W, 4 * BLOCK);
                         }
-                }
+                    }
+                order_memory();
+                for (int m = 0; m < all; m++, to += N)
+                    for (int n = 0; n < num; n += W) {
+                        Floats y = load(sums[0] + m * BLOCK + n) + load(its_bias + n);
+                        if (gated) y = silu(y) * load(sums[1] + m * BLOCK + n);
+                        if (num - n >= W) {
+                            narrow(y, to + n);
+                            continue;
+                        }
+                        for (int i = 0; i < num - n; i++) narrow(y[i], to + n + i);
+                    }
             }
     }
 }
