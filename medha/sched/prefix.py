@@ -104,6 +104,16 @@ class Path:
         behind = (at for at, paths in self.children.items() if any(path.group == self.group for path in paths))
         return max(self.held, max(behind, default=self.start))
 
+    def up_to(self, end: int) -> tuple[tuple[Path, int], ...]:
+        """What it lies behind, and its own blocks, up to some block: paths in position order, and where each ends."""
+        parts = list[tuple[Path, int]]()
+        path: Path | None = self
+        while path is not None:
+            if path.start < end:
+                parts.append((path, end))
+            end, path = path.start, path.parent
+        return tuple(reversed(parts))
+
     def held_without(self, gone: Set[int]) -> int:
         """Up to which block somebody holds it who is none of some slots."""
         if self.owner is not None and self.owner not in gone:
@@ -196,19 +206,15 @@ class PrefixCache:
         first host that has some where a table may go on."""
         known, size, most = self._known, self.units_per_block, min(len(chain), most_tokens // self.unit)
         whole = bisect_left(range(1, most // size + 1), True, key=lambda n: chain[n * size] not in known)
-        path, end, parts = known[chain[whole * size]] if whole else None, whole, list[tuple[Path, int]]()
-        while path is not None:
-            parts.append((path, end))
-            end, path = path.start, path.parent
-        parts.reverse()
+        parts = known[chain[whole * size]].up_to(whole) if whole else ()
         ends = range((whole + 1) * size, most + 1, size)
         for host in self._hosts[parts[-1][0].group :][:2] if parts else self._hosts:
             if ids := host.run(chain[end] for end in ends):
-                return Hit(tuple(parts), host_group=host.pool.group, host_ids=ids)
+                return Hit(parts, host_group=host.pool.group, host_ids=ids)
         for num_units in range(min(most - whole * size, size - 1), 0, -1):
             if (tail := known.get(chain[whole * size + num_units])) is not None:
-                return Hit(tuple(parts), tail, num_units * self.unit)
-        return Hit(tuple(parts))
+                return Hit(tail.up_to(whole), tail, num_units * self.unit)  # where two computed the same, of one of them
+        return Hit(parts)
 
     def watch(self, slot: int, chain: Chain, most_tokens: int) -> int:
         """Tokens that are there for a waiting request, which is ``stale`` as soon as that changes."""

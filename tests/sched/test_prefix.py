@@ -409,6 +409,30 @@ def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it()
     assert memory.prefix.num_idle == [0, 0] and memory.hit_of(chains[1], 112, 113) == Hit()
 
 
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_a_hit_is_of_one_of_two_that_have_computed_the_same(num_groups: int) -> None:
+    """What two compute at once is known as the first one's; who goes on behind the second in a block that is not full
+    shares all of that one's blocks, wherever the first one's lie."""
+    memory = KVMemory(SchedulerConfig(), num_blocks=10, block_size=32, num_groups=num_groups)
+    same, groups = np.arange(64), (num_groups - 1, 0)
+    tokens = [np.concatenate([same, np.arange(begin, begin + 40)]).astype(np.int32) for begin in (100, 200)]
+    for slot, group in enumerate(groups):
+        memory.start(slot, group, 90, Chain(IDS.of(tokens[slot])))
+        memory.begin(Row(slot, 0, 90, False, True, group))
+    for slot in (0, 1):
+        memory.note(slot, 90)
+        memory.release(slot)
+    chain = Chain(IDS.of(np.concatenate([tokens[1], np.arange(300, 500)]).astype(np.int32)))
+    hit = memory.hit_of(chain, 280, 281)
+    assert hit.num_tokens(32) == 80 and {path for path, _ in hit.parts} == {hit.tail}
+    memory.start(2, hit.shards[0][0], 281, chain, hit)
+    row = Row(2, 80, 200, False, False, 0)
+    assert memory.can_take(row)  # beside one copy of what it shares, not both
+    memory.begin(row)
+    batch = memory.batch(0, [row])
+    assert [(copy.group, copy.num_tokens) for copy in batch.copies] == [(0, 16)]
+
+
 def test_a_hit_holds_no_blocks_that_are_set_aside_for_decodes() -> None:
     """Nobody holds them, and they lie on a group on which the row behind the hit needs nothing."""
     memory = KVMemory(SchedulerConfig(max_kv_per_group=32), num_blocks=2, block_size=16, num_groups=3)
