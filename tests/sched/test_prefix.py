@@ -35,6 +35,7 @@ class Asking(Job):
     document: int = 0
     num_shared: int = 0
     salt: str = ""
+    own: int | None = None  # whose tokens come behind those; None: nobody else's
 
 
 def drawn(tokens: list[int]) -> int:
@@ -64,7 +65,7 @@ class Sharing(Drive):
     def _prefix(self, slot: int, index: int) -> bytes:
         job = self.jobs[index]
         assert isinstance(job, Asking)
-        document, own = random.Random(job.document), random.Random(1000 + index)
+        document, own = random.Random(job.document), random.Random(1000 + index if job.own is None else job.own)
         shared = [document.randrange(1000) for _ in range(min(job.num_shared, job.num_prompt))]
         self.tokens[slot] = shared + [own.randrange(1000) for _ in range(job.num_prompt - len(shared))]
         prefix = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)
@@ -190,6 +191,7 @@ def sharing(draw: st.DrawFn) -> dict[str, Any]:
             document=draw(st.integers(0, 1)),
             num_shared=draw(st.sampled_from([0, 40, 300, 1000, 5000])),
             salt=draw(st.sampled_from(["", "", "other"])),
+            own=draw(st.sampled_from([None, 10, 11])),
         )
         for job in world["load"]
     ]
