@@ -190,7 +190,7 @@ class BatchBuilder:
     def leader(self, state: State) -> State | None:
         """Who computes now what a request that has not started would have to compute as well, if that is worth to wait
         for: it takes longer than a batch of next to nothing."""
-        if state.has_started or state.chain is None or self.memory.swapped_on(state.slot) is not None:
+        if state.has_started or state.chain is None or not self._may_share(state):
             return None
         if self._leaders is None:
             self._leaders = [other for other in self._queue.prefills() if other.chain is not None]
@@ -215,10 +215,13 @@ class BatchBuilder:
         """Whether a prefill has started, or may."""
         if state.has_started:
             return True
-        if self.preemption.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
-            return False  # it would be in the way again
-        may_start = state.request.priority < self.closed_from
+        may_start = state.request.priority < self.closed_from and not self.would_be_in_way(state)
         return may_start and len(self._queue.running) < self.config.max_num_seqs
+
+    def would_be_in_way(self, state: State) -> bool:
+        """Whether a request gave way to a class above, of which prefills are left: it does not start before them."""
+        was_in_way = self.preemption.by_class and state.num_preempted and not state.has_started
+        return bool(was_in_way and self._queue.has_prefill_above(state.request.priority))
 
     def chunk_tokens(self, slot: int) -> int:
         """Tokens of the chunk that a request has in the batch; 0 for none."""
@@ -235,15 +238,22 @@ class BatchBuilder:
             room = self.memory.room(state.slot, state.num_scheduled_tokens)
             return self._fits(state, max(min(state.num_left, self.config.max_batch_tokens, room), 1), gone)
 
-        def fits_at(first: int, gone: Collection[int]) -> bool:
+        def fits_at(first: int, hit: Hit, gone: Collection[int]) -> bool:
             if len(self._queue.running) - len(gone) >= self.config.max_num_seqs:
                 return False
-            self._bind(state, first)
+            if may_share:
+                self._queue.found(state, hit.num_tokens(self.memory.block_size))
+            self._bind(state, first, hit)
             answer = fits(gone)
             self.memory.undo_start(state.slot)
             return answer
 
-        ways = [fits] if state.has_started else [partial(fits_at, first) for first in self._firsts(state)]
+        ways: list[Callable[[Collection[int]], bool]] = [fits]
+        if not state.has_started:
+            spans, may_share = [(first, Hit()) for first in self._firsts(state)], self._may_share(state)
+            if may_share and (shards := (hit := self._hit_of(state)).shards):
+                spans.insert(0, (shards[0][0], hit))
+            ways = [partial(fits_at, *span) for span in spans]
         found = (fewest(candidates, way) for way in ways)
         victims = next((victims for victims in found if victims is not None), [])
         if any(victim.num_in_flight for victim in victims):
@@ -296,7 +306,7 @@ class BatchBuilder:
     def _start(self, state: State, size: SizeFn, is_whole: bool) -> int:
         if not self.has_place(state):
             return 0
-        if state.chain is not None and self.memory.swapped_on(state.slot) is None:
+        if self._may_share(state):
             if (q_len := self._share(state, size, is_whole)) is not None:
                 return q_len
             self._queue.found(state, 0)
@@ -330,24 +340,31 @@ class BatchBuilder:
         spans = {first: slice(first, first + width) for first in firsts}
         return sorted(firsts, key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
 
-    def _bind(self, state: State, first: int) -> None:
-        """Bind a request that shares nothing to the span that begins at ``first``."""
-        request, most = state.request, self._most_kv(state)
+    def _bind(self, state: State, first: int, hit: Hit | None = None) -> None:
+        """Bind a request to the span that begins at ``first``, behind what it shares."""
+        request, most = state.request, None if hit is not None and hit.shards else self._most_kv(state)
         num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
-        self.memory.start(state.slot, first, num_tokens, state.chain, num_prompt=num_prompt, most=most)
+        self.memory.start(state.slot, first, num_tokens, state.chain, hit, num_prompt, most)
+
+    def _may_share(self, state: State) -> bool:
+        """Whether a request that has not started may begin behind what others have computed."""
+        return state.chain is not None and self.memory.swapped_on(state.slot) is None
+
+    def _hit_of(self, state: State) -> Hit:
+        """What is there of its tokens."""
+        assert state.chain is not None
+        return self.memory.hit_of(state.chain, state.num_prefill_tokens - 1, state.request.num_kv_tokens)
 
     def _share(self, state: State, size: SizeFn, is_whole: bool) -> int | None:
         """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
-        num_tokens, chain, memory = state.request.num_kv_tokens, state.chain, self.memory
-        assert chain is not None
-        hit = memory.hit_of(chain, state.num_prefill_tokens - 1, num_tokens)
+        num_tokens, memory, hit = state.request.num_kv_tokens, self.memory, self._hit_of(state)
         if num_tokens >= self._no_room.get((hit, len(memory.frees)), math.inf):  # one like it was just refused
             self.refused.append(state.slot)
             return 0
         if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
             return None
         self._queue.found(state, num_cached)
-        memory.start(state.slot, hit.shards[0][0], num_tokens, chain, hit)
+        self._bind(state, hit.shards[0][0], hit)
         most = self._tokens(state, size, is_whole)
         if q_len := self._fitting(state, most):
             self._append_row(state, self._chunk_row(state, q_len))

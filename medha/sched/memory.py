@@ -223,10 +223,12 @@ class KVMemory:
         return True
 
     def gather_room(self, slot: int) -> int:
-        """Tokens of a dealt request's prompt that its last group may take, beyond those that are dealt to it."""
-        account = self._accounts[slot]
+        """Tokens of a dealt request's prompt that its last group may take, and has room for, beyond what is dealt to
+        it."""
+        account, size = self._accounts[slot], self.block_size
         assert account.tokens is not None, "a dealt request"
-        return account.reserved[-1] * self.block_size - account.num_outputs - account.tokens[-1]
+        there = account.held[-1] + self.num_free(account.first + len(account.reserved) - 1)
+        return min(account.reserved[-1] * size - account.num_outputs, there * size) - account.tokens[-1]
 
     def is_to_note(self, slot: int, num_tokens: int) -> bool:
         """Whether of the first ``num_tokens`` of a bound request some are not known to others, and will be."""

@@ -98,6 +98,7 @@ class MedhaPacker(Packer):
         self._least_dealt = cache(partial(least_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
+        self._asked: list[int] = []  # for whom somebody is left out of the batch, to give way when it is not in flight
         self._owed_s: list[float] = []
         self._spare_s = self._most_spare_s = _MOST_QUANTA * self._quantum_s  # for batches that leave out long prefills
         self._least_s = predictor.uncorrected().tick().with_chunk(1, 0)  # of a batch, whatever is in it
@@ -147,7 +148,7 @@ class MedhaPacker(Packer):
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
                 spare_s = self._spare_s + share * prefills_s
                 self._spare_s = min(spare_s, self._most_spare_s)
-        self._refused = builder.refused
+        self._refused = list(dict.fromkeys([*self._asked, *builder.refused]))
         return self._prediction(queue, builder) if builder.rows else None
 
     # -- phases ------------------------------------------------------------------------------------------------------
@@ -193,9 +194,14 @@ class MedhaPacker(Packer):
         builder.preemption.by_class = True
         states = queue.states_of_rows(queue.rows_of(self._refused[:_FIRST]))
         if queue.num_prefills and len(queue.running) >= self.config.max_num_seqs:
-            states += queue.first_of_highest_class()
+            states += [state for state in queue.first_of_highest_class(_FIRST) if not builder.would_be_in_way(state)][
+                :1
+            ]
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
-        return [state for state in states if state.request.priority < lowest and builder.make_room(state)]
+        lower = [s for s in states if s.request.priority < lowest and not builder.would_be_in_way(s)]
+        favoured = [state for state in lower if builder.make_room(state)]
+        self._asked = [s.slot for s in lower if s not in favoured] if builder.left_out else []
+        return favoured
 
     def _leave_out_decodes(self, queue: Queue, builder: BatchBuilder) -> None:
         """Leave decodes of lower classes out of the batch where they would break the cadence of a higher one.
@@ -299,7 +305,11 @@ class MedhaPacker(Packer):
     def _serve_in_order(self, queue: Queue, builder: BatchBuilder) -> None:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
-        for _ in range(_MAX_ROUNDS if builder.is_idle and not builder.rows else _ROUNDS):
+        # one that nobody's batch has, and that is in flight, is on its way to a decode instance: memory will come back
+        is_last_chance = (
+            builder.is_idle and not builder.rows and not any(s.num_in_flight for s in queue.running.values())
+        )
+        for _ in range(_MAX_ROUNDS if is_last_chance else _ROUNDS):
             states = queue.states_of_rows(self._order(queue, builder, tried))
             has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
             for state in states:

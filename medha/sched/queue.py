@@ -160,10 +160,10 @@ class Queue:
         row, factor = self._row_of[state.slot], factor * self.stretch
         return self._table["work_total_s"][row] * factor, self._table["work_left_s"][row] * factor
 
-    def first_of_highest_class(self) -> list[State]:
-        """The first to arrive of the highest class among those that have not started; nothing if there is none."""
+    def first_of_highest_class(self, count: int) -> list[State]:
+        """So many that have not started, those of the highest class first, then by arrival."""
         by = self.column("priority"), self.column("arrival_s")
-        return self.states_of_rows(sort_rows(by, first=1, among=~self.column("started")))
+        return self.states_of_rows(sort_rows(by, first=count, among=~self.column("started")))
 
     def has_prefill_above(self, priority: int) -> bool:
         """Whether a prefill of a higher class than this waits or is under way."""

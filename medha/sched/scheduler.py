@@ -200,10 +200,11 @@ class Scheduler:
     def _late_tpot_s(self, request: SchedulerRequest) -> float | None:
         """Predicted seconds a token of a request whose TPOT objective is shorter even if it decodes alone; else None.
 
-        No batch is small enough for it: to keep to it would hold up every prefill, and gain nothing.
+        No batch is small enough for it: to keep to it would hold up every prefill, and gain nothing. A request that
+        decodes elsewhere, or not at all, is not judged here.
         """
         objective_s = None if request.slo is None else request.slo.tpot_s
-        if objective_s is None:
+        if objective_s is None or request.max_new_tokens == 1:
             return None
         kv = min(request.num_prompt_tokens, self.memory.spread_kv)
         alone_s = self.config.period * self.predictor.predict([Work(1, kv, is_decode=True)])
@@ -288,9 +289,9 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget what is kept of requests that have ended, and let nobody share what is computed by now."""
         self.memory.forget_prefixes()
-        for state in self._queue.waiting.values():
-            if self.memory.swapped_on(state.slot) is not None:  # what comes back is of before
-                state.chain = None
+        swapped = (s for s in self._queue.waiting.values() if self.memory.swapped_on(s.slot) is not None)
+        for state in (*swapped, *self._queue.running.values()):  # what is swapped back in is of before
+            state.chain = None
 
     def _block_s(self, depth: int) -> float:
         """Predicted seconds to compute a block with so many before it."""

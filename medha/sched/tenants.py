@@ -26,8 +26,7 @@ class Tenants:
         self._weights = weights or {}
         self._numbers: dict[str, int] = {}
         self._weight_of: list[float] = []
-        self._num_requests: list[int] = []  # that are not closed
-        self._had_s = np.zeros(4)
+        self._had_s, self._num_requests = np.zeros(4), np.zeros(4, np.int64)  # by number; those that are not closed
         self._num_present = 0
 
     @property
@@ -38,13 +37,17 @@ class Tenants:
     def enter(self, name: str) -> int:
         """A request of a tenant arrives; returns the tenant's number."""
         number = self._numbers.setdefault(name, len(self._numbers))
-        if number == len(self._num_requests):
+        if number == len(self._weight_of):
             self._weight_of.append(self._weights.get(name, 1.0))
-            self._num_requests.append(0)
-            self._had_s = np.append(self._had_s, 0.0) if number == self._had_s.size else self._had_s
+        if number == self._had_s.size:
+            self._had_s, self._num_requests = (
+                np.resize(self._had_s, 2 * number),
+                np.resize(self._num_requests, 2 * number),
+            )
+            self._had_s[number:], self._num_requests[number:] = 0.0, 0
         if not self._num_requests[number]:
-            present = [had_s for had_s, count in zip(self._had_s, self._num_requests, strict=False) if count]
-            self._had_s[number] = max(self._had_s[number], min(present, default=0.0))
+            present = self._had_s[self._num_requests > 0]
+            self._had_s[number] = max(self._had_s[number], present.min() if present.size else 0.0)
             self._num_present += 1
         self._num_requests[number] += 1
         return number

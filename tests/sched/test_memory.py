@@ -282,3 +282,14 @@ def test_a_drive_notices_a_banker_who_gives_too_much(
 
     with pytest.raises((AssertionError, RuntimeError, ExceptionGroup)):
         ends()
+
+
+def test_what_is_gathered_finds_room_on_the_last_group() -> None:
+    memory = KVMemory(SchedulerConfig(max_kv_per_group=160), num_blocks=10, block_size=16, num_groups=2)
+    memory.deal_pays = lambda num_prompt, count: True
+    memory.start(0, 0, 200, num_prompt=200)
+    room = memory.gather_room(0)
+    assert room > 48
+    memory.start(1, 1, 112)
+    memory.begin(Row(1, 0, 112, False, False, 1))
+    assert memory.gather_room(0) == 48

@@ -13,6 +13,7 @@ from medha.cost.prefill_time import PrefillTimes
 from medha.engine.prefix import PrefixIds
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
+from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
@@ -165,3 +166,71 @@ def test_what_others_hold_as_well_is_not_lost() -> None:
         assert preemption.loss(state) == (pytest.approx(left_s(256, had)), False)
     scheduler.cancel(1)
     assert preemption.loss(first)[0] == pytest.approx(left_s(0, first.num_computed_tokens))
+
+
+def add(scheduler: Scheduler, slot: int, num_prompt: int, max_new: int, priority: int, prefix: bytes = b"") -> None:
+    scheduler.add(SchedulerRequest(slot, num_prompt, max_new, 0.0, priority=priority, prefix=prefix))
+
+
+def step(scheduler: Scheduler, count: int = 1) -> list[int]:
+    """Run so many batches, none of whose tokens ends a request; who gave way."""
+    gone = []
+    for _ in range(count):
+        decision = scheduler.schedule(0.0)
+        gone += [preempted.slot for preempted in decision.preempted]
+        if (batch := decision.batch) is not None:
+            scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.1)
+    return gone
+
+
+def test_a_class_needs_no_room_for_what_it_shares() -> None:
+    """The third shares 60 blocks with the first and needs 11 more; all that are free are set aside, and the second's 20
+    are enough."""
+    scheduler = make(95, policy="priority", max_batch_tokens=512)
+    ids = PrefixIds(16, key=b"of tests").of(np.arange(1120, dtype=np.int32))
+    add(scheduler, 0, 961, 240, 0, ids[: 60 * 16])
+    add(scheduler, 1, 280, 40, 3)
+    step(scheduler, 5)
+    assert set(scheduler._queue.decoding) == {0, 1}
+    add(scheduler, 2, 1120, 17, 0, ids)
+    assert step(scheduler, 3) == [1]
+    assert scheduler._queue.running[2].num_cached == 960
+
+
+def test_nobody_gives_way_to_one_that_may_not_start() -> None:
+    """The second has given way to a long prompt of the highest class, and may not come back before that is read."""
+    scheduler = make(500, policy="priority", max_num_seqs=2, max_batch_tokens=64)
+    add(scheduler, 0, 16, 400, 1)
+    add(scheduler, 1, 16, 400, 1)
+    step(scheduler, 2)
+    add(scheduler, 2, 2000, 2, 0)
+    (gone,) = step(scheduler, 2)
+    scheduler.cancel(1 - gone)
+    add(scheduler, 3, 16, 400, 3)
+    step(scheduler)
+    assert set(scheduler._queue.running) == {2, 3}
+    assert step(scheduler, 5) == []
+    add(scheduler, 4, 16, 400, 1)  # as high as who waits, and has not given way
+    assert step(scheduler, 2) == [3]
+    assert set(scheduler._queue.running) == {2, 4}
+
+
+def test_a_class_that_asked_for_room_is_not_forgotten() -> None:
+    """Every second batch is one without long prefills: also that which leaves a decode out so that it can give way."""
+    scheduler = make(87, policy="priority", depth=2, async_scheduling=True, max_batch_tokens=64)
+    packer = scheduler.packer
+    assert isinstance(packer, MedhaPacker)
+    add(scheduler, 0, 16, 1000, 3)
+    add(scheduler, 1, 64, 300, 1)
+    step(scheduler, 3)
+    assert set(scheduler._queue.decoding) == {0, 1}
+    in_flight, gone = [scheduler.schedule(0.0).batch], list[int]()
+    add(scheduler, 2, 1000, 2, 0)
+    for at in range(8):
+        packer._spare_s = at % 2 * packer._most_spare_s
+        decision = scheduler.schedule(0.0)
+        gone += [preempted.slot for preempted in decision.preempted]
+        in_flight.append(decision.batch)
+        if (batch := in_flight.pop(0)) is not None:
+            scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.1)
+    assert gone == [0]

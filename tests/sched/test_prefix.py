@@ -552,7 +552,9 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
     assert 20 <= len(held) <= 20 * 4
 
 
-def test_a_reset_is_of_what_is_on_the_host_as_well() -> None:
+@pytest.mark.parametrize("is_out", [True, False])
+def test_a_reset_is_of_what_is_on_the_host_as_well(is_out: bool) -> None:
+    """Also of what goes there behind it."""
     options = {"max_kv_per_group": 2560, "num_swap_blocks": 80, "swap_block_s": 1e-6}
     scheduler = new_scheduler(num_blocks=40, block_size=64, policy="priority", max_batch_tokens=256, **options)
     ids = IDS.of(np.arange(1600, dtype=np.int32))
@@ -569,9 +571,12 @@ def test_a_reset_is_of_what_is_on_the_host_as_well() -> None:
         return batches
 
     run_until(0)
+    if not is_out:
+        scheduler.reset_prefix_cache()
     scheduler.add(SchedulerRequest(1, 2300, 1, 0.0, priority=0))
     run_until(1, is_over=True)
-    scheduler.reset_prefix_cache()
+    if is_out:
+        scheduler.reset_prefix_cache()
     back = run_until(0)
     assert any(batch.swaps_in for batch in back) or scheduler.memory.swapped_on(0) is None
     scheduler.add(SchedulerRequest(2, 1600, 1, 0.0, priority=2, prefix=ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -186,3 +187,20 @@ def test_cancel_unknown_or_twice_does_nothing() -> None:
     assert play.sched.cancel(0) == ()
     assert (play.sched.num_running, play.sched.num_waiting, play.sched.memory.num_used) == (0, 0, 0)
     assert play.fill() == []
+
+
+def test_those_who_wait_are_not_all_tried_while_one_is_on_its_way_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory comes back without a batch."""
+    scheduler = new_scheduler(num_blocks=10, policy="fcfs", late_share=0.0, max_prompt_tokens=1000)
+    scheduler.add(SchedulerRequest(0, 150, 1, 0.0))
+    batch = scheduler.schedule(0.0).batch
+    assert batch is not None
+    scheduler.keep(0)
+    scheduler.complete(batch, 0.0, [(0, 1, False)], 0.1)
+    for slot in range(1, 1000):
+        scheduler.add(SchedulerRequest(slot, 150, 1, 0.0))
+    asked = mock.Mock(wraps=scheduler._queue.order)
+    monkeypatch.setattr(scheduler._queue, "order", asked)
+    assert scheduler.schedule(0.0).batch is None and asked.call_count <= 2
+    assert scheduler.let_go(0) == (0,)
+    assert scheduler.schedule(0.0).batch is not None
