@@ -351,9 +351,10 @@ class BatchBuilder:
         return state.chain is not None and self.memory.swapped_on(state.slot) is None
 
     def _hit_of(self, state: State) -> Hit:
-        """What is there of its tokens."""
+        """What is there of its tokens, where it pays to share that."""
         assert state.chain is not None
-        return self.memory.hit_of(state.chain, state.num_prefill_tokens - 1, state.request.num_kv_tokens)
+        hit = self.memory.hit_of(state.chain, state.num_prefill_tokens - 1, state.request.num_kv_tokens)
+        return hit if not hit.shards or self._pays(state, hit) else Hit()
 
     def _share(self, state: State, size: SizeFn, is_whole: bool) -> int | None:
         """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
@@ -361,7 +362,7 @@ class BatchBuilder:
         if num_tokens >= self._no_room.get((hit, len(memory.frees)), math.inf):  # one like it was just refused
             self.refused.append(state.slot)
             return 0
-        if not (num_cached := hit.num_tokens(memory.block_size)) or not self._pays(state, hit):
+        if not (num_cached := hit.num_tokens(memory.block_size)):
             return None
         self._queue.found(state, num_cached)
         self._bind(state, hit.shards[0][0], hit)
