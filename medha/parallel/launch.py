@@ -87,7 +87,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         port,
         agent_pid=_PARENT if AGENT in env else None,
         processes=dict(own_processes),
-        agent_has_store=env.get("TORCHELASTIC_USEAGENT_STORE") == "True",
+        agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 

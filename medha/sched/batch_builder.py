@@ -249,13 +249,16 @@ class BatchBuilder:
             return answer
 
         ways: list[Callable[[Collection[int]], bool]] = [fits]
+        may_share, num_cached = not state.has_started and self._may_share(state), state.num_cached
         if not state.has_started:
-            spans, may_share = [(first, Hit()) for first in self._firsts(state)], self._may_share(state)
+            spans = [(first, Hit()) for first in self._firsts(state)]
             if may_share and (shards := (hit := self._hit_of(state)).shards):
                 spans.insert(0, (shards[0][0], hit))
             ways = [partial(fits_at, *span) for span in spans]
         found = (fewest(candidates, way) for way in ways)
         victims = next((victims for victims in found if victims is not None), [])
+        if may_share:
+            self._queue.found(state, num_cached)  # as it is queued
         if any(victim.num_in_flight for victim in victims):
             if not self.preemption.preempted:  # else who got that room starts first
                 self.left_out.update(victim.slot for victim in victims)
@@ -342,9 +345,9 @@ class BatchBuilder:
 
     def _bind(self, state: State, first: int, hit: Hit | None = None) -> None:
         """Bind a request to the span that begins at ``first``, behind what it shares."""
-        request, most = state.request, None if hit is not None and hit.shards else self._most_kv(state)
-        num_tokens, num_prompt = request.num_kv_tokens, request.num_prompt_tokens
-        self.memory.start(state.slot, first, num_tokens, state.chain, hit, num_prompt, most)
+        request, shares = state.request, hit is not None and bool(hit.shards)
+        sizes = (None, None) if shares else (request.num_prompt_tokens, self._most_kv(state))
+        self.memory.start(state.slot, first, request.num_kv_tokens, state.chain, hit, *sizes)
 
     def _may_share(self, state: State) -> bool:
         """Whether a request that has not started may begin behind what others have computed."""

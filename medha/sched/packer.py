@@ -198,8 +198,8 @@ class MedhaPacker(Packer):
                 :1
             ]
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
-        lower = [s for s in states if s.request.priority < lowest and not builder.would_be_in_way(s)]
-        favoured = [state for state in lower if builder.make_room(state)]
+        lower = [state for state in states if state.request.priority < lowest]
+        favoured = [state for state in lower if not builder.would_be_in_way(state) and builder.make_room(state)]
         self._asked = [s.slot for s in lower if s not in favoured] if builder.left_out else []
         return favoured
 

@@ -223,7 +223,9 @@ class PrefixCache:
         self.forget(slot)
         hit, ends = self.lookup(chain, most_tokens), list[Callable[[], None]]()
         parts = [*hit.parts, *([(hit.tail, hit.num_blocks + 1)] if hit.tail else [])]
-        for path, end in {path.group: (path, end) for path, end in parts}.values():  # the last one on each group
+        last = {path.group: (path, end) for path, end in parts}  # on each group; and what names the whole blocks
+        named = [(self._known[chain[end * self.units_per_block]], end) for end in [hit.num_blocks] if end]
+        for path, end in dict.fromkeys([*last.values(), *named]):
             _mark(path.counted_on, end, slot)
             self._settle(path)
             ends += [partial(_unmark, path.counted_on, end, slot), partial(self._settle, path)]

@@ -150,8 +150,8 @@ class Scheduler:
                 refusal.wait_s = late_s if left_s <= refusal.value else None
                 raise refusal
             request = replace(request, is_relegated=True)
-        if alone_tpot_s is not None and request.slo is not None:
-            if self.config.admission == "refuse":
+        if request.slo is not None and (alone_tpot_s is not None or request.max_new_tokens == 1):
+            if alone_tpot_s is not None and self.config.admission == "refuse":
                 raise _refusal("tpot_s", request, alone_tpot_s, "a token is predicted to take {:.4f} s even alone")
             request = replace(request, slo=replace(request.slo, tpot_s=None))
         deadline_s = self._queue.add(request, self.predictor.factor("prefill"), num_cached).deadline_s
@@ -200,7 +200,7 @@ class Scheduler:
     def _late_tpot_s(self, request: SchedulerRequest) -> float | None:
         """Predicted seconds a token of a request whose TPOT objective is shorter even if it decodes alone; else None.
 
-        No batch is small enough for it: to keep to it would hold up every prefill, and gain nothing. A request that
+        No batch is small enough for it: to keep to it would hold up every prefill, and gain nothing. What
         decodes elsewhere, or not at all, is not judged here.
         """
         objective_s = None if request.slo is None else request.slo.tpot_s

@@ -222,6 +222,7 @@ def test_a_store_that_does_not_answer(
     monkeypatch.setattr(health, "BEHIND_S", LIMIT_S)
     monitors = {rank: ranks.monitor(rank, 3) for rank in (1, 2)}
     monitors[3] = ranks.monitor(3, 4, local_ranks=range(4))
+    monitors[4] = ranks.monitor(0, 4, local_ranks=range(4), agent_has_store=True, agent_pid=os.getppid())
     monitors[2]._processes[0] = Process.of(sleeper.pid)
     holds = threading.Event()
     for monitor in monitors.values():
@@ -229,10 +230,12 @@ def test_a_store_that_does_not_answer(
     wait_until(lambda: monitors[1].has_failure)
     assert not monitors[2].has_failure
     assert not monitors[3].has_failure
+    assert monitors[4].store_holder == "torchrun's agent"
     sleeper.send_signal(signal.SIGSTOP)
     wait_until(lambda: monitors[2].has_failure)
     monkeypatch.setattr(health, "BEHIND_S", 1.0)
     wait_until(lambda: monitors[3].has_failure)
+    assert not monitors[4].has_failure  # its agent, the parent of this process, runs
     holds.set()
     for rank, what in (
         (1, "is stopped or cannot be reached"),

@@ -1,6 +1,7 @@
 """What is refused before a job begins: variables, layout, ranks that differ, an address of no use."""
 
 import os
+import re
 import shutil
 import socket
 import threading
@@ -11,6 +12,8 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
 from medha import LLM
 from medha.errors import ConfigError
@@ -46,6 +49,16 @@ def test_no_launcher_is_a_single_process() -> None:
     launch = read_launch(WHOLE)
     assert launch is not None
     assert (launch.rank, launch.world_size, launch.host, launch.port) == (1, 2, "127.0.0.1", 29500)
+
+
+def test_an_agent_that_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as torch reads what its agent has set."""
+    written = Path(local_elastic_agent.__file__).read_text()
+    (name,) = re.findall(r'"(TORCHELASTIC_\w*STORE)": str', written)
+    for value in ("True", "False"):
+        monkeypatch.setenv(name, value)
+        launch = read_launch({**WHOLE, name: value})
+        assert launch is not None and launch.agent_has_store == _torchelastic_use_agent_store()
 
 
 # -- the layout (D1) -------------------------------------------------------------------------------------------------

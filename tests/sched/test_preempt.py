@@ -11,6 +11,7 @@ from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.engine.prefix import PrefixIds
+from medha.sched.batch_builder import BatchBuilder
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
@@ -213,6 +214,44 @@ def test_nobody_gives_way_to_one_that_may_not_start() -> None:
     add(scheduler, 4, 16, 400, 1)  # as high as who waits, and has not given way
     assert step(scheduler, 2) == [3]
     assert set(scheduler._queue.running) == {2, 4}
+
+
+def test_one_for_whom_there_is_no_room_is_queued_as_before() -> None:
+    """By what it has to compute itself."""
+    scheduler = make(94, policy="priority", max_batch_tokens=512)
+    ids = PrefixIds(16, key=b"of tests").of(np.arange(1120, dtype=np.int32))
+    add(scheduler, 0, 961, 510, 0, ids[: 60 * 16])
+    add(scheduler, 1, 16, 16, 3)
+    step(scheduler, 4)
+    assert set(scheduler._queue.decoding) == {0, 1}
+    add(scheduler, 2, 1120, 17, 0, ids)
+    assert step(scheduler, 3) == []
+    assert 2 in scheduler._queue.waiting and scheduler._queue.waiting[2].num_cached == 960
+
+
+def test_one_that_has_just_given_way_has_no_room_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of the highest class and a started prefill were refused; the second gives way to the first, and may not
+    start before it."""
+    scheduler = make(100, policy="priority", max_batch_tokens=64)
+    add(scheduler, 2, 16, 40, 3)
+    step(scheduler)
+    add(scheduler, 1, 600, 2, 1)
+    queue, packer, preemption, asked = scheduler._queue, scheduler.packer, scheduler._preemption, list[int]()
+    assert isinstance(packer, MedhaPacker)
+    packer._spare_s = 0.0
+    step(scheduler, 2)
+    assert queue.running[1].prefilling and 2 in queue.decoding
+    add(scheduler, 0, 600, 2, 0)
+    builder = BatchBuilder(scheduler.config, preemption, batch_id=9, now_s=0.0, is_idle=True)
+
+    def make_room(state: State) -> bool:
+        asked.append(state.slot)
+        preemption.preempt([queue.running[1]], 0.0)
+        return True
+
+    monkeypatch.setattr(builder, "make_room", make_room)
+    packer._refused = [0, 1]
+    assert [state.slot for state in packer._make_room(queue, builder)] == asked == [0]
 
 
 def test_a_class_that_asked_for_room_is_not_forgotten() -> None:

@@ -435,6 +435,25 @@ def test_a_hit_is_of_one_of_two_that_have_computed_the_same(num_groups: int) -> 
     assert [(copy.group, copy.num_tokens) for copy in batch.copies] == [(0, 16)]
 
 
+def test_the_names_of_what_a_waiting_request_counts_on_are_kept_too() -> None:
+    """Two compute the same 64 tokens at once; who waits goes on with the second, whose first blocks are known as the
+    first's."""
+    memory = KVMemory(SchedulerConfig(), num_blocks=10, block_size=32)
+    same = np.arange(64)
+    tokens = [np.concatenate([same, np.arange(begin, begin + 40)]).astype(np.int32) for begin in (100, 200)]
+    for slot in (0, 1):
+        memory.start(slot, 0, 90, Chain(IDS.of(tokens[slot])))
+        memory.begin(Row(slot, 0, 90, False, True))
+    for slot in (0, 1):
+        memory.note(slot, 90)
+    chain = Chain(IDS.of(tokens[1]))
+    assert memory.prefix.watch(2, chain, 90) == 80
+    for slot in (0, 1):
+        memory.release(slot)
+    memory.prefix.make_free(0, 5)  # one that is free, the last block of the first, and no more than needed of others
+    assert memory.prefix.lookup(chain, 90).num_tokens(32) == 80
+
+
 def test_a_hit_holds_no_blocks_that_are_set_aside_for_decodes() -> None:
     """Nobody holds them, and they lie on a group on which the row behind the hit needs nothing."""
     memory = KVMemory(SchedulerConfig(max_kv_per_group=32), num_blocks=2, block_size=16, num_groups=3)
