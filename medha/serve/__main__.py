@@ -90,6 +90,7 @@ def serve(
         stack.enter_context(state_on_signal(role.describe))
         tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile}
         stack.enter_context(listening(front, listener, max_connections=max_connections, **tls))
+        stack.callback(front.service.cut)  # whenever a second signal comes
         threading.Thread(target=front.watch, args=(stall_timeout,), name="medha-stall", daemon=True).start()
         scheme = "http" if ssl_certfile is None else "https"
         logger.info("serving %s at %s://%s:%d", front.models[0], scheme, host, listener.getsockname()[1])

@@ -177,9 +177,6 @@ class Service:
                     self.engine.advance(_IDLE_S)
                 self.num_turns += 1
                 self.flush()
-        except KeyboardInterrupt:
-            self.cut()
-            raise
         except Exception as error:
             dead = self.fail(error)
             raise dead from dead.__cause__
