@@ -194,9 +194,8 @@ class MedhaPacker(Packer):
         builder.preemption.by_class = True
         states = queue.states_of_rows(queue.rows_of(self._refused[:_FIRST]))
         if queue.num_prefills and len(queue.running) >= self.config.max_num_seqs:
-            states += [state for state in queue.first_of_highest_class(_FIRST) if not builder.would_be_in_way(state)][
-                :1
-            ]
+            first = queue.first_of_highest_class(_FIRST)
+            states += [state for state in first if not builder.would_be_in_way(state)][:1]
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         lower = [state for state in states if state.request.priority < lowest]
         favoured = [state for state in lower if not builder.would_be_in_way(state) and builder.make_room(state)]
@@ -305,11 +304,9 @@ class MedhaPacker(Packer):
     def _serve_in_order(self, queue: Queue, builder: BatchBuilder) -> None:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
-        # one that nobody's batch has, and that is in flight, is on its way to a decode instance: memory will come back
-        is_last_chance = (
-            builder.is_idle and not builder.rows and not any(s.num_in_flight for s in queue.running.values())
-        )
-        for _ in range(_MAX_ROUNDS if is_last_chance else _ROUNDS):
+        # what is in flight, but in no batch, is on its way to a decode instance: its memory will come back
+        will_be_room = bool(builder.rows) or any(state.num_in_flight for state in queue.running.values())
+        for _ in range(_MAX_ROUNDS if builder.is_idle and not will_be_room else _ROUNDS):
             states = queue.states_of_rows(self._order(queue, builder, tried))
             has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
             for state in states:

@@ -213,9 +213,8 @@ class PrefixCache:
                 return Hit(parts, host_group=host.pool.group, host_ids=ids)
         for num_units in range(min(most - whole * size, size - 1), 0, -1):
             if (tail := known.get(chain[whole * size + num_units])) is not None:
-                return Hit(
-                    tail.up_to(whole), tail, num_units * self.unit
-                )  # where two computed the same, of one of them
+                # where two have computed the same, all of one of them
+                return Hit(tail.up_to(whole), tail, num_units * self.unit)
         return Hit(parts)
 
     def watch(self, slot: int, chain: Chain, most_tokens: int) -> int:

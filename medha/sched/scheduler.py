@@ -200,8 +200,8 @@ class Scheduler:
     def _late_tpot_s(self, request: SchedulerRequest) -> float | None:
         """Predicted seconds a token of a request whose TPOT objective is shorter even if it decodes alone; else None.
 
-        No batch is small enough for it: to keep to it would hold up every prefill, and gain nothing. What
-        decodes elsewhere, or not at all, is not judged here.
+        No batch is small enough for it: to keep to it would hold up every prefill, and gain nothing. What decodes
+        elsewhere, or not at all, is not judged here.
         """
         objective_s = None if request.slo is None else request.slo.tpot_s
         if objective_s is None or request.max_new_tokens == 1:

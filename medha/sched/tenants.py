@@ -40,11 +40,8 @@ class Tenants:
         if number == len(self._weight_of):
             self._weight_of.append(self._weights.get(name, 1.0))
         if number == self._had_s.size:
-            self._had_s, self._num_requests = (
-                np.resize(self._had_s, 2 * number),
-                np.resize(self._num_requests, 2 * number),
-            )
-            self._had_s[number:], self._num_requests[number:] = 0.0, 0
+            self._had_s = np.append(self._had_s, np.zeros(number))
+            self._num_requests = np.append(self._num_requests, np.zeros(number, np.int64))
         if not self._num_requests[number]:
             present = self._had_s[self._num_requests > 0]
             self._had_s[number] = max(self._had_s[number], present.min() if present.size else 0.0)
