@@ -74,8 +74,8 @@ class Monitor:
         self.computing = threading.main_thread()  # what computes
         self.describe: Callable[[], str] = str  # what this rank works on, for the log, when a rank is behind
         self.store_holder = "torchrun's agent" if launch.agent_has_store else name(0)
-        self._is_at_store, agent = first == 0, launch.agent_pid  # whether who holds it is of this node
-        self._agent = Process.of(agent) if launch.agent_has_store and self._is_at_store and agent else None
+        agent = launch.agent_pid if launch.agent_has_store and first == 0 else None
+        self._agent = None if agent is None else Process.of(agent)  # which holds it, on its own node
         self._activity, self._since = "start", time.monotonic()
         self._mine: str | None = None  # this rank's error
         self._error: str | None = None  # everybody's
@@ -314,8 +314,7 @@ class Monitor:
         holder = self._agent if self._launch.agent_has_store else self._processes.get(0)
         if holder is not None and holder.is_here:
             return holder.trouble if silence_s >= _TROUBLE_S else None
-        # in the first moments of a job its process is not known on its own node either
-        limit_s = BEHIND_S if self._is_at_store else _STORE_S
+        limit_s = BEHIND_S if 0 in (self._rank, *self._local) else _STORE_S  # its own node: not known so far
         return "is stopped or cannot be reached" if silence_s >= limit_s else None
 
     def _end_stuck(self, error: str) -> None:
