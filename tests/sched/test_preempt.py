@@ -184,16 +184,22 @@ def step(scheduler: Scheduler, count: int = 1) -> list[int]:
     return gone
 
 
-def test_a_class_needs_no_room_for_what_it_shares() -> None:
-    """The third shares 60 blocks with the first and needs 11 more; all that are free are set aside, and the second's 20
-    are enough."""
-    scheduler = make(95, policy="priority", max_batch_tokens=512)
+def shares_with_a_decode(num_blocks: int, max_new: int, low: tuple[int, int]) -> Scheduler:
+    """One of the highest class decodes behind 60 blocks, as one of the lowest does; then one of the highest comes that
+    shares those 60 and needs 11 more, where all that are free are set aside."""
+    scheduler = make(num_blocks, policy="priority", max_batch_tokens=512)
     ids = PrefixIds(16, key=b"of tests").of(np.arange(1120, dtype=np.int32))
-    add(scheduler, 0, 961, 240, 0, ids[: 60 * 16])
-    add(scheduler, 1, 280, 40, 3)
+    add(scheduler, 0, 961, max_new, 0, ids[: 60 * 16])
+    add(scheduler, 1, *low, 3)
     step(scheduler, 5)
     assert set(scheduler._queue.decoding) == {0, 1}
     add(scheduler, 2, 1120, 17, 0, ids)
+    return scheduler
+
+
+def test_a_class_needs_no_room_for_what_it_shares() -> None:
+    """The 20 blocks of the lowest class are enough."""
+    scheduler = shares_with_a_decode(95, 240, (280, 40))
     assert step(scheduler, 3) == [1]
     assert scheduler._queue.running[2].num_cached == 960
 
@@ -217,14 +223,8 @@ def test_nobody_gives_way_to_one_that_may_not_start() -> None:
 
 
 def test_one_for_whom_there_is_no_room_is_queued_as_before() -> None:
-    """By what it has to compute itself."""
-    scheduler = make(94, policy="priority", max_batch_tokens=512)
-    ids = PrefixIds(16, key=b"of tests").of(np.arange(1120, dtype=np.int32))
-    add(scheduler, 0, 961, 510, 0, ids[: 60 * 16])
-    add(scheduler, 1, 16, 16, 3)
-    step(scheduler, 4)
-    assert set(scheduler._queue.decoding) == {0, 1}
-    add(scheduler, 2, 1120, 17, 0, ids)
+    """By what it has to compute itself: the 2 blocks of the lowest class are not enough."""
+    scheduler = shares_with_a_decode(94, 510, (16, 16))
     assert step(scheduler, 3) == []
     assert 2 in scheduler._queue.waiting and scheduler._queue.waiting[2].num_cached == 960
 

@@ -411,18 +411,24 @@ def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it()
     assert memory.prefix.num_idle == [0, 0] and memory.hit_of(chains[1], 112, 113) == Hit()
 
 
-@pytest.mark.parametrize("num_groups", [1, 2, 3])
-def test_a_hit_is_of_one_of_two_that_have_computed_the_same(num_groups: int) -> None:
-    """What two compute at once is known as the first one's; who goes on behind the second in a block that is not full
-    shares all of that one's blocks, wherever the first one's lie."""
-    memory = KVMemory(SchedulerConfig(), num_blocks=10, block_size=32, num_groups=num_groups)
-    same, groups = np.arange(64), (num_groups - 1, 0)
-    tokens = [np.concatenate([same, np.arange(begin, begin + 40)]).astype(np.int32) for begin in (100, 200)]
+def two_at_once(memory: KVMemory, groups: Sequence[int]) -> list[Any]:
+    """Two requests read the same 64 tokens at once, each on its group, and then 26 of its own; the tokens of each."""
+    tokens = [np.concatenate([np.arange(64), np.arange(at, at + 40)]).astype(np.int32) for at in (100, 200)]
     for slot, group in enumerate(groups):
         memory.start(slot, group, 90, Chain(IDS.of(tokens[slot])))
         memory.begin(Row(slot, 0, 90, False, True, group))
     for slot in (0, 1):
         memory.note(slot, 90)
+    return tokens
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_a_hit_is_of_one_of_two_that_have_computed_the_same(num_groups: int) -> None:
+    """What two compute at once is known as the first one's; who goes on behind the second in a block that is not full
+    shares all of that one's blocks, wherever the first one's lie."""
+    memory = KVMemory(SchedulerConfig(), num_blocks=10, block_size=32, num_groups=num_groups)
+    tokens = two_at_once(memory, (num_groups - 1, 0))
+    for slot in (0, 1):
         memory.release(slot)
     chain = Chain(IDS.of(np.concatenate([tokens[1], np.arange(300, 500)]).astype(np.int32)))
     hit = memory.hit_of(chain, 280, 281)
@@ -436,21 +442,17 @@ def test_a_hit_is_of_one_of_two_that_have_computed_the_same(num_groups: int) -> 
 
 
 def test_the_names_of_what_a_waiting_request_counts_on_are_kept_too() -> None:
-    """Two compute the same 64 tokens at once; who waits goes on with the second, whose first blocks are known as the
-    first's."""
-    memory = KVMemory(SchedulerConfig(), num_blocks=10, block_size=32)
-    same = np.arange(64)
-    tokens = [np.concatenate([same, np.arange(begin, begin + 40)]).astype(np.int32) for begin in (100, 200)]
-    for slot in (0, 1):
-        memory.start(slot, 0, 90, Chain(IDS.of(tokens[slot])))
-        memory.begin(Row(slot, 0, 90, False, True))
-    for slot in (0, 1):
-        memory.note(slot, 90)
-    chain = Chain(IDS.of(tokens[1]))
+    """Who waits goes on with the second, whose first blocks are known as the first's; what a third has left goes before
+    these, though it was used later."""
+    memory = KVMemory(SchedulerConfig(), num_blocks=13, block_size=32)
+    chain = Chain(IDS.of(two_at_once(memory, (0, 0))[1]))
+    memory.start(3, 0, 90, Chain(IDS.of(np.arange(500, 590, dtype=np.int32))))
+    memory.begin(Row(3, 0, 90, False, True))
+    memory.note(3, 90)
     assert memory.prefix.watch(2, chain, 90) == 80
-    for slot in (0, 1):
+    for slot in (0, 1, 3):
         memory.release(slot)
-    memory.prefix.make_free(0, 5)  # one that is free, the last block of the first, and no more than needed of others
+    memory.prefix.make_free(0, 6)  # four are; the last block of the first is not counted on
     assert memory.prefix.lookup(chain, 90).num_tokens(32) == 80
 
 
