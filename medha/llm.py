@@ -73,7 +73,7 @@ class LLM:
     def _build(self, timeline: Timeline | None, journal: Path | None) -> RankHandle:
         """This rank's part; a journal that cannot be written is found before the model is loaded."""
         if journal is not None:
-            check_recordable(self.config.scheduler)
+            check_recordable(self.config.scheduler, self.config.parallel.decode_replicas)
         with ExitStack() as stack:
             file = stack.enter_context(opened(journal)) if journal is not None and is_first_rank() else None
             role = build_role(self.config, timeline=timeline)

@@ -8,7 +8,6 @@ GQA 4.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -206,9 +205,6 @@ def on_ranks(
         config = subject.config(longest=longest, **engine)
         size = config.parallel.world_size
         if read_launch() is None and size > 1:
-            if subject.engine.get("num_threads") is None:
-                engine["num_threads"] = max(1, (os.cpu_count() or 1) // size)
-                config = subject.config(longest=longest, **engine)
             told = {"subject": asdict(subject), "longest": longest, "fills": fills, **engine}
             stack.enter_context(own_ranks(size, ["medha.bench.harness", json.dumps(told)]))
         role = build_role(config)

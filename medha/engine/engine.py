@@ -22,7 +22,7 @@ from medha.engine.admission import Prompt, check_type, prepare_request
 from medha.engine.decode import HandOvers
 from medha.engine.explain import Explainer, explained
 from medha.engine.in_flight import InFlight
-from medha.engine.journal import Journal
+from medha.engine.journal import Journal, check_recordable
 from medha.engine.prefix import PrefixIds
 from medha.engine.request import Completion, ModelLimits, Request, Sink
 from medha.engine.threads import Turns, in_turn
@@ -136,8 +136,7 @@ class Engine:
         with self.turns:
             if self._num_added:
                 raise ConfigError("a journal begins before the first request; this engine has served some")
-            if self.hand_overs:
-                raise ConfigError("a journal holds the decisions of one scheduler; accepted: without decode_replicas")
+            check_recordable(self.scheduler.config, len(self.hand_overs.instances))
             self.observers.append(Journal(self.scheduler, journal))
 
     def explain(self, request_id: str) -> Explanation:
@@ -316,7 +315,10 @@ class Engine:
             self.scheduler = self.scheduler.fresh()
             for observer in self.observers:
                 observer.restarted(self.scheduler.predictor.correction.learned)
-            self.runner.reset()
+            try:
+                self.runner.reset()
+            except EngineDeadError as error:
+                raise self.fail(error) from error
 
     def _fill_pipeline(self) -> None:
         """Schedule and submit batches until no more may enter."""

@@ -80,8 +80,11 @@ class Journal(Observer):
             raise EngineDeadError(f"journal {name}: {error.strerror}; what was written before is kept") from None
 
 
-def check_recordable(config: SchedulerConfig) -> None:
-    """Raise ConfigError if a scheduler of this configuration cannot be written down: its policy is a function."""
+def check_recordable(config: SchedulerConfig, num_others: int = 0) -> None:
+    """Raise ConfigError if a scheduler of this configuration cannot be written down: its policy is a function, or there
+    are schedulers of decode instances beside it."""
+    if num_others:
+        raise ConfigError("a journal holds the decisions of one scheduler; accepted: without decode_replicas")
     if not isinstance(config.policy, str):
         raise ConfigError(f"policy={config.policy!r} cannot be recorded; accepted: a name, or 'package.module:name'")
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent import futures
+from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from medha.errors import EngineDeadError
 
 if TYPE_CHECKING:
     from medha.engine.engine import Engine
@@ -68,7 +71,8 @@ def in_turn(method: Callable[P, R]) -> Callable[P, R]:
             except Exception:
                 raise
             except BaseException:
-                engine.abandon()
+                with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
+                    engine.abandon()
                 raise
 
     return call

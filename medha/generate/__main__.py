@@ -95,7 +95,7 @@ def generate(
     if dry_run:
         from medha.generate.layout import run_dry
 
-        return run_dry(config, report_console())
+        return run_dry(config, report_console()) if is_first_rank() else 0
     if not is_first_rank():
         from medha.generate.follow import follow
 
@@ -149,8 +149,11 @@ def _serve(
     ``opened_files`` are the open files of ``--output``, ``--timeline`` and ``--journal``.
     """
     from medha.engine.build import build_role
+    from medha.engine.journal import check_recordable
 
     output, timeline, journal = opened_files
+    if journal is not None:
+        check_recordable(config.scheduler, config.parallel.decode_replicas)
     json_lines, live = given["json_lines"], not given["no_progress"]
     trace = None if timeline is None else Timeline()
     logger.info("%s", budget_text(config.scheduler, has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from math import gcd
 
 from rich.console import Console
 
 from medha.cli.report import rows_table
-from medha.config import EngineConfig, ModelConfig, ParallelConfig
+from medha.config import CDSP, EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ParallelConfigError
 from medha.models.folder import resolve_model
 from medha.models.hf_config import model_config_of
@@ -23,12 +24,18 @@ def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
     """Degrees for a model where none were asked for; every rank says the same.
 
     On GPUs as much tensor parallelism as a node and the heads allow, with which a token comes quickest there; on
-    CPUs as little, since each of its many transfers takes a millisecond. The rest are stages, as far as layers go.
+    CPUs as little, since each of its many transfers takes a millisecond. The rest are stages, as far as layers go, for
+    the scheduler ``cdsp`` KV-parallel groups.
     """
     model, size = _load_model_config(config), launch.world_size
     is_gpu = pick_device(config.device).type == "cuda"
-    degrees = [tp for tp in range(1, launch.local_world_size + 1) if size % tp == 0]
-    layouts = [ParallelConfig(tp=tp, spp=size // tp) for tp in sorted(degrees, reverse=is_gpu)]
+    in_node = gcd(size, launch.local_world_size)  # nodes may differ
+    degrees = [tp for tp in range(1, in_node + 1) if in_node % tp == 0]
+    splits = [(tp, size // tp) for tp in sorted(degrees, reverse=is_gpu)]
+    if config.scheduler.scheduler == CDSP:
+        layouts = [ParallelConfig(tp=tp, kvp=rest) for tp, rest in splits]
+    else:
+        layouts = [ParallelConfig(tp=tp, spp=rest) for tp, rest in splits]
     for layout in (*layouts, ParallelConfig(kvp=size)):
         with suppress(ParallelConfigError):
             check_layout(layout, model, size)

@@ -54,8 +54,19 @@ class Launch:
         return f"{self.host}:{self.port}"
 
     def spare_cores(self, num_threads: int) -> int:
-        """Cores of this machine beyond so many for each of its ranks; below 0 where these share some."""
-        return (os.cpu_count() or 1) - self.local_world_size * num_threads
+        """Cores that the ranks of this machine may run on beyond so many for each; below 0 where they share some.
+
+        One rank may be bound to a part of them, but hardly who started it.
+        """
+        return num_cores(self.agent_pid or 0) - self.local_world_size * num_threads
+
+
+def num_cores(pid: int = 0) -> int:
+    """Cores that a process, by default this one, may run on."""
+    try:
+        return len(os.sched_getaffinity(pid))
+    except (AttributeError, OSError):  # not on Linux, or the process has ended
+        return os.cpu_count() or 1
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:

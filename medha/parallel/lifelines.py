@@ -77,7 +77,7 @@ def connect(store: Store, host: str, rank: int) -> socket.socket:
         connection = socket.create_connection((host, port), timeout=_CONNECT_S)
         connection.sendall(bytes.fromhex(token) + rank.to_bytes(_RANK, "big"))
     except OSError as error:
-        logger.warning("no connection to rank 0 at %s:%s, so it does not see when it is cut off: %s", host, port, error)
+        logger.error("no connection to rank 0 at %s:%s, so it does not see when it is cut off: %s", host, port, error)
         return socket.socket()
     return _kept_alive(connection)
 

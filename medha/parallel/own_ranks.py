@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medha.child.process import popen_module
-from medha.parallel.launch import AGENT, OWN, own_processes, read_launch
+from medha.parallel.launch import AGENT, OWN, num_cores, own_processes, read_launch
 
 _END_S = 30.0  # how long ranks may take to end with the first one
 _FAIL_S = 3.0  # the same where that failed
@@ -39,7 +40,11 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
 
     Each rank gets its share of the threads, unless ``OMP_NUM_THREADS`` says how many. The ranks end with this one.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        share = max(1, num_cores() // size)
+        os.environ["OMP_NUM_THREADS"] = str(share)
+        if (torch := sys.modules.get("torch")) is not None:  # it has looked already
+            torch.set_num_threads(share)
     ranks: list[subprocess.Popen[Any]] = []
     limit_s = _FAIL_S
     with reserved_port() as port:

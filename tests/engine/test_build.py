@@ -186,7 +186,7 @@ def test_scheduling_is_async_where_anything_runs_beside_the_host(monkeypatch: py
     threads = torch.get_num_threads()
 
     def is_async(device: str, ranks: int = 1, local: int = 2, spare: int = 0, **options: Any) -> bool | None:
-        monkeypatch.setattr(os, "cpu_count", lambda: local * threads + spare)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(local * threads + spare))
         place = Launch(rank=0, world_size=ranks, local_rank=0, local_world_size=local, host="host", port=1)
         config = EngineConfig.from_flat("m", **options)
         return _with_async(config, torch.device(device), place if ranks > 1 else None).scheduler.async_scheduling

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from medha import LLM
 from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.engine.engine import Engine
@@ -164,6 +165,13 @@ def test_a_policy_that_is_a_function_cannot_be_recorded_by_name_it_can() -> None
     sched = Scheduler(SchedulerConfig(policy=f"{__name__}:some_policy"), **sizes)
     Drive(sched, [Job(0.0, 50, 2)], lambda batch: 0.1, observers=[Journal(sched, file)]).run()
     assert replay(file.getvalue().splitlines()).mismatch is None
+
+
+def test_a_journal_that_cannot_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    (file := tmp_path / "run.journal").write_text("earlier")
+    with pytest.raises(ConfigError, match="decisions of one scheduler; accepted: without decode_replicas"):
+        LLM("nowhere", decode_replicas=1, journal=file)
+    assert file.read_text() == "earlier"
 
 
 def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from medha.errors import EngineDeadError
 from tests.commands import LIMIT_S, parse, wait_until, write_lines
 from tests.parallel.faults import Fault, Job, command, start
 
@@ -186,6 +187,37 @@ def test_refusal_is_the_same_everywhere(model: Path, tmp_path: Path, jobs: list[
     assert said[0][:2] == said[1][:2]
     assert said[0][0].startswith("prompt 1: ") and said[0][0].endswith(" 1")
     assert (said[0][-1], said[1][-1]) == ("1", "0")  # outputs are rank 0's
+
+
+def interrupted(rank: int, model: str) -> None:
+    """Ctrl-C on rank 0, in its third batch."""
+    from medha import LLM, SamplingParams
+
+    llm = LLM(model, spp=2, num_kv_blocks=8, max_model_len=1024)
+    if rank == 0:
+        submit, calls = llm.engine.runner.submit, count()
+
+        def failing(batch: Any) -> Any:
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            return submit(batch)
+
+        llm.engine.runner.submit = failing  # type: ignore[method-assign]
+    with llm:
+        try:
+            llm.generate(["a", "b"], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+        except KeyboardInterrupt as interrupt:
+            print([output.outputs[0].finish_reason for output in interrupt.outputs])  # type: ignore[attr-defined]
+            with pytest.raises(EngineDeadError, match="a step was interrupted"):
+                llm.engine.step()
+            raise
+
+
+def test_an_interrupt_is_raised_as_such_and_ends_every_rank(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := start(tmp_path, 2, interrupted, str(model)))
+    assert all(job.wait()), job.stderr(0)
+    assert (tmp_path / "stdout-0").read_text() == "['abort', 'abort']\n", job.stderr(0)
+    assert "rank 0 (stage 0): KeyboardInterrupt" in job.stderr(1)
 
 
 # -- a request on several groups -------------------------------------------------------------------------------------

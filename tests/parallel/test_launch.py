@@ -4,7 +4,10 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +22,7 @@ from medha import LLM
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
 from medha.parallel.own_ranks import reserved_port
-from tests.commands import wait_until
+from tests.commands import ENVIRONMENT, LIMIT_S, wait_until
 from tests.parallel.faults import Job, start
 from tests.parallel.workers import WorkerPool, launch_environment
 
@@ -49,6 +52,28 @@ def test_no_launcher_is_a_single_process() -> None:
     launch = read_launch(WHOLE)
     assert launch is not None
     assert (launch.rank, launch.world_size, launch.host, launch.port) == (1, 2, "127.0.0.1", 29500)
+
+
+def test_cores_are_those_that_the_ranks_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of whoever started them: one rank may be bound to a part."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8 if pid == 77 else 3))
+    launch = read_launch(WHOLE)
+    assert launch is not None and replace(launch, agent_pid=77).spare_cores(2) == 8 - 2 * 2
+    assert replace(launch, agent_pid=None).spare_cores(2) == 3 - 2 * 2
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "3 3"), ({"OMP_NUM_THREADS": "1"}, "1 1")])
+def test_a_command_that_has_torch_already_takes_its_share_of_the_threads(given: dict[str, str], expected: str) -> None:
+    lines = """
+import os, torch
+from medha.parallel.own_ranks import own_ranks
+os.sched_getaffinity = lambda pid: range(6)
+with own_ranks(2, ["platform"]):
+    print(os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
+"""
+    environ = {name: value for name, value in ENVIRONMENT.items() if name != "OMP_NUM_THREADS"} | given
+    done = subprocess.run([sys.executable, "-c", lines], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.splitlines()[0] == expected, done.stderr
 
 
 def test_an_agent_that_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
