@@ -10,7 +10,7 @@ import json
 import platform
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, get_args
 
@@ -62,13 +62,10 @@ class RankRecords(NamedTuple):
 
 
 class Recorder:
-    """Keeps the newest records of one rank, by a clock of monotonic seconds."""
+    """Keeps the newest records of one rank, in monotonic seconds."""
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, cpu_clock: Callable[[], float] = time.thread_time
-    ) -> None:
+    def __init__(self) -> None:
         self.waits_for: str | None = None  # what of other ranks this one waits for at present; None while it computes
-        self._clock, self._cpu_clock = clock, cpu_clock
         self._records: deque[BatchRecord] = deque(maxlen=_RECORDS_KEPT)
         self._waits: dict[str, float] = defaultdict(float)
         self._start = self._cpu_start = 0.0
@@ -76,23 +73,23 @@ class Recorder:
     @contextmanager
     def waiting(self, what: _Wait) -> Iterator[None]:
         """Count the time within as a wait, of the batch that ends next."""
-        start, self.waits_for = self._clock(), what
+        start, self.waits_for = time.perf_counter(), what
         try:
             yield
         finally:
             self.waits_for = None
-            self._waits[what] += self._clock() - start
+            self._waits[what] += time.perf_counter() - start
 
     def begin(self) -> float:
         """Compute begins now; the last call before :meth:`end` counts. Returns the time."""
-        self._start, self._cpu_start = self._clock(), self._cpu_clock()
+        self._start, self._cpu_start = time.perf_counter(), time.thread_time()
         return self._start
 
     def end(self, batch: Batch) -> BatchRecord:
         """The compute of a batch ends now; returns its record."""
-        times = (self._start, self._clock())
+        times = (self._start, time.perf_counter())
         waits = (self._waits[what] for what in WAITS)
-        cpu_s = self._cpu_clock() - self._cpu_start
+        cpu_s = time.thread_time() - self._cpu_start
         record = BatchRecord(batch.batch_id, batch.num_tokens, *times, *waits)._replace(cpu_s=cpu_s)
         self._records.append(record)
         self._waits.clear()

@@ -90,9 +90,11 @@ def test_no_piece_of_a_trace_is_encoded_for_long(tmp_path: Path, monkeypatch: py
     assert max(sizes) < 200_000
 
 
-def test_recorder_counts_compute_and_waits() -> None:
+def test_recorder_counts_compute_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)  # time that passes when told
-    recorder = Recorder(clock=lambda: clock.now, cpu_clock=lambda: clock.now / 2)
+    clocks = SimpleNamespace(perf_counter=lambda: clock.now, thread_time=lambda: clock.now / 2)
+    monkeypatch.setattr("medha.records.time", clocks)
+    recorder = Recorder()
     with recorder.waiting("control"):
         clock.now = 1.0
     recorder.begin()

@@ -29,11 +29,15 @@ _LONG_PROMPT = 4096  # tokens of those that get a bar
 _ID_WIDTH = 16
 
 
+Prefills = Callable[[int], Sequence[tuple[str, int, int]]]
+"""Of prompts of so many tokens: id, tokens read, in all."""
+
+
 @dataclass(eq=False, repr=False)
 class Display:
     """Many requests at once: a line for each that ends and, on a terminal, how far those are that run."""
 
-    prefills: Callable[[int], Sequence[tuple[str, int, int]]]  # of prompts of so many tokens: id, tokens read, in all
+    prefills: Prefills
     _: KW_ONLY
     lines: Console | None  # where a line for each finished request is printed
     live: InitVar[Console | None]  # where bars are drawn, if it is a terminal
@@ -109,9 +113,7 @@ def _bars(console: Console) -> Progress:
 class StreamedText(Display):
     """One request: its text goes to ``out`` as it comes, after a bar; how it ended goes to the log."""
 
-    def __init__(
-        self, prefills: Callable[[int], Sequence[tuple[str, int, int]]], out: TextIO, *, live: Console | None
-    ) -> None:
+    def __init__(self, prefills: Prefills, out: TextIO, *, live: Console | None) -> None:
         super().__init__(prefills, lines=None, live=live, num_requests=1)
         self._out = out
 

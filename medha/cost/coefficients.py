@@ -37,13 +37,6 @@ class Curve:
     def __post_init__(self) -> None:
         _check_table("curve", self.x, y=self.y)
 
-    @property
-    def tail_slope(self) -> float:
-        """Seconds per unit after the last point: the mean over the upper half, as the last interval is noisy."""
-        half = next(i for i, x in enumerate(self.x) if 2 * x >= self.x[-1])
-        rise, run = self.y[-1] - self.y[half], self.x[-1] - self.x[half]
-        return rise / run if rise > 0 else self.y[-1] / self.x[-1]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
@@ -218,7 +211,11 @@ class Line:
         self.x: list[float] = [0.0, *curve.x]
         self.y = [value + token_s * x for x, value in zip(self.x, [curve.y[0], *curve.y], strict=True)]
         rises = np.diff(self.y) / np.diff(self.x)
-        self.slope: list[float] = [*rises.tolist(), curve.tail_slope + token_s]
+        # behind the last point: the mean over the upper half, as the last interval is noisy
+        half = next(i for i, x in enumerate(curve.x) if 2 * x >= curve.x[-1])
+        rise, run = curve.y[-1] - curve.y[half], curve.x[-1] - curve.x[half]
+        tail = rise / run if rise > 0 else curve.y[-1] / curve.x[-1]
+        self.slope: list[float] = [*rises.tolist(), tail + token_s]
 
     def at(self, tokens: float) -> float:
         """Seconds for this many tokens."""

@@ -331,14 +331,19 @@ class Follower:
                     return message
 
     def _take(self, message: Message) -> tuple[Message, StepInput | Exception | None]:
-        """Prepare a batch while another one computes; what went wrong is raised in its turn."""
+        """Prepare a batch while another one computes, or begin to move a request's KV; what went wrong is raised in its
+        turn."""
         self._newest = message
         if message.batch is None:
             return message, None
         try:
             if message.kind != "handover":
                 return message, self._prepare(message, message.batch)
-            self._hand_over(message, message.batch)
+            assert self.transfers is not None, "there are decode instances"
+            slot, target = message.batch.shared[0][:2]
+            if target == self.ranks.group:
+                self._tokens.note(message.batch.batch_id, slot, message.fields["token"])
+            self.transfers.begin(message.fields["held"], message.batch)
             return message, None
         except Exception as error:
             return message, error
@@ -356,14 +361,6 @@ class Follower:
         if self.ranks.stage == 0:
             self._tokens.post(batch)
         return self.runner.prepare(part, message.token_ids)
-
-    def _hand_over(self, message: Message, batch: Batch) -> None:
-        """Begin to send or receive the KV of a request."""
-        assert self.transfers is not None, "there are decode instances"
-        slot, target = batch.shared[0][:2]
-        if target == self.ranks.group:
-            self._tokens.note(batch.batch_id, slot, message.fields["token"])
-        self.transfers.begin(message.fields["held"], batch)
 
     def join(self, name: str) -> None:
         """Follow one call of the front door to its end; raises what rank 0's call raised.

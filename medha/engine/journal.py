@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.errors import ConfigError, EngineDeadError
-from medha.sched.decision import Admitted, Decision, Observer, SchedulerRequest
+from medha.sched.decision import Admitted, Decision, Observer, Results, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
 FORMAT, VERSION = "medha-journal", 3
@@ -60,9 +60,7 @@ class Journal(Observer):
         ints = None if decision.batch is None else decision.batch.to_ints().tolist()
         self._write({"call": "schedule", "now_s": now_s, "batch": ints})
 
-    def completed(
-        self, batch: Batch, now_s: float, results: Sequence[tuple[int, int, bool]], busy_s: float, closed: Sequence[int]
-    ) -> None:
+    def completed(self, batch: Batch, now_s: float, results: Results, busy_s: float, closed: Sequence[int]) -> None:
         """A batch is done in every stage."""
         line = {"call": "complete", "batch_id": batch.batch_id, "now_s": now_s, "results": results}
         self._write({**line, "busy_s": busy_s, "closed": closed})

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medha.cli.files import read_input, unwritable_reported
+from medha.cli.files import read_input
 from medha.engine.arrivals import Arrival, Joiner
 from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError, not_accepted
 from medha.models.folder import parse_json_object
@@ -109,7 +109,7 @@ class OutputLines:
             whole = self._joiner.add(piece)
             if whole is not None:
                 for file in self._files:
-                    self._write(file, whole)
+                    write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
                 self._unwritten.pop(whole.request_id, None)
             return whole
 
@@ -127,16 +127,12 @@ class OutputLines:
         wholes = [whole for output in last if (whole := self._joiner.add(output)) is not None]
         for file in self._files:  # the first in full, should the second not take it
             for whole in wholes:
-                self._write(file, whole)
+                write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
 
     def close(self) -> None:
         """Return when no line is being written; never after :meth:`fail`."""
         with self._lock:
             pass
-
-    def _write(self, file: TextIO, whole: RequestOutput) -> None:
-        with unwritable_reported(getattr(file, "name", "stdout")):
-            write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
 
 
 def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[str, Any]:

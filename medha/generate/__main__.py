@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -223,10 +223,5 @@ def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live
     return Display(engine.prefills, lines=None if json_lines else Console(), live=stderr, num_requests=len(arrivals))
 
 
-def main() -> NoReturn:
-    """Entry point of ``python -m medha.generate``. Ends in SystemExit."""
-    command.end_process(command.run_app(app, "python -m medha.generate"))
-
-
 if __name__ == "__main__":
-    main()
+    command.end_process(command.run_app(app, "python -m medha.generate"))

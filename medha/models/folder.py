@@ -16,13 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medha.config.fields import Check, integer
+from medha.config.fields import BOOLEAN, Check, integer
 from medha.errors import ConfigError, MedhaError, ModelLoadError, short_repr
 
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 IGNORE_PATTERNS = ("*/*.safetensors",)  # weights in subfolders are other formats of the same model
 
 _ACCEPTED = "accepted: a folder with config.json and *.safetensors, or a hub id such as org/name"
+_BOOLEAN = Check("true or false", BOOLEAN.holds)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -126,12 +127,9 @@ class Fields:
 
     def boolean(self, name: str, *, default: bool = False) -> bool:
         """True or false; the default where absent."""
-        value = self.raw.get(name, default)
-        if value is None:  # transformers tests these for truth, so null is false even where absent means true
-            return False
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
+        if name not in self.raw:
+            return default
+        return bool(self.optional(name, _BOOLEAN))  # transformers tests these for truth, so null is always false
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """One id, or a list of ids, each in the vocabulary."""

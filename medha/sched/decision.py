@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from medha.batch import Batch
 from medha.cost.predictor import Kind
@@ -80,7 +79,7 @@ Results = Sequence[tuple[int, int, bool]]
 """(slot, number of new tokens, finished) of the rows of a batch that sampled."""
 
 
-class Observer(Protocol):
+class Observer:
     """Who is told what the scheduler was asked and what it decided; the loop needs nothing of it."""
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
@@ -88,11 +87,9 @@ class Observer(Protocol):
 
     def extended(self, slot: int, ids: bytes) -> None:
         """The output of a request has filled units of these ids."""
-        return
 
     def forgot(self) -> None:
         """What is kept of ended requests was forgotten."""
-        return
 
     def cancelled(self, slot: int, closed: Sequence[int]) -> None:
         """A request was cancelled; these slots were closed by that."""

@@ -24,7 +24,7 @@ and comes back to the same group. The file is long because all of this reads and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
@@ -99,11 +99,6 @@ class KVMemory:
     def num_used(self) -> int:
         """Blocks that requests hold, over all groups."""
         return sum(self.used(group) for group in range(self.num_groups))
-
-    @property
-    def usage(self) -> list[float]:
-        """The share of its blocks that each group holds, 0 to 1."""
-        return [self.used(group) / self.num_blocks for group in range(self.num_groups)]
 
     def num_free(self, group: int) -> int:
         """Blocks of a group that may be taken."""
@@ -452,9 +447,7 @@ class KVMemory:
 
     # -- the banker's test -------------------------------------------------------------------------------------------
 
-    def _is_safe(
-        self, taker: Account, needs: Mapping[int, int], *, set_aside: bool, gone: Collection[int] = ()
-    ) -> bool:
+    def _is_safe(self, taker: Account, needs: dict[int, int], *, set_aside: bool, gone: Collection[int] = ()) -> bool:
         """Whether everybody can come to an end after ``taker`` gets so many blocks of some groups.
 
         What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -23,7 +22,7 @@ from medha.errors import ConfigError, DeadlineError
 from medha.sched.baselines import CLASSICAL
 from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.cdsp import Planner
-from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
+from medha.sched.decision import Admitted, Decision, Prediction, Results, SchedulerRequest
 from medha.sched.lanes import CdspPacker
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
@@ -320,9 +319,7 @@ class Scheduler:
         slack_s = tuple([self._slack_s(slot, now_s) for slot in builder.chunked])
         return Decision(batch, prediction, preempted, refused, slack_s)
 
-    def complete(
-        self, batch: Batch, now_s: float, results: Iterable[tuple[int, int, bool]], busy_s: float
-    ) -> tuple[int, ...]:
+    def complete(self, batch: Batch, now_s: float, results: Results, busy_s: float) -> tuple[int, ...]:
         """Record that a batch, the oldest in flight of its groups, is done in every stage.
 
         Args:

@@ -15,7 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -106,10 +106,5 @@ def serve(
     return 0
 
 
-def main() -> NoReturn:
-    """Entry point of ``python -m medha.serve``. Ends in SystemExit."""
-    end_process(run_app(app, "python -m medha.serve"))
-
-
 if __name__ == "__main__":
-    main()
+    end_process(run_app(app, "python -m medha.serve"))

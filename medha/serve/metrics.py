@@ -130,8 +130,9 @@ def snapshot(service: Service) -> dict[str, Any]:
 
 
 def _usage(engine: Engine) -> list[float]:
-    """By group, decode instances behind the others."""
-    return [share for one in engine.schedulers for share in one.memory.usage]
+    """The share of its blocks that each group holds, 0 to 1; decode instances behind the others."""
+    memories = [one.memory for one in engine.schedulers]
+    return [its.used(group) / its.num_blocks for its in memories for group in range(its.num_groups)]
 
 
 def _row(request: Request, now_s: float, left_s: float) -> dict[str, Any]:

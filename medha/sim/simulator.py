@@ -144,11 +144,10 @@ class Simulation:
             for shared in batch.shared:
                 if math.isnan(self.requests.first_scheduled_s[self._live[shared.slot].row]):
                     self.outcome.num_cached_tokens += shared.num_tokens
-            for row in batch.rows:
-                if not row.is_decode:
-                    index = self._live[row.slot].row
-                    if math.isnan(self.requests.first_scheduled_s[index]):
-                        self.requests.first_scheduled_s[index] = self.now_s
+            for row in batch.chunks:
+                index = self._live[row.slot].row
+                if math.isnan(self.requests.first_scheduled_s[index]):
+                    self.requests.first_scheduled_s[index] = self.now_s
             self._in_flight.append((batch, passage))
 
     def _complete(self) -> None:

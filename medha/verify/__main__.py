@@ -7,7 +7,7 @@ found in a long document. What each row means is in :mod:`medha.verify`; exit co
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -89,10 +89,5 @@ def chosen_layout(world_size: int) -> ParallelConfig:
     return ParallelConfig(tp=tp, spp=spp, kvp=rest // tp)
 
 
-def main() -> NoReturn:
-    """Entry point of ``python -m medha.verify``. Ends in SystemExit."""
-    end_process(run_app(app, "python -m medha.verify"))
-
-
 if __name__ == "__main__":
-    main()
+    end_process(run_app(app, "python -m medha.verify"))

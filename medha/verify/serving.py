@@ -118,9 +118,7 @@ def compared(
     yield held("parity", f"log-probabilities of {_NUM_LOGPROBS} a token", float(torch.cat(errors).max()), limit)
 
 
-def needle_rows(
-    setting: Setting, folder: Path, everyone: Callable[[Any], list[Any]], show: Show = lambda text: None
-) -> Iterator[Row]:
+def needle_rows(setting: Setting, folder: Path, everyone: Callable[[Any], list[Any]], show: Show) -> Iterator[Row]:
     """For each length and depth whether the fact is found, and whether no rank held more of the document than its part.
 
     Every rank calls it; the rows on rank 0 are the result.
@@ -142,9 +140,7 @@ def needle_rows(
         yield memory_row(setting.parallel, num_tokens, [size for size, _ in found])
 
 
-def find_needle(
-    setting: Setting, folder: Path, num_tokens: int, depth: float, show: Show = lambda text: None
-) -> tuple[Row, int | None]:
+def find_needle(setting: Setting, folder: Path, num_tokens: int, depth: float, show: Show) -> tuple[Row, int | None]:
     """Read a document with the needle model and ask for the fact in it; every rank calls it.
 
     Returns:

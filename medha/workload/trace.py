@@ -135,9 +135,7 @@ class Trace:
         """Tokens of the longest request, prompt and output; of at least one."""
         return int((self.prompt_tokens + self.output_tokens).max())
 
-    def first(
-        self, num_requests: int | None = None, duration_s: float | None = None, qps: float | None = None
-    ) -> Trace:
+    def first(self, num_requests: int | None, duration_s: float | None = None, qps: float | None = None) -> Trace:
         """The first requests, so many at most and those that arrive before ``duration_s``, at a rate or their own."""
         trace = self if qps is None else self.scaled(qps)
         most = len(self) if duration_s is None else int(np.searchsorted(trace.arrival_s, duration_s))

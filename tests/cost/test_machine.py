@@ -11,7 +11,7 @@ import pytest
 from medha.batch import Batch
 from medha.bench.harness import RANDOM_LLAMA
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
-from medha.cost.coefficients import Coefficients, Link, ProfileKey, RingCost
+from medha.cost.coefficients import Coefficients, Line, Link, ProfileKey, RingCost
 from medha.cost.hardware import load_spec, spec_of_device
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import stage_coefficients
@@ -81,7 +81,7 @@ def test_a_cpu_is_so_many_threads() -> None:
     weights = 4 * (2048 * (64 + 2 * 32 + 64) + 3 * 2048 * 8192)  # of the layers; a token reads each, 4 bytes at 6 GB/s
     assert one.linear.y[0] >= weights * 4 / 6e9
     assert one.linear.y[-1] == pytest.approx(2 * weights * one.linear.x[-1] / 4e10, rel=0.05)
-    assert one.linear.tail_slope == pytest.approx(4 * four.linear.tail_slope, rel=1e-3)
+    assert Line(one.linear).slope[-1] == pytest.approx(4 * Line(four.linear).slope[-1], rel=1e-3)
 
 
 def test_a_gpu_has_the_spec_of_its_name() -> None:

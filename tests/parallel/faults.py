@@ -113,10 +113,11 @@ def start(
 
 
 def command(rank: int, arguments: list[str]) -> None:
-    from medha.generate import __main__ as generate
+    from medha.cli.command import end_process, run_app
+    from medha.generate.__main__ import app
 
     sys.argv = ["medha.generate", *arguments]
-    generate.main()
+    end_process(run_app(app, "python -m medha.generate"))
 
 
 def _rank(

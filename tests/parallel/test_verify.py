@@ -16,12 +16,13 @@ QUICK = ["--device", "cpu", "--needle-tokens", "512"]
 
 def verify(rank: int, arguments: list[str], mutated: bool) -> None:
     """On each rank: the command, with log-sum-exps in base 2 in the library's merge between ranks."""
-    from medha.verify.__main__ import main
+    from medha.cli.command import end_process, run_app
+    from medha.verify.__main__ import app
 
     if mutated:
         kvp.merge_partials = lambda parts, **_: merge_partials([(out, lse * 1.4426950408889634) for out, lse in parts])
     sys.argv = ["medha.verify", *arguments]
-    main()
+    end_process(run_app(app, "python -m medha.verify"))
 
 
 def run(

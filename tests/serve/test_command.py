@@ -116,8 +116,8 @@ def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path)
         "        time.sleep(600)\n"
         "    complete(self, index)\n"
         "engine.Engine._complete = hanging\n"
-        "from medha.serve.__main__ import main\n"
-        "main()"
+        "import runpy\n"
+        "runpy.run_module('medha.serve', run_name='__main__')"
     )
     options = (bytes_model.folder, *SMALL, "--stall-timeout", 3, "--port", 0)
     with Process(tmp_path / "log", [sys.executable, "-c", code, *map(str, options)]) as server:

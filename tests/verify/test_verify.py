@@ -199,7 +199,7 @@ def test_parity_counts_wrong_tokens_and_log_probabilities() -> None:
 
 def test_a_layout_that_the_needle_does_not_fit_is_not_run(tmp_path: Path) -> None:
     setting = Setting(ParallelConfig(spp=3))
-    row, kv_bytes = find_needle(setting, write_needle(tmp_path), 512, 0.1)
+    row, kv_bytes = find_needle(setting, write_needle(tmp_path), 512, 0.1, lambda text: None)
     assert (row.verdict, row.figure) == (NOT_RUN, "spp=3 stages for 2 layers; accepted: 1 to 2")
     assert memory_row(setting.parallel, 512, [kv_bytes] * 3).verdict == NOT_RUN
 

@@ -53,7 +53,7 @@ def test_slices_windows_and_scales() -> None:
     assert (len(trace), trace.duration_s, trace.qps) == (4, 4.0, 0.75)
     assert trace[1:3].request_ids.tolist() == ["1", "2"]
     assert trace[:2].arrival_s.tolist() == [1.0, 2.0]
-    assert len(trace.first()) == 4 and len(trace.first(1, 5.0)) == 1
+    assert len(trace.first(None)) == 4 and len(trace.first(1, 5.0)) == 1
     assert trace.first(None, 5.0).arrival_s.tolist() == [1.0, 2.0, 2.0]
     assert trace.first(9, 1.0, 1.5).arrival_s.tolist() == [0.5]
     assert trace.scaled(1.5).arrival_s.tolist() == [0.5, 1.0, 1.0, 2.5]
