@@ -103,7 +103,7 @@ def _name_of_build(compiler: str, flags: tuple[str, ...]) -> str:
         [compiler, "--version"], check=True, capture_output=True, text=True, timeout=_BUILD_S
     ).stdout
     facts = Path("/proc/cpuinfo")
-    cpu = next((line for line in facts.open() if line.startswith("flags")), "") if facts.exists() else ""
+    cpu = next((line for line in facts.open() if line.startswith(("flags", "Features"))), "") if facts.exists() else ""
     sources = (path.read_text() for path in (*_SOURCES, *_HEADERS))
     parts = (*sources, *flags, version, platform.machine(), platform.processor(), cpu)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]

@@ -121,6 +121,9 @@ def tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
                 text, ids = value, tokenizer.encode_array(value, add_special_tokens=special is not False)
         except (ChatTemplateError, TokenizerError) as error:
             raise ValidationError(str(error), param=form, value=value) from error
+        if (most := int(ids.max(initial=0))) >= vocab_size:
+            what = f"{form} holds {tokenizer.backend.id_to_token(most)!r}, token {most} of the tokenizer"
+            raise ValidationError(f"{what}; accepted: tokens of the model's {vocab_size}", param=form)
     return text, ids
 
 

@@ -159,7 +159,8 @@ class Completion:
         self._max_tokens = request.max_tokens
         self._detokenizer: Detokenizer | None = None
         if self.tokenizer is not None and params.detokenize:
-            self._detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+            last, skips = int(request.prompt_ids[-1]), params.skip_special_tokens
+            self._detokenizer = Detokenizer(self.tokenizer, after=last, skip_special_tokens=skips)
         # else it is decoded at the end
         self._streams_text = self._detokenizer is not None and bool(request.reports_progress or params.stop)
         self._hides_end = False  # its last token is not part of the text

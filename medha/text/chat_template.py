@@ -6,8 +6,10 @@ That is a program of somebody else's: it gets plain copies of what the caller ga
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from medha.child.process import Child, ChildError
@@ -73,9 +75,22 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
             raise _wrong(f"messages[{index}]", f"is of type {type(message).__name__}", "an object with a str role")
         copied = _plain_value(message, f"messages[{index}]", _MAX_DEPTH)
         copied = {name: value for name, value in copied.items() if value is not None and (name, value) != _NO_CALLS}
+        if isinstance(calls := copied.get("tool_calls"), list):
+            copied["tool_calls"] = [_with_object(call) for call in calls]
         content = copied.get("content", "" if "tool_calls" in copied else None)
         plain.append({**copied, "content": _content_text(content, index)})
     return plain
+
+
+def _with_object(call: Any) -> Any:
+    """A copy of a tool call whose arguments, OpenAI's JSON text, are the object that templates expect."""
+    match call:
+        case {"function": {"arguments": str(text), **others}}:
+            with suppress(ValueError, RecursionError):  # a template may take the text
+                if isinstance(found := json.loads(text or "{}"), dict):
+                    arguments = _plain_value(found, "tool_calls", _MAX_DEPTH)
+                    return {**call, "function": {**others, "arguments": arguments}}
+    return call
 
 
 def map_strings(value: Any, function: Callable[[str], str]) -> Any:

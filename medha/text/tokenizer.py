@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,8 +113,11 @@ class Tokenizer:
         return kind
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise TokenizerError where an id that this tokenizer can produce has no row in an embedding of that many."""
-        largest = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.encode("x")], default=-1)
+        """Raise TokenizerError where an id that this tokenizer can produce has no row in an embedding of that many.
+
+        A token that was added may have none, as ``<pad>`` of Llama 2: a prompt that holds it is refused.
+        """
+        largest = max([*self.backend.get_vocab(with_added_tokens=False).values(), *self.encode("x")], default=-1)
         if largest >= vocab_size:
             what = f"the tokenizer produces ids up to {largest}, but the embedding has {vocab_size} rows"
             raise TokenizerError(f"{self.name}: {what}")
@@ -272,17 +275,25 @@ def _configured_template(value: Any, file: Path) -> str | None:
 class Detokenizer:
     """Decode one request's tokens as they come; everything returned, joined, is ``tokenizer.decode`` of all ids.
 
+    ``after`` is the last token of the prompt. Where that is text, theirs goes on with it: SentencePiece's decoders drop
+    the first space of what they take for a beginning.
+
     The library's stream holds a character back until its last byte is known. A run of byte-fallback tokens is held
     back here until it ends, as one bad byte turns the whole run into U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, after: int | None = None, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
         self._holds_back = False
         self._num_emitted = 0  # characters
         self._run: list[int] = []
+        self._before: list[int] = []
+        is_plain = isinstance(tokenizer.backend.decoder, decoders.ByteLevel)  # a text is its tokens' bytes
+        if after is not None and not is_plain and tokenizer.kind(after) == "text":
+            self._before = [after]
+            self._stream.step(tokenizer.backend, after)
 
     def push(self, token_id: int) -> str:
         """Add one token, not negative; returns the text that became final, perhaps none."""
@@ -309,8 +320,9 @@ class Detokenizer:
 
     def finish(self, ids: Sequence[int]) -> str:
         """End the stream; returns the text of all ``ids`` that is not out yet, in which incomplete bytes are U+FFFD."""
-        whole = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
-        return whole[self._num_emitted :]
+        decode = partial(self._tokenizer.decode, skip_special_tokens=self._skip_special_tokens)
+        whole = decode([*self._before, *ids] if self._before else ids)
+        return whole[len(decode(self._before)) + self._num_emitted :]
 
 
 class StopChecker:

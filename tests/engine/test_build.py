@@ -21,10 +21,12 @@ from medha.engine.build import _with_async, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.parallel.launch import Launch
+from medha.text import Tokenizer
 from medha.worker.shard import own_device, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
-from tests.engines import build_engine
+from tests.engines import build_engine, drained, make_engine
 from tests.serving import GREEDY, Model
+from tests.text.samples import word_level
 
 KV_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # keys and values, layers, KV heads, head dimension, float32
 NO_EOS = "defines no end-of-sequence token"
@@ -217,6 +219,15 @@ def test_tokenizer_of_another_folder(folder: Path, bytes_model: Model) -> None:
         assert llm.get_tokenizer() is None
     with LLM(folder, tokenizer=str(bytes_model.folder), num_kv_blocks=4) as llm:
         assert llm.generate("a", GREEDY)[0].prompt_token_ids == [97]
+
+
+def test_a_text_goes_on_with_the_prompts(bytes_model: Model) -> None:
+    engine = make_engine(bytes_model.decoder, tokenizer=Tokenizer(word_level()))
+    for kind in ("final_only", "delta"):
+        params = SamplingParams(max_tokens=3, allowed_token_ids=[4], ignore_eos=True, output_kind=kind)
+        engine.add_request(kind, "x", params)
+        text = "".join(output.outputs[0].text or "" for output in drained(engine))
+        assert text == " hello hello hello"
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

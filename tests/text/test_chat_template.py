@@ -110,6 +110,18 @@ def test_what_is_empty_counts_as_absent_and_a_call_of_tools_needs_no_content() -
     assert text == "True content,role,tool_calls: content,role:4 content,role:"
 
 
+def test_arguments_of_a_call_are_an_object_to_templates() -> None:
+    """As in what the model was trained on; clients send OpenAI's JSON text, which is one of its strings."""
+    asks = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }} {% endfor %}{% endfor %}"
+    )
+    given = ['{"city": "Paris"}', "", {"n": 1}, "[1]", "{", "[" * 100_000, '{"a":' * 200 + "1" + "}" * 200]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}} for arguments in given]
+    text = rendered(chat_tokenizer(asks), [{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert text.startswith('{"city": "Paris"} {} {"n": 1} "[1]" "{" "[[')
+    assert calls[0]["function"] == {"name": "f", "arguments": given[0]}
+
+
 def test_messages_nested_too_deep_and_messages_are_not_changed() -> None:
     deep: Any = "x"
     for _ in range(2000):

@@ -25,9 +25,28 @@ def test_detokenizer_equals_decode(name: str, data: st.DataObject) -> None:
     ids = st.lists(st.one_of(st.integers(0, size + 1), st.integers(max(0, size - 16), size - 1)), max_size=40)
     token_ids = data.draw(st.one_of(ids, st.text(max_size=20).map(tokenizer.encode)))
     skip = data.draw(st.booleans())
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    after = data.draw(st.one_of(st.none(), st.integers(0, size + 1)))
+    detokenizer = Detokenizer(tokenizer, after=after, skip_special_tokens=skip)
     pieces = [detokenizer.push(token_id) for token_id in token_ids]
-    assert "".join(pieces) + detokenizer.finish(token_ids) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+    text = "".join(pieces) + detokenizer.finish(token_ids)
+    if after is None or tokenizer.kind(after) != "text":
+        assert text == tokenizer.decode(token_ids, skip_special_tokens=skip)
+    elif name != "byte level":  # whose characters may begin with the last bytes of the prompt
+        before = tokenizer.decode([after], skip_special_tokens=skip)
+        assert before + text == tokenizer.decode([after, *token_ids], skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_a_text_goes_on_with_the_prompts(name: str) -> None:
+    """Its first space is not dropped, as SentencePiece's decoders do at the beginning of a text."""
+    tokenizer = DECODED[name]
+    for text in ("ab a ab", "<s> ab", "ab  a"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for cut in range(1, len(ids)):
+            detokenizer = Detokenizer(tokenizer, after=ids[cut - 1])
+            found = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.finish(ids[cut:])
+            if tokenizer.kind(ids[cut - 1]) == "text":
+                assert tokenizer.decode(ids[:cut]) + found == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("name", ["byte level", "metaspace first", "strip"])

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
+from medha.engine.admission import tokenise
 from medha.errors import TokenizerError, ValidationError
 from medha.text import Tokenizer, load_tokenizer
 from tests.text.samples import LLAMA3, PANIC, byte_level, chat_tokenizer, panicking, sentencepiece, word_level
@@ -76,11 +77,24 @@ def test_unreadable_and_too_large_files(tmp_path: Path) -> None:
 
 def test_check_vocab() -> None:
     tokenizer = Tokenizer(byte_level())
-    size = tokenizer.backend.get_vocab_size()
-    tokenizer.check_vocab(size)
+    size, plain = tokenizer.backend.get_vocab_size(), tokenizer.backend.get_vocab_size(with_added_tokens=False)
     tokenizer.check_vocab(size + 64)
-    with pytest.raises(TokenizerError, match=rf"up to {size - 1}, but the embedding has {size - 1} rows"):
-        tokenizer.check_vocab(size - 1)
+    tokenizer.check_vocab(plain)
+    with pytest.raises(TokenizerError, match=rf"up to {plain - 1}, but the embedding has {plain - 1} rows"):
+        tokenizer.check_vocab(plain - 1)
+    bos = Tokenizer(byte_level(adds_bos=True)).backend.token_to_id("<|bos|>")
+    with pytest.raises(TokenizerError, match=rf"up to {bos}, but the embedding has {bos} rows"):
+        Tokenizer(byte_level(adds_bos=True)).check_vocab(bos)
+
+
+def test_a_prompt_that_holds_an_added_token_beyond_the_embedding_is_refused() -> None:
+    tokenizer = Tokenizer(byte_level())
+    last = tokenizer.backend.get_vocab_size() - 1
+    assert tokenise("hello", tokenizer, last)[1].max() < last == tokenise("né→", tokenizer, last + 1)[1].max()
+    with pytest.raises(
+        ValidationError, match=rf"^prompt holds 'né→', token {last} of the tokenizer; accepted: .*{last}"
+    ):
+        tokenise("a né→", tokenizer, last)
 
 
 # Encoding and decoding
