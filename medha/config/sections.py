@@ -320,7 +320,7 @@ class ParallelConfig:
     )
     dist_timeout_s: float = _parallel(
         120.0,
-        "Seconds that a collective or transfer may take.",
+        "Seconds that a collective or transfer may take, and the computing that it waits for.",
         number("seconds from 1 to 86400", lambda value: 1 <= value <= 86400),
         name="dist_timeout",
     )

@@ -118,7 +118,7 @@ def _await(ranks: Ranks, at: int, number: int, rank: int, look_us: int = 0, limi
         if ranks.monitor.has_failure:
             raise RuntimeError(f"Timed out waiting for rank {rank}: a rank has failed")
         if waited_us > limit_s * 1e6:
-            raise RuntimeError(f"Timed out waiting {waited_us / 1e6:.0f} s for rank {rank}")
+            raise RuntimeError(f"Timed out waiting {waited_us / 1e6:.0f} s for rank {rank} (--dist-timeout)")
 
 
 class _Channel:

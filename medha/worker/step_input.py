@@ -99,6 +99,7 @@ class Slots:
         """
         step = StepInput(batch, swaps_out=self._runs(batch.swaps_out))
         for slot in batch.frees:
+            self._last = None  # whoever gets the slot may have its first row here where the former one's next was due
             if slot < len(self.held):
                 self._blocks[slot] = _NONE
                 self._num_blocks[slot] = self.held[slot] = 0
@@ -106,7 +107,6 @@ class Slots:
             if shared.group == self.group:
                 self._make_room(shared.slot + 1)
                 self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
-                self._last = None  # whoever had the slot may have ended just before the position that comes next
         for extent in batch.extents:
             if extent.group == self.group:
                 self._append(extent)

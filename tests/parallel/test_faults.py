@@ -220,6 +220,26 @@ def test_an_interrupt_is_raised_as_such_and_ends_every_rank(model: Path, tmp_pat
     assert "rank 0 (stage 0): KeyboardInterrupt" in job.stderr(1)
 
 
+def closed_early(rank: int, model: str) -> None:
+    """The engine, which somebody drives, has a batch in flight that rank 0 computes only when it is asked for it."""
+    from medha import LLM, SamplingParams
+
+    options = {"tp": 2, "depth": 2, "async_scheduling": False, "max_batch_tokens": 64, "dist_timeout": 30}
+    with LLM(model, num_kv_blocks=8, max_model_len=1024, **options) as llm:
+        if rank == 0:
+            llm.engine.add_request("a", "a" * 300, SamplingParams(max_tokens=4))
+            llm.engine.step()
+        else:
+            llm.follow()
+    print("closed")
+
+
+def test_what_is_in_flight_does_not_keep_ranks_from_closing(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := start(tmp_path, 2, closed_early, str(model)))
+    assert job.wait() == [0, 0], job.stderr(0) + job.stderr(1)
+    assert [(tmp_path / f"stdout-{rank}").read_text() for rank in (0, 1)] == ["closed\n", "closed\n"]
+
+
 # -- a request on several groups -------------------------------------------------------------------------------------
 
 

@@ -224,6 +224,16 @@ def test_a_request_that_is_handed_over_takes_a_slot_whose_decode_ended_just_befo
     assert (step.own.kv_len.tolist(), step.targets.tolist()) == ([9], [12 * BLOCK])
 
 
+def test_a_request_that_comes_to_a_group_where_the_former_one_of_its_slot_ended_has_its_own_blocks() -> None:
+    """Also where nothing ran there meanwhile, and its first row is the one that the former request would have had."""
+    slots = Slots(BLOCK, 1)
+    slots.prepare(Batch(0, (Row(3, 7, 1, True, True, 0, 2),), (Extent(3, 5, 1, 1),)))
+    slots.prepare(Batch(1, (), frees=(3,)))
+    step = slots.prepare(Batch(2, (Row(3, 8, 1, True, True, 0, 2),), (Extent(3, 9, 1, 1),)))
+    assert step.shared is not None
+    assert (step.shared.pages.tolist(), step.shared.kv_len.tolist(), step.targets.tolist()) == ([9], [1], [9 * BLOCK])
+
+
 def test_a_block_begins_for_the_row_that_grows_here_behind_one_that_grows_elsewhere() -> None:
     slots = Slots(BLOCK, 2)
     first = Row(0, 8, 4, False, False, 0, 3), Row(1, 4, 3, False, False, 1, 2)
