@@ -32,8 +32,9 @@ _UNSUPPORTED = """
     audio bad_words beam_search best_of chat_template continue_final_message documents echo extra_args flat_logprobs
     functions guided_choice guided_decoding guided_grammar guided_json guided_regex length_penalty logits_processors
     logprob_token_ids modalities prompt_logprob_start prompt_logprob_token_ids prompt_logprobs repetition_detection
-    response_format return_tokens_as_token_ids skip_reading_prefix_cache spaces_between_special_tokens stream_interval
-    structured_outputs suffix thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search
+    response_format return_token_ids return_tokens_as_token_ids skip_reading_prefix_cache
+    spaces_between_special_tokens stream_interval structured_outputs suffix thinking_token_budget tool_choice
+    truncate_prompt_tokens use_beam_search
 """
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED.split())
 # Values by which clients say, in full, that they ask for none of it.
@@ -140,7 +141,7 @@ class SamplingParams:
         presence_penalty, frequency_penalty: -2 to 2, over the generated tokens.
         repetition_penalty: [1.0] 1e-6 to 1e6, over prompt and generated tokens.
         seed: makes the draw of this request repeatable; it depends on (seed, token index) alone, never on the
-            company in the batch or the chunking.
+            company in the batch or the chunking. -1 is none.
         stop: string or strings that end the text; not part of it unless ``include_stop_str_in_output``.
         stop_token_ids: further ids that end the sequence.
         logit_bias: by token id, what is added to its logit, -100 to 100.
@@ -182,6 +183,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_options(self, not_accepted)
+        if self.seed == -1:  # as front ends say that there is none
+            object.__setattr__(self, "seed", None)
         if self.n > 1 and self.is_greedy:
             raise not_accepted("n", self.n, "1 with temperature=0: the completions would all be the same")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -166,6 +166,7 @@ def test_resolve_takes_the_request_then_the_model_then_the_class() -> None:
 
 
 def test_capped() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
     params = SamplingParams(max_tokens=100, min_tokens=50, seed=1)
     assert params.capped(1000) == params
     assert params.capped(70) == SamplingParams(max_tokens=70, min_tokens=50, seed=1)

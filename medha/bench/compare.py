@@ -183,7 +183,7 @@ def _convoys(
         prompts, numbers = [*case.prompts, *shorts.prompts], [_CONVOY_OUTPUT, *shorts.num_outputs]
         work = {"prompts": prompts, "num_outputs": numbers, "way": "arriving", "arrivals": [0.0, *np.cumsum(gaps)]}
         ask = {name: partial(worker.ask, **work) for name, worker in workers.items()}
-        ran = in_turn(ask, warmup=0, runs=options.runs)
+        ran = in_turn(ask, warmup=options.warmup, runs=options.runs)
         for name, worker in workers.items():
             alone = [
                 worker.ask(prompts=[ids], num_outputs=[number], way="arriving", arrivals=[0.0])["tokens"][0]
@@ -197,7 +197,8 @@ def _convoy_figures(ran: Sequence[Report], alone: Sequence[Sequence[float]], num
     """Of runs of a long prompt and short ones; ``alone`` has the times of the short ones without company."""
     runs = np.array([answer["tokens"] for answer in ran])  # [run, request, first or last token]
     first, last = runs[:, 1:, 0], runs[:, 1:, 1]
-    tpot_s, slowdown = (last - first) / (np.array(num_outputs) - 1), last / np.array(alone)[:, 1]
+    more, slowdown = np.array(num_outputs) - 1, last / np.array(alone)[:, 1]
+    tpot_s = (last - first)[:, more > 0] / more[more > 0]
     return {
         **{f"ttft_p{at}_s": percentile(first.ravel(), at) for at in (50, 99)},
         **{f"tpot_p{at}_s": percentile(tpot_s.ravel(), at) for at in (50, 99)},

@@ -167,9 +167,9 @@ def systems_of(longest: int) -> dict[str, dict[str, Any]]:
     return {
         "whole prefill": {"scheduler": "orca", "policy": "fcfs", "chunk_size": longest, "max_batch_tokens": longest},
         "Sarathi-512": {"scheduler": "sarathi", "policy": "fcfs", "chunk_size": 512, "max_batch_tokens": 512},
-        "EDF": {"policy": "edf"},
-        "SRPT": {"policy": "srpt", "rho_max": 0.0, "late_share": 0.0, "interactive_share": 0.0},
-        "LARS": {"policy": "lars"},
+        "EDF": {"scheduler": "medha", "policy": "edf"},
+        "SRPT": {"scheduler": "medha", "policy": "srpt", "rho_max": 0.0, "late_share": 0.0, "interactive_share": 0.0},
+        "LARS": {"scheduler": "medha", "policy": "lars"},
         "default": {},
     }
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medha.cli.files import read_input
+from medha.cli.files import read_input, unwritable_reported
 from medha.engine.arrivals import Arrival, Joiner
 from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError, not_accepted
 from medha.models.folder import parse_json_object
@@ -185,8 +185,9 @@ def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = N
     escape that JSON has."""
     is_utf8 = (file.encoding or "").lower().replace("-", "") == "utf8"
     line = output_line(output, custom_id=custom_id)
-    file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
-    file.flush()
+    with unwritable_reported(getattr(file, "name", "stdout")):
+        file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
+        file.flush()
 
 
 def _read_line(

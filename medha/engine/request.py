@@ -304,7 +304,9 @@ class Completion:
             self._pieces.append(piece)
 
     def _text_of(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode([token_id], goes_on=True, skip_special_tokens=False)
 
 
 def pieces(length: int) -> Iterator[slice]:

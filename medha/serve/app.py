@@ -49,7 +49,7 @@ _EVERYBODY = Key()
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
 _ERRORS = (ClientDisconnect, MedhaError, RecursionError, msgspec.ValidationError)  # what a request may end with
-_SSE = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream"}
+_SSE = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
 
 
 class Front:
@@ -197,7 +197,9 @@ class Front:
         arrival_s, leave = self.service.engine.now(), request.state.leave
         body = await self._body(request, key)
         body |= key.objectives(body, request.headers)
-        asked = Asked(body, is_chat=is_chat, models=self.models, request_id=request.state.name)
+        named = _NAME.fullmatch(str(body.get("request_id") or ""))  # vLLM's other way to say it
+        name = request.state.name or (named and named[0])
+        asked = Asked(body, is_chat=is_chat, models=self.models, request_id=name)
         self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
         key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
         task, left = asyncio.current_task(), asyncio.ensure_future(request.receive())  # as its body has been read
@@ -244,6 +246,7 @@ class Front:
     async def _tokenize(self, request: Request, key: Key) -> Response:
         body, engine = await self._body(request, key), self.service.engine
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS, *PROMPT_OPTIONS) if name in body}
+        self._note_ignored(body.keys() - prompt.keys() - {"model"})
         work = partial(tokenise, prompt, engine.tokenizer, engine.limits.vocab_size)
         _, ids = await self.service.in_thread(prompt, work)
         return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})

@@ -114,9 +114,9 @@ class Metrics:
         metrics, length = output.metrics, output.metrics.num_prompt_tokens
         for one in request.completions:
             self._ended.labels(self._model, one.finish_reason or "abort").inc()
-        for note, value in self._of_requests:
-            if (found := value(metrics)) is not None:
-                note(found)
+            for note, value in self._of_requests:
+                if (found := value(one.metrics)) is not None:
+                    note(found)
         if metrics.met_slo is False:
             self._missed.labels(self._model, next((name for most, name in _LENGTHS if length <= most), "1M-")).inc()
 

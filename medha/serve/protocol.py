@@ -28,7 +28,7 @@ from medha.outputs import CompletionOutput, Logprob, RequestOutput
 from medha.params import CHAT_OPTIONS, PROMPT_FORMS, PROMPT_OPTIONS
 
 Json = dict[str, Any]
-_StreamOptions = TypedDict("_StreamOptions", {"include_usage": bool | None}, total=False)  # noqa: UP013
+_Stream = TypedDict("_Stream", {"include_usage": bool | None, "continuous_usage_stats": bool | None}, total=False)  # noqa: UP013
 MAX_CHOICES = 512  # completions of one HTTP request
 _LEAST = -9999.0  # of logprobs, as JSON has no infinity; vLLM's number for it
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
@@ -85,7 +85,7 @@ class Flags(msgspec.Struct):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: _Stream | None = None
     return_progress: bool | None = None
     explain: bool | None = None
 
@@ -131,8 +131,9 @@ class Asked:
         # what the answer, or each of its chunks, begins with
         self._head: Json = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind}
         self._head |= {"created": int(time.time()), "model": flags.model or models[0]}
-        if flags.stream_options is not None and flags.stream_options.get("include_usage"):
-            self._head["usage"] = None  # until the last chunk has it
+        options = flags.stream_options or {}
+        self._head |= {"usage": None} if options.get("include_usage") else {}  # until the last chunk has it
+        self._counts = bool(options.get("include_usage") and options.get("continuous_usage_stats"))
         self._num_chars: Counter[int] = Counter()  # of the choices that have begun
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
@@ -144,7 +145,8 @@ class Asked:
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """What is new of the prompt of an index."""
         news = [one for one in output.outputs if one.token_ids or one.finish_reason is not None]
-        return [self._head | {"choices": [self._choice(index, one, "delta")]} for one in news]
+        head = self._head | ({"usage": usage_of([output])} if self._counts else {})
+        return [head | {"choices": [self._choice(index, one, "delta")]} for one in news]
 
     def progress(self, requests: Sequence[Request], eta_s: float) -> Json:
         """How much of the prompts has been read, in llama.cpp's words, and in how many seconds a token is due."""

@@ -43,8 +43,8 @@ def template_variables(
     """Check what a template is given, and copy it as plain dicts, lists and strings.
 
     Args:
-        messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined; one that
-            calls tools need have none. Further keys are handed to the template, those that are None left out.
+        messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined; an
+            assistant's may have none. Further keys are handed to the template, those that are None left out.
         add_generation_prompt: whether to open the assistant's turn.
         tools: functions that the model may call, as JSON objects; None for none.
         chat_template_kwargs: further variables of the template, by name; they win over the other arguments.
@@ -77,7 +77,7 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
         copied = {name: value for name, value in copied.items() if value is not None and (name, value) != _NO_CALLS}
         if isinstance(calls := copied.get("tool_calls"), list):
             copied["tool_calls"] = [_with_object(call) for call in calls]
-        content = copied.get("content", "" if "tool_calls" in copied else None)
+        content = copied.get("content", "" if copied["role"] == "assistant" else None)
         plain.append({**copied, "content": _content_text(content, index)})
     return plain
 

@@ -135,12 +135,24 @@ class Tokenizer:
         check_utf8(text, "prompt")
         return self._encoder(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, none negative; bytes that are not UTF-8 are U+FFFD, ids that do not exist left out."""
+    def decode(self, ids: Sequence[int], *, goes_on: bool = False, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, none negative; bytes that are not UTF-8 are U+FFFD, ids that do not exist left out.
+
+        Where it ``goes_on``, it is what they add to a text: SentencePiece drops the first space of a beginning.
+        """
+        before = self.some_text if goes_on else []
         try:
-            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            decode = partial(self.backend.decode, skip_special_tokens=skip_special_tokens)
+            return str(decode([*before, *ids])[len(decode(before)) if before else 0 :])
         except BaseException as error:
             raise tokenizer_error(self.name, "decode", error) from error
+
+    @cached_property
+    def some_text(self) -> list[int]:
+        """A token of text for others to go on with; none where a text is its tokens' bytes one behind the other."""
+        if isinstance(self.backend.decoder, decoders.ByteLevel):
+            return []
+        return [token for token in self.encode("x", add_special_tokens=False) if self.kind(token) == "text"][-1:]
 
     @cached_property
     def adds_bos(self) -> bool:
@@ -275,8 +287,7 @@ def _configured_template(value: Any, file: Path) -> str | None:
 class Detokenizer:
     """Decode one request's tokens as they come; everything returned, joined, is ``tokenizer.decode`` of all ids.
 
-    ``after`` is the last token of the prompt. Where that is text, theirs goes on with it: SentencePiece's decoders drop
-    the first space of what they take for a beginning.
+    ``after`` is the last token of the prompt. Where that is text, theirs goes on with it.
 
     The library's stream holds a character back until its last byte is known. A run of byte-fallback tokens is held
     back here until it ends, as one bad byte turns the whole run into U+FFFD.
@@ -289,11 +300,9 @@ class Detokenizer:
         self._holds_back = False
         self._num_emitted = 0  # characters
         self._run: list[int] = []
-        self._before: list[int] = []
-        is_plain = isinstance(tokenizer.backend.decoder, decoders.ByteLevel)  # a text is its tokens' bytes
-        if after is not None and not is_plain and tokenizer.kind(after) == "text":
-            self._before = [after]
-            self._stream.step(tokenizer.backend, after)
+        self._goes_on = after is not None and tokenizer.kind(after) in ("text", "byte")
+        if self._goes_on and (before := tokenizer.some_text):
+            self._stream.step(tokenizer.backend, before)
 
     def push(self, token_id: int) -> str:
         """Add one token, not negative; returns the text that became final, perhaps none."""
@@ -320,9 +329,8 @@ class Detokenizer:
 
     def finish(self, ids: Sequence[int]) -> str:
         """End the stream; returns the text of all ``ids`` that is not out yet, in which incomplete bytes are U+FFFD."""
-        decode = partial(self._tokenizer.decode, skip_special_tokens=self._skip_special_tokens)
-        whole = decode([*self._before, *ids] if self._before else ids)
-        return whole[len(decode(self._before)) + self._num_emitted :]
+        options = {"goes_on": self._goes_on, "skip_special_tokens": self._skip_special_tokens}
+        return self._tokenizer.decode(ids, **options)[self._num_emitted :]
 
 
 class StopChecker:

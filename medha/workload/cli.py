@@ -36,7 +36,7 @@ _load = partial(option, rich_help_panel="Workload")
 Rate = Annotated[float | None, _load("--request-rate", "--qps", help="Requests a second, on average.")]
 Rates = Annotated[str | None, _load("--request-rate", "--qps", help="Requests a second; several comma separated.")]
 Arrivals = Annotated[str, _load(help=f"Of requests without arrival times: {PROCESSES}.", shows=True)]
-Burstiness = Annotated[float, _load(help="Of gamma arrivals: 1 is Poisson, less is burstier.", shows=True)]
+Burstiness = Annotated[float, _load(help="Of the gaps: 1 is Poisson, less is burstier (gamma).", shows=True)]
 Seed = Annotated[int, _load(min=0, help="Of arrivals and lengths.", shows=True)]
 _MANY = "Keep or generate so many requests."
 Number = Annotated[int | None, _load("--num-prompts", "--num-requests", help=_MANY, min=1)]

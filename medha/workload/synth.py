@@ -49,7 +49,8 @@ def arrival_times(
     """Draw arrival times of a process of ARRIVALS in seconds, so many of them or those before ``duration_s``.
 
     The first request of ``poisson`` and ``gamma`` comes after a gap, that of ``uniform`` at 0. ``qps`` is requests a
-    second on average, not for ``at-once``; ``burstiness`` the shape of the gaps of ``gamma``.
+    second on average, not for ``at-once``; ``burstiness`` the shape of the gaps; another than 1 makes
+    ``poisson`` a ``gamma``.
     """
     if process not in ARRIVALS:
         raise ConfigError(f"arrivals={process!r}; accepted: {', '.join(ARRIVALS)}")
@@ -70,8 +71,7 @@ def arrival_times(
     if process == "uniform":
         times = np.arange(count) / qps
     else:
-        shape = 1.0 if process == "poisson" else burstiness
-        times = _sums(lambda number: rng.standard_gamma(shape, number) / (qps * shape), count, duration_s)
+        times = _sums(lambda number: rng.standard_gamma(burstiness, number) / (qps * burstiness), count, duration_s)
     return times if duration_s is None else times[times < duration_s]
 
 

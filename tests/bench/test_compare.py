@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from medha.bench.compare import start_peer
+from medha.bench.compare import _convoy_figures, start_peer
 from medha.bench.harness import Subject
 from medha.bench.timing import Worker
 from medha.errors import ConfigError, RankFailedError
@@ -137,6 +137,12 @@ def test_short_requests_that_arrive_beside_a_long_one(bench: Bench, tmp_path: Pa
         assert ttft_s[0] <= one["ttft_p50_s"] <= one["ttft_p99_s"] <= ttft_s[-1]
         assert one["tpot_p50_s"] > 0 and one["slowdown_p50"] > 0 and one["total_s"] >= one["long_s"] > 0
     assert "slowdown p50" in done.out
+
+
+def test_an_answer_of_one_token_has_no_time_a_token() -> None:
+    run = {"tokens": [[0.0, 9.0], [1.0, 1.0], [1.0, 2.0]], "seconds": 9.0}  # the long prompt, and two short ones
+    figures = _convoy_figures([run], [[1.0, 1.0], [1.0, 1.0]], [1, 5])
+    assert (figures["tpot_p50_s"], figures["tpot_p99_s"], figures["slowdown_p99"]) == (0.25, 0.25, pytest.approx(1.99))
 
 
 def test_what_overrides_a_model_reaches_both_engines() -> None:

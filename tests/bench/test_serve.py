@@ -1,6 +1,7 @@
 """``medha bench serve`` at a toy size, and its preset convoy."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,7 @@ def test_convoy(bench: Bench) -> None:
         assert (one["short"]["completed"], one["long"]["completed"], one["failed"]) == (6, 4, 0)
         assert one["short"]["median_ttft_ms"] <= one["short"]["p90_ttft_ms"] <= one["short"]["p99_ttft_ms"]
         assert one["long"]["slo_attainment"] is None
-        assert (one["prediction_error"]["count"] > 0) == ("scheduler" not in one["options"])
+        assert (one["prediction_error"]["count"] > 0) == (one["options"].get("scheduler", "medha") == "medha")
         assert all(r["arrival_s"] <= report["span_s"] for r in one["requests"])
     assert all(name in done.out for name in names) and "TTFT" in done.out
 
@@ -122,6 +123,15 @@ def test_the_stream_of_the_convoy() -> None:
     assert stream_of(mix, 8.0, 0) == stream
     systems = systems_of(1000)
     configs = {name: SchedulerConfig(**fields) for name, fields in systems.items()}
+    asked = {name: replace(SchedulerConfig(scheduler="vllm"), **fields).scheduler for name, fields in systems.items()}
+    assert list(asked.values()) == [
+        "orca",
+        "sarathi",
+        "medha",
+        "medha",
+        "medha",
+        "vllm",
+    ]
     guards = {name: (one.guarded_share, one.spare_share) for name, one in configs.items()}
     assert all((share == (0.0, 0.0)) == (name != "default") for name, share in guards.items())
     assert configs["LARS"].yielded_share == 0.4 and configs["SRPT"].yielded_share == 0.0

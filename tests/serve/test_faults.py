@@ -325,6 +325,7 @@ def test_a_request_keeps_its_name(start: Start, bytes_model: Model) -> None:
     for _ in range(2):
         _, told, headers = server.post(PATH, asked(5, 1), x_request_id="mine", **right)
         assert (headers["x-request-id"], told["id"]) == ("mine", "cmpl-mine")
+    assert server.post(PATH, asked(5, 1) | {"request_id": "yours"}, **right)[1]["id"] == "cmpl-yours"  # as vLLM has it
     _, told, headers = server.post(PATH, asked(5, 1), x_request_id="a b" * 100, **right)
     assert "x-request-id" not in headers and "a b" not in told["id"]
     events.close()  # type: ignore[attr-defined]

@@ -71,6 +71,18 @@ def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI, bytes_model: Mod
     assert len(chunks) > 3 and len({one.id for one in chunks}) == 1
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 90
+    assert all(one.usage is None for one in chunks[:-1])
+
+
+def test_usage_that_is_told_all_along(client: openai.OpenAI) -> None:
+    """vLLM's option, which load generators ask for."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    given: Any = {"max_tokens": 20, "temperature": 0, "stream": True, "stream_options": options}
+    answer = client.completions.with_raw_response.create(model="model", prompt="hello", **given)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"  # else some take it for Latin-1
+    told = [one.usage for one in answer.parse()]
+    made = [one.completion_tokens for one in told if one is not None]
+    assert len(made) == len(told) and made == sorted(made) and (made[0] < 20, made[-2:]) == (True, [20, 20])
 
 
 def test_a_chat(client: openai.OpenAI, bytes_model: Model) -> None:

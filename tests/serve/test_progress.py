@@ -80,6 +80,7 @@ def test_metrics_count_every_completion_and_every_gap(server: Server) -> None:
     assert {name: float(count) for name, count in counted} == Counter(ends.values())
     gaps = re.search(r"inter_token_latency_seconds_count\{.*\} (\S+)", text)
     assert gaps is not None and float(gaps[1]) == num_tokens - 3
+    assert re.search(r"request_generation_tokens_count\{.*\} 3\.0", text)  # as each of them is a request of vLLM's
 
 
 def test_tokens_and_text(server: Server) -> None:

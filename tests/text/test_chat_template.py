@@ -106,8 +106,9 @@ def test_what_is_empty_counts_as_absent_and_a_call_of_tools_needs_no_content() -
     asks = "{{ tools is none }}{% for m in messages %} {{ m.keys() | sort | join(',') }}:{{ m.content }}{% endfor %}"
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     answer = {"role": "assistant", "content": "4", "tool_calls": [], "function_call": None}
-    text = rendered(chat_tokenizer(asks), [call, answer, {"role": "tool", "content": ""}], tools=[])
-    assert text == "True content,role,tool_calls: content,role:4 content,role:"
+    silent = {"role": "assistant", "content": None, "tool_calls": []}
+    text = rendered(chat_tokenizer(asks), [call, answer, silent, {"role": "tool", "content": ""}], tools=[])
+    assert text == "True content,role,tool_calls: content,role:4 content,role: content,role:"
 
 
 def test_arguments_of_a_call_are_an_object_to_templates() -> None:
