@@ -96,7 +96,7 @@ class Outcome:
     trace: Trace  # what was asked
     requests: Requests
     duration_s: float = 0.0  # from the first arrival to the last token, or to where it was stopped
-    usage_at_s: array[float] = field(default_factory=lambda: array("d"))  # when each batch was done
+    usage_at_s: array[float] = field(default_factory=lambda: array("d"))  # when each batch was sent, and done
     usage: array[float] = field(default_factory=lambda: array("d"))  # share of the KV blocks in use from then on
     gaps: Gaps = field(default_factory=Gaps)
     stage_busy_s: list[list[float]] = field(default_factory=list)  # by group and stage

@@ -141,6 +141,7 @@ class Simulation:
                 return
             passage = self.pipeline.send(batch, self.scheduler.memory, self.now_s)
             self.outcome.num_batches += 1
+            self._note_usage()
             for shared in batch.shared:
                 if math.isnan(self.requests.first_scheduled_s[self._live[shared.slot].row]):
                     self.outcome.num_cached_tokens += shared.num_tokens
@@ -176,8 +177,11 @@ class Simulation:
             self._free_slots.append(slot)
         if closed:
             self.on_progress(len(closed))
+        self._note_usage()
+
+    def _note_usage(self) -> None:
         memory = self.scheduler.memory
-        self.outcome.usage_at_s.append(now_s)
+        self.outcome.usage_at_s.append(self.now_s)
         self.outcome.usage.append(memory.num_used / (memory.num_blocks * memory.num_groups))
 
     def _note(self, live: _Live) -> None:

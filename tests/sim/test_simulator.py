@@ -211,6 +211,11 @@ def test_who_gives_way_finds_what_is_left_of_its_own_blocks() -> None:
     assert kept.duration_s < lost.duration_s
 
 
+def test_blocks_of_requests_that_end_with_their_prompt_are_in_use_while_it_is_read() -> None:
+    outcome = run(one_replica("orca"), synthesize("fixed:4000,1", arrivals="at-once", num_requests=1))
+    assert max(outcome.usage) > 0 == outcome.usage[-1]
+
+
 def test_sessions_find_what_they_said_before() -> None:
     trace = synthesize("sessions:2048,512,64,4", qps=0.5, num_requests=40)
     kept, lost = (run(one_replica("lars", prefix_caching=keeps), trace) for keeps in (True, False))
