@@ -136,10 +136,9 @@ class Trace:
         return int((self.prompt_tokens + self.output_tokens).max())
 
     def first(self, num_requests: int | None, duration_s: float | None = None, qps: float | None = None) -> Trace:
-        """The first requests, so many at most and those that arrive before ``duration_s``, at a rate or their own."""
-        trace = self if qps is None else self.scaled(qps)
-        most = len(self) if duration_s is None else int(np.searchsorted(trace.arrival_s, duration_s))
-        return trace[:most][:num_requests]
+        """The first requests, so many at most, at a rate or their own, and of these who comes before ``duration_s``."""
+        trace = self[:num_requests] if qps is None else self[:num_requests].scaled(qps)
+        return trace if duration_s is None else trace[: int(np.searchsorted(trace.arrival_s, duration_s))]
 
     def scaled(self, qps: float) -> Trace:
         """The same requests at another mean rate: all gaps, and the time of the first arrival, by one factor."""

@@ -56,6 +56,7 @@ def test_slices_windows_and_scales() -> None:
     assert len(trace.first(None)) == 4 and len(trace.first(1, 5.0)) == 1
     assert trace.first(None, 5.0).arrival_s.tolist() == [1.0, 2.0, 2.0]
     assert trace.first(9, 1.0, 1.5).arrival_s.tolist() == [0.5]
+    assert trace.first(3, None, 2.0).qps == 2.0  # of those that come, whatever the rest of the file does
     assert trace.scaled(1.5).arrival_s.tolist() == [0.5, 1.0, 1.0, 2.5]
     assert trace.scaled(1.5).qps == 1.5
     assert trace.from_zero().arrival_s.tolist() == [0.0, 1.0, 1.0, 4.0]
