@@ -72,7 +72,9 @@ def cells(served: Served, due_s: np.ndarray, window_s: float) -> list[str]:
     prompt, ttft_s, tpot_s = served.trace.prompt_tokens, served.ttft_s, served.tpot_s
     is_short, is_long, begun = prompt <= SHORT, prompt > LONG, ~np.isnan(served.first_token_s)
     is_due = served.trace.arrival_s + due_s <= window_s
-    is_in_time = (ttft_s <= due_s) & (np.isnan(tpot_s) | (tpot_s <= TPOT_S))
+    # of who has not ended: what it is at the least
+    least_s = (served.end_s - served.first_token_s) / np.maximum(served.trace.output_tokens - 1, 1)
+    is_in_time = (ttft_s <= due_s) & ~(np.where(np.isnan(served.finish_s), least_s, tpot_s) > TPOT_S)
     shares = [is_in_time[is_due & one] for one in (is_short, ~is_short & ~is_long, is_long)]
 
     def seconds(where: np.ndarray, *percents: float) -> str:

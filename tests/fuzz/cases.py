@@ -284,7 +284,7 @@ def _ask(rng: random.Random, model: Model, lengths: Sequence[int], counts: Seque
     max_tokens = rng.choice(counts)
     params: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
     if rng.random() < 0.4:
-        seed = rng.choice([0, -1, 2**63 - 1, -(2**63), rng.randrange(2**40)])
+        seed = rng.choice([0, -2, 2**63 - 1, -(2**63), rng.randrange(2**40)])
         params |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "seed": seed}
         params |= {name: rng.choice(values) for name, values in _CUTS.items() if rng.random() < 0.3}
     params |= {name: rng.choice(values) for name, values in _PARAMS.items() if rng.random() < 0.3}

@@ -153,5 +153,5 @@ def test_who_waits_hears_of_a_rank_that_has_failed_and_waits_no_longer_than_for_
     for rank, messages in enumerate(workers.run(on_ranks, 2, fail)):
         assert messages == [
             f"Timed out waiting for rank {1 - rank}: a rank has failed",
-            f"Timed out waiting 0 s for rank {1 - rank}",
+            f"Timed out waiting 0 s for rank {1 - rank} (--dist-timeout)",
         ]
