@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,7 @@ class LLM:
                         outputs[output.request_id] = output
                         bar.advance(task)
             finally:
-                _end(engine, added)
+                engine.end(added)
         except KeyboardInterrupt as interrupt:
             interrupt.outputs = _present(outputs, box)  # type: ignore[attr-defined]
             raise
@@ -294,7 +294,7 @@ class LLM:
                 finished = piece.finished
                 yield piece
         finally:
-            _end(engine, [request.request_id])
+            engine.end([request.request_id])
 
     def _next(self, box: deque[RequestOutput]) -> RequestOutput:
         """The next output for whoever waits at ``box``; steps, in turn with other threads, until there is one."""
@@ -318,15 +318,6 @@ def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> li
         while engine.num_unfinished and not prepared.done():
             engine.advance()
         return prepared.result()
-
-
-def _end(engine: Engine, request_ids: Iterable[str]) -> None:
-    """Abort what still runs of some requests, and leave nothing of them in flight if nothing else runs."""
-    with suppress(EngineDeadError):  # it has been raised already, and has ended them
-        for request_id in request_ids:
-            engine.abort(request_id)
-        while not engine.num_unfinished and engine.advance():
-            pass
 
 
 def _close_at_exit(llm: weakref.ref[LLM]) -> None:

@@ -55,16 +55,7 @@ def _value(kind: Any, tree: Any, where: str) -> Any:
     if isinstance(kind, UnionType):
         return None if tree is None else _value(get_args(kind)[0], tree, where)
     if is_dataclass(kind):
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{where} is {tree!r}; accepted: an object")
-        types = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}
-        what = where or "the file"
-        if unknown := sorted(set(tree) - set(types)):
-            raise ConfigError(f"{what} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(types))}")
-        if missing := sorted(set(types) - set(tree)):
-            raise ConfigError(f"{what} lacks {', '.join(missing)}")
-        make: Any = kind
-        return make(**{name: _value(types[name], value, f"{where}.{name}".lstrip(".")) for name, value in tree.items()})
+        return _dataclass(kind, tree, where)
     plain, least = get_origin(kind) or kind, _LEAST.get(where.rpartition(".")[2])
     if plain is float:
         check_number(where, tree, least, 1.0 if where.endswith("wave_share") else math.inf)
@@ -78,6 +69,18 @@ def _value(kind: Any, tree: Any, where: str) -> Any:
     if kinds[-1] is not ... and len(tree) != len(kinds):
         raise ConfigError(f"{where}={tree!r}; accepted: a list of {len(kinds)}")
     return tuple(_value(kinds[0], item, where) for item in tree)
+
+
+def _dataclass(kind: Any, tree: Any, where: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where} is {tree!r}; accepted: an object")
+    types = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    what = where or "the file"
+    if unknown := sorted(set(tree) - set(types)):
+        raise ConfigError(f"{what} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(types))}")
+    if missing := sorted(set(types) - set(tree)):
+        raise ConfigError(f"{what} lacks {', '.join(missing)}")
+    return kind(**{name: _value(types[name], value, f"{where}.{name}".lstrip(".")) for name, value in tree.items()})
 
 
 def check_number(name: str, value: object, least: float | None = None, most: float = math.inf) -> None:

@@ -10,7 +10,6 @@ import logging
 import shlex
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from medha.engine.decode import DecodeInstance, HandOvers
 from medha.engine.distributed import DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
-from medha.errors import ConfigError, EngineDeadError, ParallelConfigError, TokenizerError
+from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.folder import resolve_model
 from medha.models.hf_config import load_generation_config, model_config_of
 from medha.parallel.control import ControlSender
@@ -107,11 +106,8 @@ class RankHandle:
     def close(self) -> None:
         """Leave the job; every rank calls it."""
         if (part := self.caller or self.follower) is not None:
-            if self.engine is not None:  # what is in flight, on every rank
-                self.engine.abort_all()
-                with suppress(EngineDeadError):
-                    while self.engine.advance():
-                        pass
+            if self.engine is not None:  # what is in flight ends on every rank
+                self.engine.end([request.request_id for request in self.engine.requests()])
             part.stop()  # where rank 0 drives the engine the others first follow it to its end
         self.runner.drop_graphs()
 

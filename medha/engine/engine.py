@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Any, TextIO
 
@@ -261,6 +262,14 @@ class Engine:
         with self.turns:
             for request_id in list(self._live):
                 self.abort(request_id)
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Abort what still runs of some requests, and leave nothing of them in flight if nothing else runs."""
+        with suppress(EngineDeadError):  # it has ended them, and each later call raises it
+            for request_id in request_ids:
+                self.abort(request_id)
+            while not self.num_unfinished and self.advance():
+                pass
 
     # -- the loop ------------------------------------------------------------------------------------------------
 

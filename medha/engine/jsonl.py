@@ -109,7 +109,7 @@ class OutputLines:
             whole = self._joiner.add(piece)
             if whole is not None:
                 for file in self._files:
-                    write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
+                    self._write(file, whole)
                 self._unwritten.pop(whole.request_id, None)
             return whole
 
@@ -127,12 +127,16 @@ class OutputLines:
         wholes = [whole for output in last if (whole := self._joiner.add(output)) is not None]
         for file in self._files:  # the first in full, should the second not take it
             for whole in wholes:
-                write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
+                self._write(file, whole)
 
     def close(self) -> None:
         """Return when no line is being written; never after :meth:`fail`."""
         with self._lock:
             pass
+
+    def _write(self, file: TextIO, whole: RequestOutput) -> None:
+        with unwritable_reported(getattr(file, "name", "stdout")):
+            write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
 
 
 def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[str, Any]:
@@ -185,9 +189,8 @@ def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = N
     escape that JSON has."""
     is_utf8 = (file.encoding or "").lower().replace("-", "") == "utf8"
     line = output_line(output, custom_id=custom_id)
-    with unwritable_reported(getattr(file, "name", "stdout")):
-        file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
-        file.flush()
+    file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
+    file.flush()
 
 
 def _read_line(

@@ -124,14 +124,7 @@ def test_the_stream_of_the_convoy() -> None:
     systems = systems_of(1000)
     configs = {name: SchedulerConfig(**fields) for name, fields in systems.items()}
     asked = {name: replace(SchedulerConfig(scheduler="vllm"), **fields).scheduler for name, fields in systems.items()}
-    assert list(asked.values()) == [
-        "orca",
-        "sarathi",
-        "medha",
-        "medha",
-        "medha",
-        "vllm",
-    ]
+    assert list(asked.values()) == ["orca", "sarathi", "medha", "medha", "medha", "vllm"]
     guards = {name: (one.guarded_share, one.spare_share) for name, one in configs.items()}
     assert all((share == (0.0, 0.0)) == (name != "default") for name, share in guards.items())
     assert configs["LARS"].yielded_share == 0.4 and configs["SRPT"].yielded_share == 0.0
