@@ -229,9 +229,8 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Query tokens over all rows; those that its group computes of a part."""
-        if self.group is None:
-            return self.num_decodes + sum(row.q_len for row in self.chunks)
-        return self.num_decodes + sum(row.tokens_on(self.group) for row in self.chunks)
+        group = self.group
+        return self.num_decodes + sum(row.q_len if group is None else row.tokens_on(group) for row in self.chunks)
 
     @property
     def num_decodes(self) -> int:

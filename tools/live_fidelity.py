@@ -31,7 +31,7 @@ from medha.cli.options import OutputJson
 from medha.cli.report import check_writable, deliver, stamp
 from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
-from medha.cost.predictor import KINDS, Predictor
+from medha.cost.predictor import Predictor
 from medha.engine.engine import Engine
 from medha.profile.calibrate import QUICK, measure
 from medha.sched.scheduler import Scheduler, complete_config
@@ -217,7 +217,7 @@ def simulate(
     if factors:
         known = {kind: (math.log(factor), count) for kind, (factor, count) in factors.items()}
         for one in (predictor, real):
-            one.correction.restore(dict.fromkeys(KINDS, (0.0, 0)) | known)
+            one.correction.learned |= known
     pool = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
     scheduler = Scheduler(
         complete_config(config.scheduler, predictor, config.parallel, longest=longest, **pool),

@@ -20,7 +20,6 @@ from medha.config.fields import (
     SIMULATED,
     TEXT,
     Check,
-    OptionField,
     as_length,
     check_options,
     choice,
@@ -51,8 +50,11 @@ _model = partial(option, MODEL)
 class EngineConfig:
     """Everything an engine is told at start, apart from the requests."""
 
-    model: str = field(
-        metadata={"option": OptionField(MODEL, "Hugging Face folder or hub id.", flags=("--model", "-m"))}
+    model: str = _model(
+        dataclasses.MISSING,
+        "Hugging Face folder or hub id.",
+        Check("a folder or a hub id", TEXT.holds),
+        flags=("--model", "-m"),
     )
     tokenizer: str | None = _model(
         None, "Folder or hub id of the tokenizer, if not the model's.", TEXT, shown="the model's"
@@ -112,8 +114,6 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
         check_options(self)
         self.scheduler.check_layout(self.parallel)
         unswapped = "scheduler='cdsp'" if self.scheduler.scheduler == CDSP else "ring" if self.scheduler.ring else None
@@ -197,16 +197,15 @@ _FLAG, _ANY = (True, False), None
 FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     **dict.fromkeys(("api_key", "host", "port"), ((), "they are options of medha serve")),
     **dict.fromkeys(("num_speculative_tokens", "speculative_config"), ((), "speculative decoding is not implemented")),
+    **dict.fromkeys(("disable_log_requests", "disable_uvicorn_access_log"), (_FLAG, "requests are not logged")),
     "compilation_config": (("0",), "nothing is compiled; cuda_graphs=True captures decodes"),
     "cpu_offload_gb": ((0, "0"), "weights stay on their device; spread the model with tp or spp"),
     "cuda_graph_sizes": (_ANY, "graphs are captured for the batch sizes up to max_num_seqs"),
     "data_parallel_size": ((1, "1"), "start a job for each replica"),
     "decode_context_parallel_size": ((1, "1"), "kvp splits the KV cache of long requests, over ranks of its own"),
     "disable_custom_all_reduce": (_FLAG, "collectives are those of torch.distributed"),
-    "disable_log_requests": (_FLAG, "requests are not logged"),
     "disable_log_stats": (_FLAG, "statistics are in the outputs alone"),
     "disable_radix_cache": ((False,), "prefix_caching=False keeps nothing"),
-    "disable_uvicorn_access_log": (_FLAG, "requests are not logged"),
     "distributed_executor_backend": (("mp", "uni", "external_launcher"), "ranks are torchrun's, or the command's own"),
     "download_dir": ((), "set HF_HOME"),
     "enable_chunked_prefill": ((True,), "prompts are read in chunks; scheduler='orca' reads them whole"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
@@ -273,10 +273,6 @@ class Correction:
     def _log(self, kind: Kind) -> float:
         log, num_seen = self.learned[kind]
         return log if num_seen else max(self.learned.values(), key=lambda one: one[1])[0]
-
-    def restore(self, learned: Mapping[str, tuple[float, int]]) -> None:
-        """Predict from now on as the correction whose :attr:`learned` this is."""
-        self.learned = {kind: learned[kind] for kind in KINDS}
 
     def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
         """Learn from one batch; False if that was ignored: not finite, not above 0 or absurd.

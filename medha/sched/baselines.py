@@ -1,4 +1,4 @@
-"""Classical schedulers, as the literature describes them, as packers: each says whose rows come next.
+"""Classical schedulers, as the literature describes them, as functions: each says whose rows come next.
 
 Memory, groups and depth are the same for all; none looks at predicted time. With reservations of KV memory none has to
 preempt: where the original would recompute or swap, a request waits here, unless ``overcommit`` is set.
@@ -13,7 +13,7 @@ vllm            as sarathi, but who started first goes first, be it decode or ch
 
 from __future__ import annotations
 
-from medha.sched.batch_builder import BatchBuilder, Packer, SizeFn
+from medha.sched.batch_builder import BatchBuilder, Fill, SizeFn
 from medha.sched.queue import Queue
 
 
@@ -35,63 +35,50 @@ def _continue_started(queue: Queue, builder: BatchBuilder, size: SizeFn = _all, 
             builder.add_chunk(state, size, is_whole=is_whole)
 
 
-class StaticPacker(Packer):
+def _static(queue: Queue, builder: BatchBuilder) -> None:
     """Up to ``max_num_seqs`` requests start in one batch with their whole prompts, whatever ``max_batch_tokens``, and
     the next ones once all of these have ended."""
-
-    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
-        if not queue.running:
-            _start_waiting(queue, builder, is_whole=True)
-            return
-        builder.add_decodes()
-        _continue_started(queue, builder, is_whole=True)  # cut at the end of a shard, or refused memory
+    if not queue.running:
+        _start_waiting(queue, builder, is_whole=True)
+        return
+    builder.add_decodes()
+    _continue_started(queue, builder, is_whole=True)  # cut at the end of a shard, or refused memory
 
 
-class OrcaPacker(Packer):
+def _orca(queue: Queue, builder: BatchBuilder) -> None:
     """Decodes, and whole prompts beside them, first come first served (Orca, OSDI 2022). The batch's tokens bound how
     many prompts it takes, but cut none: the first goes whole whatever its length."""
 
-    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
+    def if_it_fits(first: int, count: int, most: int) -> int:
+        groups = range(first, first + count)
+        is_first = not any(builder.has_chunk[group] for group in groups)
+        return most if is_first or all(builder.tokens_left[group] >= most for group in groups) else 0
 
-        def if_it_fits(first: int, count: int, most: int) -> int:
-            groups = range(first, first + count)
-            is_first = not any(builder.has_chunk[group] for group in groups)
-            return most if is_first or all(builder.tokens_left[group] >= most for group in groups) else 0
-
-        builder.add_decodes()
-        _continue_started(queue, builder, if_it_fits, is_whole=True)  # cut at the end of a shard, or refused memory
-        _start_waiting(queue, builder, if_it_fits, is_whole=True)
+    builder.add_decodes()
+    _continue_started(queue, builder, if_it_fits, is_whole=True)  # cut at the end of a shard, or refused memory
+    _start_waiting(queue, builder, if_it_fits, is_whole=True)
 
 
-class SarathiPacker(Packer):
+def _sarathi(queue: Queue, builder: BatchBuilder) -> None:
     """Decodes, then chunks of prefills that have begun, then new ones (Sarathi-Serve, arXiv:2403.02310), bounded by
     ``max_batch_tokens`` and ``chunk_size``."""
-
-    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
-        builder.add_decodes()
-        _continue_started(queue, builder)
-        _start_waiting(queue, builder)
+    builder.add_decodes()
+    _continue_started(queue, builder)
+    _start_waiting(queue, builder)
 
 
-class VllmPacker(Packer):
+def _vllm(queue: Queue, builder: BatchBuilder) -> None:
     """What has started, in the order in which it started, decodes and chunks from one budget of ``max_batch_tokens``;
     then what waits, in order of arrival (vLLM V1). ``chunk_size`` is ``long_prefill_token_threshold`` there."""
-
-    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
-        due = {state.slot for state in builder.due_decodes()}
-        for state in list(queue.running.values()):
-            if state.slot in due:
-                builder.add_decode(state)
-            elif state.has_started and state.prefilling and not state.ended:
-                builder.add_chunk(state, _all)
-        _start_waiting(queue, builder)
-        builder.put_decodes_first()
+    due = {state.slot for state in builder.due_decodes()}
+    for state in list(queue.running.values()):
+        if state.slot in due:
+            builder.add_decode(state)
+        elif state.has_started and state.prefilling and not state.ended:
+            builder.add_chunk(state, _all)
+    _start_waiting(queue, builder)
+    builder.put_decodes_first()
 
 
-CLASSICAL: dict[str, type[Packer]] = {
-    "static": StaticPacker,
-    "orca": OrcaPacker,
-    "sarathi": SarathiPacker,
-    "vllm": VllmPacker,
-}
-"""The packer of each classical scheduler."""
+CLASSICAL: dict[str, Fill] = {"static": _static, "orca": _orca, "sarathi": _sarathi, "vllm": _vllm}
+"""How each classical scheduler fills a batch."""

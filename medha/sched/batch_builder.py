@@ -27,17 +27,18 @@ from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
+Fill = Callable[[Queue, "BatchBuilder"], Prediction | None]
+"""Adds rows to a builder; what the batch is predicted to take, None where it is empty, or nothing predicts."""
 
 
 class Packer:
-    """Fills batches."""
+    """Fills batches by a function, or by a method that stands in its place."""
 
-    def fill(self, queue: Queue, builder: BatchBuilder) -> Prediction | None:
-        """Add rows to ``builder``; what the batch is predicted to take, None where it is empty, or nothing predicts."""
-        raise NotImplementedError
+    def __init__(self, fill: Fill) -> None:
+        self.fill = fill
 
-    def completed(self, batch: Batch, busy_s: float) -> None:
-        """A batch is done; ``busy_s`` as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
+    def completed(self, batch: Batch) -> None:
+        """A batch is done."""
 
     def added(self, request: SchedulerRequest) -> None:
         """A request was queued."""
@@ -307,30 +308,50 @@ class BatchBuilder:
         return q_len
 
     def _start(self, state: State, size: SizeFn, is_whole: bool) -> int:
+        """As :meth:`add_chunk` of one that has not started: behind what is there of its tokens, or anew."""
         if not self.has_place(state):
             return 0
+        memory, num_tokens = self.memory, state.request.num_kv_tokens
         if self._may_share(state):
-            if (q_len := self._share(state, size, is_whole)) is not None:
-                return q_len
-            self._queue.found(state, 0)
+            hit = self._hit_of(state)
+            like = hit, len(memory.frees)
+            if num_tokens >= self._no_room.get(like, math.inf):  # one like it was just refused
+                self.refused.append(state.slot)
+                return 0
+            self._queue.found(state, hit.num_tokens(memory.block_size))
+            if hit.shards:
+                q_len, is_open = self._begin(state, [hit.shards[0][0]], hit, size, is_whole)
+                if q_len or not is_open:
+                    return q_len
+                if memory.num_groups == 1:
+                    self._no_room[like] = num_tokens
+                    self.refused.append(state.slot)
+                    return 0
+                self._queue.found(state, 0)
+        q_len, is_open = self._begin(state, self._by_work(state, self._firsts(state)), Hit(), size, is_whole)
+        if is_open and not q_len:
+            self.refused.append(state.slot)
+        return q_len
+
+    def _begin(self, state: State, firsts: Sequence[int], hit: Hit, size: SizeFn, is_whole: bool) -> tuple[int, bool]:
+        """Let a request begin at the first of some groups that has room for most of it, behind what it shares: the
+        tokens added, and whether it was given any."""
         best, chosen, is_open = 0, None, False
-        for first in self._by_work(state, self._firsts(state)):
-            self._bind(state, first)
+        for first in firsts:
+            self._bind(state, first, hit)
             most = self._tokens(state, size, is_whole)
             q_len = self._fitting(state, most)
-            if most and q_len == most:  # nowhere is there room for more
+            if q_len and (q_len == most or len(firsts) == 1):  # nowhere is there room for more
                 self._append_row(state, self._chunk_row(state, q_len))
-                return q_len
+                return q_len, True
             self.memory.undo_start(state.slot)
             is_open |= most > 0
             if q_len > best:
                 best, chosen = q_len, first
         if chosen is not None:
-            self._bind(state, chosen)
+            self._bind(state, chosen, hit)
             self._append_row(state, self._chunk_row(state, best))
-        elif is_open:
-            self.refused.append(state.slot)
-        return best
+        return best, is_open
 
     def _by_work(self, state: State, firsts: Sequence[int]) -> Sequence[int]:
         """Where a request may begin, the least busy span first: by what the busiest of its groups and all would have to
@@ -343,10 +364,10 @@ class BatchBuilder:
         spans = {first: slice(first, first + width) for first in firsts}
         return sorted(firsts, key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
 
-    def _bind(self, state: State, first: int, hit: Hit | None = None) -> None:
+    def _bind(self, state: State, first: int, hit: Hit) -> None:
         """Bind a request to the span that begins at ``first``, behind what it shares."""
-        request, shares = state.request, hit is not None and bool(hit.shards)
-        sizes = (None, None) if shares else (request.num_prompt_tokens, self._most_kv(state))
+        request = state.request
+        sizes = (None, None) if hit.shards else (request.num_prompt_tokens, self._most_kv(state))
         self.memory.start(state.slot, first, request.num_kv_tokens, state.chain, hit, *sizes)
 
     def _may_share(self, state: State) -> bool:
@@ -358,28 +379,6 @@ class BatchBuilder:
         assert state.chain is not None
         hit = self.memory.hit_of(state.chain, state.num_prefill_tokens - 1, state.request.num_kv_tokens)
         return hit if not hit.shards or self._pays(state, hit) else Hit()
-
-    def _share(self, state: State, size: SizeFn, is_whole: bool) -> int | None:
-        """Let a request begin behind what is there of its tokens; the tokens added, None where it begins anew."""
-        num_tokens, memory, hit = state.request.num_kv_tokens, self.memory, self._hit_of(state)
-        if num_tokens >= self._no_room.get((hit, len(memory.frees)), math.inf):  # one like it was just refused
-            self.refused.append(state.slot)
-            return 0
-        if not (num_cached := hit.num_tokens(memory.block_size)):
-            return None
-        self._queue.found(state, num_cached)
-        self._bind(state, hit.shards[0][0], hit)
-        most = self._tokens(state, size, is_whole)
-        if q_len := self._fitting(state, most):
-            self._append_row(state, self._chunk_row(state, q_len))
-            return q_len
-        memory.undo_start(state.slot)
-        if most and memory.num_groups > 1:
-            return None
-        if most:
-            self._no_room[hit, len(memory.frees)] = num_tokens
-            self.refused.append(state.slot)
-        return 0
 
     def _pays(self, state: State, hit: Hit) -> bool:
         """Whether a request is predicted to end its prefill sooner where it shares than where least is pending."""

@@ -88,7 +88,7 @@ class CdspPacker(Packer):
         builder.add_dealt(task.state, task.chunk.num_tokens, task.chunk.groups)
         return Prediction("prefill", task.seconds * factor, factor, task.seconds * factor)
 
-    def completed(self, batch: Batch, busy_s: float) -> None:
+    def completed(self, batch: Batch) -> None:
         (row,) = batch.rows
         self._running = [task for task in self._running if task.state.slot != row.slot]
 

@@ -73,7 +73,7 @@ class Scheduler:
             self.depth = num_groups  # one batch on each lane at most
             self.memory.max_span = planner.times.sizes[-1]
         elif config.scheduler != "medha":
-            self.packer = CLASSICAL[config.scheduler]()
+            self.packer = Packer(CLASSICAL[config.scheduler])
         else:
             self.packer = MedhaPacker(config, predictor, self.depth)
         if config.scheduler != CDSP and self.memory.max_kv_per_group == num_blocks * block_size:
@@ -334,7 +334,7 @@ class Scheduler:
         prediction = self._take_in_flight(batch)
         if prediction is not None and not self._is_moving(batch, prediction.seconds):
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
-        self.packer.completed(batch, busy_s)
+        self.packer.completed(batch)
         self._queue.computed(batch.rows)
         running, foresees = self._queue.running, self._queue.foresees
         for slot, num_new_tokens, finished in results:
