@@ -182,13 +182,10 @@ OPTION_ALIASES = {
     "chunked_prefill_size": "chunk_size",
     "page_size": "block_size",
     "tokenizer_path": "tokenizer",
-    "tensor_parallel_size": "tp",
-    "tp_size": "tp",
-    "pipeline_parallel_size": "spp",
-    "pp_size": "spp",
+    **dict.fromkeys(("tensor_parallel_size", "tp_size"), "tp"),
+    **dict.fromkeys(("pipeline_parallel_size", "pp_size"), "spp"),
     "kv_parallel_size": "kvp",
-    "scheduling_policy": "policy",
-    "schedule_policy": "policy",
+    **dict.fromkeys(("scheduling_policy", "schedule_policy"), "policy"),
     "enable_prefix_caching": "prefix_caching",
 }
 

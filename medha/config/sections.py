@@ -37,7 +37,6 @@ from medha.errors import ConfigError, ParallelConfigError
 SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm")
 CDSP = "cdsp"
 """Chunkwise dynamic sequence parallelism, whose groups do not decode."""
-ADMISSIONS = ("all", "refuse", "relegate")
 PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
 """Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
 
@@ -208,7 +207,7 @@ class SchedulerConfig:
         "all",
         "A request whose own TTFT objective could not be met even if it ran next: all (serve it as others), refuse, "
         "relegate (serve it without a deadline, after all others of its class).",
-        choice(*ADMISSIONS),
+        choice("all", "refuse", "relegate"),
     )
     num_swap_blocks: int = _simulated(
         0, "KV blocks of host memory of a group, for prefixes and requests that give way.", integer(0, 2**31 - 1)
@@ -341,9 +340,8 @@ class ParallelConfig:
     def check_model(self, model: ModelConfig) -> None:
         """Refuse degrees that do not split a model."""
         if self.decode_tp is not None and not self.decode_replicas:
-            raise ParallelConfigError(
-                f"decode_tp={self.decode_tp} without decode_replicas; accepted: 1 of them or more"
-            )
+            what = f"decode_tp={self.decode_tp} without decode_replicas"
+            raise ParallelConfigError(f"{what}; accepted: 1 of them or more")
         if self.spp > model.num_layers:
             what = f"spp={self.spp} stages for {model.num_layers} layers"
             raise ParallelConfigError(f"{what}; accepted: 1 to {model.num_layers}")

@@ -202,20 +202,25 @@ def _check_table(name: str, x: tuple[float, ...], *, rising: bool = True, **colu
 
 
 class Line:
-    """A curve with what collectives add per token, ready for look-ups both ways."""
+    """Straight lines between points, the first of which is at 0, and behind the last one of a given slope."""
 
     __slots__ = ("slope", "x", "y")
 
-    def __init__(self, curve: Curve, links: Sequence[Link | None] = ()) -> None:
+    def __init__(self, x: list[float], y: list[float], tail: float) -> None:
+        self.x, self.y = x, y
+        self.slope: list[float] = [*(np.diff(y) / np.diff(x)).tolist(), tail]
+
+    @classmethod
+    def of(cls, curve: Curve, links: Sequence[Link | None] = ()) -> Line:
+        """A curve with what collectives add per token."""
         token_s = sum(link.token_s for link in links if link is not None)
-        self.x: list[float] = [0.0, *curve.x]
-        self.y = [value + token_s * x for x, value in zip(self.x, [curve.y[0], *curve.y], strict=True)]
-        rises = np.diff(self.y) / np.diff(self.x)
+        x = [0.0, *curve.x]
         # behind the last point: the mean over the upper half, as the last interval is noisy
-        half = next(i for i, x in enumerate(curve.x) if 2 * x >= curve.x[-1])
+        half = next(i for i, at in enumerate(curve.x) if 2 * at >= curve.x[-1])
         rise, run = curve.y[-1] - curve.y[half], curve.x[-1] - curve.x[half]
         tail = rise / run if rise > 0 else curve.y[-1] / curve.x[-1]
-        self.slope: list[float] = [*rises.tolist(), tail + token_s]
+        y = [value + token_s * at for at, value in zip(x, [curve.y[0], *curve.y], strict=True)]
+        return cls(x, y, tail + token_s)
 
     def at(self, tokens: float) -> float:
         """Seconds for this many tokens."""

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, is_dataclass
 from types import UnionType
-from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from medha.errors import ConfigError
 
@@ -18,7 +18,6 @@ _MAY_BE_0 = (
     *("control_s", "step_s", "ring_step_s"),
 )
 _LEAST: dict[str, float] = {**dict.fromkeys(_MAY_BE_0, 0), "overlap_power": 1, "ranks": 2}
-T = TypeVar("T", bound="JsonFile")
 
 
 class JsonFile:
@@ -32,7 +31,7 @@ class JsonFile:
         return json.dumps({"format": self.format, "version": _VERSION, **asdict(self)}, indent=2) + "\n"  # type: ignore[call-overload]
 
     @classmethod
-    def from_json(cls: type[T], text: str, *, source: str = "the file") -> T:
+    def from_json(cls, text: str, *, source: str = "the file") -> Self:
         """Read what :meth:`to_json` gave, or was written by hand; ``source`` names it in messages.
 
         ConfigError where it is no such file; where a field is unknown, missing or wrong, with its name.
@@ -45,9 +44,10 @@ class JsonFile:
         if head != (cls.format, _VERSION):
             raise ConfigError(f"{source}; accepted: a file of format {cls.format!r}, version {_VERSION}")
         try:
-            return cast(T, _value(cls, tree, ""))
+            found: Self = _value(cls, tree, "")
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
+        return found
 
 
 def _value(kind: Any, tree: Any, where: str) -> Any:

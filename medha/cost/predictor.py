@@ -69,9 +69,11 @@ class Predictor:
         self.max_tokens = max_tokens
         self.correction = Correction()
         self.factor, self.observe = self.correction.factor, self.correction.observe
-        self._line = Line(coefficients.linear, (coefficients.tp, coefficients.spp))
+        links = coefficients.tp, coefficients.spp
+        self._line = Line.of(coefficients.linear, links)
+        self._fixed_s = coefficients.host_s + sum(link.fixed_s for link in links if link)  # whatever a step contains
         self._tiles = Tiles(coefficients.chunks, max_tokens)
-        self._head = None if coefficients.head is None else Line(coefficients.head)
+        self._head = None if coefficients.head is None else Line.of(coefficients.head)
         self._decode_line = cache(coefficients.decodes.line)
 
     def tick(self, decodes: Sequence[Work] | Decodes | None = (), chunks: Sequence[Work] = ()) -> Tick:
@@ -140,12 +142,31 @@ class Tick:
         self.num_tokens = 0
         self._runs: set[Run] = set()
         self._chunks_s = 0.0
-        links = coefficients.tp, coefficients.spp
-        self._fixed_s = coefficients.host_s + sum(link.fixed_s for link in links if link)  # whatever the step contains
+        self._fixed_s = predictor._fixed_s
         self._alpha, self._beside_s, self._floor_s = 1.0, 0.0, 0.0
         self.seconds = 0.0
-        if decodes is not None:
-            self._count_decodes(predictor, decodes)
+        if decodes is None:
+            return
+        # their attention alone, beside a chunk, and the least that any mixed batch takes
+        count, max_kv = decodes.count, decodes.max_kv
+        mean_kv = decodes.total_kv / count
+        alone_s = predictor._decode_line(count)(mean_kv)
+        if not predictor.coefficients.splits_kv:
+            alone_s = max(alone_s, predictor._decode_line(1)(max_kv))
+        self._beside_s = self._floor_s = alone_s
+        if (mixed := predictor.coefficients.mixed) is not None:
+            self._alpha = mixed.prefill_factor
+            self._beside_s = mixed.decodes.line(count)(mean_kv)
+            self._floor_s = max(alone_s, mixed.straggler_a_s + mixed.straggler_b_s * max_kv)
+        if self._head is not None:
+            self._fixed_s += self._head.at(count)
+        for run, q_len in decodes.runs:
+            *_, merge_s, fixed_s = self._of_chunk(0, run, False)
+            self._fixed_s += fixed_s + merge_s / self._tiles.tile * q_len
+            self._runs.add(run)
+        self.num_tokens = decodes.num_tokens
+        raw_s = self._fixed_s + self._line.at(self.num_tokens) + alone_s
+        self.seconds = max(raw_s * self._decode_factor, MIN_SECONDS)
 
     @property
     def kind(self) -> Kind:
@@ -202,28 +223,6 @@ class Tick:
             return max_tokens
         parts, sizes = self._of_chunk(kv_before, run, False), range(granularity, max_tokens, granularity)
         return granularity * bisect_right(sizes, budget_s, key=lambda q_len: self._with(q_len, *parts))
-
-    def _count_decodes(self, predictor: Predictor, decodes: Decodes) -> None:
-        """Charge the decodes: their attention alone, beside a chunk, and the least that any mixed batch takes."""
-        count, max_kv = decodes.count, decodes.max_kv
-        mean_kv = decodes.total_kv / count
-        alone_s = predictor._decode_line(count)(mean_kv)
-        if not predictor.coefficients.splits_kv:
-            alone_s = max(alone_s, predictor._decode_line(1)(max_kv))
-        self._beside_s = self._floor_s = alone_s
-        if (mixed := predictor.coefficients.mixed) is not None:
-            self._alpha = mixed.prefill_factor
-            self._beside_s = mixed.decodes.line(count)(mean_kv)
-            self._floor_s = max(alone_s, mixed.straggler_a_s + mixed.straggler_b_s * max_kv)
-        if self._head is not None:
-            self._fixed_s += self._head.at(count)
-        for run, q_len in decodes.runs:
-            *_, merge_s, fixed_s = self._of_chunk(0, run, False)
-            self._fixed_s += fixed_s + merge_s / self._tiles.tile * q_len
-            self._runs.add(run)
-        self.num_tokens = decodes.num_tokens
-        raw_s = self._fixed_s + self._line.at(self.num_tokens) + alone_s
-        self.seconds = max(raw_s * self._decode_factor, MIN_SECONDS)
 
     def _of_chunk(
         self, kv_before: int, run: Run | None, samples: bool, ring: int = 1, q_len: int = 0

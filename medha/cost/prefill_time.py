@@ -14,13 +14,14 @@ The seconds are at factor 1; callers multiply by the factor of the moment.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache, lru_cache
 
 import numpy as np
 
 from medha.config import SchedulerConfig
+from medha.cost.coefficients import Line
 from medha.cost.predictor import Predictor, ring_or_gather_s
 
 ChunkRule = Callable[[int], int]
@@ -46,19 +47,19 @@ class PrefillTimes:
         if starts[-1] < max_tokens:
             more, more_s = self._integrated(starts[-1], done[-1])
             starts, done = [*starts, *more], [*done, *more_s]
-        self._starts = starts  # of chunks, or of ranges of them
-        self._done: list[float] = np.maximum.accumulate(done).tolist()  # seconds by then
+        self._done = Line(starts, np.maximum.accumulate(done).tolist(), 0.0)  # where chunks start, or ranges of them
+        self._done_s = self._done.at  # seconds by which so many tokens are done
 
     def total_s(self, num_prompt: int) -> float:
         """Seconds to prefill a prompt of so many tokens."""
         num_prompt = min(num_prompt, self.max_tokens)
         if num_prompt > self._exact_end:  # the last chunk is somewhere: half a step of one token in the mean
             return self._done_s(num_prompt) + self._seconds(1, num_prompt) / 2
-        at = bisect_left(self._starts, num_prompt) - 1
+        at = bisect_left(self._done.x, num_prompt) - 1
         if at < 0:
             return 0.0
-        start = int(self._starts[at])
-        return self._done[at] + self._seconds(num_prompt - start, start)
+        start = int(self._done.x[at])
+        return self._done.y[at] + self._seconds(num_prompt - start, start)
 
     def span_s(self, start: int, end: int) -> float:
         """Seconds in which a long prompt's prefill comes from one position to another."""
@@ -72,14 +73,6 @@ class PrefillTimes:
         if num_prompt <= num_computed:
             return 0.0
         return max(self.total_s(num_prompt) - self._done_s(num_computed), self.least_s)
-
-    def _done_s(self, num_tokens: int) -> float:
-        """Seconds by which so many tokens are done. As numpy.interp of one number, and much faster."""
-        x, y = self._starts, self._done
-        i = bisect_right(x, num_tokens) - 1
-        if i + 1 == len(x):
-            return y[-1]
-        return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (num_tokens - x[i]) + y[i]
 
     def _exact(self) -> tuple[list[float], list[float]]:
         """Where the first chunks start, and the seconds done by then; the last is where the last of them ends."""

@@ -68,11 +68,7 @@ _KNOWN_FIELDS = {
 }  # fmt: skip
 
 # Fields of generation_config.json, which have the names and bounds of medha.SamplingParams.
-_SAMPLING_CHECKS = {
-    field.name: field.metadata["option"].check
-    for field in dataclasses.fields(SamplingParams)
-    if field.name in MODEL_DEFAULTS
-}
+_CHECKS = {field.name: field.metadata["option"].check for field in dataclasses.fields(SamplingParams)}
 
 
 def load_model_config(
@@ -146,7 +142,7 @@ def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, flo
     if not path.exists() and not path.is_symlink():
         return {}, ()
     reader = Fields(read_json_object(path), path.name)
-    defaults = {name: reader.optional(name, check) for name, check in _SAMPLING_CHECKS.items()}
+    defaults = {name: reader.optional(name, _CHECKS[name]) for name in MODEL_DEFAULTS}
     if reader.raw.get("do_sample") is not None and not reader.boolean("do_sample"):
         defaults["temperature"] = 0.0
     given = {name: value for name, value in defaults.items() if value is not None}

@@ -235,28 +235,26 @@ class BatchBuilder:
         if not candidates:
             return False
 
-        def fits(gone: Collection[int]) -> bool:
+        def fits(span: tuple[int, Hit] | None, gone: Collection[int]) -> bool:
+            if span is not None:
+                if len(self._queue.running) - len(gone) >= self.config.max_num_seqs:
+                    return False
+                if may_share:
+                    self._queue.found(state, span[1].num_tokens(self.memory.block_size))
+                self._bind(state, *span)
             room = self.memory.room(state.slot, state.num_scheduled_tokens)
-            return self._fits(state, max(min(state.num_left, self.config.max_batch_tokens, room), 1), gone)
-
-        def fits_at(first: int, hit: Hit, gone: Collection[int]) -> bool:
-            if len(self._queue.running) - len(gone) >= self.config.max_num_seqs:
-                return False
-            if may_share:
-                self._queue.found(state, hit.num_tokens(self.memory.block_size))
-            self._bind(state, first, hit)
-            answer = fits(gone)
-            self.memory.undo_start(state.slot)
+            answer = self._fits(state, max(min(state.num_left, self.config.max_batch_tokens, room), 1), gone)
+            if span is not None:
+                self.memory.undo_start(state.slot)
             return answer
 
-        ways: list[Callable[[Collection[int]], bool]] = [fits]
+        spans: list[tuple[int, Hit] | None] = [None]  # of one that has started: it has its own
         may_share, num_cached = not state.has_started and self._may_share(state), state.num_cached
         if not state.has_started:
             spans = [(first, Hit()) for first in self._firsts(state)]
             if may_share and (shards := (hit := self._hit_of(state)).shards):
                 spans.insert(0, (shards[0][0], hit))
-            ways = [partial(fits_at, *span) for span in spans]
-        found = (fewest(candidates, way) for way in ways)
+        found = (fewest(candidates, partial(fits, span)) for span in spans)
         victims = next((victims for victims in found if victims is not None), [])
         if may_share:
             self._queue.found(state, num_cached)  # as it is queued

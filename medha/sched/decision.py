@@ -51,6 +51,7 @@ class Prediction:
     seconds: float  # busy, of the slowest stage of that group; or of the copies of swapped blocks if they take longer
     factor: float  # the correction within ``seconds``
     budget_s: float  # what the batch was to take at most
+    moved_s: float = 0.0  # in which blocks are swapped beside that, on the group that moves most
 
 
 @dataclass(frozen=True, slots=True)

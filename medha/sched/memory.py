@@ -68,10 +68,8 @@ class KVMemory:
         whole, num_on_host = num_blocks * block_size, config.num_swap_blocks
         max_kv_per_group = whole if config.max_kv_per_group is None else config.max_kv_per_group
         if max_kv_per_group % block_size or max_kv_per_group > whole:
-            raise ValueError(
-                f"max_kv_per_group={max_kv_per_group}; accepted: a multiple of the block size {block_size}, "
-                f"at most the pool's {whole} tokens"
-            )
+            accepted = f"a multiple of the block size {block_size}, at most the pool's {whole} tokens"
+            raise ValueError(f"max_kv_per_group={max_kv_per_group}; accepted: {accepted}")
         self.num_blocks = num_blocks
         self.num_groups = num_groups
         self.block_size = block_size

@@ -146,8 +146,7 @@ class MedhaPacker(Packer):
             if favoured or shortens or not self._leave_out(queue, builder, decodes_s):
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
-                spare_s = self._spare_s + share * prefills_s
-                self._spare_s = min(spare_s, self._most_spare_s)
+                self._spare_s = min(self._spare_s + share * prefills_s, self._most_spare_s)
         self._refused = list(dict.fromkeys([*self._asked, *builder.refused]))
         return self._prediction(queue, builder) if builder.rows else None
 
@@ -536,6 +535,7 @@ class MedhaPacker(Packer):
     def _prediction(self, queue: Queue, builder: BatchBuilder) -> Prediction:
         """Of the batch, which is not empty."""
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
-        tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
+        tick, moved_s = slowest.tick, builder.moved_s()
+        seconds = max(tick.seconds, moved_s)
         queue.batch_sent(seconds, tick.factor)
-        return Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
+        return Prediction(tick.kind, seconds, tick.factor, slowest.budget_s, moved_s)

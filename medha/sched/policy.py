@@ -15,7 +15,6 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -130,9 +129,7 @@ def lars(columns: Columns, now_s: float) -> Floats:
     return key
 
 
-BUILT_IN: MappingProxyType[str, Policy] = MappingProxyType(
-    {"fcfs": fcfs, "sjf": sjf, "srpt": srpt, "edf": edf, "lrs": lrs, "ilrs": ilrs, "lars": lars}
-)
+BUILT_IN: dict[str, Policy] = {one.__name__: one for one in (fcfs, sjf, srpt, edf, lrs, ilrs, lars)}
 CLASS_FIRST = DEFAULT_POLICY = "priority"
 
 

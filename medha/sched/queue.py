@@ -295,11 +295,10 @@ class Queue:
         return self.times(num_tokens).remaining_s(num_done, num_tokens)
 
     def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
-        if request.slo is not None and request.slo.ttft_s is not None and not request.is_relegated:
-            return request.slo.ttft_s
         if request.is_relegated:
             return math.inf
-        return max(self._config.deadline_floor_s, self._config.deadline_factor * total_s)
+        given_s = None if request.slo is None else request.slo.ttft_s
+        return given_s or max(self._config.deadline_floor_s, self._config.deadline_factor * total_s)
 
     def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
         """A row for a request that has not started; what was kept of it counts as done."""

@@ -31,7 +31,7 @@ from medha.sched.prefix import Chain
 from medha.sched.queue import Queue
 
 _MOST_STALE = 64  # waiting requests that are looked at in one decision, as what is there of them has changed
-_MOST_MOVED = 0.02  # of a batch's seconds, from which the predictor learns
+_MOST_MOVED = 0.02  # of a batch's seconds, in which blocks are swapped: with more it says little of compute
 
 
 class Scheduler:
@@ -144,9 +144,8 @@ class Scheduler:
             if self.config.admission == "refuse":
                 what = "its first token is predicted {:.3f} s after its arrival even if it runs next"
                 refusal = _refusal("ttft_s", request, predicted_s, what)
-                late_s = predicted_s - refusal.value
-                left_s = self.prefill_left_s(num_cached, request.num_prompt_tokens)
-                refusal.wait_s = late_s if left_s <= refusal.value else None
+                if self.prefill_left_s(num_cached, request.num_prompt_tokens) <= refusal.value:
+                    refusal.wait_s = predicted_s - refusal.value
                 raise refusal
             request = replace(request, is_relegated=True)
         if request.slo is not None and (alone_tpot_s is not None or request.max_new_tokens == 1):
@@ -332,7 +331,7 @@ class Scheduler:
             Slots closed by this call: their blocks are free and the slot numbers may be used again.
         """
         prediction = self._take_in_flight(batch)
-        if prediction is not None and not self._is_moving(batch, prediction.seconds):
+        if prediction is not None and prediction.moved_s <= _MOST_MOVED * prediction.seconds:
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
         self.packer.completed(batch)
         self._queue.computed(batch.rows)
@@ -343,11 +342,6 @@ class Scheduler:
             if finished:
                 self._queue.end(running[slot])
         return self._close_ended()
-
-    def _is_moving(self, batch: Batch, seconds: float) -> bool:
-        """Whether blocks that are swapped are more than a small part of a batch, which then says little of compute."""
-        blocks = max(map(batch.num_moved_blocks, range(self.memory.num_groups))) if batch.moves else 0
-        return blocks * self.memory.swap_block_s > _MOST_MOVED * seconds
 
     def _take_in_flight(self, batch: Batch) -> Prediction | None:
         """Take a batch out of those in flight; returns its prediction."""

@@ -316,9 +316,7 @@ class Detokenizer:
         if kind == "byte":
             self._run.append(token_id)
             return ""
-        ids: int | list[int] = token_id
-        if self._run:
-            ids, self._run = [*self._run, token_id], []
+        ids, self._run = [*self._run, token_id], []
         try:
             text = self._stream.step(self._tokenizer.backend, ids) or ""
         except BaseException as error:
@@ -351,9 +349,7 @@ class StopChecker:
         self._held = ""  # from where the earliest occurrence began that is not complete
 
     def push(self, piece: str) -> str:
-        """Add the next text of the stream; returns text safe to emit, none once a stop string is found."""
-        if self.matched is not None:
-            return ""
+        """Add the next text of a stream in which none is found yet; returns text safe to emit."""
         safe, self._held = self._split(self._held + piece, is_end=False)
         return safe
 

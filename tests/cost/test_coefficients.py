@@ -68,5 +68,5 @@ def test_tables_are_checked() -> None:
 
 
 def test_the_tail_is_the_mean_slope_of_the_upper_half() -> None:
-    assert Line(Curve((1.0, 2.0, 3.0, 4.0), (0.0, 5.0, 6.0, 6.0))).slope[-1] == 0.5
-    assert Line(Curve((1.0, 4.0), (2.0, 2.0))).slope[-1] == 0.5  # flat: in proportion
+    assert Line.of(Curve((1.0, 2.0, 3.0, 4.0), (0.0, 5.0, 6.0, 6.0))).slope[-1] == 0.5
+    assert Line.of(Curve((1.0, 4.0), (2.0, 2.0))).slope[-1] == 0.5  # flat: in proportion

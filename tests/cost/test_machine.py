@@ -81,7 +81,7 @@ def test_a_cpu_is_so_many_threads() -> None:
     weights = 4 * (2048 * (64 + 2 * 32 + 64) + 3 * 2048 * 8192)  # of the layers; a token reads each, 4 bytes at 6 GB/s
     assert one.linear.y[0] >= weights * 4 / 6e9
     assert one.linear.y[-1] == pytest.approx(2 * weights * one.linear.x[-1] / 4e10, rel=0.05)
-    assert Line(one.linear).slope[-1] == pytest.approx(4 * Line(four.linear).slope[-1], rel=1e-3)
+    assert Line.of(one.linear).slope[-1] == pytest.approx(4 * Line.of(four.linear).slope[-1], rel=1e-3)
 
 
 def test_a_gpu_has_the_spec_of_its_name() -> None:
