@@ -227,9 +227,6 @@ class SamplingParams:
         return cls(**{FIELD_ALIASES.get(name, name): value for name, value in fields.items()})
 
 
-FILTERS = ("top_p", "top_k", "min_p")
-"""The fields that keep some tokens and drop the others; they change nothing where drawing is greedy."""
-
 MODEL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Of the fields that ``generation_config.json`` may set."""
 

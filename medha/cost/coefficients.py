@@ -259,12 +259,11 @@ def _extended(table: ChunkAttention, max_tokens: int) -> Floats:
 
 
 def _monotone_cubic(at: NDArray[np.int64], x: Floats, y: Floats) -> Floats:
-    """Piecewise cubic through points, non-decreasing where they are (Fritsch and Butland's slopes); flat before them.
+    """Piecewise cubic through points, two at least, non-decreasing where they are (Fritsch and Butland's slopes); flat
+    before them.
 
     Attention of a chunk is a quadratic in its size, which straight lines between few sizes overestimate by up to 12 %.
     """
-    if len(x) < 2:
-        return np.full(len(at), y[0])
     width = np.diff(x)
     rise = np.diff(y) / width
     inner = np.zeros(len(x) - 2)
