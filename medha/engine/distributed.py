@@ -362,8 +362,8 @@ class Follower:
             self._tokens.post(batch)
         return self.runner.prepare(part, message.token_ids)
 
-    def join(self, name: str) -> None:
-        """Follow one call of the front door to its end; raises what rank 0's call raised.
+    def call(self, name: str, run: object) -> list[RequestOutput]:
+        """Follow a call that rank 0 runs to its end, which leaves nothing here; raises what it raised.
 
         Raises:
             EngineDeadError: rank 0 called something else; every rank hears of it.
@@ -374,9 +374,10 @@ class Follower:
         error = self._follow_to(name, "end").fields["error"]
         if error is not None:
             raise error_from_json(error)
+        return []
 
     def stop(self) -> None:
-        """Follow until rank 0 stops, then leave the process groups; raises as :meth:`join`."""
+        """Follow until rank 0 stops, then leave the process groups; raises as :meth:`call`."""
         self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()

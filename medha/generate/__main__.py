@@ -176,8 +176,8 @@ def _serve(
         files = [] if output is None else [emptied(output) if given["overwrite"] else output]
         lines = OutputLines(engine, arrivals, files + [sys.stdout] * json_lines)
         stack.callback(lines.close)
-        if role.caller is not None:
-            role.caller.ranks.monitor.before_end = lines.fail
+        if role.part is not None:
+            role.part.ranks.monitor.before_end = lines.fail
         num_failed = 0
 
         def should_stop() -> bool:
