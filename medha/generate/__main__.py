@@ -19,12 +19,12 @@ from rich.console import Console
 
 from medha.cli import command
 from medha.cli.display import Display, StreamedText, budget_text, print_explanation
-from medha.cli.files import emptied, opened, unwritable_reported
+from medha.cli.files import emptied, opened
 from medha.cli.options import ENGINE, MODEL, SAMPLING, LogLevel, ModelArgument, but, engine_options, takes
 from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
-from medha.engine.jsonl import OutputLines
+from medha.engine.jsonl import OutputLines, unwritable_reported
 from medha.errors import ConfigError
 from medha.generate.work import requested
 from medha.parallel.launch import Launch, is_first_rank, is_launched, read_launch
