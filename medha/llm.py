@@ -63,23 +63,19 @@ class LLM(AbstractContextManager["LLM"]):
         self, model: str | Path, *, timeline: Timeline | None = None, journal: str | Path | None = None, **options: Any
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
-        self._role: RankHandle | None = self._build(timeline, None if journal is None else Path(journal))
-        if self._role.part is not None:
-            atexit.register(_close_at_exit, weakref.ref(self))
-        self._ids = map(str, itertools.count())
-        self._calls = threading.RLock()  # over several ranks one call at a time
-
-    def _build(self, timeline: Timeline | None, journal: Path | None) -> RankHandle:
-        """This rank's part; a journal that cannot be written is found before the model is loaded."""
         if journal is not None:
             check_recordable(self.config.scheduler, self.config.parallel.decode_replicas)
-        with ExitStack() as stack:
-            file = stack.enter_context(opened(journal)) if journal is not None and is_first_rank() else None
+        with ExitStack() as stack:  # a journal that cannot be written is found before the model is loaded
+            file = stack.enter_context(opened(Path(journal))) if journal is not None and is_first_rank() else None
             role = stack.enter_context(build_role(self.config, timeline=timeline))
             if file is not None and role.engine is not None:
                 role.engine.record(emptied(file))
             self._stack = stack.pop_all()  # what closing this leaves
-        return role
+        self._role: RankHandle | None = role
+        if role.part is not None:
+            atexit.register(_close_at_exit, weakref.ref(self))
+        self._ids = map(str, itertools.count())
+        self._calls = threading.RLock()  # over several ranks one call at a time
 
     @property
     def engine(self) -> Engine:
