@@ -328,20 +328,19 @@ class Follower:
     def _take(self, message: Message) -> tuple[Message, StepInput | Exception | None]:
         """Prepare a batch while another one computes, or begin to move a request's KV; what went wrong is raised in its
         turn."""
-        self._newest = message
-        if message.batch is None:
-            return message, None
+        self._newest, batch, step = message, message.batch, None
         try:
-            if message.kind != "handover":
-                return message, self._prepare(message, message.batch)
-            assert self.transfers is not None, "there are decode instances"
-            slot, target = message.batch.shared[0][:2]
-            if target == self.ranks.group:
-                self._tokens.note(message.batch.batch_id, slot, message.fields["token"])
-            self.transfers.begin(message.fields["held"], message.batch)
-            return message, None
+            if message.kind == "handover":
+                assert self.transfers is not None and batch is not None, "there are decode instances"
+                slot, target = batch.shared[0][:2]
+                if target == self.ranks.group:
+                    self._tokens.note(batch.batch_id, slot, message.fields["token"])
+                self.transfers.begin(message.fields["held"], batch)
+            elif batch is not None:
+                step = self._prepare(message, batch)
         except Exception as error:
             return message, error
+        return message, step
 
     def _prepare(self, message: Message, batch: Batch) -> StepInput:
         """Prepare a batch and post what it will receive, so that the transfers run while something else computes."""

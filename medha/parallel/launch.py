@@ -1,7 +1,7 @@
 """What the launcher (torchrun) says about this process, and what the system says of the processes of a job.
 
-Here alone is read what torchrun sets, and read of ``/proc`` whether a rank of this machine is gone or stopped;
-where there is no ``/proc`` every process seems to run. Loads no torch.
+Here alone is read what torchrun sets of the ranks, and read of ``/proc`` whether a rank of this machine is gone or
+stopped; where there is no ``/proc`` every process seems to run. Loads no torch.
 """
 
 from __future__ import annotations

@@ -212,7 +212,6 @@ class DecodeGraphs:
     def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:
         """What a graph holds."""
         cos_sin_TH = cos_sin(self._positions[:size], self._inv_freq, self._model.config.rope.attention_factor)
-
         targets = self._cache.places(self._targets[:size])
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
