@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from medha.text import Tokenizer
 from medha.timeline import Timeline
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """One model, ready to serve.
 
     Threads may share an LLM: the requests of their calls share the batches, each thread gets the outputs of its own,
@@ -63,24 +63,19 @@ class LLM:
         self, model: str | Path, *, timeline: Timeline | None = None, journal: str | Path | None = None, **options: Any
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
-        self._files = ExitStack()
-        self._role: RankHandle | None = self._build(timeline, None if journal is None else Path(journal))
-        if not self._role.is_alone:
+        if journal is not None:
+            check_recordable(self.config.scheduler, self.config.parallel.decode_replicas)
+        with ExitStack() as stack:  # a journal that cannot be written is found before the model is loaded
+            file = stack.enter_context(opened(Path(journal))) if journal is not None and is_first_rank() else None
+            role = stack.enter_context(build_role(self.config, timeline=timeline))
+            if file is not None and role.engine is not None:
+                role.engine.record(emptied(file))
+            self._stack = stack.pop_all()  # what closing this leaves
+        self._role: RankHandle | None = role
+        if role.part is not None:
             atexit.register(_close_at_exit, weakref.ref(self))
         self._ids = map(str, itertools.count())
         self._calls = threading.RLock()  # over several ranks one call at a time
-
-    def _build(self, timeline: Timeline | None, journal: Path | None) -> RankHandle:
-        """This rank's part; a journal that cannot be written is found before the model is loaded."""
-        if journal is not None:
-            check_recordable(self.config.scheduler, self.config.parallel.decode_replicas)
-        with ExitStack() as stack:
-            file = stack.enter_context(opened(journal)) if journal is not None and is_first_rank() else None
-            role = build_role(self.config, timeline=timeline)
-            if file is not None and role.engine is not None:
-                role.engine.record(emptied(file))
-            self._files = stack.pop_all()
-        return role
 
     @property
     def engine(self) -> Engine:
@@ -96,15 +91,13 @@ class LLM:
     @property
     def is_driver(self) -> bool:
         """Whether this is the rank whose arguments count: rank 0."""
-        return self._open_role.follower is None
+        return self._open_role.engine is not None
 
     def follow(self) -> None:
         """On every rank but 0: take part while rank 0 drives :attr:`engine`, until it closes its LLM."""
-        role = self._open_role
-        if role.follower is None:
+        if self.is_driver:
             raise EngineDeadError("rank 0 drives the engine; the other ranks follow it")
-        role.close()
-        self._role = None
+        self.close()
 
     def generate(
         self,
@@ -140,14 +133,8 @@ class LLM:
             return self._serve(lambda: self._prepare(listed(prompts), **given), use_tqdm)
 
         role = self._open_role
-        if role.is_alone:
-            return run()
-        with self._calls:
-            if role.caller is not None:
-                return role.caller.call("generate", run)
-            assert role.follower is not None, "whoever is not rank 0 follows it"
-            role.follower.join("generate")
-            return []
+        with nullcontext() if role.part is None else self._calls:
+            return role.call("generate", run)
 
     def chat(
         self,
@@ -194,7 +181,7 @@ class LLM:
         if isinstance(prompt, (list, tuple)) and prompt and not is_prompt(prompt):
             message = f"stream takes one prompt, and this is a list of {len(prompt)}; accepted: one of them"
             raise ValidationError(message, param="prompt", value=prompt)
-        if not self._open_role.is_alone:
+        if self._open_role.part is not None:
             raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
         request = self.engine.prepare(self._new_id(), prompt, sampling_params, slo=slo)
         request.params = request.params.reported("delta")
@@ -217,14 +204,9 @@ class LLM:
         """Drop the model and its memory, and leave the job; every rank calls it, and may call it twice."""
         self.__exit__(None, None, None)
 
-    def __enter__(self) -> LLM:
-        return self
-
     def __exit__(self, *exc: Any) -> None:
-        role, self._role = self._role, None
-        with self._files:
-            if role is not None:
-                role.__exit__(*exc)
+        self._role = None
+        self._stack.__exit__(*exc)
 
     @property
     def _open_role(self) -> RankHandle:

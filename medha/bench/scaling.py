@@ -211,7 +211,7 @@ def _steps(
 def _records(local: Local, ids: Sequence[int] | None) -> list[str]:
     """What each rank ran since the last call, of batches that count."""
     role = local.role
-    if role.caller is None:
+    if role.part is None:
         records = [RankRecords(0, 0, 0, role.runner.recorder.take())]
     else:
         records = local.engine.runner.gather_records()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A child process that answers messages, one at a time.
+"""A child process that answers messages, one at a time; what it does with them is in :mod:`medha.child.serving`.
 
 What crashes in it, or takes more than it may, is an error of that message alone; the next one gets a new child. It is
 started by the first message, and ends with its parent, whatever that dies of: its end of the pipe closes.
@@ -7,12 +7,10 @@ started by the first message, and ends with its parent, whatever that dies of: i
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +18,6 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 _END_S = 5.0
-_WATCH_S = 1.0
 
 
 class ChildError(RuntimeError):
@@ -31,7 +28,7 @@ class Child:
     """Asks a child process; any thread may, and the others wait.
 
     Args:
-        module: what it runs, which calls :func:`serve`.
+        module: what it runs, which calls :func:`medha.child.serving.serve`.
         setup: makes the message that each new child gets first and does not answer.
     """
 
@@ -92,35 +89,6 @@ def popen_module(
     """Start ``python -m`` a module with its arguments, and options of Popen; imports are found as they are here."""
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)  # which a program may have changed
     return subprocess.Popen([sys.executable, "-P", "-m", *module], env={**environ, "PYTHONPATH": path}, **options)
-
-
-def serve(setup: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
-    """In the child: answer messages until the parent is gone.
-
-    ``setup`` takes the first message and returns what makes an answer of the others. What that raises is an answer,
-    too, a ChildError its text alone.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it comes here as well; the parent sees to it
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    with Connection(int(sys.argv[1])) as pipe, suppress(EOFError, OSError):
-        answer = setup(pipe.recv_bytes())
-        while True:
-            message = pipe.recv_bytes()
-            try:
-                is_error, found = b"", answer(message)
-            except BaseException as error:  # a panic of an extension is no Exception
-                text = str(error) if isinstance(error, ChildError) else f"{type(error).__name__}: {error}"[:1000]
-                is_error, found = b"error", text.encode(errors="replace")
-            pipe.send_bytes(is_error)
-            pipe.send_bytes(found)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent is gone, also in the middle of an answer that would take for ever."""
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    os._exit(1)
 
 
 def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:

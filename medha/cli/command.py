@@ -7,6 +7,7 @@ failed, 130 interrupted. Text that was asked for goes to stdout, everything else
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import re
@@ -16,8 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
@@ -28,7 +30,7 @@ from typer.models import OptionInfo
 from medha.config.engine_config import FOREIGN_OPTIONS, OPTION_ALIASES, is_flag, note_foreign
 from medha.config.fields import parse_size
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
-from medha.parallel.launch import exit_at_once, has_agent, is_first_rank, is_launched, tell_launcher, write_state
+from medha.parallel.launch import exit_at_once, has_agent, is_first_rank, is_launched, write_state
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -241,10 +243,18 @@ def complain(message: str, code: int) -> int:
     line = " ".join(message.split())
     if is_first_rank():
         print("error:", line, file=sys.stderr, flush=True)
-        tell_launcher(line)
+        _tell_launcher(line)
     elif code == _BAD_INPUT:
         time.sleep(_SPEAK_S)  # the launcher ends every rank as soon as one has ended, and rank 0 has to speak yet
     return code
+
+
+def _tell_launcher(message: str) -> None:
+    """Have torchrun's own report of the failure, below which nothing else is seen, end with a message."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def ignore_signals() -> None:

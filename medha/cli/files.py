@@ -1,32 +1,18 @@
-"""Files that users name to read from or to append lines to, each line whole or not at all."""
+"""Files that users name to append lines to, each line whole or not at all."""
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medha.errors import ConfigError, RequestError
+from medha.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
-
-STDIN = Path("-")
-"""What a user calls standard input."""
-
-
-@contextmanager
-def unwritable_reported(path: str | Path) -> Iterator[None]:
-    """Within, a file that cannot be written is a RequestError with its path."""
-    try:
-        yield
-    except OSError as error:
-        raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
 
 
 class _WholeWrites(io.FileIO):
@@ -64,12 +50,3 @@ def emptied(file: TextIO) -> TextIO:
     if Path(file.name).is_file():
         file.truncate(0)
     return file
-
-
-def read_input(path: Path, what: str) -> bytes:
-    """What a user gives to read: a file, or with ``-`` standard input; a byte order mark is left out."""
-    try:
-        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{what} {path}: {error.strerror}") from error
-    return data.removeprefix(codecs.BOM_UTF8)

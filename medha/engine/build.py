@@ -10,6 +10,8 @@ import logging
 import shlex
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.folder import resolve_model
 from medha.models.hf_config import load_generation_config, model_config_of
+from medha.outputs import RequestOutput
 from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.launch import Launch, read_launch
@@ -72,43 +75,33 @@ _LOAD_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankHandle:
+class RankHandle(AbstractContextManager["RankHandle"]):
     """What this process does in a job, with its own part of the model."""
 
     limits: ModelLimits
     tokenizer: Tokenizer | None
     runner: Runner
+    describe: Callable[[], str]  # what this process works on; for another thread
     engine: Engine | None = None  # on rank 0, and where there is one process
-    caller: DrivingRunner | None = None  # on rank 0 of several: tells the others what is called
-    follower: Follower | None = None  # on the other ranks
+    part: DrivingRunner | Follower | None = None  # in what several ranks do; the first is rank 0's
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is one process."""
-        return self.caller is None and self.follower is None
-
-    def describe(self) -> str:
-        """What this process works on; for another thread."""
-        worker = self.engine or self.follower
-        assert worker is not None, "every rank has the one or the other"
-        return worker.describe()
-
-    def __enter__(self) -> RankHandle:
-        return self
+    def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Make a call that every rank makes: it runs where the engine is, the others take part and return nothing."""
+        return run() if self.part is None else self.part.call(name, run)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Leave the job; where an error ends this rank tell the others, which may be anywhere, and do not wait."""
-        if error is None or (part := self.caller or self.follower) is None:
+        if error is None or self.part is None:
             self.close()
         else:
-            give_up(part.ranks.monitor, error)
+            give_up(self.part.ranks.monitor, error)
 
     def close(self) -> None:
         """Leave the job; every rank calls it."""
-        if (part := self.caller or self.follower) is not None:
+        if self.part is not None:
             if self.engine is not None:  # what is in flight ends on every rank
                 self.engine.end([request.request_id for request in self.engine.requests()])
-            part.stop()  # where rank 0 drives the engine the others first follow it to its end
+            self.part.stop()  # where rank 0 drives the engine the others first follow it to its end
         self.runner.drop_graphs()
 
 
@@ -199,7 +192,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: Timeline | None) -> 
     ends: dict[str, Any] = {"ahead": ahead, "transfers": transfers, "lines": lines}
     if ranks is not None and ranks.rank != 0:
         follower = Follower(runner, ranks, decodes=decodes or not lanes, **ends)
-        return RankHandle(limits, tokenizer, runner, follower=follower)
+        return RankHandle(limits, tokenizer, runner, follower.describe, part=follower)
     gpu, longest = torch.cuda.get_device_name(device) if device.type == "cuda" else None, limits.max_model_len
     machine = {"hardware": spec_of_device(gpu, torch.get_num_threads()).name, "model": shape_name(model_config)}
     scheduler = _build_scheduler(config, coefficients, longest, pools[False], **machine)
@@ -222,7 +215,8 @@ def _build(config: EngineConfig, job: Job | None, timeline: Timeline | None) -> 
     _log_start(config, limits, scheduler)
     texts: dict[str, Any] = {"tokenizer": tokenizer, "timeline": timeline}
     if ranks is None:
-        return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
+        engine = Engine(runner, scheduler, limits, **texts)
+        return RankHandle(limits, tokenizer, runner, engine.describe, engine)
     control = {rank: its.control for rank, its in lines.items()}
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size), control)
     driven = DrivingRunner(runner, ranks, sender, lanes=lanes, timeline=timeline, **ends)
@@ -231,7 +225,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: Timeline | None) -> 
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
-    return RankHandle(limits, tokenizer, runner, engine, driven)
+    return RankHandle(limits, tokenizer, runner, engine.describe, engine, driven)
 
 
 def _num_blocks(ranks: Ranks | None, decodes: bool, num_blocks: int) -> list[int]:

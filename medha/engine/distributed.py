@@ -54,7 +54,6 @@ from medha.worker.step_input import StepInput
 from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
-_NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -138,25 +137,24 @@ class DrivingRunner:
             return self._submit(batch)
 
     def _submit(self, batch: Batch) -> PendingStep:
-        parts, own_ids = dict[int, Batch](), _NO_TOKENS
+        parts, ids = dict[int, Batch](), dict[int, npt.NDArray[np.int32]]()
         for group, whole, fields in self._told(batch):
             parts[group] = part = whole.part_of(group)
-            tokens = self.runner.chunk_ids(part, decodes=self._tells_tokens)
-            own_ids = tokens if group == 0 else own_ids
+            ids[group] = self.runner.chunk_ids(part, decodes=self._tells_tokens)
             if opened := self._opened(part, group):
                 fields["open"] = opened
-            self.sender.send(Message("batch", fields, whole, tokens), only=self._ranks_of[group])
+            self.sender.send(Message("batch", fields, whole, ids[group]), only=self._ranks_of[group])
         concerned = [group for group in sorted(parts) if parts[group].rows and self.ranks.sampler_rank(group) != 0]
         posted = {group: self._reports.post(parts[group], group) for group in concerned}
         if self._in_turn:
-            step = self.runner.prepare(parts[0], own_ids)
+            step = self.runner.prepare(parts[0], ids[0])
             return PendingStep(partial(self._completed, batch, [partial(self._tokens.run, step), *posted.values()]))
         reports = {group: self._awaited[group].submit(report) for group, report in posted.items()}
         if 0 in reports:
             self._tokens.take_from(reports[0], parts[0])
         futures: list[Future[Any]] = [*reports.values()]
         if 0 in parts:
-            step = self.runner.prepare(parts[0], own_ids)
+            step = self.runner.prepare(parts[0], ids[0])
             futures.insert(0, self._own.submit(partial(self._tokens.run, step)))
         pending = PendingStep(partial(self._completed, batch, [future.result for future in futures]))
         if self.news is None:
@@ -274,10 +272,7 @@ class DrivingRunner:
                 end()
             self.sender.send(Message("stop"))
             self.sender.drain()
-            if self.transfers is not None:
-                self.transfers.close()
-            self.runner.drop_graphs()  # NCCL would wait for the graphs that hold its collectives
-            leave(self.ranks)
+            _leave(self)
 
     def _say(self, message: Message) -> None:
         with failures_named(self.ranks.monitor, activity="idle"):
@@ -333,20 +328,19 @@ class Follower:
     def _take(self, message: Message) -> tuple[Message, StepInput | Exception | None]:
         """Prepare a batch while another one computes, or begin to move a request's KV; what went wrong is raised in its
         turn."""
-        self._newest = message
-        if message.batch is None:
-            return message, None
+        self._newest, batch, step = message, message.batch, None
         try:
-            if message.kind != "handover":
-                return message, self._prepare(message, message.batch)
-            assert self.transfers is not None, "there are decode instances"
-            slot, target = message.batch.shared[0][:2]
-            if target == self.ranks.group:
-                self._tokens.note(message.batch.batch_id, slot, message.fields["token"])
-            self.transfers.begin(message.fields["held"], message.batch)
-            return message, None
+            if message.kind == "handover":
+                assert self.transfers is not None and batch is not None, "there are decode instances"
+                slot, target = batch.shared[0][:2]
+                if target == self.ranks.group:
+                    self._tokens.note(batch.batch_id, slot, message.fields["token"])
+                self.transfers.begin(message.fields["held"], batch)
+            elif batch is not None:
+                step = self._prepare(message, batch)
         except Exception as error:
             return message, error
+        return message, step
 
     def _prepare(self, message: Message, batch: Batch) -> StepInput:
         """Prepare a batch and post what it will receive, so that the transfers run while something else computes."""
@@ -362,8 +356,8 @@ class Follower:
             self._tokens.post(batch)
         return self.runner.prepare(part, message.token_ids)
 
-    def join(self, name: str) -> None:
-        """Follow one call of the front door to its end; raises what rank 0's call raised.
+    def call(self, name: str, run: object) -> list[RequestOutput]:
+        """Follow a call that rank 0 runs to its end, which leaves nothing here; raises what it raised.
 
         Raises:
             EngineDeadError: rank 0 called something else; every rank hears of it.
@@ -371,20 +365,17 @@ class Follower:
         begun = self._follow_to(name, "call")
         if begun.fields["name"] != name:
             raise self._mismatch(name, begun)
-        error = self._follow_to(name, "end").fields["error"]
-        if error is not None:
+        if (error := self._follow_to(name, "end").fields["error"]) is not None:
             raise error_from_json(error)
+        return []
 
     def stop(self) -> None:
-        """Follow until rank 0 stops, then leave the process groups; raises as :meth:`join`."""
+        """Follow until rank 0 stops, then leave the process groups; raises as :meth:`call`."""
         self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()
             self._reports.drain()
-            if self.transfers is not None:
-                self.transfers.close()
-            self.runner.drop_graphs()  # NCCL would wait for the graphs that hold its collectives
-            leave(self.ranks)
+            _leave(self)
 
     def _follow_to(self, name: str, kind: str) -> Message:
         message = self.follow()
@@ -398,3 +389,11 @@ class Follower:
         error = EngineDeadError(f"{what}; accepted: the same calls on every rank")
         give_up(self.ranks.monitor, error)
         return error
+
+
+def _leave(part: DrivingRunner | Follower) -> None:
+    """Leave the process groups, with nothing on its way."""
+    if part.transfers is not None:
+        part.transfers.close()
+    part.runner.drop_graphs()  # NCCL would wait for the graphs that hold its collectives
+    leave(part.ranks)

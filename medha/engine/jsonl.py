@@ -9,19 +9,21 @@ run. Fields nobody knows are ignored and named once in the log; known ones that 
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import logging
 import math
+import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medha.cli.files import read_input, unwritable_reported
 from medha.engine.arrivals import Arrival, Joiner
-from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError, not_accepted
+from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError, not_accepted
 from medha.models.folder import parse_json_object
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("medha")
 
+STDIN = Path("-")
+"""What a user calls standard input."""
 
 _ID_FIELDS = ("id", "request_id", "custom_id")
 _OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority", "tenant", *PROMPT_OPTIONS}
@@ -87,6 +91,24 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
     if unknown:
         logger.warning("request fields ignored (with how many lines): %s", dict(unknown))
     return sorted(arrivals.values(), key=lambda a: a.arrival_s)
+
+
+def read_input(path: Path, what: str) -> bytes:
+    """What a user gives to read: a file, or with ``-`` standard input; a byte order mark is left out."""
+    try:
+        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}") from error
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+@contextmanager
+def unwritable_reported(path: str | Path) -> Iterator[None]:
+    """Within, a file that cannot be written is a RequestError with its path."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
 
 
 class OutputLines:

@@ -147,10 +147,9 @@ class ReportLine:
 
     def receive_records(self, rank: int) -> RankRecords:
         """Wait for the records of another rank."""
-        size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
+        group = self._ranks.report_group
+        size = post_receive(torch.empty(1, dtype=torch.int64), rank, group, _RECORDS_TAG)()
+        data = post_receive(torch.empty(int(size), dtype=torch.uint8), rank, group, _RECORDS_TAG)()
         return decode_records(data.numpy().tobytes())
 
     def drain(self) -> None:

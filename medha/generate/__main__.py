@@ -19,12 +19,12 @@ from rich.console import Console
 
 from medha.cli import command
 from medha.cli.display import Display, StreamedText, budget_text, print_explanation
-from medha.cli.files import emptied, opened, unwritable_reported
+from medha.cli.files import emptied, opened
 from medha.cli.options import ENGINE, MODEL, SAMPLING, LogLevel, ModelArgument, but, engine_options, takes
 from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
-from medha.engine.jsonl import OutputLines
+from medha.engine.jsonl import OutputLines, unwritable_reported
 from medha.errors import ConfigError
 from medha.generate.work import requested
 from medha.parallel.launch import Launch, is_first_rank, is_launched, read_launch
@@ -176,8 +176,8 @@ def _serve(
         files = [] if output is None else [emptied(output) if given["overwrite"] else output]
         lines = OutputLines(engine, arrivals, files + [sys.stdout] * json_lines)
         stack.callback(lines.close)
-        if role.caller is not None:
-            role.caller.ranks.monitor.before_end = lines.fail
+        if role.part is not None:
+            role.part.ranks.monitor.before_end = lines.fail
         num_failed = 0
 
         def should_stop() -> bool:

@@ -16,11 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from medha.cli.files import STDIN, read_input
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival
-from medha.engine.jsonl import read_requests
+from medha.engine.jsonl import STDIN, read_input, read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.parallel.launch import is_launched
 from medha.params import PROMPT_FORMS, SamplingParams, prompt_form

@@ -78,7 +78,7 @@ class Merge:
             What waits for the other groups and merges: the output [T, N, H] of each span over the whole context.
             PlanDivergenceError where a rank of a span merges other rows, if they are compared.
         """
-        digests, ops, arriving = [], [], dict[int, Callable[[], torch.Tensor]]()
+        digests, sends, receives, arriving = [], [], [], dict[int, Callable[[], torch.Tensor]]()
         for group in sorted({group for shared, _ in parts for group in shared.groups} - {self.own}):
             spans, told = zip(*[(shared, part) for shared, part in parts if group in shared.groups], strict=True)
             rank, size = self.ranks[group], sum(map(_size, told))
@@ -93,18 +93,17 @@ class Merge:
             if memory is None:
                 theirs = torch.empty_like(mine)
                 arriving[group] = theirs.contiguous  # itself
-                ops += [dist.P2POp(what, x, rank, self.group) for what, x in ((dist.irecv, theirs), (dist.isend, mine))]
+                sends.append((rank, mine))
+                receives.append((rank, theirs))
             else:
                 memory.put(rank, mine)
                 arriving[group] = partial(memory.receive, rank, size)
-        works = dist.batch_isend_irecv(ops) if ops else []
+        wait = exchange(self.group, sends, receives)
 
         def result() -> list[torch.Tensor]:
             for meant, group, received in digests:
                 meant.check(group, received())
-            for work in works:
-                work.wait()
-            ops.clear()  # what is sent has to live so long
+            wait()
             found = {self.own: iter([part for _, part in parts])}
             for group, message in arriving.items():
                 found[group] = iter(_views(message(), [part for shared, part in parts if group in shared.groups]))
@@ -165,6 +164,22 @@ class Merge:
         shared = Shared(-1, range(len(self.ranks)), slice(0), 0)
         empty = torch.zeros(1, 1, 2, device=device)
         self.start([(shared, (empty, empty[..., 0]))], compare=True)()
+
+
+def exchange(
+    group: dist.ProcessGroup, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+) -> Callable[[], None]:
+    """Begin to send tensors to ranks and to receive them from ranks; what is returned waits for all of it."""
+    ops = [dist.P2POp(dist.irecv, tensor, rank, group) for rank, tensor in receives]
+    ops += [dist.P2POp(dist.isend, tensor, rank, group) for rank, tensor in sends]
+    works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+        ops.clear()  # what is sent has to live so long
+
+    return wait
 
 
 def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:

@@ -1,20 +1,17 @@
 """What the launcher (torchrun) says about this process, and what the system says of the processes of a job.
 
-Here alone is read what torchrun sets, and read of ``/proc`` whether a rank of this machine is gone or stopped;
-where there is no ``/proc`` every process seems to run. Loads no torch.
+Here alone is read what torchrun sets of the ranks, and read of ``/proc`` whether a rank of this machine is gone or
+stopped; where there is no ``/proc`` every process seems to run. Loads no torch.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -116,14 +113,6 @@ def is_launched() -> bool:
 def has_agent() -> bool:
     """Whether torchrun's agent has started this process; it passes on the signals that it gets."""
     return os.environ.get(AGENT, OWN) != OWN
-
-
-def tell_launcher(message: str) -> None:
-    """Have torchrun's own report of the failure, below which nothing else is seen, end with a message."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def gloo_interface(launch: Launch) -> str:

@@ -219,11 +219,8 @@ def _tp_mesh(
 
 def _tp_neighbours(config: ParallelConfig) -> tuple[range, ...]:
     """The global ranks of each tensor-parallel group."""
-    firsts = [
-        config.rank_of(stage=stage, tp_rank=0, kvp_rank=group)
-        for group in range(config.num_groups)
-        for stage in range(config.of_group(group).spp)
-    ]
+    places = [(group, stage) for group in range(config.num_groups) for stage in range(config.of_group(group).spp)]
+    firsts = [config.rank_of(stage=stage, tp_rank=0, kvp_rank=group) for group, stage in places]
     return tuple(range(first, end) for first, end in pairwise([*firsts, config.world_size]))
 
 

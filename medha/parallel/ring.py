@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 
 from medha.attention.merge import Partial, merge_partials
-from medha.parallel.kvp import Merge, Shared
+from medha.parallel.kvp import Merge, Shared, exchange
 
 
 def buffer_of(buffers: list[torch.Tensor], number: int, size: int) -> torch.Tensor:
@@ -71,19 +70,17 @@ class Ring:
             self._digests.send(shared.batch_id, shared.digest, following)
         partials: list[Partial] = []
         for step in range(count):
-            owner, works = (index - step) % count, []
+            owner, wait = (index - step) % count, None
             if step + 1 < count:
                 arriving = buffer_of(self.buffers, step + 1, sizes[owner - 1])
-                receive = dist.P2POp(dist.irecv, arriving, previous, self._group)
-                works = dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, block, following, self._group)])
+                wait = exchange(self._group, [(following, block)], [(previous, arriving)])
             partials.append(attend(owner, block))
             with waiting():
                 if compare and step == 0:
                     shared.check(groups[index - 1], digest())
-                for work in works:
-                    work.wait()
-            if works:
-                block = arriving
+                if wait is not None:
+                    wait()
+                    block = arriving
         return merge_partials(partials)[0]
 
     def move(
@@ -91,13 +88,5 @@ class Ring:
     ) -> Callable[[], None]:
         """Begin to send history to some groups and to receive it from others, in the order of the shifts; what is
         returned waits for all of it."""
-        ops = [dist.P2POp(dist.irecv, tensor, self._ranks[group], self._group) for group, tensor in receives]
-        ops += [dist.P2POp(dist.isend, tensor, self._ranks[group], self._group) for group, tensor in sends]
-        works = dist.batch_isend_irecv(ops)
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-            ops.clear()  # what is sent has to live so long
-
-        return wait
+        going, coming = ([(self._ranks[group], tensor) for group, tensor in some] for some in (sends, receives))
+        return exchange(self._group, going, coming)

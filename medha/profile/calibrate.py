@@ -268,30 +268,19 @@ def measure(
     num_blocks = -(-(longest + effort.chunks[-1]) // role.runner.cache.block_size)
     fill_pools(role.runner.cache, num_blocks * role.runner.cache.block_size, seed=role.runner.group)
     meter = StageMeter(role.runner)
-    if role.follower is not None:
-        role.follower.join("profile")
-        gathered(role.follower.ranks, meter.take())
-        role.close()
-        return None
-    assert role.engine is not None, "rank 0 has the engine"
-    block_size = role.runner.cache.block_size
-    runner = StepRunner(
-        role.engine.runner, block_size=block_size, num_blocks=num_blocks, vocab_size=role.limits.vocab_size
-    )
-    wanted = families(effort, max_kv=longest, num_groups=config.parallel.kvp, block_size=block_size)
     steps: dict[int, Step] = {}
 
     def run() -> list[RequestOutput]:
+        assert role.engine is not None, "it runs on rank 0"
+        block_size, vocab_size = role.runner.cache.block_size, role.limits.vocab_size
+        runner = StepRunner(role.engine.runner, block_size=block_size, num_blocks=num_blocks, vocab_size=vocab_size)
+        wanted = families(effort, max_kv=longest, num_groups=config.parallel.kvp, block_size=block_size)
         steps.update(run_in_turn(runner, effort, wanted, on_progress))
         return []
 
-    if role.caller is None:
-        run()
-        by_rank = [meter.take()]
-    else:
-        role.caller.call("profile", run)
-        by_rank = gathered(role.caller.ranks, meter.take())
-    found = _fitted(role, config, steps, by_rank)
+    role.call("profile", run)
+    by_rank = [meter.take()] if role.part is None else gathered(role.part.ranks, meter.take())
+    found = None if role.engine is None else _fitted(role, config, steps, by_rank)
     role.close()
     return found
 

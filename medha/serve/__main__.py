@@ -82,8 +82,8 @@ def serve(
         role = build_role(config)
         assert role.engine is not None, "the first rank has the engine"
         front = Front(role.engine, served_model_name or [config.model], keys, hosts=hosts, **limits)
-        if role.caller is not None:
-            role.caller.ranks.monitor.before_end = lambda message: front.fail(RankFailedError(message))
+        if role.part is not None:
+            role.part.ranks.monitor.before_end = lambda message: front.fail(RankFailedError(message))
         stack.callback(front.service.preparing.close)
         stack.callback(front.bodies.interrupt)
         interrupted = stack.enter_context(first_interrupt(also_terminate=True))

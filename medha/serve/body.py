@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from medha.child.process import Child, ChildError, serve
-from medha.child.text import limit_resources
+from medha.child.process import Child, ChildError
+from medha.child.serving import limit_resources, serve
 
 _LARGE_BYTES = (500_000, 8_000_000)  # above the first a child reads a body, above the second another one does
 _ID_LISTS = ("prompt", "prompt_token_ids", "tokens")

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any
 
 from medha.child.process import Child, ChildError
-from medha.child.text import template_message
 from medha.errors import ChatTemplateError, ValidationError, not_accepted
 
 _MAX_DEPTH = 64
@@ -32,7 +31,7 @@ def render(child: Child, source: str, variables: Mapping[str, Any], name: str) -
     # Blocks that mark text for training become plain ones with the same whitespace rules.
     source = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", source)
     try:
-        return child.ask(template_message(source, variables)).decode()
+        return child.ask(json.dumps([source, variables]).encode()).decode()
     except (ChildError, ValueError) as error:  # an integer of thousands of digits is no JSON
         raise ChatTemplateError(f"chat template of {name}: {error}") from error
 

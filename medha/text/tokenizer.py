@@ -19,7 +19,6 @@ import tokenizers
 from tokenizers import decoders
 
 from medha.child.process import Child, ChildError
-from medha.child.text import encode, encode_message
 from medha.errors import ChatTemplateError, TokenizerError, ValidationError
 from medha.models.folder import read_json_object
 from medha.text.chat_template import check_utf8, map_strings, render, template_variables
@@ -231,10 +230,10 @@ class _Encoder:
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         try:
-            if len(text) <= _LONG_TEXT:
-                return np.array(encode(self._backend, text, add_special_tokens=add_special_tokens), np.int32)
-            answer = self.child.ask(encode_message(text, add_special_tokens=add_special_tokens))
-            return np.frombuffer(bytearray(answer), np.int32)
+            if len(text) <= _LONG_TEXT:  # unlike encode this lets other threads run, and counts no characters
+                found = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                return np.array(found[0].ids, np.int32)
+            return np.frombuffer(bytearray(self.child.ask(bytes([add_special_tokens]) + text.encode())), np.int32)
         except BaseException as error:
             raise tokenizer_error(self._name, "encode", error) from error
 

@@ -141,10 +141,9 @@ class DecodeGraphs:
         hidden = (0 if self._model.has_embedding else self._most, self._model.config.hidden_size)
         self._greedy = torch.zeros_like(self._slots), torch.zeros_like(self._slots, dtype=torch.bool)
         self._hidden = torch.zeros(hidden, dtype=cache.shape.dtype, device=device)
-        if model.has_head:
-            self._out = torch.zeros(self._most, model.config.vocab_size, dtype=torch.float32, device=device)
-        else:
-            self._out = torch.zeros(self._most, model.config.hidden_size, dtype=cache.shape.dtype, device=device)
+        logits, states = (model.config.vocab_size, torch.float32), (model.config.hidden_size, cache.shape.dtype)
+        width, dtype = logits if model.has_head else states
+        self._out = torch.zeros(self._most, width, dtype=dtype, device=device)
 
     def holds(self, step: StepInput) -> bool:
         """Whether a captured size holds a batch: where blocks are shared, its pages may be more than the pool's, and a
@@ -164,8 +163,7 @@ class DecodeGraphs:
 
     def _capture(self, maker: CudaGraphs, size: int) -> _Graph:
         attention = FixedDecodes(self._backend, self._cache.shape, size, self._pages, most_decodes=self._most)
-        none = np.empty(0, np.int64)
-        rows = AttentionRows.of(none, none, none.astype(bool), [], self._cache.block_size)
+        rows = AttentionRows.over([], self._cache.block_size)
         self._fill(StepInput(Batch(0, ()), own=rows), size, attention)
         out, (replay,) = maker.capture(lambda cut: self._forward(size, attention))
         return _Graph(out, replay, attention)
@@ -214,7 +212,6 @@ class DecodeGraphs:
     def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:
         """What a graph holds."""
         cos_sin_TH = cos_sin(self._positions[:size], self._inv_freq, self._model.config.rope.attention_factor)
-
         targets = self._cache.places(self._targets[:size])
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,6 @@ from medha.params import SamplingParams
 Greedy = tuple[torch.Tensor, torch.Tensor]
 
 _LOGITS_AT_A_TIME = 1 << 19  # on a CPU: what is worked on stays in its cache
-_FEW = 4096  # tokens that are sorted at once
-_BITS_OF_1 = 0x3F800000  # of the float32
-_HALF_BITS = 15
-_NUM_HALVES = 1 << _HALF_BITS
 _IN_PROMPT = 1 << 30  # in a history, beside the count of a token in the output
 
 
@@ -218,22 +214,11 @@ def _candidates(weights_DV: torch.Tensor, least_D1: torch.Tensor) -> tuple[torch
 def _threshold(weights_DC: torch.Tensor, mass_D1: torch.Tensor) -> torch.Tensor:
     """The largest weight such that the tokens of at least that weight together reach ``mass_D1``; both int64, the mass
     from 1 to the sum of the weights."""
-    if weights_DC.is_cuda or weights_DC.shape[-1] <= _FEW:
+    if weights_DC.is_cuda:
         ordered_DC = weights_DC.sort(dim=-1, descending=True).values
-        return ordered_DC.gather(1, torch.searchsorted(ordered_DC.cumsum(dim=-1), mass_D1))
-    # Without sorting, in two halves of the bits of a float32: its 24 digits hold a weight exactly, and keep the order.
-    keys_DC = weights_DC.float().view(torch.int32).sub_(_BITS_OF_1).clamp_(min=0)
-    upper_DC, found_D1 = keys_DC >> _HALF_BITS, torch.zeros_like(mass_D1)
-    for is_upper in (True, False):
-        half_DC = upper_DC if is_upper else keys_DC & (_NUM_HALVES - 1)
-        counted_DC = weights_DC if is_upper else torch.where(upper_DC == found_D1.int(), weights_DC, 0)
-        by_half = weights_DC.new_zeros(len(keys_DC), _NUM_HALVES)
-        by_half.scatter_add_(1, (_NUM_HALVES - 1 - half_DC).long(), counted_DC)  # from the largest down
-        reached = by_half.cumsum(dim=-1)
-        at_D1 = torch.searchsorted(reached, mass_D1)
-        mass_D1 = mass_D1 - (reached - by_half).gather(1, at_D1)
-        found_D1 = (found_D1 << _HALF_BITS) + (_NUM_HALVES - 1 - at_D1)
-    return (found_D1 + _BITS_OF_1).int().view(torch.float32).long()
+    else:  # by numpy, as torch takes 3 to 8 times as long
+        ordered_DC = torch.from_numpy(np.sort(weights_DC.numpy(), axis=-1)).flip(-1)
+    return ordered_DC.gather(1, torch.searchsorted(ordered_DC.cumsum(dim=-1), mass_D1))
 
 
 def _penalise_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling]) -> None:

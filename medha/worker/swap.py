@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import nullcontext
 
 import torch
 
@@ -54,17 +54,7 @@ class HostCache:
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return [self._issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))]
-
-    def _issue(self, copies: Callable[[], None]) -> Wait:
-        """Run copies after those issued before; the returned function makes later compute wait for them."""
-        if self._stream is None:
-            copies()
-            return lambda: None
-        with torch.cuda.stream(self._stream):
-            copies()
-        event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+        return [self._move(layer, out, back) for layer in range(len(self.k))]
 
     def finish(self) -> None:
         """Wait on the host until all that :meth:`move` began is copied."""
@@ -83,8 +73,14 @@ class HostCache:
             seconds.append(time.perf_counter() - start)
         return min(seconds[1:]) / (2 * blocks)  # the first touches the memory
 
-    def _move(self, layer: int, out: Sequence[Run], back: Sequence[Run]) -> None:
+    def _move(self, layer: int, out: Sequence[Run], back: Sequence[Run]) -> Wait:
+        """Copy a layer's tokens, after what was copied before; what is returned makes later compute wait for it."""
         pairs = ((self._cache.k[layer], self.k[layer]), (self._cache.v[layer], self.v[layer]))
-        for runs, is_back in ((out, False), (back, True)):
-            for pool, host in pairs:
-                copy_tokens(pool, host, runs, is_back=is_back)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for runs, is_back in ((out, False), (back, True)):
+                for pool, host in pairs:
+                    copy_tokens(pool, host, runs, is_back=is_back)
+        if self._stream is None:
+            return lambda: None
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)

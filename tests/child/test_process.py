@@ -15,7 +15,8 @@ from tests.commands import wait_until
 
 ECHO = """
 import os, signal, sys, time
-from medha.child.process import ChildError, serve
+from medha.child.process import ChildError
+from medha.child.serving import serve
 
 state = {}
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from medha.cli.files import opened, unwritable_reported
+from medha.cli.files import opened
 from medha.engine.admission import tokenise
 from medha.engine.arrivals import Arrival
-from medha.engine.jsonl import output_line, read_requests, write_line
+from medha.engine.jsonl import output_line, read_requests, unwritable_reported, write_line
 from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
 from medha.params import SLO, SamplingParams
@@ -259,7 +259,8 @@ import resource, sys
 from pathlib import Path
 from medha.errors import RequestError
 from medha.engine.arrivals import Arrival
-from medha.cli.files import opened, unwritable_reported
+from medha.cli.files import opened
+from medha.engine.jsonl import unwritable_reported
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 path = Path(sys.argv[1])
 try:

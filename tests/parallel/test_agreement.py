@@ -31,7 +31,7 @@ def start(folder: str, broken: int | None, options: dict[str, Any]) -> tuple[str
         logger.setLevel(logging.INFO)  # which forgets what the logger found to be off before
         try:
             role = build_role(EngineConfig.from_flat(folder, num_kv_blocks=8, **options))
-            runner = (role.follower or role.engine.runner).runner  # type: ignore[union-attr]
+            runner = role.runner
             product = runner.model.model["layers"]["0"].self_attn._qkv
             owner = getattr(product, "func", product).__module__
             found = runner.backend.name, owner, runner.model.fused is not None, "\n".join(said)

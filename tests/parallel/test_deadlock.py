@@ -352,7 +352,7 @@ def on_ranks(
         )
         if rank != 0:
             follower = Follower(runner, ranks)
-            follower.join("generate")
+            follower.call("generate", list)
             follower.stop()
             return
         sender = ControlSender(ranks.control_group, range(1, config.world_size))

@@ -47,7 +47,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
     parts: dict[str, Any] = {"caller": DrivingRunner(runner, ranks, quiet), "follower": Follower(runner, ranks)}
     no_limits: Any = None
-    RankHandle(no_limits, None, runner, **{part: parts[part]}).close()
+    RankHandle(no_limits, None, runner, str, part=parts[part]).close()
     assert order == [
         "graph",
         "graph",

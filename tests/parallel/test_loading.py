@@ -33,7 +33,7 @@ def load(folder: str, options: dict[str, Any]) -> tuple[int, int]:
 
     with mock.patch.object(shard, "load_parameters", counted):
         role = build_role(EngineConfig.from_flat(folder, num_kv_blocks=2, **options))
-    runner = (role.follower or role.engine.runner).runner  # type: ignore[union-attr]
+    runner = role.runner
     held = {id(p): local_part(p).numel() * p.element_size() for p in runner.model.parameters()}
     role.close()
     return sum(read), sum(held.values())

@@ -132,8 +132,8 @@ def decode_gated(folder: str, layout: dict[str, int]) -> tuple[list[str], list[R
     sizes: dict[str, Any] = {"num_kv_blocks": 40, "prefix_caching": False, "max_num_seqs": 8, "async_scheduling": True}
     config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **sizes, **layout)
     role = build_role(config, timeline=timeline)
-    driven, follower = getattr(role.engine, "runner", None), role.follower
-    num_prepared = (driven._own._calls if follower is None else follower._receiver.arrived).qsize
+    part: Any = role.part
+    num_prepared = (part._receiver.arrived if role.engine is None else part._own._calls).qsize
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "run", gated_run)
         patch.setattr(Scheduler, "schedule", gated_schedule)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from medha.worker.swap import HostCache, Wait
@@ -12,15 +13,15 @@ class Late(HostCache):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.queued: deque[Callable[[], None]] = deque()
+        self.queued: deque[Callable[[], Wait]] = deque()
         self._num_issued = self._num_done = 0
 
     def move(self, *runs: Any) -> list[Wait]:
         assert not self.queued, "the compute of every batch comes after all of its copies, and so do later batches"
         return super().move(*runs)
 
-    def _issue(self, copies: Callable[[], None]) -> Wait:
-        self.queued.append(copies)
+    def _move(self, *what: Any) -> Wait:
+        self.queued.append(partial(super()._move, *what))
         self._num_issued += 1
         number = self._num_issued
 
