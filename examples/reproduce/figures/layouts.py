@@ -12,11 +12,13 @@ from examples.reproduce.load import MIX_2M, RATES_QPS, Bounded, Load, Served, qu
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.systems import MEDHA, Engine
+from examples.reproduce.timing import H100, MODELS
 from medha.config import ParallelConfig
+from medha.sim.replica import Replica
 
 
 def _engine(label: str, parallel: ParallelConfig) -> Engine:
-    return Engine(label, MEDHA.scheduler, "Llama-3 70B", "h100-80g", parallel, max_model_len=1 << 21)
+    return Engine(label, MEDHA.scheduler, Replica(H100, MODELS["Llama-3 70B"], parallel, max_model_len=1 << 21))
 
 
 TWO_D = _engine("2D: SPP 8", ParallelConfig(tp=8, spp=8))
