@@ -101,12 +101,12 @@ def _scaling_answers(
         "spp-8b-efficiency": Answer(100 * min(row[-1] for row in small.values())),
         "spp-70b-efficiency": Answer(100 * large[M][STAGES.index(8)]),
         "spp-10m": Answer(
-            float(np.mean([fit_10m[name, 16] for name in MODELS])),
+            [fit_10m[name, 16] for name in MODELS],
             small=at_10m["Llama-3 8B"] / 60,
             large=at_10m["Llama-3 70B"] / 60,
         ),
         "spp-70b-memory": Answer(
-            float(np.mean([not fit_10m["Llama-3 70B", 4], fit_10m["Llama-3 70B", 16]])),
+            [not fit_10m["Llama-3 70B", 4], fit_10m["Llama-3 70B", 16]],
             on_8="fit" if fit_10m["Llama-3 70B", 8] else "do not fit without a second KVP group",
         ),
         "tp-one-node": Answer(float(tp16_gain < spp2_gain), tp=tp16_gain, spp=spp2_gain),
@@ -140,7 +140,7 @@ def run_decode(options: Options) -> FigureResult:
         log="x",
     )
     small, large = rises["Llama-3 8B"], rises["Llama-3 70B"]
-    larger = float(np.mean([b < a for a, b in zip(small[1:], large[1:], strict=True)]))
+    larger = [b < a for a, b in zip(small[1:], large[1:], strict=True)]
     at_8, host_ms = STAGES.index(8), 1e3 * H100.host_s
     answers = {
         "spp-decode-8": Answer(small[at_8], large=large[at_8], host_ms=host_ms),
@@ -170,8 +170,7 @@ def run_equations(options: Options) -> FigureResult:
             for n in _LENGTHS
         }
         off = [abs(ratio - 1) for row in rows.values() for ratio in row]
-        near = float(np.mean([error <= 0.15 for error in off]))
-        answers[name] = Answer(near, count=len(off), worst=100 * max(off))
+        answers[name] = Answer([error <= 0.15 for error in off], count=len(off), worst=100 * max(off))
         drawn = lines(degrees, rows)
         panels.append(Panel(f"v4 {title}", label, "simulated / formula", drawn, band=(0.85, 1.15), log="x"))
     return FigureResult(panels, answers)
