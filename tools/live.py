@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from medha.engine.engine import Engine
 from medha.errors import short_repr
 from medha.models.folder import parse_json_object
 
-SHORT_LENS, SHORT_FROM_S = (50, 400), 0.5
+SHORT_LENS, SHORT_FROM_S, OUTPUT_LEN = (50, 400), 0.5, 8
 
 
 def random_llama(hf_overrides: str) -> Subject:
@@ -47,7 +49,7 @@ def long_and_short(
     long_at_s: Sequence[float],
     num_short: int,
     rate: float,
-    output_len: int = 8,
+    output_len: int = OUTPUT_LEN,
 ) -> list[Arrival]:
     """Long prompts at these seconds, and short ones by a Poisson process, the same whatever the long ones are.
 
@@ -83,3 +85,42 @@ async def post(port: int, path: str, body: bytes) -> AsyncIterator[bytes]:
     async for line in reader:
         yield line
     writer.close()
+
+
+class Told(NamedTuple):
+    """When its first and its last token came, in seconds from its sending; what was said before: when, which share of
+    the prompt was read, and in how many seconds the first token was due; the engine's own time to first token."""
+
+    first_s: float
+    last_s: float
+    progress: Sequence[tuple[float, float, float]] = ()
+    own_s: float | None = None
+
+
+async def ask_one(port: int, ask: Arrival, start: float, **flags: bool) -> Told:
+    """Send a request at its time and read its stream; medha's ``flags`` may be ``return_progress`` and ``explain``."""
+    await asyncio.sleep(max(start + ask.arrival_s - time.perf_counter(), 0.0))
+    body = {"model": "m", "prompt": ids_of(ask), "max_tokens": OUTPUT_LEN, "temperature": 0.0}
+    body |= {"ignore_eos": True, "stream": True, **flags}
+    data = json.dumps(body).encode()
+    sent, first_s, last_s, own_s, got = time.perf_counter(), 0.0, 0.0, None, b""
+    progress: list[tuple[float, float, float]] = []
+    async for line in post(port, "/v1/completions", data):
+        got, now_s = got + line, time.perf_counter() - sent
+        if b'"choices":[{' in line:
+            last_s = now_s
+            first_s = first_s or last_s
+        elif b'"prompt_progress":' in line:
+            said = json.loads(line.removeprefix(b"data: "))["prompt_progress"]
+            progress.append((now_s, said["processed"] / said["total"], said["eta_s"]))
+        elif b'"explanation":' in line:
+            own_s = json.loads(line.removeprefix(b"data: "))["explanation"]["ttft_s"]
+    if b"[DONE]" not in got or b'"error"' in got:
+        raise RuntimeError(f"a request failed: {got[-500:]!r}")
+    return Told(first_s, last_s, progress, own_s)
+
+
+def ids_of(ask: Arrival) -> list[int]:
+    """Its prompt, as JSON has it."""
+    ids: list[int] = np.asarray(ask.prompt).tolist()
+    return ids

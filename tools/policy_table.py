@@ -23,9 +23,8 @@ import numpy as np
 from examples.reproduce.baselines.loongserve import LoongServe
 from examples.reproduce.load import MIX, Load, Served
 from examples.reproduce.systems import LOONGSERVE, SARATHI_512, Engine
-from examples.reproduce.timing import MODELS
+from examples.reproduce.timing import A100, MODELS
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_spec
 from medha.sim.replica import Replica
 from medha.workload.io import read_trace
 from medha.workload.metrics import percentile
@@ -41,15 +40,12 @@ HEAD = (
 )
 
 
-def systems_of(model: str, where: ParallelConfig) -> list[Engine | LoongServe]:
+def systems_of(replica: Replica) -> list[Engine | LoongServe]:
     """The default and what it is held to."""
-    sarathi = replace(SARATHI_512.scheduler, depth=where.spp)
+    sarathi = replace(SARATHI_512.scheduler, depth=replica.parallel.spp)
     named = {"medha": SchedulerConfig(), **{name: SchedulerConfig(policy=name) for name in ("lars", "edf", "srpt")}}
-    found: list[Engine | LoongServe] = [
-        Engine(name, scheduler, f"Llama-3 {model}", parallel=where)
-        for name, scheduler in (named | {"Sarathi, 512": sarathi}).items()
-    ]
-    return [*found, LOONGSERVE] if model == "8B" else found
+    engines = [Engine(name, one, replica) for name, one in (named | {"Sarathi, 512": sarathi}).items()]
+    return [*engines, LOONGSERVE] if replica.model == LOONGSERVE.model else list(engines)
 
 
 def trace_of(path: Path | None, rate: float, seed: int, window_s: float) -> Trace:
@@ -61,9 +57,9 @@ def trace_of(path: Path | None, rate: float, seed: int, window_s: float) -> Trac
     return replace(trace, tpot_slo_s=np.full(len(trace), TPOT_S), prefix_hashes=None)
 
 
-def deadlines(trace: Trace, model: str, where: ParallelConfig) -> np.ndarray:
+def deadlines(trace: Trace, replica: Replica) -> np.ndarray:
     """Seconds from arrival to when the first token of each is due, for all systems."""
-    scheduler, _ = Replica(load_spec("a100-80g"), MODELS[f"Llama-3 {model}"], where).build()
+    scheduler, _ = replica.build()
     return np.array([max(1.0, 5 * scheduler.prefill_left_s(0, tokens)) for tokens in trace.prompt_tokens.tolist()])
 
 
@@ -103,12 +99,13 @@ def policy_table(
     """Play the mix, or in its place a trace, on each system; --systems are of the table's names, with semicolons."""
     (model,) = chosen("model", model, ("8B", "70B"))
     where = ParallelConfig(tp=8, spp=2 if model == "8B" else 4)
-    known = {one.label: one for one in systems_of(model, where)}
+    replica = Replica(A100, MODELS[f"Llama-3 {model}"], where)
+    known = {one.label: one for one in systems_of(replica)}
     names = list(known) if systems is None else chosen("systems", systems, known, ";")
     print_head("seed", *HEAD)
     for seed, rate in product(map(int, numbers("seeds", seeds)), numbers("rates", rates)):
         asked = trace_of(trace, rate, seed, window_s)
-        due_s = deadlines(asked, model, where)
+        due_s = deadlines(asked, replica)
         for name in names:
             print_row(seed, f"{rate:g}", name, *cells(known[name].play(asked, stop_s=window_s), due_s, window_s))
 

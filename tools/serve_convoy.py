@@ -38,7 +38,7 @@ from medha.errors import ConfigError
 from medha.models.needle import write_needle
 from medha.workload.metrics import percentile
 from tools.command import chosen, main, print_head, print_row
-from tools.live import long_and_short, post
+from tools.live import OUTPUT_LEN, Told, ask_one, ids_of, long_and_short
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2}
 VOCAB_SIZE = 256
@@ -52,7 +52,6 @@ SERVERS = {
 }
 START_S, REQUEST_S = 180.0, 900.0
 WARM = [Arrival("warm", np.random.default_rng(99).integers(0, VOCAB_SIZE, size).tolist()) for size in (100, 3000)]
-_OUTPUTS = 8
 
 
 class Place(NamedTuple):
@@ -63,45 +62,6 @@ class Place(NamedTuple):
     kv_bytes: int
     num_threads: int
     peer_python: str | None
-
-
-class Told(NamedTuple):
-    """When its first and its last token came, in seconds from its sending; what was said before: when, which share of
-    the prompt was read, and in how many seconds the first token was due; the engine's own time to first token."""
-
-    first_s: float
-    last_s: float
-    progress: Sequence[tuple[float, float, float]] = ()
-    own_s: float | None = None
-
-
-async def ask_one(port: int, ask: Arrival, start: float, **flags: bool) -> Told:
-    """Send a request at its time and read its stream; medha's ``flags`` may be ``return_progress`` and ``explain``."""
-    await asyncio.sleep(max(start + ask.arrival_s - time.perf_counter(), 0.0))
-    body = {"model": "m", "prompt": ids_of(ask), "max_tokens": _OUTPUTS, "temperature": 0.0}
-    body |= {"ignore_eos": True, "stream": True, **flags}
-    data = json.dumps(body).encode()
-    sent, first_s, last_s, own_s, got = time.perf_counter(), 0.0, 0.0, None, b""
-    progress: list[tuple[float, float, float]] = []
-    async for line in post(port, "/v1/completions", data):
-        got, now_s = got + line, time.perf_counter() - sent
-        if b'"choices":[{' in line:
-            last_s = now_s
-            first_s = first_s or last_s
-        elif b'"prompt_progress":' in line:
-            said = json.loads(line.removeprefix(b"data: "))["prompt_progress"]
-            progress.append((now_s, said["processed"] / said["total"], said["eta_s"]))
-        elif b'"explanation":' in line:
-            own_s = json.loads(line.removeprefix(b"data: "))["explanation"]["ttft_s"]
-    if b"[DONE]" not in got or b'"error"' in got:
-        raise RuntimeError(f"a request failed: {got[-500:]!r}")
-    return Told(first_s, last_s, progress, own_s)
-
-
-def ids_of(ask: Arrival) -> list[int]:
-    """Its prompt, as JSON has it."""
-    ids: list[int] = np.asarray(ask.prompt).tolist()
-    return ids
 
 
 async def ask_all(port: int, asks: Sequence[Arrival], *, is_medha: bool, reports: bool) -> list[Told]:
@@ -166,7 +126,7 @@ def without_http(place: Place, asks: Sequence[Arrival]) -> list[Told]:
     with start_peer("medha", sys.executable, settings) as engine:
         for part in (*([one] for one in WARM), asks):
             prompts, arrivals = [ids_of(ask) for ask in part], [ask.arrival_s for ask in part]
-            work = {"prompts": prompts, "num_outputs": [_OUTPUTS] * len(prompts), "arrivals": arrivals}
+            work = {"prompts": prompts, "num_outputs": [OUTPUT_LEN] * len(prompts), "arrivals": arrivals}
             found = engine.ask(**work, way="arriving")
     return [Told(first, last) for first, last in found["tokens"]]
 
@@ -175,9 +135,9 @@ def figures(asks: Sequence[Arrival], told: Sequence[Told]) -> list[float]:
     """TTFT P50 and P99 of the short, their TPOT P50 and P99, the longs' median TTFT, tokens a second."""
     pairs = list(zip(asks, told, strict=True))
     shorts, longs = ([one for ask, one in pairs if ask.tenant == kind] for kind in ("short", "long"))
-    columns = [one.first_s for one in shorts], [(one.last_s - one.first_s) / (_OUTPUTS - 1) for one in shorts]
+    columns = [one.first_s for one in shorts], [(one.last_s - one.first_s) / (OUTPUT_LEN - 1) for one in shorts]
     found = [percentile(values, percent) or 0.0 for values in columns for percent in (50, 99)]
-    total = sum(len(ask.prompt) + _OUTPUTS for ask in asks)
+    total = sum(len(ask.prompt) + OUTPUT_LEN for ask in asks)
     end_s = max(ask.arrival_s + one.last_s for ask, one in pairs)
     return [*found, percentile([one.first_s for one in longs], 50) or 0.0, total / end_s]
 
@@ -242,7 +202,7 @@ def serve_convoy(
     if long < (warm := max(len(one.prompt) for one in WARM)):
         raise ConfigError(f"long={long}; accepted: at least {warm}, the longest prompt of the warm-up")
     long_at_s = [long_every * at for at in range(num_long)]
-    sizes = {"vocab_size": VOCAB_SIZE, "long_len": long, "num_short": num_short, "output_len": _OUTPUTS}
+    sizes = {"vocab_size": VOCAB_SIZE, "long_len": long, "num_short": num_short}
     asks = long_and_short(seed, long_at_s=long_at_s, rate=rate, **sizes)
     subject = Subject(hf_overrides=SHAPE | {"vocab_size": VOCAB_SIZE})
     with tempfile.TemporaryDirectory() as scratch, subject.checkpoint(long + 64, dtype="float32", seed=0) as folder:
@@ -254,7 +214,7 @@ def serve_convoy(
                 told.append(serve(name, place, asks, Path(scratch) / "log", reports=eta))
                 print(name, [round(one, 4) for one in figures(asks, told[-1])], file=sys.stderr, flush=True)
     if output_json is not None:
-        asked = [(ask.tenant, ask.arrival_s, len(ask.prompt), _OUTPUTS) for ask in asks]
+        asked = [(ask.tenant, ask.arrival_s, len(ask.prompt), OUTPUT_LEN) for ask in asks]
         output_json.write_text(json.dumps({"asked": asked, "runs": found}))
     print_head("server", "short TTFT P50", "P99", "short TPOT P50", "P99", "long TTFT", "tokens/s")
     for name, told in found.items():

@@ -33,6 +33,7 @@ import numpy as np
 from medha.batch import Batch
 from medha.config import CacheConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
+from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits, Request
 from medha.outputs import RequestOutput
@@ -43,7 +44,7 @@ from medha.sim.replica import Replica, find_model
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from tools.command import main
-from tools.live import post
+from tools.live import ask_one, post
 
 
 class Timetable:
@@ -83,31 +84,22 @@ def make_engine(
     return Engine(runner or Timetable(step_s), scheduler, ModelLimits(32_000, max_model_len), clock=clock)
 
 
-async def exchange(port: int, path: str, body: bytes) -> tuple[float, bytes]:
-    """Seconds from the request to the first event that has choices, or to the answer, and all that came."""
-    start, got, first_s = time.perf_counter(), b"", 0.0
-    async for line in post(port, path, body):
-        got += line
-        if not first_s and (b'"choices":[{' in line or path == "/empty"):
-            first_s = time.perf_counter() - start
-    return first_s, got
-
-
 async def load(port: int, num_requests: int, num_streams: int, gap_s: float) -> dict[str, list[float]]:
     """``num_streams`` at once, each after the other and a pause; what HTTP added, and the handler that does nothing."""
-    shared = {"max_tokens": 8, "stream": True, "explain": True}
     found: dict[str, list[float]] = {"http": [], "empty": []}
     left = iter(range(num_requests))
 
     async def stream(at: int) -> None:
         await asyncio.sleep(gap_s * at / num_streams)
         for number in left:
-            body = json.dumps({"prompt": [number % 30_000, number // 30_000, *[5] * 198], **shared}).encode()
-            first_s, got = await exchange(port, "/v1/completions", body)
-            events = [json.loads(line[6:]) for line in got.split(b"\n") if line.startswith(b"data: {")]
-            own_s = next(event["explanation"]["ttft_s"] for event in events if "explanation" in event)
-            found["http"].append(first_s - own_s)
-            found["empty"].append((await exchange(port, "/empty", body))[0])
+            prompt = [number % 30_000, number // 30_000, *[5] * 198]
+            told = await ask_one(port, Arrival(f"{number}", prompt), 0.0, explain=True)
+            assert told.own_s is not None, "it explains"
+            found["http"].append(told.first_s - told.own_s)
+            begin_s = time.perf_counter()
+            async for _ in post(port, "/empty", json.dumps(prompt).encode()):
+                pass
+            found["empty"].append(time.perf_counter() - begin_s)
             await asyncio.sleep(gap_s)
 
     await asyncio.gather(*(stream(at) for at in range(num_streams)))
@@ -153,7 +145,7 @@ def serve_overhead(
 ) -> None:
     """Time what HTTP adds to a time to first token, or with --body-ids how a large body holds a stream up."""
     engine = make_engine(step_ms / 1e3)
-    front = Front(engine, ["timetable"])
+    front = Front(engine, ["m"])
     service = front.service
     front.app.add_route("/empty", _empty, methods=["POST"])
     taken, count, on_end = list[str](), itertools.count(1), service.on_end

@@ -54,6 +54,7 @@ def find_figures(names: Sequence[str]) -> list[FigureSpec]:
 UNDER_LOAD = ("capacity", "decode-under-load", "schedulers", "pools", "2d-3d", "tetris", "batching")
 """Figures of many requests that compete."""
 _USED_SPECS = ("a100-80g", "h100-80g")
+_NO_REPORTS = ":(exclude,top)*/results/*"  # whether a former report differs from the commit is no matter
 _DPI = 130
 _NUM_COLORS = 96
 _SIGNS = {"at-least": "at least ", "at-most": "at most "}
@@ -169,19 +170,14 @@ def _made_from() -> str:
     folder = Path(__file__).parent
     try:
         found = [
-            subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
-            for words in (("rev-parse", "--short=10", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "-z"))
+            subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+            for words in (("rev-parse", "--short=10", "HEAD"), ("diff", "--name-only", "HEAD", "--", ":/", _NO_REPORTS))
         ]
-        commit = f"`{found[0].strip()}`{' with changes' if _changed(found[1]) else ''}"
+        commit = f"`{found[0]}`{' with changes' if found[1] else ''}"
     except (OSError, subprocess.CalledProcessError):
         commit = "a checkout without git"
     sums = {name: hashlib.sha256((SPECS / f"{name}.json").read_bytes()).hexdigest()[:10] for name in _USED_SPECS}
     return f"Made at {commit}; SHA-256 of the specs: {', '.join(f'{name} `{of}`' for name, of in sums.items())}."
-
-
-def _changed(status: str) -> bool:
-    """Whether anything but a former report differs from the commit."""
-    return any(line and "/results/" not in line for line in status.split("\0"))
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:

@@ -18,6 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from examples.reproduce.claims import Claim
 from examples.reproduce.plotting import Panel
 
@@ -54,12 +57,13 @@ class Answer:
     """What we get for one claim.
 
     Args:
-        ours: in the unit of the claim; two numbers for a range.
+        ours: in the unit of the claim; two numbers for a range, for a statement whether it holds, by tested case.
         facts: what the claim's ``how`` names.
     """
 
-    def __init__(self, ours: Ours, /, **facts: object) -> None:
-        self.ours, self.facts = ours, facts
+    def __init__(self, ours: Ours | Sequence[bool] | NDArray[np.bool_], /, **facts: object) -> None:
+        self.ours: Ours = ours if isinstance(ours, (float, int, tuple)) else float(np.mean(ours))
+        self.facts = facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,14 @@ from typing import Any
 
 from examples.reproduce.baselines.loongserve import LoongServe
 from examples.reproduce.load import Served
-from examples.reproduce.timing import MODELS, stage_predictors
+from examples.reproduce.timing import A100, MODELS, stage_predictors
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_spec
 from medha.cost.predictor import Work
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
-_TWO_NODES = ParallelConfig(tp=8, spp=2)
+_TWO_NODES = Replica(A100, MODELS["Llama-3 8B"], ParallelConfig(tp=8, spp=2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +36,16 @@ class Engine:
     Attributes:
         label: its name in figures.
         scheduler: who decides.
-        model: of :data:`examples.reproduce.timing.MODELS`.
-        spec: name of its accelerators' spec.
-        parallel: layout.
-        max_model_len: tokens of the longest request.
+        replica: what it decides for, with whatever scheduler.
     """
 
     label: str
     scheduler: SchedulerConfig
-    model: str = "Llama-3 8B"
-    spec: str = "a100-80g"
-    parallel: ParallelConfig = _TWO_NODES
-    max_model_len: int = 1 << 20
+    replica: Replica = _TWO_NODES
 
     def play(self, trace: Trace, *, stop_s: float) -> Served:
         """Serve a trace until a time, from fresh."""
-        spec, model = load_spec(self.spec), MODELS[self.model]
-        replica = Replica(spec, model, self.parallel, self.scheduler, max_model_len=self.max_model_len)
+        replica = replace(self.replica, scheduler=self.scheduler)
         return Served.of(Simulation(*replica.build(), trace, stop_s=stop_s).run())
 
 
@@ -85,5 +77,5 @@ LOONGSERVE_RESERVED = LoongServe("LoongServe, reserved", reserved=2)
 
 def fixed_batch_s() -> float:
     """Seconds that a batch takes on a stage of Medha however few tokens it has."""
-    stages = stage_predictors(load_spec(MEDHA.spec), MODELS[MEDHA.model], MEDHA.parallel)
+    stages = stage_predictors(A100, MEDHA.replica.model, MEDHA.replica.parallel)
     return max(stage.predict([Work(1, 0, False)]) for stage in stages)

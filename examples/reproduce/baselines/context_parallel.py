@@ -64,9 +64,22 @@ class ContextParallel:
         return self.cp * self.tp
 
     @cached_property
-    def linear(self) -> LinearCosts:
-        """Seconds of all that is not attention."""
-        return LinearCosts(self.spec, self.model, self.tp)
+    def _linear(self) -> tuple[Predictor, float, float]:
+        """What predicts a piece without attention; seconds of a whole piece, and of the host's step and first token."""
+        whole = stage_coefficients(self.spec, self.model, ParallelConfig(tp=self.tp), 0)
+        nothing = (0.0,) * len(whole.chunks.a_s)
+        chunks = replace(whole.chunks, a_s=nothing, first_s=nothing)
+        predictor = Predictor(replace(whole, chunks=chunks, host_s=0.0), max_tokens=_PIECE)
+        with_head, without = (predictor.predict([Work(1, 0, False, None, samples)]) for samples in (True, False))
+        return predictor, predictor.predict([Work(_PIECE, 0, False)]), self.spec.host_s + (with_head - without)
+
+    def linear_s(self, tokens: float) -> float:
+        """Seconds of all layers without attention, in pieces of at most 16K tokens, first token and the host's step
+        included."""
+        predictor, piece_s, fixed_s = self._linear
+        pieces, rest = divmod(round(tokens), _PIECE)
+        seconds = fixed_s + pieces * piece_s
+        return seconds + predictor.predict([Work(rest, 0, False)]) if rest else seconds
 
 
 def block_bytes(layout: ContextParallel, tokens: float) -> float:
@@ -80,7 +93,7 @@ def prefill_s(layout: ContextParallel, *prompts: int) -> float:
     own = [tokens / layout.cp for tokens in prompts]
     attention_s, exposed_s = attention_parts_s(layout, *own)
     overhead_s = layout.model.num_layers * (layout.cp - 1) * layout.step_s
-    return layout.linear(sum(own)) + layout.model.num_layers * (attention_s + exposed_s) + overhead_s
+    return layout.linear_s(sum(own)) + layout.model.num_layers * (attention_s + exposed_s) + overhead_s
 
 
 def attention_parts_s(layout: ContextParallel, *own: float) -> tuple[float, float]:
@@ -110,25 +123,6 @@ def attention_parts_s(layout: ContextParallel, *own: float) -> tuple[float, floa
 def link_of(layout: ContextParallel) -> LinkRates:
     """The slowest hop of the ring, on which all wait."""
     return layout.link or (layout.spec.node_send if layout.num_gpus > layout.spec.gpus_per_node else layout.spec.send)
-
-
-class LinearCosts:
-    """Seconds of all layers without attention on ``tp`` accelerators, in pieces of at most 16K tokens."""
-
-    def __init__(self, spec: HardwareSpec, model: ModelConfig, tp: int) -> None:
-        whole = stage_coefficients(spec, model, ParallelConfig(tp=tp), 0)
-        nothing = (0.0,) * len(whole.chunks.a_s)
-        chunks = replace(whole.chunks, a_s=nothing, first_s=nothing)
-        self._predictor = Predictor(replace(whole, chunks=chunks, host_s=0.0), max_tokens=_PIECE)
-        self._piece_s = self._predictor.predict([Work(_PIECE, 0, False)])
-        with_head, without = (self._predictor.predict([Work(1, 0, False, None, samples)]) for samples in (True, False))
-        self._fixed_s = spec.host_s + (with_head - without)
-
-    def __call__(self, tokens: float) -> float:
-        """Of a prompt, first token and the host's step included."""
-        pieces, rest = divmod(round(tokens), _PIECE)
-        seconds = self._fixed_s + pieces * self._piece_s
-        return seconds + self._predictor.predict([Work(rest, 0, False)]) if rest else seconds
 
 
 def hidden_tokens(flops_per_s: float, bytes_per_s: float, *, query_heads_per_kv_head: float = 1.0) -> float:

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from examples.reproduce.baselines.loongserve_cost import EspCosts
-from examples.reproduce.baselines.loongserve_plan import Pending, Situation, fill, plan_batches, select
+from examples.reproduce.baselines.loongserve_plan import Pending, Situation, Total, fill, plan_batches, select
 from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Group, KvPool, Prefill, Request, Run
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
@@ -100,41 +100,33 @@ class Manager:
     # Dispatching and allocation
 
     def _dispatch(self, now_s: float) -> None:
-        if self._prefills:
-            self._fill(now_s)
-            return
-        if self._pool.groups and (self._must_decode or now_s < self._next_dispatch_s):
-            return
-        places = select(
-            self._costs, self._queue[:_MAX_SCANNED], self._situation(), may_pass=self._num_passes < _MAX_PASSES
-        )
-        if not places:
-            return
-        for group in list(self._pool.groups):
-            self._interrupt(group, now_s)
-        chosen = self._start_prefills([self._queue[place] for place in places], now_s)
-        if chosen:
-            is_in_order = self._queue[: len(chosen)] == chosen
-            self._num_passes = 0 if is_in_order else self._num_passes + 1
-            self._leave_queue(chosen)
-
-    def _leave_queue(self, chosen: Sequence[Pending]) -> None:
+        chosen = (self._fill if self._prefills else self._select)(self._queue[:_MAX_SCANNED], now_s)
         rows = {pending.row for pending in chosen}
         self._queue = [pending for pending in self._queue if pending.row not in rows]
 
-    def _fill(self, now_s: float) -> None:
-        """Prefill on idle instances what ends before the prefills that run."""
+    def _select(self, queue: Sequence[Pending], now_s: float) -> Sequence[Pending]:
+        """Start prefills, for which groups may stop, unless they have to decode first; returns whose."""
+        if self._pool.groups and (self._must_decode or now_s < self._next_dispatch_s):
+            return []
+        places = select(self._costs, queue, self._situation(), may_pass=self._num_passes < _MAX_PASSES)
+        if not places:
+            return []
+        for group in list(self._pool.groups):
+            self._interrupt(group, now_s)
+        if chosen := self._start_prefills([queue[place] for place in places], now_s):
+            self._num_passes = 0 if queue[: len(chosen)] == chosen else self._num_passes + 1
+        return chosen
+
+    def _fill(self, queue: Sequence[Pending], now_s: float) -> Sequence[Pending]:
+        """Prefill on idle instances what ends before the prefills that run; returns whose."""
         idle = self._pool.idle()
         ends_s = [prefill.end_s for prefill in self._prefills if not prefill.is_filling]
         if not idle or not ends_s:
-            return
-        used = [0] * len(idle)
-        queue = self._queue[:_MAX_SCANNED]
-        places = fill(self._costs, queue, used, left_s=max(ends_s) - now_s, claim_tokens=self._unclaimed())
-        if places:
-            chosen = sorted((queue[place] for place in places), key=lambda pending: -pending.prompt_tokens)
-            if self._start_batches(chosen, idle, now_s, is_filling=True):
-                self._leave_queue(chosen)
+            return []
+        left_s, unclaimed = max(ends_s) - now_s, self._unclaimed()
+        places = fill(self._costs, queue, [0] * len(idle), left_s=left_s, claim_tokens=unclaimed)
+        chosen = [queue[place] for place in places]
+        return chosen if chosen and self._start_batches(chosen, idle, now_s) else []
 
     def _situation(self) -> Situation:
         used = list(self._pool.used.values())
@@ -158,20 +150,14 @@ class Manager:
 
     def _start_prefills(self, chosen: list[Pending], now_s: float) -> list[Pending]:
         """Give the prefills instances and start them, without the last ones where there is no room; those started."""
-        self._move_together(chosen)
-        while chosen:
-            instances, stopped = self._allocate(chosen)
-            by_length = sorted(chosen, key=lambda pending: -pending.prompt_tokens)
-            if self._start_batches(by_length, instances, now_s):
-                for group in stopped:
-                    self._pool.stop(group)
-                return chosen
+        self._move_together(Total().plus(*chosen))
+        while chosen and not self._start_batches(chosen, self._allocate(Total().plus(*chosen)), now_s):
             chosen = chosen[:-1]
-        return []
+        return chosen
 
-    def _move_together(self, chosen: Sequence[Pending]) -> None:
+    def _move_together(self, prefill: Total) -> None:
         """Empty instances of running groups while a further one saves the prefill more than the move takes."""
-        tokens, squares, _ = _sums(chosen)
+        tokens, squares, *_ = prefill
         used, owner = self._pool.used, self._pool.owner
         most_idle = len(used) - -(-sum(used.values()) // self._pool.tokens)
         if tokens > self._costs.most_tokens([0] * most_idle):
@@ -191,14 +177,13 @@ class Manager:
             busy = others
             num_idle += 1
 
-    def _allocate(self, chosen: Sequence[Pending]) -> tuple[list[int], list[Group]]:
-        """Instances for the prefills, and the groups that stop for them."""
-        tokens, squares, rate = _sums(chosen)
-        instances, stopped = self._pool.idle(), []
+    def _allocate(self, prefill: Total) -> list[int]:
+        """Instances for the prefills, those of groups that stop for them included."""
+        tokens, squares, _, rate = prefill
+        instances = self._pool.idle()
         groups = sorted(self._pool.running(), key=self._pool.room)
         while groups and tokens > self._costs.most_tokens([self._pool.used[instance] for instance in instances]):
-            stopped.append(groups.pop())
-            instances = instances + stopped[-1].instances
+            instances = instances + groups.pop().instances
         kept = []
         for group in groups:
             degree = len(instances) + len(group.instances)
@@ -208,10 +193,9 @@ class Manager:
             if saved_s * rate < prefill_s * len(group.requests) ** 2 / produced:
                 kept.append(group)
             else:
-                stopped.append(group)
                 instances = instances + group.instances
         self._leave_room(kept, instances, tokens)
-        return instances, stopped
+        return instances
 
     def _leave_room(self, groups: Sequence[Group], instances: list[int], tokens: int) -> None:
         """Give groups that go on but have no room for a step an idle instance that the prefill can do without."""
@@ -226,13 +210,12 @@ class Manager:
     # -----------------------------------------------------------------------------------------------------------------
     # Prefills
 
-    def _start_batches(
-        self, by_length: Sequence[Pending], instances: Sequence[int], now_s: float, *, is_filling: bool = False
-    ) -> bool:
+    def _start_batches(self, chosen: Sequence[Pending], instances: Sequence[int], now_s: float) -> bool:
         """Start prefills of these requests on these instances; False, and nothing done, where there is no room."""
+        by_length = sorted(chosen, key=lambda pending: -pending.prompt_tokens)
         instances = sorted(instances, key=lambda instance: (self._pool.used[instance], instance))
         lengths, used = [one.prompt_tokens for one in by_length], [self._pool.used[instance] for instance in instances]
-        plan = plan_batches(self._costs, lengths, used)
+        plan, is_filling = plan_batches(self._costs, lengths, used), bool(self._prefills)
         for batch in plan or ():
             self._start_prefill(by_length[batch.requests], instances[batch.instances], now_s, is_filling=is_filling)
         return plan is not None
@@ -246,7 +229,7 @@ class Manager:
         requests = [Request(pending, self._outputs[pending.row] - 1) for pending in pendings]
         prefill = Prefill(list(instances), requests, start_s, end_s, sum(lengths) / len(instances), is_filling)
         room = {at: self._costs.room_tokens(self._pool.used[at], prefill.activations) for at in instances}
-        self._pool.keep(prefill, room)
+        self._pool.keep(requests, room)
         for instance in instances:
             self._pool.owner[instance] = prefill
         self._prefills.append(prefill)
@@ -264,16 +247,15 @@ class Manager:
             if not request.left:
                 self._finish(request, end_s)
         group = Group([], [request for request in prefill.requests if request.left])
-        kept = {instance for request in group.requests for instance in request.kv}
-        group.instances = sorted(kept)
-        for waiting in [one for one in self._pool.groups if one.is_stopped]:
+        group.instances = sorted({instance for request in group.requests for instance in request.kv})
+        for waiting in list(self._pool.groups):
             if not set(waiting.instances).isdisjoint(prefill.instances):
                 group.requests = waiting.requests + group.requests
                 group.instances = sorted({*waiting.instances, *group.instances})
                 self._pool.groups.remove(waiting)
         if group.requests:
             self._pool.groups.append(group)
-            self._pool.resume(group)
+            self._pool.settle(group)
         if not self._prefills:
             self._must_decode = True
 
@@ -283,7 +265,7 @@ class Manager:
     def _start_runs(self, now_s: float) -> None:
         """Let groups that wait for nothing go on; after prefills, note when they have decoded long enough."""
         for group in list(self._pool.groups):
-            if group in self._pool.groups and group.run is None and not group.is_stopped:
+            if group in self._pool.groups and group.run is None and not self._pool.is_stopped(group):
                 self._start_run(group, now_s)
         if self._must_decode:
             self._must_decode = False
@@ -359,7 +341,7 @@ class Manager:
             request.last_s = end_s
             request.done += num_steps
             request.left -= num_steps
-            request.kv[master] = request.kv.get(master, 0) + num_steps
+            request.kv[master] += num_steps
         if num_even:
             self._gaps.add(run.step_s, num_even)
         self._release(group, end_s)
@@ -372,9 +354,7 @@ class Manager:
         for request in ended:
             self._finish(request, end_s)
         group.requests = [request for request in group.requests if request.left]
-        for instance in list(group.instances):
-            if self._pool.used[instance] == 0:
-                self._pool.drop(group, instance)
+        self._pool.settle(group)
         if not group.requests:
             self._pool.groups.remove(group)
 
@@ -384,9 +364,3 @@ class Manager:
         self._claims -= request.pending.claim_tokens
         self._ended_tokens += request.done
         self._num_ended += 1
-
-
-def _sums(pendings: Sequence[Pending]) -> tuple[int, int, float]:
-    """Tokens of the prompts, their squares, and one over each, added up."""
-    lengths = [pending.prompt_tokens for pending in pendings]
-    return sum(lengths), sum(n * n for n in lengths), sum(1 / n for n in lengths)

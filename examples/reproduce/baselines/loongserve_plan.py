@@ -33,6 +33,22 @@ class Pending(NamedTuple):
     claim_tokens: int
 
 
+class Total(NamedTuple):
+    """Requests added up: prompt tokens, their squares, claims, and one over each prompt's tokens."""
+
+    tokens: int = 0
+    squares: int = 0
+    claims: int = 0
+    rate: float = 0.0
+
+    def plus(self, *requests: Pending) -> Total:
+        """With more of them."""
+        tokens, squares, claims, rate = self
+        for _, prompt, claim in requests:
+            tokens, squares, claims, rate = tokens + prompt, squares + prompt**2, claims + claim, rate + 1 / prompt
+        return Total(tokens, squares, claims, rate)
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """What dispatching looks at.
@@ -78,32 +94,28 @@ def select(costs: EspCosts, queue: Sequence[Pending], now: Situation, *, may_pas
     Returns:
         Places in the queue, ascending.
     """
-    going: list[int] = []
-    unsure: list[int] = []
-    tokens = squares = claims = 0
-    unsure_tokens = unsure_squares = unsure_claims = num_sure = 0
-    unsure_rate = 0.0
-    for place, (_, prompt, claim) in enumerate(queue):
-        n, n2 = tokens + prompt, squares + prompt * prompt
-        fits = claims + claim <= now.claim_tokens and n <= now.prompt_tokens
-        if fits and n <= now.idle_prompt_tokens and (may_pass or not unsure):
-            idle_s = costs.estimate_s(now.most_idle, n, n2)
-            lost_s = idle_s - costs.estimate_s(now.num_instances, n, n2)
+    going, unsure, num_sure = list[int](), list[int](), 0
+    total, unsure_total = Total(), Total()
+    for place, one in enumerate(queue):
+        more = total.plus(one)
+        fits = more.claims <= now.claim_tokens and more.tokens <= min(now.prompt_tokens, now.idle_prompt_tokens)
+        if fits and (may_pass or not unsure):
+            idle_s = costs.estimate_s(now.most_idle, more.tokens, more.squares)
+            lost_s = idle_s - costs.estimate_s(now.num_instances, more.tokens, more.squares)
             if lost_s <= now.decode_left_s and (not going or idle_s <= MAX_PREFILL_S):
                 going.append(place)
-                tokens, squares, claims = n, n2, claims + claim
+                total = more
                 if idle_s > MAX_PREFILL_S:
                     break
                 continue
-        n, n2 = n + unsure_tokens, n2 + unsure_squares
-        if fits and n <= now.prompt_tokens and claims + unsure_claims + claim <= now.claim_tokens:
+        later = unsure_total.plus(one)
+        tokens, claims = total.tokens + later.tokens, total.claims + later.claims
+        if tokens <= now.prompt_tokens and claims <= now.claim_tokens:
             unsure.append(place)
-            unsure_tokens, unsure_squares = unsure_tokens + prompt, unsure_squares + prompt * prompt
-            unsure_claims += claim
-            unsure_rate += 1 / prompt
-            all_s = costs.estimate_s(now.num_instances, n, n2)
+            unsure_total = later
+            all_s = costs.estimate_s(now.num_instances, tokens, total.squares + later.squares)
             is_short = len(going) + len(unsure) == 1 or all_s <= MAX_PREFILL_S
-            if is_short and all_s * now.decode_rate <= now.decode_left_s * unsure_rate:
+            if is_short and all_s * now.decode_rate <= now.decode_left_s * later.rate:
                 num_sure = len(unsure)
         elif not may_pass:
             break
@@ -122,14 +134,13 @@ def fill(
         left_s: seconds until then.
         claim_tokens: for which nobody has a claim yet.
     """
-    going: list[int] = []
-    tokens = squares = 0
-    most = costs.most_tokens(used)
-    for place, (_, prompt, claim) in enumerate(queue):
-        n, n2 = tokens + prompt, squares + prompt * prompt
-        if n <= most and claim <= claim_tokens and costs.estimate_s(len(used), n, n2) <= left_s:
+    going, total, most = list[int](), Total(), costs.most_tokens(used)
+    for place, one in enumerate(queue):
+        more = total.plus(one)
+        fits = more.tokens <= most and more.claims <= claim_tokens
+        if fits and costs.estimate_s(len(used), more.tokens, more.squares) <= left_s:
             going.append(place)
-            tokens, squares, claim_tokens = n, n2, claim_tokens - claim
+            total = more
     return going
 
 

@@ -6,7 +6,8 @@ Who is served when is the affair of :mod:`examples.reproduce.baselines.loongserv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from examples.reproduce.baselines.loongserve_plan import Pending
@@ -22,7 +23,7 @@ class Request:
     pending: Pending
     left: int
     done: int = 1
-    kv: dict[int, int] = field(default_factory=dict)
+    kv: Counter[int] = field(default_factory=Counter)
     last_s: float = 0.0
 
     @property
@@ -45,12 +46,11 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Requests that decode together. One that is stopped waits for prefills on its instances."""
+    """Requests that decode together."""
 
     instances: list[int]
     requests: list[Request]
     run: Run | None = None
-    is_stopped: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -90,9 +90,13 @@ class KvPool:
         """Instances of nobody."""
         return [instance for instance, owner in self.owner.items() if owner is None]
 
+    def is_stopped(self, group: Group) -> bool:
+        """Whether a group waits for prefills on its instances."""
+        return any(isinstance(self.owner[instance], Prefill) for instance in group.instances)
+
     def running(self) -> list[Group]:
         """Groups that are not stopped."""
-        return [group for group in self.groups if not group.is_stopped]
+        return [group for group in self.groups if not self.is_stopped(group)]
 
     def room(self, group: Group) -> int:
         """Tokens that the instances of a group have room for."""
@@ -117,30 +121,23 @@ class KvPool:
             self.join(group, instance)
         self.groups.remove(other)
 
-    def stop(self, group: Group) -> None:
-        """Stop a group if a prefill has one of its instances; let it go on otherwise."""
-        group.is_stopped = any(isinstance(self.owner[instance], Prefill) for instance in group.instances)
-
-    def resume(self, group: Group) -> None:
-        """Let a group go on if no prefill has an instance of it; it leaves those where it has nothing."""
-        self.stop(group)
-        for instance in list(group.instances):
-            if isinstance(self.owner[instance], Prefill):
-                continue
-            if self.used[instance] == 0:
-                self.drop(group, instance)
-            else:
+    def settle(self, group: Group) -> None:
+        """Make a group the owner of its instances that no prefill has; it leaves those where it has nothing."""
+        for instance in [one for one in group.instances if not isinstance(self.owner[one], Prefill)]:
+            if self.used[instance]:
                 self.owner[instance] = group
+            else:
+                self.drop(group, instance)
 
-    def keep(self, prefill: Prefill, room: dict[int, int]) -> None:
+    def keep(self, requests: Sequence[Request], room: dict[int, int]) -> None:
         """Say where keys and values of prompts stay: on the fewest instances, the fullest first.
 
         Args:
-            prefill: whose requests.
-            room: tokens that each instance of it has room for.
+            requests: that are prefilled together.
+            room: tokens that each instance of the prefill has room for.
         """
-        order = sorted(prefill.instances, key=lambda instance: (-self.used[instance], instance))
-        for request in prefill.requests:
+        order = self._fullest_first(room)
+        for request in requests:
             left = request.pending.prompt_tokens
             for instance in order:
                 if amount := min(left, room[instance]):
@@ -184,21 +181,21 @@ class KvPool:
         self.used[source] -= amount
         self.used[target] += amount
         for request in group.requests:
-            moved = min(amount, request.kv.get(source, 0))
-            if moved:
+            if moved := min(amount, request.kv[source]):
                 request.kv[source] -= moved
-                request.kv[target] = request.kv.get(target, 0) + moved
+                request.kv[target] += moved
                 amount -= moved
+
+    def _fullest_first(self, instances: Iterable[int]) -> list[int]:
+        return sorted(instances, key=lambda instance: (-self.used[instance], instance))
 
     def masters(self, group: Group) -> list[tuple[int, int]] | None:
         """Which instances keep the next tokens of how many requests, the fullest first; None where there is no room."""
-        order = sorted(group.instances, key=lambda instance: (-self.used[instance], instance))
-        order = [instance for instance in order if self.used[instance] < self.tokens]
+        order = self._fullest_first(one for one in group.instances if self.used[one] < self.tokens)
         left, masters = len(group.requests), []
         for place, instance in enumerate(order):
             share = max(left // (len(order) - place), MASTER_REQUESTS)
-            rows = min(left, self.tokens - self.used[instance], share)
-            if rows:
+            if rows := min(left, self.tokens - self.used[instance], share):
                 masters.append((instance, rows))
                 left -= rows
         return None if left else masters

@@ -57,9 +57,9 @@ def run(options: Options) -> FigureResult:
     )
     gains = [s / a for s, a in zip(static["prefill_s"], fitted["prefill_s"], strict=True)]
     by_median = _gains_at_equal_median(static, fitted)
-    share = float(np.mean([gain >= 1 - 1e-9 for gain in (*gains, *by_median)]))
+    no_worse = [gain >= 1 - 1e-9 for gain in (*gains, *by_median)]
     spans = {"least": min(gains), "most": max(gains), "low": min(by_median), "high": max(by_median)}
-    return FigureResult([panel], {"adaptive-pareto": Answer(share, tokens=token_label(tokens), **spans)})
+    return FigureResult([panel], {"adaptive-pareto": Answer(no_worse, tokens=token_label(tokens), **spans)})
 
 
 def _gains_at_equal_median(static: Mapping[str, list[float]], fitted: Mapping[str, list[float]]) -> list[float]:

@@ -119,7 +119,7 @@ def _table(orca: Run, runs: dict[int, Run], static: Run) -> dict[str, Answer]:
         "post-orca-static": Answer(orca.tokens_s / static.tokens_s, users=USERS, listed=listed),
         "post-chunks-cost": Answer(100 * (1 - runs[128].tokens_s / orca.tokens_s), users=USERS),
         "post-p99": Answer(orca.p99_s / runs[512].p99_s),
-        "post-order": Answer(float(np.mean(orders))),
+        "post-order": Answer(orders),
         "post-budget-curve": Answer(runs[2048].tokens_s / runs[128].tokens_s),
         "post-budget-flat": Answer(runs[4096].tokens_s / runs[2048].tokens_s),
     }

@@ -176,7 +176,7 @@ def _short_alike(options: Options) -> Answer:
     cases.append(p90[LOONGSERVE.label] >= BEHIND * p90[MEDHA.label])
     listed = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in medians.items())
     limits = {"low": low, "top": top, "alike": ALIKE, "behind": BEHIND}
-    return Answer(float(np.mean(cases)), listed=listed, p90=p90, calm_s=calm_s, **limits)
+    return Answer(cases, listed=listed, p90=p90, calm_s=calm_s, **limits)
 
 
 def _short_sarathi(options: Options) -> Answer:
@@ -188,7 +188,7 @@ def _short_sarathi(options: Options) -> Answer:
         )
         cases += [other >= BETTER * ours for other in theirs]
         listed.append(f"{qps:g} QPS {', '.join(f'{1e3 * seconds:.0f}' for seconds in (ours, *theirs))} ms")
-    return Answer(float(np.mean(cases)), listed="; ".join(listed), better=BETTER)
+    return Answer(cases, listed="; ".join(listed), better=BETTER)
 
 
 def _truncated(options: Options) -> Answer:
@@ -198,7 +198,7 @@ def _truncated(options: Options) -> Answer:
         shares = {system.label: run_of(system, MIX, qps, options).finished_share(stop_s / 2) for system in BASELINES}
         cases.append(min(shares.values()) < 1)
         listed.append(f"{qps:g} QPS " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
-    return Answer(float(np.mean(cases)), listed="; ".join(listed))
+    return Answer(cases, listed="; ".join(listed))
 
 
 def stretches_s(arrival_s: Floats, is_slow: NDArray[np.bool_]) -> list[float]:

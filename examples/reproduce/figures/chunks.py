@@ -56,7 +56,7 @@ def run_intensity(options: Options) -> FigureResult:
     answers = {
         "saturating-chunk": Answer(saturated["Llama-3 70B"], ridge=ridge, reached=reached),
         "gqa-ratio": Answer(chunk_intensity(_70B, 1)),
-        "linear-memory-bound": Answer(float(np.mean([c < ridge for c in (32, 64)])), ridge=ridge),
+        "linear-memory-bound": Answer([c < ridge for c in (32, 64)], ridge=ridge),
     }
     return FigureResult([panel], answers)
 
@@ -119,7 +119,7 @@ def run_overhead(options: Options) -> FigureResult:
     answers = {
         "chunk-32-overhead": Answer(100 * at_32, hidden=100 * roofline_overhead(_70B, 32)),
         "chunk-64-minimal": Answer(100 * at_64),
-        "overhead-falls": Answer(float(np.mean(falls))),
+        "overhead-falls": Answer(falls),
         "chunk-32-prefill": Answer(100 * whole[0], times=1 + whole[0]),
     }
     return FigureResult(panels, answers)

@@ -66,10 +66,10 @@ def _with_long(options: Options) -> dict[str, Answer]:
         times.append(over.seconds / under.seconds)
         tpots.append(quantile_s(theirs.tpot_s, 0.5) / quantile_s(ours.tpot_s, 0.5))
         parts.append(f"{qps:g} QPS: TTFT {ratio_says(over, under)}{times[-1]:.3g} times, TPOT {tpots[-1]:.2g} times")
-    listed, share = "; ".join(parts), float(np.mean([tpot >= 1 / COMPARABLE for tpot in tpots]))
+    listed, comparable = "; ".join(parts), [tpot >= 1 / COMPARABLE for tpot in tpots]
     return {
         "ttft-order": Answer(float(np.median(times)), listed=listed),
-        "tpot-comparable": Answer(share, listed=listed, comparable=COMPARABLE, bound=_token_bound(options)),
+        "tpot-comparable": Answer(comparable, listed=listed, comparable=COMPARABLE, bound=_token_bound(options)),
     }
 
 

@@ -34,14 +34,12 @@ class StageMemory:
     """Memory of each accelerator of a stage, in bytes.
 
     Attributes:
-        usable: all that may be used.
-        fixed: weights, and logits on the last stage.
+        free: what may be used beside weights, and beside logits on the last stage.
         activation_token: activations of each token of a batch.
         kv_token: keys and values of each token.
     """
 
-    usable: int
-    fixed: int
+    free: int
     activation_token: int
     kv_token: int
 
@@ -56,26 +54,20 @@ def stage_memories(
     """
     found = []
     for stage in range(parallel.spp):
-        logits = activation_bytes(model, parallel, stage, 0)
-        found.append(
-            StageMemory(
-                usable=int(spec.memory_bytes * utilization),
-                fixed=weights_bytes(model, parallel, stage) + logits,
-                activation_token=activation_bytes(model, parallel, stage, 1) - logits,
-                kv_token=kv_bytes_per_token(model, parallel, stage),
-            )
-        )
+        logits, with_a_token = (activation_bytes(model, parallel, stage, tokens) for tokens in (0, 1))
+        free = int(spec.memory_bytes * utilization) - weights_bytes(model, parallel, stage) - logits
+        found.append(StageMemory(free, with_a_token - logits, kv_bytes_per_token(model, parallel, stage)))
     return found
 
 
 def largest_prefill(memories: Sequence[StageMemory]) -> int:
     """Tokens of the longest prompt that an instance with nothing else on it can read whole; 0 if none."""
-    return max(0, min((m.usable - m.fixed) // (m.activation_token + m.kv_token) for m in memories))
+    return max(0, min(m.free // (m.activation_token + m.kv_token) for m in memories))
 
 
 def largest_decode(memories: Sequence[StageMemory]) -> int:
     """Tokens whose keys and values fit on a decode instance, prompt and output; 0 if none."""
-    return max(0, min((m.usable - m.fixed - m.activation_token * MAX_DECODES) // m.kv_token for m in memories))
+    return max(0, min((m.free - m.activation_token * MAX_DECODES) // m.kv_token for m in memories))
 
 
 PROMPTS = (M // 8, M // 4, M // 2, M)
@@ -91,7 +83,7 @@ LAYOUTS = tuple(
 
 def spare_factor(memories: list[StageMemory], tokens: int) -> float:
     """How many times larger activations may be for a prompt of so many tokens to fit still; below 1 it does not fit."""
-    return min((m.usable - m.fixed - m.kv_token * tokens) / (m.activation_token * tokens) for m in memories)
+    return min((m.free - m.kv_token * tokens) / (m.activation_token * tokens) for m in memories)
 
 
 @figure("disaggregation", "The longest prompts that systems with split prefill and decode can take")

@@ -29,16 +29,9 @@ JOBS = (Job("long", 0.0, 10.0, 16.0), Job("short 1", 5.0, 0.5, 1.0), Job("short 
 
 def columns_of(jobs: list[Job], left_s: list[float]) -> Columns:
     """The jobs as a policy sees them."""
+    arrival_s, deadline_s, work_s = np.array([(job.arrival_s, job.deadline_s, job.work_s) for job in jobs]).T
     zeros = np.zeros(len(jobs), np.int64)
-    return Columns(
-        np.array([job.arrival_s for job in jobs]),
-        np.array([job.deadline_s for job in jobs]),
-        np.array([job.work_s for job in jobs]),
-        np.array(left_s),
-        zeros,
-        zeros,
-        zeros,
-    )
+    return Columns(arrival_s, deadline_s, work_s, np.array(left_s), zeros, zeros, zeros)
 
 
 def play(policy: Policy) -> tuple[dict[str, float], list[tuple[str, float, float]]]:

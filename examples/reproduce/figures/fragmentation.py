@@ -97,10 +97,10 @@ def run(options: Options) -> FigureResult:
     ours, theirs = (swing(row) for row in counts.values())
     apart, ends = compute / memory, [row[-1] for row in counts.values()]
     p5, p95 = np.percentile(found["prefill FLOPs/s"][both], (5, 95)).tolist()
-    share, swings = float(np.mean(apart >= APART)), {"ours": ours, "theirs": theirs, "ends": ends}
+    swings = {"ours": ours, "theirs": theirs, "ends": ends}
     medians = {"compute": np.median(compute), "memory": np.median(memory)}
     answers = {
-        "fragmentation-diverges": Answer(share, count=len(apart), bin_s=_BIN_S, apart=APART, **medians),
+        "fragmentation-diverges": Answer(apart >= APART, count=len(apart), bin_s=_BIN_S, apart=APART, **medians),
         "fragmentation-shoots-up": Answer(p95 / p5, p95=1e-12 * p95, p5=1e-12 * p5, apart=APART),
         "active-sawtooth": Answer(theirs / max(ours, 1.0), qps=_QPS, sawtooth=SAWTOOTH, **swings),
     }

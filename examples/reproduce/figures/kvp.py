@@ -5,7 +5,6 @@ v5 section 3.3 and appendix B.2, B.3, figures 6, 7, 19 and 20; v4 sections 3.4 a
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 
 import numpy as np
@@ -63,7 +62,7 @@ def run_decode(options: Options) -> FigureResult:
         "kvp-10m-2": Answer(100 * (1 - at_10m[1] / at_10m[0]), ms=ms),
         "kvp-10m-4-v5": Answer(100 * (1 - at_10m[2] / at_10m[0]), ms=ms),
         "kvp-30-tokens": Answer(1 / at_10m[1], ms=ms),
-        "kvp-longer-gains-more": Answer(float(np.mean(longer))),
+        "kvp-longer-gains-more": Answer(longer),
     }
     return FigureResult(panels, answers)
 
@@ -121,47 +120,29 @@ def run_trade_off(options: Options) -> FigureResult:
     """TTFT and P95 TBT of decodes beside it, 8B, TP 4, SPP 4, by chunk, groups and length; ``quick`` leaves 2M out."""
     lengths = [M, 4 * M] if options.quick else [M, 2 * M, 4 * M]
     chunks = (32, 64, 128, 256)
-    found: dict[tuple[int, int, int], tuple[float, float]] = {}
-    for kvp in GROUPS:
-        stages = stage_predictors(H100, _8B, ParallelConfig(tp=4, spp=4, kvp=kvp))
-        found |= {(n, c, kvp): _point(stages, n, c, kvp) for n in lengths for c in chunks}
-    p95 = found[4 * M, 128, 1][1]
-
-    def better(which: int, n: int, c: int, p: int, than: tuple[int, int]) -> bool:
-        return found[n, c, p][which] < found[(n, *than)][which]
-
-    def lowers_both(n: int, c: int, p: int) -> bool:
-        """Doubling the groups to p."""
-        return all(better(which, n, c, p, (c, p // 2)) for which in (0, 1))
-
-    both = [lowers_both(n, c, p) for n in lengths for c in chunks for p in GROUPS[1:]]
-    small = [not lowers_both(lengths[0], c, p) for c in chunks[:2] for p in GROUPS[1:]]
-    larger = [
-        better(0, n, 2 * c, p, (c, p)) and better(1, n, c, p, (2 * c, p))
-        for n, c, p in itertools.product(lengths, chunks[:-1], GROUPS)
-    ]
-    known = {"count": len(small), "chunks": chunks, "length": token_label(lengths[0])}
+    stages = {p: stage_predictors(H100, _8B, ParallelConfig(tp=4, spp=4, kvp=p)) for p in GROUPS}
+    points = {(n, p): np.array([_point(stages[p], n, c, p) for c in chunks]).T for n in lengths for p in GROUPS}
+    ttft_s, tbt_s = np.array([[points[n, p] for p in GROUPS] for n in lengths]).transpose(2, 0, 1, 3)  # [n, p, chunk]
+    lower = (ttft_s[:, 1:] < ttft_s[:, :-1]) & (tbt_s[:, 1:] < tbt_s[:, :-1])  # both, by doubling the groups
+    small = ~lower[0, :, :2]
+    larger = (ttft_s[..., 1:] < ttft_s[..., :-1]) & (tbt_s[..., :-1] < tbt_s[..., 1:])
+    known = {"count": small.size, "chunks": chunks, "length": token_label(lengths[0])}
+    named = ", ".join(token_label(n) for n in lengths)
     answers = {
-        "kvp-crossover": Answer(float(np.mean(small)), **known),
-        "tbt-4m-128": Answer(1e3 * p95),
-        "kvp-improves-both": Answer(
-            100 * float(np.mean(both)), count=len(both), lengths=", ".join(token_label(n) for n in lengths)
-        ),
-        "chunk-trade-off": Answer(float(np.mean(larger)), count=len(larger)),
-    }
-    points = {
-        (n, p): ([found[n, c, p][0] for c in chunks], [1e3 * found[n, c, p][1] for c in chunks])
-        for n, p in itertools.product(lengths, GROUPS)
+        "kvp-crossover": Answer(small, **known),
+        "tbt-4m-128": Answer(1e3 * float(points[4 * M, 1][1, chunks.index(128)])),
+        "kvp-improves-both": Answer(100 * float(lower.mean()), count=lower.size, lengths=named),
+        "chunk-trade-off": Answer(larger, count=larger.size),
     }
     panels = [
         Panel(
             f"{token_label(n)}, Llama-3 8B, TP 4, SPP 4",
             "TTFT, s",
             "P95 TBT, ms",
-            paths({f"KVP {p}": points[n, p] for p in GROUPS}),
-            notes=[(x, y, str(c)) for x, y, c in zip(*points[n, 1], chunks, strict=True)],
+            paths({f"KVP {p}": (ttft_s[i, j].tolist(), (1e3 * tbt_s[i, j]).tolist()) for j, p in enumerate(GROUPS)}),
+            notes=[(x, 1e3 * y, str(c)) for x, y, c in zip(*points[n, 1].tolist(), chunks, strict=True)],
         )
-        for n in lengths
+        for i, n in enumerate(lengths)
     ]
     return FigureResult(panels, answers)
 

@@ -61,8 +61,7 @@ def _first(ends: Mapping[str, list[int]], runs: Mapping[str, Sequence[Served]]) 
         f"{qps:g} QPS {' and '.join(map(str, row))}, {' and '.join(f'{wait_s:.3g}' for wait_s in waits)} s"
         for qps, row, waits in zip(RATES_QPS, zip(*ends.values(), strict=True), waits_s, strict=True)
     )
-    share = float(np.mean([*most, *least]))
-    return Answer(share, systems=", ".join(ends), listed=listed, most=sum(most), least=sum(least))
+    return Answer([*most, *least], systems=", ".join(ends), listed=listed, most=sum(most), least=sum(least))
 
 
 def _tpot(runs: Mapping[str, Sequence[Served]]) -> dict[str, Answer]:
@@ -73,7 +72,7 @@ def _tpot(runs: Mapping[str, Sequence[Served]]) -> dict[str, Answer]:
     lower = [with_pool < without for with_pool, without in zip(reserved, shared, strict=True)]
     rates = ", ".join(f"{qps:g}" for qps in RATES_QPS)
     cases = {"pools-tpot": least, "pool-tpot-lower": lower}
-    return {name: Answer(float(np.mean(holds)), rates=rates, listed=listed) for name, holds in cases.items()}
+    return {name: Answer(holds, rates=rates, listed=listed) for name, holds in cases.items()}
 
 
 def _fewer(ends: Mapping[str, list[int]], than: str, asked: list[int], runs: Mapping[str, Sequence[Served]]) -> Answer:

@@ -16,7 +16,6 @@ from examples.reproduce.timing import (
     prefill_flops,
     weight_bytes,
 )
-from medha.config import ModelConfig
 
 MILLION = 1e6
 TTFT_S, TPOT_S = 30.0, 0.020
@@ -70,14 +69,13 @@ def run(options: Options) -> FigureResult:
     return FigureResult(panels, _answers(limits))
 
 
-def _cost(model: ModelConfig, long: float, short: float) -> float:
-    return prefill_flops(model, long) / prefill_flops(model, short)
-
-
 def _answers(limits: Mapping[str, float]) -> dict[str, Answer]:
     peak = H100.peak_flops_per_s
     causal, full = (prefill_flops(_70B, MILLION, causal=causal) for causal in (True, False))
-    at_1k, at_128k = ([_cost(model, *pair) for model in (_8B, _70B)] for pair in ((1e5, 1e3), (1e6, 128e3)))
+    at_1k, at_128k = (
+        [prefill_flops(model, long) / prefill_flops(model, short) for model in (_8B, _70B)]
+        for long, short in ((1e5, 1e3), (1e6, 128e3))
+    )
     exaflops = Answer(causal / 1e18, unmasked=full / 1e18)
     one, two = (gpus_needed(tokens * MILLION)["compute"] for tokens in (1, 2))
     return {

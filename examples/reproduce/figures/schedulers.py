@@ -76,4 +76,4 @@ def _policies(medians: Mapping[float, Mapping[str, Bounded]], served: Mapping[fl
     cases.append((edf.is_least and fcfs.is_least) or edf.seconds * _CLOSE >= fcfs.seconds)
     listed = ", ".join(f"{name} {median}" for name, median in low.items())
     limits = {"low": LOW, "top": TOP, "alike": ALIKE}
-    return Answer(float(np.mean(cases)), listed=listed, waiting=waiting, edf=edf, fcfs=fcfs, begun=begun, **limits)
+    return Answer(cases, listed=listed, waiting=waiting, edf=edf, fcfs=fcfs, begun=begun, **limits)

@@ -46,24 +46,22 @@ def run_scaling(options: Options) -> FigureResult:
         name: {n: [simulate(H100, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
         for name, model in MODELS.items()
     }
-    crossing = simulate(H100, MODELS["Llama-3 8B"], layout(1, tp=16), M).ttft_s
-    return FigureResult(
-        [panel(name, rows) for panel in (_scaling_panel, _efficiency_panel) for name, rows in ttft_s.items()],
-        _scaling_answers(ttft_s, crossing),
-    )
+    efficiency = {
+        name: {n: [row[0] / (t * s) for t, s in zip(row, STAGES, strict=True)] for n, row in rows.items()}
+        for name, rows in ttft_s.items()
+    }
+    panels = [_scaling_panel(name, rows) for name, rows in ttft_s.items()]
+    panels += [_efficiency_panel(name, rows) for name, rows in efficiency.items()]
+    return FigureResult(panels, _scaling_answers(ttft_s, efficiency))
 
 
 def _efficiency_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
     """What of the stages shows in TTFT."""
-    shares = {
-        f"{token_label(n)} tokens": [row[0] / t / s for t, s in zip(row, STAGES, strict=True)]
-        for n, row in rows.items()
-    }
     return Panel(
         f"{name}, against one stage",
         "stages of 8 H100s (TP 8)",
         "efficiency, %",
-        lines(STAGES, shares, scale=100),
+        lines(STAGES, {f"{token_label(n)} tokens": row for n, row in rows.items()}, scale=100),
         levels={"80 % (v5 fig. 17)": 80},
         log="x",
     )
@@ -89,15 +87,13 @@ def _scaling_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
     )
 
 
-def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: float) -> dict[str, Answer]:
-    efficiency = {
-        name: {n: [row[0] / (row[i] * s) for i, s in enumerate(STAGES)] for n, row in rows.items()}
-        for name, rows in ttft_s.items()
-    }
+def _scaling_answers(
+    ttft_s: Mapping[str, Mapping[int, list[float]]], efficiency: Mapping[str, Mapping[int, list[float]]]
+) -> dict[str, Answer]:
     small, large = efficiency["Llama-3 8B"], efficiency["Llama-3 70B"]
     at_16 = [row[-1] for rows in efficiency.values() for row in rows.values()]
     at_10m = {name: rows[10 * M][-1] for name, rows in ttft_s.items()}
-    small_s = ttft_s["Llama-3 8B"][M]
+    small_s, crossing = ttft_s["Llama-3 8B"][M], simulate(H100, _8B, layout(1, tp=16), M).ttft_s
     tp16_gain, spp2_gain = small_s[0] / crossing, small_s[0] / small_s[1]
     fit_10m = {(name, s): fits(H100, model, layout(s), 10 * M) for name, model in MODELS.items() for s in STAGES}
     return {
@@ -105,12 +101,12 @@ def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: 
         "spp-8b-efficiency": Answer(100 * min(row[-1] for row in small.values())),
         "spp-70b-efficiency": Answer(100 * large[M][STAGES.index(8)]),
         "spp-10m": Answer(
-            float(np.mean([fit_10m[name, 16] for name in MODELS])),
+            [fit_10m[name, 16] for name in MODELS],
             small=at_10m["Llama-3 8B"] / 60,
             large=at_10m["Llama-3 70B"] / 60,
         ),
         "spp-70b-memory": Answer(
-            float(np.mean([not fit_10m["Llama-3 70B", 4], fit_10m["Llama-3 70B", 16]])),
+            [not fit_10m["Llama-3 70B", 4], fit_10m["Llama-3 70B", 16]],
             on_8="fit" if fit_10m["Llama-3 70B", 8] else "do not fit without a second KVP group",
         ),
         "tp-one-node": Answer(float(tp16_gain < spp2_gain), tp=tp16_gain, spp=spp2_gain),
@@ -144,7 +140,7 @@ def run_decode(options: Options) -> FigureResult:
         log="x",
     )
     small, large = rises["Llama-3 8B"], rises["Llama-3 70B"]
-    larger = float(np.mean([b < a for a, b in zip(small[1:], large[1:], strict=True)]))
+    larger = [b < a for a, b in zip(small[1:], large[1:], strict=True)]
     at_8, host_ms = STAGES.index(8), 1e3 * H100.host_s
     answers = {
         "spp-decode-8": Answer(small[at_8], large=large[at_8], host_ms=host_ms),
@@ -174,8 +170,7 @@ def run_equations(options: Options) -> FigureResult:
             for n in _LENGTHS
         }
         off = [abs(ratio - 1) for row in rows.values() for ratio in row]
-        near = float(np.mean([error <= 0.15 for error in off]))
-        answers[name] = Answer(near, count=len(off), worst=100 * max(off))
+        answers[name] = Answer([error <= 0.15 for error in off], count=len(off), worst=100 * max(off))
         drawn = lines(degrees, rows)
         panels.append(Panel(f"v4 {title}", label, "simulated / formula", drawn, band=(0.85, 1.15), log="x"))
     return FigureResult(panels, answers)
@@ -217,9 +212,9 @@ def run(options: Options) -> FigureResult:
         rings = [ContextParallel(H100, _8B, cp=s, tp=_TP, kind=kind) for s in STAGES]
         ttft_s[f"{kind} attention"] = [prefill_s(ring, M) for ring in rings]
     spp, ring, striped = (row[-1] for row in ttft_s.values())
-    hidden = hidden_tokens(_A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S)
-    hidden_8b = hidden_tokens(
-        _A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S, query_heads_per_kv_head=_8B.num_heads / _8B.num_kv_heads
+    hidden, hidden_8b = (
+        hidden_tokens(_A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S, query_heads_per_kv_head=heads)
+        for heads in (1.0, _8B.num_heads / _8B.num_kv_heads)
     )
     panel = Panel(
         "1M tokens, Llama-3 8B",

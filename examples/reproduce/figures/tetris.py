@@ -195,9 +195,7 @@ def _loads(found: dict[str, list[dict[str, float]]], whole: dict[str, list[dict[
         "tetris-handshake": Answer(float(np.mean(medians(whole, "transfers"))), listed=_says(whole, "transfers")),
         "tetris-buffers": Answer(max(medians(whole, "half")), listed=_says(whole, "half")),
         "tetris-throughput": Answer(_span([*gains, *over])),
-        "tetris-order": Answer(
-            float(np.mean(order)), loongserve=capacities[LOONGSERVE.label], sp16=capacities[SP16.label]
-        ),
+        "tetris-order": Answer(order, loongserve=capacities[LOONGSERVE.label], sp16=capacities[SP16.label]),
     }
     for quantile, (name, label) in product(("P50", "P99"), (("sp8", SP8.label), ("single", SINGLE.label))):
         ratios = {share: f"{quantile} at {share:g}, {label}" for share in SHARES}
@@ -213,8 +211,8 @@ def _loads(found: dict[str, list[dict[str, float]]], whole: dict[str, list[dict[
 def _fixed_rates(found: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
     names = [f"mean at {share:g}, over the best fixed rate" for share in SHARES]
     values = [one for name in names for one in medians(found, name)]
-    share, rates = float(np.mean([value <= NEAR for value in values])), ", ".join(map(str, FIXED_RATES))
-    return {"tetris-rates": Answer(share, rates=rates, least=min(values), most=max(values), near=NEAR)}
+    near, rates = [value <= NEAR for value in values], ", ".join(map(str, FIXED_RATES))
+    return {"tetris-rates": Answer(near, rates=rates, least=min(values), most=max(values), near=NEAR)}
 
 
 def _table_1() -> dict[str, Answer]:
@@ -222,10 +220,10 @@ def _table_1() -> dict[str, Answer]:
     rings = {size: ContextParallel(A100, _8B, cp=size, link=BETWEEN_NODES if size > 8 else None) for size in TABLE_1}
     values = [prefill_s(rings[size], tokens) / seconds for (size, tokens), seconds in CELLS.items()]
     long = {size: prefill_s(rings[size], 1 << 18) for size in (2, 16)}
-    share = float(np.mean([abs(ratio - 1) <= 0.15 for ratio in values]))
+    near = [abs(ratio - 1) <= 0.15 for ratio in values]
     spread = {"least": min(values), "most": max(values), "median": np.median(values)}
     return {
-        "tetris-table-1": Answer(share, count=len(values), **spread),
+        "tetris-table-1": Answer(near, count=len(values), **spread),
         "tetris-gap": Answer(long[2] - long[16], on_2=long[2], on_16=long[16]),
     }
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
-
 from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.plotting import Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
@@ -54,7 +52,7 @@ def run_mfu(options: Options) -> FigureResult:
     answers = {
         "mfu-70b": Answer((100 * min(mfus), 100 * max(mfus)), share=share),
         "mfu-128": Answer(100 * min(widest), most=100 * max(widest), share=share),
-        "mfu-rises": Answer(float(np.mean(rises))),
+        "mfu-rises": Answer(rises),
     }
     return FigureResult(panels, answers)
 
