@@ -1,26 +1,23 @@
 """Ranks agree on kernels: what one of them cannot build none uses, and the first rank's log says which and why."""
 
 import logging
+import os
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medha.config import EngineConfig
+from medha.cpu.library import library
+from medha.engine.build import build_role
 from tests.parallel.workers import WorkerPool
 
 
 def start(folder: str, broken: int | None, options: dict[str, Any]) -> tuple[str, str, bool, str]:
     """On each rank, of which one may have no compiler: which attention serves, whose products, whether by fused norms
     and RoPE, and the log."""
-    import os
-
-    from medha.cpu.library import library
-    from medha.engine.build import build_role
-
-    said: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("medha")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler, logger = logging.StreamHandler(said := StringIO()), logging.getLogger("medha")
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == str(broken):
             patch.setenv("PATH", "")
@@ -30,17 +27,15 @@ def start(folder: str, broken: int | None, options: dict[str, Any]) -> tuple[str
         level = logger.level
         logger.setLevel(logging.INFO)  # which forgets what the logger found to be off before
         try:
-            role = build_role(EngineConfig.from_flat(folder, num_kv_blocks=8, **options))
-            runner = (role.follower or role.engine.runner).runner  # type: ignore[union-attr]
-            product = runner.model.model["layers"]["0"].self_attn._qkv
-            owner = getattr(product, "func", product).__module__
-            found = runner.backend.name, owner, runner.model.fused is not None, "\n".join(said)
-            role.close()
+            with build_role(EngineConfig.from_flat(folder, num_kv_blocks=8, **options)) as role:
+                runner = (role.follower or role.engine.runner).runner  # type: ignore[union-attr]
+                product = runner.model.model["layers"]["0"].self_attn._qkv
+                owner = getattr(product, "func", product).__module__
+                return runner.backend.name, owner, runner.model.fused is not None, said.getvalue()
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
             library.cache_clear()
-    return found
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2}], ids=lambda layout: next(iter(layout)))

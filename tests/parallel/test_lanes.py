@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
+from medha import LLM, SamplingParams
 from medha.cost.chunk_times import ChunkTimes
 from medha.engine import build
 from medha.engine.engine import Engine
 from medha.engine.replay import replay
 from medha.errors import RankFailedError, ValidationError
-from medha.params import SamplingParams
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
-from tests.checkpoints import make_checkpoint, random_prompt
-from tests.commands import wait_until, write_lines
-from tests.parallel.faults import Job, command, start
+from tests.checkpoints import random_prompt
+from tests.commands import wait_until
+from tests.parallel.faults import Start, command
 from tests.parallel.test_decode import made_up_times
-from tests.parallel.test_faults import right_tokens, written
-from tests.parallel.workers import WorkerPool
+from tests.parallel.test_faults import right_tokens
+from tests.parallel.workers import WorkerPool, num_held
 
 SIZES = {"block_size": 16, "num_kv_blocks": 100}
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -43,14 +43,12 @@ def draw_7(self: Runner, step: StepInput) -> Any:
     return PendingStep(lambda: result) if self.samples else None
 
 
-def serve(
-    folder: str, options: dict[str, Any], prompts: list[list[int]], arrivals_s: list[float], abort: int, holds: bool
+def serve_over_time(
+    folder: Path, options: dict[str, Any], prompts: list[list[int]], arrivals_s: list[float], abort: int, holds: bool
 ) -> Any:
     """On rank 0: tokens by request, requests in the order in which they end, how many batches completed before an older
     one, what a replay of the journal says, and blocks still held. With ``holds`` there is no model, and the forward of
     a long prompt ends when two batches have completed."""
-    from medha import LLM
-
     completed: list[int] = []
 
     def hold(self: Runner, step: StepInput) -> Any:
@@ -74,7 +72,7 @@ def serve(
             while waiting or engine.has_unfinished:
                 while waiting and waiting[0][1][1] <= engine.now() - start_s:
                     index, (prompt, _) = waiting.pop(0)
-                    engine.add_request(str(index), {"prompt_token_ids": prompt}, ONE)
+                    engine.add_request(str(index), prompt, ONE)
                     if index == abort:
                         engine.advance(wait_s=0.0)  # its chunk may be in flight
                         engine.abort(str(index))
@@ -87,42 +85,33 @@ def serve(
             while engine.advance():
                 pass
             with pytest.raises(ValidationError, match="max_tokens=2 with scheduler='cdsp'"):
-                engine.add_request("two", {"prompt_token_ids": [1]}, SamplingParams(max_tokens=2))
+                engine.add_request("two", [1], SamplingParams(max_tokens=2))
             overtaken = sum(any(later < one for later in completed[at:]) for at, one in enumerate(completed))
             again = replay(journal.getvalue().splitlines())
-            return (
-                ended,
-                overtaken,
-                (again.mismatch, again.num_batches == len(completed)),
-                engine.scheduler.memory.num_used,
-            )
+            replayed = again.mismatch, again.num_batches == len(completed)
+            return ended, overtaken, replayed, num_held(llm)
 
 
-def serve_until_a_rank_is_gone(rank: int, folder: str) -> None:
+def serve_until_a_rank_is_gone(rank: int, folder: Path) -> None:
     """A chunk that does not end on group 0, another one on group 1, whose rank is killed when it begins that."""
     Runner.run = lambda self, step: time.sleep(600)  # type: ignore[method-assign, assign]
     if rank == 1:
         Runner.run = lambda self, step: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
     build.fitted_times = lambda *_, **__: ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))  # type: ignore[attr-defined]
-    from medha import LLM
-
     with LLM(folder, kvp=3, scheduler="cdsp", sp_sizes=(1,), block_size=16, num_kv_blocks=1300) as llm:
-        prompts = [{"prompt_token_ids": random_prompt(length, seed=1)} for length in (20_000, 300)]
         try:
-            llm.generate(prompts, ONE)
+            llm.generate([random_prompt(length, seed=1) for length in (20_000, 300)], ONE)
         except RankFailedError as error:
             print(error, flush=True)
             raise
 
 
-def test_a_rank_that_dies_in_another_lane_ends_the_job_by_name(tmp_path: Path, jobs: list[Job]) -> None:
+def test_a_rank_that_dies_in_another_lane_ends_the_job_by_name(checkpoint: Callable[..., Path], start: Start) -> None:
     """While rank 0's own group computes, and the third has nothing."""
-    make_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=32_768)
-    jobs.append(job := start(tmp_path, 3, serve_until_a_rank_is_gone, str(tmp_path)))
-    codes = job.wait()
+    folder = checkpoint(num_hidden_layers=1, max_position_embeddings=32_768)
+    codes = (job := start(3, serve_until_a_rank_is_gone, folder)).wait()
     assert None not in codes and codes[1] == -signal.SIGKILL and codes[0] != 0
-    said = (tmp_path / "stdout-0").read_text()
-    assert "rank 1 (group 1, stage 0) has died" in said, job.stderr(0)
+    assert "rank 1 (group 1, stage 0) has died" in job.stdout(0), job.stderr(0)
 
 
 PROMPTS = [random_prompt(length, seed=length) for length in (900, 70, 33, 400, 1, 610, 5, 300)]
@@ -131,7 +120,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (900, 70, 33, 400, 1
 @cache
 def alone(folder: Path) -> Any:
     """Tokens by request, on one rank."""
-    return serve(str(folder), SIZES | {"scheduler": "cdsp"}, PROMPTS, [0.0] * 8, -1, False)[0]
+    return serve_over_time(folder, SIZES | {"scheduler": "cdsp"}, PROMPTS, [0.0] * 8, -1, False)[0]
 
 
 @pytest.mark.parametrize(("kvp", "tp"), [(2, 1), (3, 1), (2, 2), (4, 1)])
@@ -139,7 +128,7 @@ def test_tokens(workers: WorkerPool, checkpoint: Callable[..., Path], kvp: int, 
     folder = checkpoint(num_hidden_layers=2)
     options = {"kvp": kvp, "tp": tp, "scheduler": "cdsp", "improvement_rate": 0.05, **SIZES}
     arrivals_s = [0.0, 0.0, 0.0, 0.01, 0.02, 0.03, 0.03, 0.05]
-    ended, _, replayed, left = workers.run(serve, kvp * tp, str(folder), options, PROMPTS, arrivals_s, 3, False)[0]
+    ended, _, replayed, left = workers.run(serve_over_time, kvp * tp, folder, options, PROMPTS, arrivals_s, 3, False)[0]
     assert ended == alone(folder) | {"3": []}
     assert replayed == (None, True)
     assert left == 0
@@ -147,10 +136,12 @@ def test_tokens(workers: WorkerPool, checkpoint: Callable[..., Path], kvp: int, 
 
 def test_a_short_prompt_beside_a_long_chunk(workers: WorkerPool, checkpoint: Callable[..., Path]) -> None:
     """It arrives while a long chunk runs on rank 0's own group, and ends first, on the other."""
-    folder = str(checkpoint(num_hidden_layers=1))
+    folder = checkpoint(num_hidden_layers=1)
     prompts = [random_prompt(length, seed=length) for length in (1500, 30, 40)]
     options = {"kvp": 2, "scheduler": "cdsp", "sp_sizes": (1,), **SIZES}
-    ended, overtaken, replayed, left = workers.run(serve, 2, folder, options, prompts, [0.0, 0.3, 0.6], -1, True)[0]
+    ended, overtaken, replayed, left = workers.run(
+        serve_over_time, 2, folder, options, prompts, [0.0, 0.3, 0.6], -1, True
+    )[0]
     assert list(ended) == ["1", "2", "0"]
     assert overtaken == 2
     assert replayed == (None, True)
@@ -175,18 +166,14 @@ def planned_at_once(rank: int, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("max_chunks", "chunks"), [(1, ["[0:600]"]), (2, ["[0:40]", "[40:600]"])])
-def test_options_of_the_command(
-    model: Path, tmp_path: Path, jobs: list[Job], max_chunks: int, chunks: list[str]
-) -> None:
+def test_options_of_the_command(model: Path, tmp_path: Path, serve: Start, max_chunks: int, chunks: list[str]) -> None:
     """The longest prompt begins on the group that is free first, and goes on on both, if it may have two chunks."""
-    requests, timeline = write_lines(tmp_path / "requests.jsonl", *REQUESTS), tmp_path / "trace.json"
-    files = ["--requests", str(requests), "--output", str(tmp_path / "out.jsonl"), "--timeline", str(timeline)]
     sizes = "--block-size 16 --num-kv-blocks 100 --max-model-len 1024 --kvp 2 --decode-replicas 1 --scheduler cdsp"
     plan = f"--sp-sizes 1,2 --improvement-rate 0 --max-chunks {max_chunks}"
-    arguments = ["--model", str(model), *files, *sizes.split(), *plan.split()]
-    jobs.append(job := start(tmp_path, 3, planned_at_once, arguments))
-    assert job.wait() == [0, 0, 0], job.stderr(0)
-    assert {name: line["token_ids"] for name, line in written(tmp_path).items()} == right_tokens(model, REQUESTS)
+    timeline = tmp_path / "trace.json"
+    job = serve(3, REQUESTS, f"{sizes} {plan} --timeline {timeline}", target=planned_at_once)
+    job.end_well()
+    assert {name: line["token_ids"] for name, line in job.lines.items()} == right_tokens(model, REQUESTS)
     events = json.loads(timeline.read_text())["traceEvents"]
     (lane,) = [one["tid"] for one in events if one["name"] == "thread_name" and one["args"]["name"] == "600"]
     names = [one["name"] for one in events if (one["pid"], one["tid"], one["ph"]) == (1, lane, "X")]

@@ -11,9 +11,12 @@ import torch
 from rich.console import Console
 
 from medha.config import EngineConfig, ParallelConfig
+from medha.engine.build import build_role
 from medha.generate.layout import run_dry
 from medha.models.hf_config import load_model_config
+from medha.models.layers import local_part
 from medha.models.weights import Checkpoint, load_parameters
+from medha.worker import shard
 from medha.worker.shard import ModelShard
 from tests.checkpoints import make_checkpoint
 from tests.parallel.workers import WorkerPool
@@ -21,10 +24,6 @@ from tests.parallel.workers import WorkerPool
 
 def load(folder: str, options: dict[str, Any]) -> tuple[int, int]:
     """On each rank: (bytes read from the checkpoint, bytes of parameters held)."""
-    from medha.engine.build import build_role
-    from medha.models.layers import local_part
-    from medha.worker import shard
-
     read: list[int] = []
 
     def counted(parameters: Any, checkpoint: Checkpoint, **options: Any) -> None:
@@ -52,8 +51,8 @@ def test_each_rank_reads_only_its_part(
     odd_vocab = model.hidden_size * 4  # 211 rows do not divide: a rank may hold one more than its share
     for rank, (read, held) in enumerate(answers):
         assert read == held
-        shard = ModelShard.at(model, ParallelConfig(tp=tp, spp=spp), rank, torch.float32)
-        assert abs(held - shard.weight_bytes) <= 2 * odd_vocab
+        weight_bytes = ModelShard.at(model, ParallelConfig(tp=tp, spp=spp), rank, torch.float32).weight_bytes
+        assert abs(held - weight_bytes) <= 2 * odd_vocab
     with Checkpoint(tmp_path) as checkpoint:
         whole = sum(4 * prod(info.shape) for info in checkpoint.tensors.values())  # float32
     replicas = 1.5 if tied or family == "qwen2" else 1.1  # tied heads, KV heads and norms are held more than once

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from medha.params import SamplingParams
+from medha import LLM, SamplingParams
+from medha.worker.swap import HostCache
 from tests.parallel.workers import WorkerPool
 from tests.serving import Model, random_ids
 
@@ -17,9 +18,6 @@ PENALTIES = SamplingParams(
 def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[Any], int]:
     """On each rank: tokens; on rank 0 also how often somebody gave way, was swapped, the seconds lost, and the tokens
     computed."""
-    from medha import LLM
-    from medha.worker.swap import HostCache
-
     with pytest.MonkeyPatch.context() as patch:  # what is decided is not to hang on a clock
         patch.setattr(HostCache, "measure_block_s", lambda self: 0.0)
         llm = LLM(folder, **options)
@@ -27,7 +25,7 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
         num_tokens: list[int] = []
         if llm.is_driver:
             llm.engine.on_step = lambda batch, prediction, busy_s: num_tokens.append(batch.num_tokens)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PENALTIES)
+        outputs = llm.generate(prompts, PENALTIES)
         names = ("num_preemptions", "num_swaps", "work_lost_s")
         counts = [sum(getattr(output.metrics, name) for output in outputs) for name in names]
     return [list(output.outputs[0].token_ids) for output in outputs], counts, sum(num_tokens)

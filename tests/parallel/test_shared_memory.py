@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,29 +16,19 @@ from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.launch import read_launch
 from medha.parallel.shared_memory import MOST_BYTES, PAGE_BYTES, SharedMemory, share_lines, share_memory
 from medha.parallel.tp import all_gather_over, all_reduce_over
-from tests.parallel.workers import TIMEOUT_S, WorkerPool
+from tests.parallel.workers import TIMEOUT_S, WorkerPool, gloo
 
 CPU = torch.device("cpu")
 
 
+@gloo()
 def on_ranks(work: Callable[[Any, Any], Any]) -> Any:
     """On each rank: work with what a job's ranks know, and a group of all."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    store, launch = dist.distributed_c10d._get_default_store(), read_launch()
+    rank, job = dist.get_rank(), SimpleNamespace(launch=read_launch(), store=dist.distributed_c10d._get_default_store())
     monitor = SimpleNamespace(has_failure=False, first_error=lambda: "rank 1 has died")
     config = SimpleNamespace(dist_timeout_s=TIMEOUT_S, world_size=dist.get_world_size())
-    ranks = SimpleNamespace(
-        rank=dist.get_rank(),
-        report_group=dist.new_group(),
-        job=SimpleNamespace(launch=launch, store=store),
-        monitor=monitor,
-        config=config,
-    )
-    try:
-        return work(ranks, dist.new_group())
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
+    ranks = SimpleNamespace(rank=rank, report_group=dist.new_group(), job=job, monitor=monitor, config=config)
+    return work(ranks, dist.new_group())
 
 
 def message(sender: int, receiver: int, number: int, size: int) -> torch.Tensor:

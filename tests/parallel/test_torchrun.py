@@ -1,10 +1,10 @@
 """The command line under torchrun: the demo, two nodes, one speaker."""
 
-import os
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,21 +13,22 @@ from medha.config import EngineConfig
 from medha.generate.layout import choose_layout
 from medha.parallel.launch import Launch
 from medha.parallel.own_ranks import reserved_port
-from tests.commands import LIMIT_S, parse, wait_until, write_lines
-from tests.parallel.faults import Job, command
-from tests.parallel.faults import start as forked
+from medha.verify.demo import run_demo
+from tests.commands import ENVIRONMENT, LIMIT_S, parse, wait_until, write_lines
+from tests.parallel.faults import Start, command
 from tests.serving import Model
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LAYERS = ("--hf-overrides", '{"num_hidden_layers": 1}')
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*TORCHRUN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+def python(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+torchrun = partial(python, "torch.distributed.run")
+own_ranks = partial(python, "medha.generate", "--max-model-len", "4096")
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -39,17 +40,15 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def demo(rank: int) -> None:
-    from medha.verify.demo import run_demo
-
     raise SystemExit(run_demo(long_prompt_tokens=2048, live=False))
 
 
-def test_the_demo_chooses_a_layout(tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := forked(tmp_path, 2, demo))
-    assert job.wait() == [0, 0], job.stderr(0)
-    out = (tmp_path / "stdout-0").read_text()
+def test_the_demo_chooses_a_layout(start: Start) -> None:
+    job = start(2, demo)
+    job.end_well()
+    out = job.stdout(0)
     assert out.count("One document of 2,048 tokens") == 1
-    assert (tmp_path / "stdout-1").read_text() == ""  # one rank speaks
+    assert job.stdout(1) == ""  # one rank speaks
     assert "Layout: spp=2 pipeline stages, tp=1 tensor-parallel ranks in each." in out
     assert out.endswith("6 of 6 answers right.\n")
 
@@ -62,7 +61,7 @@ def test_two_nodes(needle: Model, tmp_path: Path) -> None:
     what += ["--requests", str(requests), "--json"]
     with reserved_port() as port:
         where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        nodes = [start(*where, "--node-rank", str(node), *what) for node in range(2)]
+        nodes = [torchrun(*where, "--node-rank", str(node), *what) for node in range(2)]
         (code, out, err), (other_code, other_out, other_err) = [finish(node) for node in nodes]
     assert (code, other_code) == (0, 0), err + other_err
     # lines come as requests end, and these two are as long
@@ -71,10 +70,10 @@ def test_two_nodes(needle: Model, tmp_path: Path) -> None:
     assert other_out == ""
 
 
-def test_a_layout_is_chosen_for_a_model(needle: Model, tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := forked(tmp_path, 2, command, [str(needle.folder), "--max-model-len", "512", "--prompt", PROMPT]))
-    assert job.wait() == [0, 0], job.stderr(0)
-    assert (tmp_path / "stdout-0").read_text() == " 31.\n"
+def test_a_layout_is_chosen_for_a_model(needle: Model, start: Start) -> None:
+    job = start(2, command, [str(needle.folder), "--max-model-len", "512", "--prompt", PROMPT])
+    job.end_well()
+    assert job.stdout(0) == " 31.\n"
     assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in job.stderr(0)
     config = EngineConfig.from_flat(str(needle.folder))
     sizes = ((3, 3), (8, 8), (8, 2), (8, 6), (8, 2))  # the last two: nodes of 6 and of 2 ranks
@@ -86,18 +85,12 @@ def test_a_layout_is_chosen_for_a_model(needle: Model, tmp_path: Path, jobs: lis
 
 
 def test_bad_usage_is_said_where_the_launcher_ends() -> None:
-    code, _, err = finish(
-        start("--standalone", "--nproc-per-node", "2", "-m", "medha.generate", "-m", "x", "--tp", "0")
-    )
+    wrong = ("-m", "medha.generate", "-m", "x", "--tp", "0")
+    code, _, err = finish(torchrun("--standalone", "--nproc-per-node", "2", *wrong))
     assert code == 1
     lines, said = err.splitlines(), "ConfigError: tp=0; accepted: an integer from 1 to 65536"
     assert lines[-2] == f"  traceback : {said}"
     assert lines.count(f"error: {said}") <= 1  # of rank 0, which the launcher may end before it has said so
-
-
-def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "medha.generate", "--max-model-len", "4096", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
 def running(*texts: str) -> dict[int, bytes]:

@@ -5,17 +5,30 @@ it sees the environment that torchrun would set.
 """
 
 import importlib
+import math
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from datetime import timedelta
 from io import StringIO
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from medha import LLM
+from medha.__main__ import app
+from medha.cli.command import run_app
+from medha.config import ParallelConfig
+from medha.parallel.kvp import Merge
+from medha.parallel.mesh import _destroy_all, make_merge_group
 from medha.parallel.own_ranks import reserved_port
+from medha.parallel.spp import Digests
 
 TIMEOUT_S = 240.0  # of a job, and of a transfer in it
 _AFTER_FAILURE_S = 30.0
@@ -75,11 +88,47 @@ class WorkerPool:
 
 def run_medha(arguments: list[str]) -> tuple[int, str]:
     """On each rank: a command of medha, as under torchrun; its exit code and what it printed."""
-    from medha.__main__ import app
-    from medha.cli.command import run_app
-
     with redirect_stdout(StringIO()) as out:
         return run_app(app, "medha", arguments), out.getvalue()
+
+
+@contextmanager
+def gloo() -> Iterator[None]:
+    """On each rank, within, or as a decorator: torch has its default group."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def merge_of_all() -> Merge:
+    """Within :func:`gloo`: what merges between ranks, each of which is a group of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=TIMEOUT_S))
+    assert group is not None
+    return Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank)
+
+
+def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
+    """On rank 0 the tokens of each prompt; on others nothing."""
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def num_held(llm: LLM) -> int:
+    """On rank 0 how many blocks are in use; on others none."""
+    return llm.engine.scheduler.memory.num_used if llm.is_driver else 0
+
+
+def serve(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> tuple[list[list[int]], int]:
+    """On each rank: build an LLM and generate; on rank 0 the tokens of each prompt, and how many blocks are in use."""
+    with LLM(folder, **options) as llm:
+        return generate(llm, prompts, params), num_held(llm)
+
+
+def num_ranks(layout: Mapping[str, Any]) -> int:
+    """The ranks of the options of a layout."""
+    decode = layout.get("decode_replicas", 0) * layout.get("decode_tp", 1)
+    return math.prod(layout.get(axis, 1) for axis in ("tp", "spp", "kvp")) + int(decode)
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -100,10 +149,6 @@ def _live(pipe: Connection) -> None:
 
 
 def _work(pipe: Connection) -> None:
-    import torch
-
-    from medha.parallel.mesh import _destroy_all
-
     torch.set_num_threads(1)
     while True:
         name, args, environment = pipe.recv()
