@@ -61,9 +61,6 @@ class Work:
         self.transport.block(lambda: self.done, self.what)
         return True
 
-    def is_completed(self) -> bool:
-        return self.done
-
 
 @dataclass(eq=False)
 class _Actor:

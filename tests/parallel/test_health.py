@@ -82,11 +82,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def stand_in(ranks: Ranks, rank: int, pid: int) -> None:
-    """Let a process be a rank that says nothing but which one it is."""
-    ranks.server.set(f"process/{rank}", json.dumps(Process.of(pid)))
-
-
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
@@ -185,24 +180,18 @@ def test_a_process_that_this_one_started_is_watched_from_the_first(
 def test_a_rank_that_is_gone_or_stopped_is_named(
     ranks: Ranks, sleeper: subprocess.Popen[bytes], number: int, what: str
 ) -> None:
-    """A rank of its node notices, and those of other nodes hear of it."""
-    stand_in(ranks, 1, sleeper.pid)
+    """A rank of its node notices, and those of other nodes hear of it. While it says nothing and runs it has
+    not failed: its Python may hold the interpreter's lock for long."""
+    ranks.server.set("process/1", json.dumps(Process.of(sleeper.pid)))
     ranks.server.set("status/1", '[0.1, false, "batch 7"]')
     monitors = {rank: ranks.monitor(rank, 4, local_ranks=range(rank, rank + 2)) for rank in (0, 2)}
     wait_until(lambda: 1 in monitors[0]._processes)
+    time.sleep(1.5)
+    assert not monitors[0].has_failure
     sleeper.send_signal(number)
     wait_until(lambda: monitors[2].has_failure)
     begin = f"rank 1 {what}, last in batch 7; noticed by rank 0 in start"
     assert {monitor.first_error(wait_s=LIMIT_S) for monitor in monitors.values()} == {begin}
-
-
-def test_a_rank_that_says_nothing_and_runs_has_not_failed(ranks: Ranks, sleeper: subprocess.Popen[bytes]) -> None:
-    """As one whose Python holds the interpreter's lock for long."""
-    stand_in(ranks, 1, sleeper.pid)
-    ranks.server.set("status/1", '[0.1, false, "batch 7"]')
-    monitor = ranks.monitor(0, 2, local_ranks=range(2))
-    time.sleep(1.5)
-    assert not monitor.has_failure
 
 
 def test_a_launcher_that_has_died(ranks: Ranks) -> None:
@@ -237,14 +226,10 @@ def test_a_store_that_does_not_answer(
     wait_until(lambda: monitors[3].has_failure)
     assert not monitors[4].has_failure  # its agent, the parent of this process, runs
     holds.set()
-    for rank, what in (
-        (1, "is stopped or cannot be reached"),
-        (2, "is stopped"),
-        (3, "is stopped or cannot be reached"),
-    ):
-        assert f"rank 0 {what}: the store that it holds has not answered rank {rank} for" in str(
-            monitors[rank].first_error(wait_s=LIMIT_S)
-        )
+    unknown = "is stopped or cannot be reached"
+    for rank, what in ((1, unknown), (2, "is stopped"), (3, unknown)):
+        said = monitors[rank].first_error(wait_s=LIMIT_S)
+        assert f"rank 0 {what}: the store that it holds has not answered rank {rank} for" in str(said)
 
 
 # -- ranks that are behind -------------------------------------------------------------------------------------------
