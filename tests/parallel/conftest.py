@@ -43,8 +43,7 @@ def own_workers() -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts ranks as :func:`tests.parallel.faults.start`, with files in the folder of the test; kills them at its
-    end."""
+    """Starts ranks as :func:`tests.parallel.faults.start`, with files in the folder of the test, which kills them."""
     with ExitStack() as stack:
         yield partial(faults.start, tmp_path, stack)
 

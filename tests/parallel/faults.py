@@ -37,32 +37,22 @@ STATES = ("queued", "in a chunk", "waits for a grant", "in transfer", "arrived",
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank and where.
-
-    Attributes:
-        action: ``kill``, ``stop``, ``terminate``, ``throw``, ``sleep`` or ``hold``; at ``states`` a signal, which rank
-            0 sends.
-        after: how often the point is passed first.
-    """
+    """What happens to a rank and where."""
 
     rank: int
     point: str
-    action: str
-    after: int = 0
+    action: str  # kill, stop, terminate, throw, sleep or hold; at ``states`` a signal, which rank 0 sends
+    after: int = 0  # how often the point is passed first
     sleep_s: float = 0.0
 
 
 @dataclass
 class Job:
-    """Running ranks.
-
-    Attributes:
-        ended_s: monotonic time at which each rank was seen to have ended.
-    """
+    """Running ranks."""
 
     folder: Path
     processes: list[Any]
-    ended_s: dict[int, float] = field(default_factory=dict)
+    ended_s: dict[int, float] = field(default_factory=dict)  # monotonic time at which each was seen to have ended
 
     def wait(self, limit_s: float = LIMIT_S, *, but: Sequence[int] = ()) -> list[int | None]:
         """Wait for all ranks, or all but some; returns their exit codes, None for one that still runs."""

@@ -265,17 +265,13 @@ class _Future(Future[Any]):
         return super().result(0)
 
 
-class _Queue:
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._items: deque[Any] = deque()
+class _Queue(deque[Any]):
+    put, qsize = deque.append, deque.__len__
 
-    def put(self, item: Any) -> None:
-        self._items.append(item)
+    def __init__(self, transport: Transport) -> None:
+        super().__init__()
+        self._transport = transport
 
     def get(self) -> Any:
-        self._transport.block(lambda: bool(self._items), "waits for something to do")
-        return self._items.popleft()
-
-    def qsize(self) -> int:
-        return len(self._items)
+        self._transport.block(lambda: len(self) > 0, "waits for something to do")
+        return self.popleft()

@@ -102,25 +102,19 @@ class Buffers:
     frame_ints: int
 
 
-def buffers() -> st.SearchStrategy[Buffers]:
-    few = st.sampled_from((1, 2, 64))
-    return st.builds(Buffers, st.integers(1, 5), few, few, st.integers(1, 4), st.sampled_from((8, 64, 1 << 17)))
-
-
-def workloads() -> st.SearchStrategy[Workload]:
-    """Prompts of up to 20 tokens in chunks of up to 8."""
-    arrival = st.builds(
-        Arrival, st.integers(0, 12), st.integers(1, 20), st.integers(1, 5), st.none() | st.integers(0, 12)
-    )
-    return st.builds(
-        Workload,
-        st.lists(arrival, min_size=1, max_size=6).map(tuple),
-        st.integers(1, 8),
-        st.integers(6, 12),
-        st.integers(1, 5),
-        st.none() | st.integers(1, 5),
-        st.sampled_from((0, 2, NUM_BLOCKS)),
-    )
+FEW = st.sampled_from((1, 2, 64))
+BUFFERS = st.builds(Buffers, st.integers(1, 5), FEW, FEW, st.integers(1, 4), st.sampled_from((8, 64, 1 << 17)))
+ARRIVALS = st.builds(Arrival, st.integers(0, 12), st.integers(1, 20), st.integers(1, 5), st.none() | st.integers(0, 12))
+WORKLOADS = st.builds(
+    Workload,
+    st.lists(ARRIVALS, min_size=1, max_size=6).map(tuple),
+    st.integers(1, 8),
+    st.integers(6, 12),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 5),
+    st.sampled_from((0, 2, NUM_BLOCKS)),
+)
+"""Prompts of up to 20 tokens in chunks of up to 8."""
 
 
 def drive(
@@ -305,7 +299,7 @@ def on_ranks(
 
     def rank_main(rank: int) -> None:
         ranks = toy_ranks(transport, config, rank)
-        digests = Digests(ranks.report_group)
+        digests, share = Digests(ranks.report_group), {"tp": config.tp, "tp_rank": ranks.tp_rank}
         pipe = StagePipe(
             ranks.pipe_group,
             digests,
@@ -315,22 +309,18 @@ def on_ranks(
             dtype=torch.float32,
             device=torch.device("cpu"),
             num_buffers=limits.stage,
-            tp=config.tp,
-            tp_rank=ranks.tp_rank,
             all_gather=toy_gather(transport, ranks.tp_group),
+            **share,
         )
-        places = {"stage": ranks.stage, "tp_rank": ranks.tp_rank}
-        members = [config.rank_of(**places, kvp_rank=group) for group in range(config.kvp)]
         runner = toy_runner(
             config.layers_of(ranks.stage, NUM_LAYERS),
             num_blocks=num_blocks_of(workload, config.kvp),
-            tp=config.tp,
-            tp_rank=ranks.tp_rank,
             all_reduce=(lambda x: transport.all_reduce(x, ranks.tp_group)) if config.tp > 1 else (lambda x: x),
             pipe=pipe,
             samples=ranks.is_sampler,
             group=ranks.group,
-            merge=Merge(ranks.merge_group, digests, ranks=members, own=ranks.group),
+            merge=Merge(ranks.merge_group, digests, ranks=ranks.merge_group.members, own=ranks.group),
+            **share,
         )
         if rank != 0:
             follower = Follower(runner, ranks)
@@ -364,7 +354,7 @@ def on_ranks(
 @pytest.mark.parametrize("layout", [*LAYOUTS, ranks(1, 3, 2)], ids=name_of)
 def test_no_deadlock_without_buffers(layout: ParallelConfig, max_examples: int) -> None:
     @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(workloads(), st.integers(0, 2**32), buffers())
+    @given(WORKLOADS, st.integers(0, 2**32), BUFFERS)
     def every_run_ends(workload: Workload, seed: int, limits: Buffers) -> None:
         check(on_ranks(workload, layout, seed, limits), on_one_rank(workload), workload)
 
@@ -397,18 +387,6 @@ def merge_synchronously(patch: pytest.MonkeyPatch) -> None:
         return lambda: merged
 
     patch.setattr(Merge, "start", start_and_wait)
-
-
-def turn_runs_around(patch: pytest.MonkeyPatch) -> None:
-    """groups with an odd number take the runs of a batch in descending order."""
-    rows = medha.worker.runner.shared_rows
-
-    def turned(batch: Batch) -> list[Shared]:
-        shared = rows(batch)
-        rank = rank_of(threading.current_thread().name)
-        return shared[::-1] if rank % 2 else shared
-
-    patch.setattr(medha.worker.runner, "shared_rows", turned)
 
 
 def send_messages_late(patch: pytest.MonkeyPatch) -> None:
@@ -499,8 +477,15 @@ def test_wrong_tokens_and_torn_buffers_are_found(
 
 
 def test_spans_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups lie on two spans of a batch, each of which takes another one first: digests or sizes differ."""
-    turn_runs_around(monkeypatch)
+    """Two groups lie on two spans of a batch, each of which takes another one first, as those with an odd number take
+    them in descending order: digests or sizes differ."""
+    rows = medha.worker.runner.shared_rows
+
+    def turned(batch: Batch) -> list[Shared]:
+        is_odd = rank_of(threading.current_thread().name) % 2
+        return rows(batch)[:: -1 if is_odd else 1]
+
+    monkeypatch.setattr(medha.worker.runner, "shared_rows", turned)
     with pytest.raises((PlanDivergenceError, RankFailedError, AssertionError), match=r"merges rows|numbers for"):
         on_ranks(dataclasses.replace(CROSSED, depth=2), ranks(3, 1, 1), 0, AMPLE)
 

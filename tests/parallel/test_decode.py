@@ -1,5 +1,4 @@
-"""Decode instances in real gloo processes: tokens, who computes what, back pressure. How all of it ends is in
-test_states.py."""
+"""Decode instances in real gloo processes: tokens, who computes what, back pressure. How it ends: test_states.py."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -7,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,6 +20,7 @@ from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.commands import wait_until
+from tests.engines import drained
 from tests.parallel.workers import WorkerPool, generate, num_held, num_ranks
 
 LENGTHS = (1, 33, 150, 5, 90, 61, 2)
@@ -104,24 +105,22 @@ def made_up_times(_: Any, sizes: Sequence[int], **__: Any) -> ChunkTimes:
     return ChunkTimes(tuple(sizes), tuple(SECONDS[size] for size in sizes))
 
 
+@patch.object(build, "fitted_times", made_up_times)
 def grow(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> Any:
     """On each rank: serve prompts that are all planned at once. Rank 0 says the tokens of each; of each chunk of the
     last one how many tokens of it every group computed, by the records of the ranks; and what each decode rank did."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "fitted_times", made_up_times)
-        with LLM(folder, **SIZES | options) as llm:
-            if not llm.is_driver:
-                llm.follow()
-                return None
-            engine, chunks, tokens = llm.engine, list[int](), dict[str, list[int]]()
-            engine.on_step = lambda batch, *_: chunks.extend(
-                batch.batch_id for row in batch.chunks if row.slot == len(prompts) - 1
-            )
-            for name, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-                engine.add_request(str(name), prompt, its)
-            while engine.has_unfinished:
-                tokens |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
-            ranks = engine.runner.gather_records()
+    with LLM(folder, **SIZES | options) as llm:
+        if not llm.is_driver:
+            llm.follow()
+            return None
+        engine, chunks = llm.engine, list[int]()
+        engine.on_step = lambda batch, *_: chunks.extend(
+            batch.batch_id for row in batch.chunks if row.slot == len(prompts) - 1
+        )
+        for name, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(str(name), prompt, its)
+        tokens = {output.request_id: output.outputs[0].token_ids for output in drained(engine)}
+        ranks = engine.runner.gather_records()
     prefills, decodes = ranks[: options["kvp"]], ranks[options["kvp"] :]
     shares = [
         {rank.group: one.num_tokens for rank in prefills for one in rank.batches if one.batch_id == chunk}
@@ -157,8 +156,7 @@ def beside(folder: Path, options: dict[str, Any]) -> Any:
         num_chunks[0] += len(step.batch.chunks)
         return run(self, step)
 
-    with pytest.MonkeyPatch.context() as patch, LLM(folder, **SIZES | options) as llm:
-        patch.setattr(Runner, "run", run_beside)
+    with LLM(folder, **SIZES | options) as llm, patch.object(Runner, "run", run_beside):
         pages: list[str] = []
         if llm.is_driver:
             metrics = Metrics(llm.engine, "m")
@@ -186,10 +184,10 @@ def test_decodes_go_on_beside_a_long_prefill(own_workers: WorkerPool, folder: Pa
 
 def share(folder: Path, options: dict[str, Any]) -> Any:
     """On each rank: one prompt twice, then several completions of it; the tokens, and the cached tokens of each."""
+    one, several = SamplingParams(**PENALTIES, max_tokens=30), SamplingParams(**DRAWN, n=3, max_tokens=9)
     with LLM(folder, **SIZES | options) as llm:
         prompt = random_prompt(100, seed=3)
-        asked = [SamplingParams(**PENALTIES, max_tokens=30), SamplingParams(**DRAWN, n=3, max_tokens=9)]
-        outputs = [output for params in (asked[0], asked[0], asked[1]) for output in llm.generate([prompt], params)]
+        outputs = [output for params in (one, one, several) for output in llm.generate(prompt, params)]
         cached = [output.metrics.num_cached_tokens for output in outputs]
         return [[one.token_ids for one in output.outputs] for output in outputs], cached
 
@@ -203,8 +201,7 @@ def test_prompts_are_shared_and_have_several_completions(own_workers: WorkerPool
 
 
 def profiled(folder: Path, options: dict[str, Any], profile: Path) -> Any:
-    """On each rank: build the LLM twice, the second time with a profile of an odd step; what each side predicts of the
-    host."""
+    """On each rank: build the LLM, then with a profile of an odd step; what each side predicts of the host."""
     with LLM(folder, **SIZES | options) as llm:
         if llm.is_driver:
             assert llm.engine.scheduler.predictor is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ class Counting(PackedLinear):
         return super().__call__(x, outputs)
 
 
+@patch.object(kvp, "MOST_BYTES", 1500)  # of some runs it is too long a message
 def draw_in_parts(ranks: Any, group: Any) -> tuple[int, Counter[bool]]:
     """On each rank: the number of batches whose logits are others than those of the whole head, and the products."""
     own, memory, chance = ranks.rank, share_memory(ranks, group, torch.device("cpu")), random.Random(3)
@@ -97,14 +99,8 @@ def draw_in_parts(ranks: Any, group: Any) -> tuple[int, Counter[bool]]:
     return wrong, head.products
 
 
-def drawn_in_parts() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvp, "MOST_BYTES", 1500)  # of some runs it is too long a message
-        return on_ranks(draw_in_parts)
-
-
 def test_groups_compute_parts_of_the_logits_for_the_one_that_draws(workers: WorkerPool) -> None:
-    for wrong, products in workers.run(drawn_in_parts, 4):
+    for wrong, products in workers.run(on_ranks, 4, draw_in_parts):
         assert wrong == 0
         assert min(products[True], products[False]) > 10
 
@@ -133,8 +129,7 @@ def serve_and_record(folder: Path, options: dict[str, Any], prompts: list[list[i
 
         return outputs
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Merge, "start", recorded)
+    with patch.object(Merge, "start", recorded):
         tokens, left = serve(folder, options, prompts, GREEDY)
     return tokens, merges, left
 

@@ -90,14 +90,17 @@ def test_an_agent_that_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the layout (D1) -------------------------------------------------------------------------------------------------
 
 
-def refusal(folder: Path, options: dict[str, Any]) -> tuple[str, str]:
-    """What building the LLM raises on this rank; loading a weight would be an error of its own."""
+def refusal(folders: list[Path], options: list[dict[str, Any]], versions: tuple[str, str] = ("1", "1")) -> Any:
+    """What building the LLM raises on this rank, with a model, options and version for each; loading a weight would be
+    an error of its own."""
+    rank = int(os.environ["RANK"])
     with (
+        patch("medha.parallel.mesh.version", return_value=versions[rank]),
         patch.object(build, "load_model", side_effect=AssertionError("weights are read")),
         patch("medha.parallel.health.Monitor.linger", return_value=True),  # for rank 0's end, which never comes
         pytest.raises(ConfigError) as caught,
     ):
-        LLM(folder, num_kv_blocks=8, **options)
+        LLM(folders[rank], num_kv_blocks=8, **options[rank])
     wait_until(
         lambda: not any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()),
         told=lambda: "a job that never began is still watched",
@@ -120,7 +123,7 @@ POOL = "max_kv_per_group=2304; accepted: at most the pool's 2048 tokens"
 def test_layout_that_cannot_work(
     workers: WorkerPool, model: Path, options: dict[str, Any], error: str, message: str
 ) -> None:
-    answers = workers.run(refusal, 2, model, options)
+    answers = workers.run(refusal, 2, [model] * 2, [options] * 2)
     assert len(set(answers)) == 1
     assert answers[0][0] == error
     assert message in answers[0][1]
@@ -136,13 +139,6 @@ def test_no_torchrun_prints_the_command(model: Path, monkeypatch: pytest.MonkeyP
 # -- ranks that differ (D3) ------------------------------------------------------------------------------------------
 
 
-def different(folders: list[Path], options: list[dict[str, Any]], versions: list[str]) -> tuple[str, str]:
-    """As ``refusal``, with a model, options and version for each rank."""
-    rank = int(os.environ["RANK"])
-    with patch("medha.parallel.mesh.version", return_value=versions[rank]):
-        return refusal(folders[rank], {"spp": 2, **options[rank]})
-
-
 @pytest.mark.parametrize("named", ["configuration", "version of medha", "checkpoint"])
 def test_ranks_that_differ(workers: WorkerPool, model: Path, tmp_path: Path, named: str) -> None:
     other = model
@@ -150,9 +146,9 @@ def test_ranks_that_differ(workers: WorkerPool, model: Path, tmp_path: Path, nam
         other = shutil.copytree(model, tmp_path / "other")
         tensors = load_file(model / "model.safetensors")
         save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "model.safetensors")
-    seeds = [{"seed": 0}, {"seed": int(named == "configuration")}]
-    versions = ["1", "2" if named == "version of medha" else "1"]
-    answers = workers.run(different, 2, [model, other], seeds, versions)
+    options = [{"spp": 2, "seed": 0}, {"spp": 2, "seed": int(named == "configuration")}]
+    versions = "1", "2" if named == "version of medha" else "1"
+    answers = workers.run(refusal, 2, [model, other], options, versions)
     assert len(set(answers)) == 1
     assert answers[0][0] == "ConfigError"
     assert answers[0][1].startswith("ranks [1] differ from rank 0 in: ") and named in answers[0][1]

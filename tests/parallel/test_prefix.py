@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -24,20 +25,18 @@ ROUNDS: Rounds = (
 RETURNS: Rounds = ([(700, 20)], [(0, 900)], [(0, 850)], [(700, 20)], [(0, 900)], [(700, 60), (700, 60)])
 
 
+@patch.object(HostCache, "measure_block_s", lambda self: 1e-9)
 def serve(folder: Path, options: dict[str, Any], rounds: Rounds) -> Any:
-    """On each rank: rounds of prompts; tokens of each by its sizes, cached tokens of each, and what is held at the
-    end."""
+    """On each rank: rounds of prompts; tokens of each by its sizes, cached tokens of each, and what is still held."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     document, tokens, cached = random_prompt(DOCUMENT, seed=1), {}, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostCache, "measure_block_s", lambda self: 1e-9)
-        with LLM(folder, **options) as llm:
-            for one in rounds:
-                prompts = [document[:of] + random_prompt(more, seed=of) for of, more in one]
-                for sizes, output in zip(one, llm.generate(prompts, params), strict=False):  # none but on rank 0
-                    assert tokens.setdefault(sizes, output.outputs[0].token_ids) == output.outputs[0].token_ids
-                    cached.append(output.num_cached_tokens)
-            return tokens, cached, num_held(llm)
+    with LLM(folder, **options) as llm:
+        for one in rounds:
+            prompts = [document[:of] + random_prompt(more, seed=of) for of, more in one]
+            for sizes, output in zip(one, llm.generate(prompts, params), strict=False):  # none but on rank 0
+                assert tokens.setdefault(sizes, output.outputs[0].token_ids) == output.outputs[0].token_ids
+                cached.append(output.num_cached_tokens)
+        return tokens, cached, num_held(llm)
 
 
 @cache

@@ -1,5 +1,4 @@
-"""Dealt rows in real gloo processes, planned by hand or by Medha's packer: tokens, hidden states, where keys lie, and
-seeded faults."""
+"""Dealt rows, planned by hand or by Medha's packer: tokens, hidden states, where keys lie, and seeded faults."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

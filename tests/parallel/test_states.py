@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +16,7 @@ from medha.worker.transfer import TransferLine
 from tests.engines import left_behind
 from tests.parallel.faults import STATES, Fault, Job, Start, command, states_of
 from tests.parallel.test_decode import GREEDY, PENALTIES, SIZES, wishes
-from tests.parallel.test_faults import check_ends, right_tokens
+from tests.parallel.test_faults import check_ends, check_named, right_tokens, unfinished_lines
 from tests.parallel.workers import WorkerPool, generate
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -38,11 +39,11 @@ hand_over = TransferLine._run
 # -- an abort --------------------------------------------------------------------------------------------------
 
 
+@patch.object(TransferLine, "_run", take_a_while)
 def abort_in_each_state(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> Any:
     """On each rank: serve the requests once for each state, and abort the first that is in it. By state: who that was,
     why and with which tokens each request ended, after how many seconds the aborted one was gone, and what is left."""
-    with pytest.MonkeyPatch.context() as patch, LLM(folder, **SIZES | options) as llm:
-        patch.setattr(TransferLine, "_run", take_a_while)
+    with LLM(folder, **SIZES | options) as llm:
         if not llm.is_driver:
             llm.follow()
             return {}
@@ -127,11 +128,8 @@ def check_lines(model: Path, job: Job, *, may_lack: bool) -> dict[str, Any]:
     lines, states = job.lines, json.loads((job.folder / "states").read_text())
     assert set(states.values()) == set(STATES)
     assert may_lack or set(lines) == set(alone(model))
-    for name, line in lines.items():
-        assert line["token_ids"] == alone(model)[name][: len(line["token_ids"])]
-        assert line["finish_reason"] != "length" or line["token_ids"] == alone(model)[name]
     assert lines["short"]["finish_reason"] == "length"
-    return {name: line for name, line in lines.items() if line["finish_reason"] != "length"}
+    return unfinished_lines(job, alone(model))
 
 
 FAULTS = [(name, rank, action) for name in PLACES for rank in range(len(PLACES[name])) for action in ("kill", "stop")]
@@ -147,9 +145,7 @@ def test_a_rank_that_fails_ends_all_with_its_name(
     job = serve(len(PLACES[scheduler]), REQUESTS, COMMANDS[scheduler], fault=fault, target=slowly)
     assert place in check_ends(job, fault)
     unfinished = check_lines(model, job, may_lack=rank == 0)
-    for name, line in unfinished.items():
-        assert (line["finish_reason"], line["error"]["type"]) == ("error", "RankFailedError"), name
-        assert place in line["error"]["message"]
+    check_named(unfinished, place)
     assert unfinished or rank == 0
 
 

@@ -144,19 +144,15 @@ def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _live(pipe: Connection) -> None:
     """A worker's life, which ends without a word when its owner has gone, or is about to."""
-    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
-        _work(pipe)
-
-
-def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    while True:
-        name, args, environment = pipe.recv()
-        os.environ.update(environment)
-        module, _, function = name.partition(":")
-        try:
-            answer = (True, getattr(importlib.import_module(module), function)(*args))
-            _destroy_all()  # the next job may have another world size, which no program of torchrun's ever sees
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
+    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        while True:
+            name, args, environment = pipe.recv()
+            os.environ.update(environment)
+            module, _, function = name.partition(":")
+            try:
+                answer = (True, getattr(importlib.import_module(module), function)(*args))
+                _destroy_all()  # the next job may have another world size, which no program of torchrun's ever sees
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)
