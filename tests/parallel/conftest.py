@@ -52,10 +52,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def serve(model: Path, tmp_path: Path, start: Start) -> Start:
     """Starts ranks of a command that serves requests, with its options as on a command line."""
 
-    def serve(world_size: int, requests: list[dict[str, Any]], options: str, **more: Any) -> Job:
+    def serve(size: int, requests: list[Any], options: str, target: Any = faults.command, **more: Any) -> Job:
         path = write_lines(tmp_path / "requests.jsonl", *requests)
         files = ["--model", model, "--requests", path, "--output", tmp_path / "out.jsonl"]
-        target = more.pop("target", faults.command)
-        return start(world_size, target, [*map(str, files), *options.split()], **more)
+        return start(size, target, [*map(str, files), *options.split()], **more)
 
     return serve

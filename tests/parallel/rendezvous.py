@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from medha.engine import wire
-from medha.parallel import control, kvp, mesh, spp
+from medha.parallel import control, kvp, mesh, spp, tp
 from medha.worker import step
 from tests.commands import LIMIT_S
 
@@ -222,12 +222,15 @@ class Transport:
             recv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag).wait(),
             P2POp=lambda op, tensor, peer, group: (op, tensor, peer, group),
             batch_isend_irecv=lambda ops: [self._of_a_batch(*op) for op in ops],
+            all_reduce=lambda tensor, *, group: tensor.copy_(self.all_reduce(tensor, group)),
+            all_gather_into_tensor=lambda everyone, mine, *, group: self.all_gather(everyone, mine, group).wait(),
+            get_world_size=lambda group: len(group.members),
             barrier=lambda *_, **__: self._barrier(world_size),
             destroy_process_group=lambda *_: None,
         )
         self._dist = dist
         with pytest.MonkeyPatch.context() as patch:
-            for module in (wire, control, kvp, mesh, spp):
+            for module in (wire, control, kvp, mesh, spp, tp):
                 patch.setattr(module, "dist", dist)
             for module in (control, step):
                 patch.setattr(module, "threading", SimpleNamespace(Thread=self._thread))

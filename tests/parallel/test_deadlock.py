@@ -38,6 +38,7 @@ from medha.parallel.control import ControlSender, Message
 from medha.parallel.kvp import Merge, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import Digests, StagePipe
+from medha.parallel.tp import all_gather_over, all_reduce_over
 from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
@@ -279,17 +280,6 @@ def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
     return Ranks(**{f.name: values.get(f.name) for f in dataclasses.fields(Ranks)})
 
 
-def toy_gather(transport: Transport, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As :func:`medha.parallel.tp.all_gather_over`, of one row."""
-
-    def all_gather(x_1W: torch.Tensor) -> torch.Tensor:
-        parts = x_1W.new_empty(1, len(group.members) * x_1W.shape[1])
-        transport.all_gather(parts, x_1W, group).wait()
-        return parts
-
-    return all_gather
-
-
 def on_ranks(
     workload: Workload, config: ParallelConfig, seed: int, limits: Buffers, transport: Transport | None = None
 ) -> dict[str, RequestOutput]:
@@ -309,13 +299,13 @@ def on_ranks(
             dtype=torch.float32,
             device=torch.device("cpu"),
             num_buffers=limits.stage,
-            all_gather=toy_gather(transport, ranks.tp_group),
+            all_gather=all_gather_over(ranks.tp_group),
             **share,
         )
         runner = toy_runner(
             config.layers_of(ranks.stage, NUM_LAYERS),
             num_blocks=num_blocks_of(workload, config.kvp),
-            all_reduce=(lambda x: transport.all_reduce(x, ranks.tp_group)) if config.tp > 1 else (lambda x: x),
+            all_reduce=all_reduce_over(ranks.tp_group) if config.tp > 1 else (lambda x: x),
             pipe=pipe,
             samples=ranks.is_sampler,
             group=ranks.group,

@@ -21,7 +21,7 @@ from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.commands import wait_until
 from tests.engines import drained
-from tests.parallel.workers import WorkerPool, generate, num_held, num_ranks
+from tests.parallel.workers import WorkerPool, check_free, generate, num_ranks
 
 LENGTHS = (1, 33, 150, 5, 90, 61, 2)
 SIZES = {"block_size": 16, "num_kv_blocks": 40, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
@@ -39,19 +39,17 @@ def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[list[int]], list[Sa
 
 def serve(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> Any:
     """On each rank: build the LLM and generate. Rank 0 says the tokens, the seconds that each waited for a decode
-    instance, the tokens that each rank computed, and the blocks that are left in use."""
+    instance, and the tokens that each rank computed."""
     with LLM(folder, **SIZES | options) as llm:
         outputs = llm.generate(prompts, params)
         if not llm.is_driver:
-            return [], [], [], 0
+            return None
+        check_free(llm)
         tokens = [output.outputs[0].token_ids for output in outputs]
         explained = [output.metrics.explanation for output in outputs]
         waits = [0.0 if one is None else one.decode_wait_s for one in explained]
-        if not (engine := llm.engine).hand_overs:
-            return tokens, waits, [], num_held(llm)
-        left = [one.scheduler.memory.num_used for one in engine.hand_overs.instances]
-        ran = [sum(batch.num_tokens for batch in rank.batches) for rank in engine.runner.gather_records()]
-        return tokens, waits, ran, num_held(llm) + sum(left)
+        ranks = llm.engine.runner.gather_records() if llm.engine.hand_overs else []
+        return tokens, waits, [sum(batch.num_tokens for batch in rank.batches) for rank in ranks]
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -83,9 +81,8 @@ def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
 ) -> None:
     expected = alone(folder, *LENGTHS)
     layout = {"decode_replicas": 1} | layout
-    tokens, waits, ran, left = own_workers.run(serve, num_ranks(layout), folder, layout, *wishes())[0]
+    tokens, waits, ran = own_workers.run(serve, num_ranks(layout), folder, layout, *wishes())[0]
     assert tokens == expected
-    assert left == 0
     assert [wait > 0 for wait in waits] == [len(found) > 1 for found in expected]
     decode_tp, behind = layout["decode_tp"], len(ran) - layout["decode_replicas"] * layout["decode_tp"]
     assert sum(ran[behind::decode_tp]) == sum(len(found) - 1 for found in expected)  # but the first token of each
@@ -234,8 +231,8 @@ def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
 ) -> None:
     """Requests wait for a decode instance, and prefills for the memory of those that wait."""
     options = {"decode_replicas": 1, "transfer_buffers": 1, "num_kv_blocks": 12} | layout
-    tokens, _, _, left = own_workers.run(serve, num_ranks(options), folder, options, *wishes(MANY))[0]
-    assert (tokens, left) == (alone(folder, *MANY), 0)
+    tokens, _, _ = own_workers.run(serve, num_ranks(options), folder, options, *wishes(MANY))[0]
+    assert tokens == alone(folder, *MANY)
 
 
 def refuse(folder: Path, options: dict[str, Any]) -> Any:

@@ -34,8 +34,8 @@ def build(folder: Path, timeline: Timeline, **options: Any) -> RankHandle:
     return build_role(config, timeline=timeline)
 
 
-def read_prompts(folder: Path, trace: Path, layout: dict[str, int]) -> list[list[RankRecords]]:
-    """On each rank: prefill the same prompt twice; rank 0 returns the records of each, and writes the trace."""
+def read_prompts(folder: Path, layout: dict[str, int]) -> list[list[RankRecords]]:
+    """On each rank: prefill the same prompt twice; rank 0 returns the records of each."""
     prompt = [i % 256 for i in range(NUM_CHUNKS * CHUNK_SIZE)]
     sizes = {"num_kv_blocks": 24, "chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE}
     timeline, taken = Timeline(), list[list[RankRecords]]()
@@ -47,7 +47,6 @@ def read_prompts(folder: Path, trace: Path, layout: dict[str, int]) -> list[list
             timeline.collect()
             known = sum(len(stages[0].batches) for stages in taken)
             taken.append([one._replace(batches=one.batches[known:]) for _, one in sorted(timeline._ranks.items())])
-        timeline.write(trace)
     role.close()
     return taken
 
@@ -60,13 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def taken(workers: WorkerPool, folder: Path) -> list[list[RankRecords]]:
-    """The records of each prompt on each of two stages; the trace is in the folder."""
-    records: list[list[RankRecords]] = workers.run(read_prompts, 2, folder, folder / "trace.json", {"spp": 2})[0]
-    return records
-
-
 def overlaps(stages: list[RankRecords]) -> list[bool]:
     """Of each chunk but the last: whether the next one was in stage 0 while it was in stage 1."""
     first, second = (stage.batches[:NUM_CHUNKS] for stage in stages)
@@ -74,9 +66,9 @@ def overlaps(stages: list[RankRecords]) -> list[bool]:
     return [later.start_s < earlier.end_s and earlier.start_s < later.end_s for later, earlier in pairs]
 
 
-def test_both_stages_run_every_batch_one_after_the_other(taken: list[list[RankRecords]]) -> None:
+def test_both_stages_run_every_batch_one_after_the_other(workers: WorkerPool, folder: Path) -> None:
     """The next chunk is in stage 0 while this one is in stage 1; how many overlap is the machine's affair."""
-    for stages in taken:
+    for stages in workers.run(read_prompts, 2, folder, {"spp": 2})[0]:
         assert [(stage.rank, stage.stage) for stage in stages] == [(0, 0), (1, 1)]
         ids = [[record.batch_id for record in stage.batches] for stage in stages]
         assert ids[0] == ids[1] == list(range(ids[0][0], ids[0][0] + NUM_CHUNKS + 1))  # and one decode
@@ -90,7 +82,7 @@ def test_both_stages_run_every_batch_one_after_the_other(taken: list[list[RankRe
 
 def test_without_depth_nothing_overlaps(workers: WorkerPool, folder: Path) -> None:
     """The records can tell: one batch in flight is the schedule without a pipeline."""
-    for stages in workers.run(read_prompts, 2, folder, folder / "serial.json", {"spp": 2, "depth": 1})[0]:
+    for stages in workers.run(read_prompts, 2, folder, {"spp": 2, "depth": 1})[0]:
         assert not any(overlaps(stages))
 
 

@@ -109,26 +109,31 @@ def merge_of_all() -> Merge:
     return Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank)
 
 
+def check_free(llm: LLM) -> None:
+    """On rank 0: no block is in use, nor one of a decode instance."""
+    if llm.is_driver:
+        schedulers = [llm.engine.scheduler, *(one.scheduler for one in llm.engine.hand_overs.instances)]
+        assert [one.memory.num_used for one in schedulers] == [0] * len(schedulers)
+
+
 def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
-    """On rank 0 the tokens of each prompt; on others nothing."""
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    """On rank 0 the tokens of each prompt, which leave no block in use; on others nothing."""
+    outputs = llm.generate(prompts, params)
+    check_free(llm)
+    return [output.outputs[0].token_ids for output in outputs]
 
 
-def num_held(llm: LLM) -> int:
-    """On rank 0 how many blocks are in use; on others none."""
-    return llm.engine.scheduler.memory.num_used if llm.is_driver else 0
-
-
-def serve(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> tuple[list[list[int]], int]:
-    """On each rank: build an LLM and generate; on rank 0 the tokens of each prompt, and how many blocks are in use."""
+def serve(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> list[list[int]]:
+    """On each rank: build an LLM and :func:`generate`."""
     with LLM(folder, **options) as llm:
-        return generate(llm, prompts, params), num_held(llm)
+        return generate(llm, prompts, params)
 
 
 def num_ranks(layout: Mapping[str, Any]) -> int:
     """The ranks of the options of a layout."""
-    decode = layout.get("decode_replicas", 0) * layout.get("decode_tp", 1)
-    return math.prod(layout.get(axis, 1) for axis in ("tp", "spp", "kvp")) + int(decode)
+    prefill: int = math.prod(layout.get(axis, 1) for axis in ("tp", "spp", "kvp"))
+    decode: int = layout.get("decode_replicas", 0) * layout.get("decode_tp", 1)
+    return prefill + decode
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
