@@ -34,16 +34,14 @@ ROW_INTS = 64  # a generous bound on the integers of a message beside token ids,
 OPEN_INTS = 256  # and of the sampling parameters of a new request
 
 
-def admit(folder: str) -> list[tuple[list[int], list[int]]] | None:
+def admit(folder: Path) -> list[tuple[list[int], list[int]]] | None:
     """On each rank: add a short and a long prompt while another request decodes, abort each after some chunks; rank 0
     returns the integers of each message and of each batch meanwhile."""
-    llm = LLM(folder, **OPTIONS)
-    if not llm.is_driver:
+    with LLM(folder, **OPTIONS) as llm:
+        if llm.is_driver:
+            return [_admit_one(llm.engine, length) for length in (SHORT, NUM_TOKENS)]
         llm.follow()
         return None
-    sizes = [_admit_one(llm.engine, length) for length in (SHORT, NUM_TOKENS)]
-    llm.close()
-    return sizes
 
 
 def _admit_one(engine: Any, length: int) -> tuple[list[int], list[int]]:
@@ -76,7 +74,7 @@ def test_a_million_tokens_beside_a_decode(workers: WorkerPool, tmp_path: Path) -
     """Two layers, as the needle model has, with so small keys that 1M tokens of them are 130 MB a layer (not used)."""
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     make_checkpoint(tmp_path, "llama", vocab_size=256, max_position_embeddings=1 << 24, **shape)
-    (_, short_batches), (messages, batches) = workers.run(admit, 2, str(tmp_path))[0]
+    (_, short_batches), (messages, batches) = workers.run(admit, 2, tmp_path)[0]
     assert batches == short_batches
     assert max(batches) <= ROW_INTS
     assert max(messages) <= CHUNK + ROW_INTS + OPEN_INTS
