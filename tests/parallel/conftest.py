@@ -1,12 +1,15 @@
 from collections.abc import Callable, Iterator
-from functools import cache
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.parallel.faults import Job
+from tests.commands import write_lines
+from tests.parallel import faults
+from tests.parallel.faults import Job, Start
 from tests.parallel.workers import WorkerPool
 from tests.serving import Model
 
@@ -39,8 +42,19 @@ def own_workers() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts ranks as :func:`tests.parallel.faults.start`, with files in the folder of the test, which kills them."""
+    with ExitStack() as stack:
+        yield partial(faults.start, tmp_path, stack)
+
+
+@pytest.fixture
+def serve(model: Path, tmp_path: Path, start: Start) -> Start:
+    """Starts ranks of a command that serves requests, with its options as on a command line."""
+
+    def serve(size: int, requests: list[Any], options: str, target: Any = faults.command, **more: Any) -> Job:
+        path = write_lines(tmp_path / "requests.jsonl", *requests)
+        files = ["--model", model, "--requests", path, "--output", tmp_path / "out.jsonl"]
+        return start(size, target, [*map(str, files), *options.split()], **more)
+
+    return serve

@@ -6,6 +6,7 @@ batch with rows that lie on several groups, ``transfer``: a hand-over, or ``stat
 :data:`STATES`) the rank is killed, stopped, told to end, throws, is slow, or waits until the test lets it go on.
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -18,8 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from medha.batch import Batch
+from medha.cli.command import end_process, run_app
+from medha.engine import build, distributed
+from medha.engine.engine import Engine
 from medha.parallel.own_ranks import reserved_port
-from tests.commands import LIMIT_S, wait_until
+from medha.worker.runner import Runner
+from medha.worker.transfer import TransferLine
+from tests.commands import LIMIT_S, parse, wait_until
 from tests.parallel.workers import context, launch_environment
 
 STATES = ("queued", "in a chunk", "waits for a grant", "in transfer", "arrived", "decodes")
@@ -28,33 +37,22 @@ STATES = ("queued", "in a chunk", "waits for a grant", "in transfer", "arrived",
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank and where.
-
-    Attributes:
-        action: ``kill``, ``stop``, ``terminate``, ``throw``, ``sleep`` or ``hold``; at ``states`` a signal, which rank
-            0 sends.
-        after: how often the point is passed first.
-    """
+    """What happens to a rank and where."""
 
     rank: int
     point: str
-    action: str
-    after: int = 0
+    action: str  # kill, stop, terminate, throw, sleep or hold; at ``states`` a signal, which rank 0 sends
+    after: int = 0  # how often the point is passed first
     sleep_s: float = 0.0
 
 
 @dataclass
 class Job:
-    """Running ranks.
-
-    Attributes:
-        ended_s: monotonic time at which each rank was seen to have ended.
-    """
+    """Running ranks."""
 
     folder: Path
     processes: list[Any]
-    held: ExitStack  # the port at which they meet
-    ended_s: dict[int, float] = field(default_factory=dict)
+    ended_s: dict[int, float] = field(default_factory=dict)  # monotonic time at which each was seen to have ended
 
     def wait(self, limit_s: float = LIMIT_S, *, but: Sequence[int] = ()) -> list[int | None]:
         """Wait for all ranks, or all but some; returns their exit codes, None for one that still runs."""
@@ -68,8 +66,21 @@ class Job:
             time.sleep(0.02)
         return [process.exitcode for process in self.processes]
 
+    def end_well(self) -> None:
+        """Wait for all ranks; none of them may have failed."""
+        codes = self.wait()
+        assert set(codes) == {0}, "\n".join([str(codes), *map(self.stderr, range(len(codes)))])
+
+    def stdout(self, rank: int) -> str:
+        return (self.folder / f"stdout-{rank}").read_text()
+
     def stderr(self, rank: int) -> str:
         return (self.folder / f"stderr-{rank}").read_text()
+
+    @property
+    def lines(self) -> dict[str, Any]:
+        """What a command has written into ``out.jsonl``, by request."""
+        return {line["id"]: line for line in parse((self.folder / "out.jsonl").read_text())}
 
     def fault_s(self) -> float:
         """Monotonic time at which the fault struck; waits for it."""
@@ -84,15 +95,13 @@ class Job:
     def seconds_to_end(self, rank: int) -> float:
         return self.ended_s[rank] - self.fault_s()
 
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.held.close()
+
+Start = Callable[..., Job]
 
 
 def start(
     folder: Path,
+    stack: ExitStack,
     world_size: int,
     target: Callable[..., None],
     *args: Any,
@@ -100,24 +109,23 @@ def start(
     environment: Mapping[str, str] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Job:
-    """Start ``target(rank, *args)`` on every rank, or on some of them only."""
-    held = ExitStack()
-    port = held.enter_context(reserved_port())
+    """Start ``target(rank, *args)`` on every rank, or on some of them only, until the stack ends them."""
+    port = stack.enter_context(reserved_port())
     processes = []
     for rank in range(world_size) if ranks is None else ranks:
         env = launch_environment(rank, world_size, port) | dict(environment or {})
         process = context.Process(target=_rank, args=(rank, folder, env, fault, target, args))
         process.start()
+        stack.callback(process.join)
+        stack.callback(process.kill)
         processes.append(process)
-    return Job(folder, processes, held)
+    return Job(folder, processes)
 
 
-def command(rank: int, arguments: list[str]) -> None:
-    from medha.cli.command import end_process, run_app
-    from medha.generate.__main__ import app
-
-    sys.argv = ["medha.generate", *arguments]
-    end_process(run_app(app, "python -m medha.generate"))
+def command(rank: int, arguments: list[str], module: str = "medha.generate") -> None:
+    sys.argv = [module, *arguments]
+    app = importlib.import_module(f"{module}.__main__").app
+    end_process(run_app(app, f"python -m {module}"))
 
 
 def _rank(
@@ -134,8 +142,6 @@ def _rank(
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forks ignores it
     os.environ.update(env)
-    import torch
-
     torch.set_num_threads(1)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if fault is not None and rank == (0 if fault.point == "states" else fault.rank):
@@ -166,13 +172,22 @@ def states_of(engine: Any) -> dict[str, str]:
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
 
-def _install(fault: Fault, folder: Path) -> None:
-    from medha.engine import build, distributed
-    from medha.engine.engine import Engine
-    from medha.worker.runner import Runner
-    from medha.worker.step_input import StepInput
-    from medha.worker.transfer import TransferLine
+_CALLS: dict[str, tuple[Any, str]] = {
+    "start": (build, "load_model"),
+    "shutdown": (distributed, "leave"),
+    "states": (Engine, "_fill_pipeline"),
+    "transfer": (TransferLine, "_run"),
+}
+"""What is called at a point; at others :meth:`Runner.run`, for some batches."""
 
+
+def _is_at(point: str, batch: Batch) -> bool:
+    if point == "shared":
+        return any(row.is_shared for row in batch.rows)
+    return (point == "decode") == any(row.is_decode for row in batch.rows)
+
+
+def _install(fault: Fault, folder: Path) -> None:
     passed = itertools.count()
 
     def strike() -> None:
@@ -188,46 +203,19 @@ def _install(fault: Fault, folder: Path) -> None:
         else:
             raise ValueError("boom")
 
-    run, load, leave = Runner.run, build.load_model, distributed.leave
+    owner, name = _CALLS.get(fault.point, (Runner, "run"))
+    call = getattr(owner, name)
 
-    def run_or_fail(self: Runner, step: StepInput) -> Any:
-        batch = step.batch
-        points = {"decode" if any(row.is_decode for row in batch.rows) else "prefill"}
-        points |= {"shared" for row in batch.rows if row.is_shared}
-        if fault.point in points:
+    def strike_first(*args: Any, **named: Any) -> Any:
+        if owner is not Runner or _is_at(fault.point, args[1].batch):
             strike()
-        return run(self, step)
+        return call(*args, **named)
 
-    hand_over = TransferLine._run
-
-    def hand_over_or_fail(self: TransferLine, *rest: Any) -> None:
-        strike()
-        hand_over(self, *rest)
-
-    fill = Engine._fill_pipeline
-
-    def fill_and_strike(self: Engine) -> None:
-        fill(self)
-        states = states_of(self)
+    def strike_in_all_states(engine: Engine) -> None:
+        call(engine)
+        states = states_of(engine)
         if set(states.values()) == set(STATES) and not (folder / "states").exists():
             (folder / "states").write_text(json.dumps(states))
             strike()
 
-    def load_or_fail(*rest: Any, **named: Any) -> Any:
-        strike()
-        return load(*rest, **named)
-
-    def leave_or_fail(*rest: Any, **named: Any) -> Any:
-        strike()
-        return leave(*rest, **named)
-
-    if fault.point == "start":
-        build.load_model = load_or_fail
-    elif fault.point == "shutdown":
-        distributed.leave = leave_or_fail
-    elif fault.point == "states":
-        Engine._fill_pipeline = fill_and_strike  # type: ignore[method-assign]
-    elif fault.point == "transfer":
-        TransferLine._run = hand_over_or_fail  # type: ignore[method-assign]
-    else:
-        Runner.run = run_or_fail  # type: ignore[method-assign]
+    setattr(owner, name, strike_in_all_states if fault.point == "states" else strike_first)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from medha.engine import wire
-from medha.parallel import control, kvp, mesh, spp
+from medha.parallel import control, kvp, mesh, spp, tp
 from medha.worker import step
 from tests.commands import LIMIT_S
 
@@ -60,9 +60,6 @@ class Work:
     def wait(self) -> bool:
         self.transport.block(lambda: self.done, self.what)
         return True
-
-    def is_completed(self) -> bool:
-        return self.done
 
 
 @dataclass(eq=False)
@@ -225,12 +222,15 @@ class Transport:
             recv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag).wait(),
             P2POp=lambda op, tensor, peer, group: (op, tensor, peer, group),
             batch_isend_irecv=lambda ops: [self._of_a_batch(*op) for op in ops],
+            all_reduce=lambda tensor, *, group: tensor.copy_(self.all_reduce(tensor, group)),
+            all_gather_into_tensor=lambda everyone, mine, *, group: self.all_gather(everyone, mine, group).wait(),
+            get_world_size=lambda group: len(group.members),
             barrier=lambda *_, **__: self._barrier(world_size),
             destroy_process_group=lambda *_: None,
         )
         self._dist = dist
         with pytest.MonkeyPatch.context() as patch:
-            for module in (wire, control, kvp, mesh, spp):
+            for module in (wire, control, kvp, mesh, spp, tp):
                 patch.setattr(module, "dist", dist)
             for module in (control, step):
                 patch.setattr(module, "threading", SimpleNamespace(Thread=self._thread))
@@ -268,17 +268,13 @@ class _Future(Future[Any]):
         return super().result(0)
 
 
-class _Queue:
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._items: deque[Any] = deque()
+class _Queue(deque[Any]):
+    put, qsize = deque.append, deque.__len__
 
-    def put(self, item: Any) -> None:
-        self._items.append(item)
+    def __init__(self, transport: Transport) -> None:
+        super().__init__()
+        self._transport = transport
 
     def get(self) -> Any:
-        self._transport.block(lambda: bool(self._items), "waits for something to do")
-        return self._items.popleft()
-
-    def qsize(self) -> int:
-        return len(self._items)
+        self._transport.block(lambda: len(self) > 0, "waits for something to do")
+        return self.popleft()

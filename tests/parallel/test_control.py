@@ -62,18 +62,17 @@ def test_stream_in_frames(messages: list[Message], frame_ints: int, seed: int) -
     with transport.installed(2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(control, "FRAME_INTS", frame_ints)
 
+        groups: list[Any] = [Group(transport, "control", rank, (0, 1)) for rank in (0, 1)]
+
         def send() -> None:
-            sender = ControlSender(group(0), [1])
+            sender = ControlSender(groups[0], [1])
             for message in messages:
                 sender.send(message)
             sender.drain()
 
         def receive() -> None:
-            receiver = ControlReceiver(group(1), lambda message: message)
+            receiver = ControlReceiver(groups[1], lambda message: message)
             arrived.extend(receiver.receive() for _ in messages)
-
-        def group(rank: int) -> Any:
-            return Group(transport, "control", rank, (0, 1))
 
         transport.spawn("rank 0", send)
         transport.spawn("rank 1", receive)

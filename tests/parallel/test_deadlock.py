@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ import medha.engine.wire
 import medha.parallel.control
 import medha.parallel.kvp
 import medha.worker.runner
-from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
 from medha.batch import Batch
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.engine.distributed import DrivingRunner, Follower
@@ -37,6 +38,7 @@ from medha.parallel.control import ControlSender, Message
 from medha.parallel.kvp import Merge, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import Digests, StagePipe
+from medha.parallel.tp import all_gather_over, all_reduce_over
 from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
@@ -101,25 +103,19 @@ class Buffers:
     frame_ints: int
 
 
-def buffers() -> st.SearchStrategy[Buffers]:
-    few = st.sampled_from((1, 2, 64))
-    return st.builds(Buffers, st.integers(1, 5), few, few, st.integers(1, 4), st.sampled_from((8, 64, 1 << 17)))
-
-
-def workloads() -> st.SearchStrategy[Workload]:
-    """Prompts of up to 20 tokens in chunks of up to 8."""
-    arrival = st.builds(
-        Arrival, st.integers(0, 12), st.integers(1, 20), st.integers(1, 5), st.none() | st.integers(0, 12)
-    )
-    return st.builds(
-        Workload,
-        st.lists(arrival, min_size=1, max_size=6).map(tuple),
-        st.integers(1, 8),
-        st.integers(6, 12),
-        st.integers(1, 5),
-        st.none() | st.integers(1, 5),
-        st.sampled_from((0, 2, NUM_BLOCKS)),
-    )
+FEW = st.sampled_from((1, 2, 64))
+BUFFERS = st.builds(Buffers, st.integers(1, 5), FEW, FEW, st.integers(1, 4), st.sampled_from((8, 64, 1 << 17)))
+ARRIVALS = st.builds(Arrival, st.integers(0, 12), st.integers(1, 20), st.integers(1, 5), st.none() | st.integers(0, 12))
+WORKLOADS = st.builds(
+    Workload,
+    st.lists(ARRIVALS, min_size=1, max_size=6).map(tuple),
+    st.integers(1, 8),
+    st.integers(6, 12),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 5),
+    st.sampled_from((0, 2, NUM_BLOCKS)),
+)
+"""Prompts of up to 20 tokens in chunks of up to 8."""
 
 
 def drive(
@@ -194,7 +190,7 @@ class ToyModel:
         return self._all_reduce(one_hot if self._tp_rank == 0 else torch.zeros_like(one_hot))
 
 
-class ToyAttention:
+class ToyAttention(AttentionBackend):
     """For each query the sum of all values up to it, each times its position (from 1), which is its key."""
 
     name = "toy"
@@ -212,10 +208,6 @@ class ToyAttention:
             sums = products.cumsum(0)[-plan.q_len[row] :] if plan.causal[row] else products.sum(0)[None]
             out_TNH[slice(*queries)] = (sums % MODULUS)[:, None, :].float()
         return out_TNH, torch.zeros(out_TNH.shape[:2])
-
-    def attend(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any) -> torch.Tensor:
-        out_TNH: torch.Tensor = self.run(q_TNH, k_PKH, v_PKH, plan)[0]
-        return out_TNH
 
 
 def toy_merge(partials: list[tuple[torch.Tensor, torch.Tensor]], **_: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,17 +245,10 @@ def toy_engine(runner: Any, workload: Workload, depth: int, *, num_groups: int =
         depth=workload.depth or depth,
         max_kv_per_group=-(-MAX_KV_TOKENS // (num_groups * BLOCK_SIZE)) * BLOCK_SIZE,
     )
-    num_blocks = num_blocks_of(workload, num_groups)
+    sizes = {"num_blocks": num_blocks_of(workload, num_groups), "block_size": BLOCK_SIZE, "num_groups": num_groups}
     limits = ModelLimits(TOY_VOCAB, 1000, eos_token_ids=(0,))
-    ticks = itertools.count()
-    return Engine(
-        runner,
-        Scheduler(
-            scheduler, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_groups=num_groups, predictor=by_tokens()
-        ),
-        limits,
-        clock=lambda: float(next(ticks)),
-    )
+    ticks = itertools.count(0.0)
+    return Engine(runner, Scheduler(scheduler, **sizes, predictor=by_tokens()), limits, clock=lambda: next(ticks))
 
 
 def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
@@ -273,14 +258,6 @@ def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
     patient = dataclasses.replace(workload, arrivals=tuple(a._replace(abort_after=None) for a in workload.arrivals))
     with toy_arithmetic():
         return drive(toy_engine(runner, patient, 1), patient)
-
-
-class QuietMonitor:
-    has_failure = False
-    place = "this rank"
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
 
 
 def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
@@ -296,22 +273,11 @@ def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
         "tp_rank": tp_rank,
         "tp_group": Group(transport, f"tp of stage {stage} of group {group}", rank, peers),
         "merge_group": Group(transport, f"merges of stage {stage}, tp {tp_rank}", rank, among),
-        "job": SimpleNamespace(monitor=QuietMonitor()),
+        "job": SimpleNamespace(monitor=mock.Mock(has_failure=False, place="this rank")),
     }
     for name in ("pipe", "report", "control"):
         values[f"{name}_group"] = Group(transport, name, rank, everyone)
     return Ranks(**{f.name: values.get(f.name) for f in dataclasses.fields(Ranks)})
-
-
-def toy_gather(transport: Transport, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As :func:`medha.parallel.tp.all_gather_over`, of one row."""
-
-    def all_gather(x_1W: torch.Tensor) -> torch.Tensor:
-        parts = x_1W.new_empty(1, len(group.members) * x_1W.shape[1])
-        transport.all_gather(parts, x_1W, group).wait()
-        return parts
-
-    return all_gather
 
 
 def on_ranks(
@@ -323,7 +289,7 @@ def on_ranks(
 
     def rank_main(rank: int) -> None:
         ranks = toy_ranks(transport, config, rank)
-        digests = Digests(ranks.report_group)
+        digests, share = Digests(ranks.report_group), {"tp": config.tp, "tp_rank": ranks.tp_rank}
         pipe = StagePipe(
             ranks.pipe_group,
             digests,
@@ -333,22 +299,18 @@ def on_ranks(
             dtype=torch.float32,
             device=torch.device("cpu"),
             num_buffers=limits.stage,
-            tp=config.tp,
-            tp_rank=ranks.tp_rank,
-            all_gather=toy_gather(transport, ranks.tp_group),
+            all_gather=all_gather_over(ranks.tp_group),
+            **share,
         )
-        places = {"stage": ranks.stage, "tp_rank": ranks.tp_rank}
-        members = [config.rank_of(**places, kvp_rank=group) for group in range(config.kvp)]
         runner = toy_runner(
             config.layers_of(ranks.stage, NUM_LAYERS),
             num_blocks=num_blocks_of(workload, config.kvp),
-            tp=config.tp,
-            tp_rank=ranks.tp_rank,
-            all_reduce=(lambda x: transport.all_reduce(x, ranks.tp_group)) if config.tp > 1 else (lambda x: x),
+            all_reduce=all_reduce_over(ranks.tp_group) if config.tp > 1 else (lambda x: x),
             pipe=pipe,
             samples=ranks.is_sampler,
             group=ranks.group,
-            merge=Merge(ranks.merge_group, digests, ranks=members, own=ranks.group),
+            merge=Merge(ranks.merge_group, digests, ranks=ranks.merge_group.members, own=ranks.group),
+            **share,
         )
         if rank != 0:
             follower = Follower(runner, ranks)
@@ -382,7 +344,7 @@ def on_ranks(
 @pytest.mark.parametrize("layout", [*LAYOUTS, ranks(1, 3, 2)], ids=name_of)
 def test_no_deadlock_without_buffers(layout: ParallelConfig, max_examples: int) -> None:
     @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(workloads(), st.integers(0, 2**32), buffers())
+    @given(WORKLOADS, st.integers(0, 2**32), BUFFERS)
     def every_run_ends(workload: Workload, seed: int, limits: Buffers) -> None:
         check(on_ranks(workload, layout, seed, limits), on_one_rank(workload), workload)
 
@@ -415,18 +377,6 @@ def merge_synchronously(patch: pytest.MonkeyPatch) -> None:
         return lambda: merged
 
     patch.setattr(Merge, "start", start_and_wait)
-
-
-def turn_runs_around(patch: pytest.MonkeyPatch) -> None:
-    """groups with an odd number take the runs of a batch in descending order."""
-    rows = medha.worker.runner.shared_rows
-
-    def turned(batch: Batch) -> list[Shared]:
-        shared = rows(batch)
-        rank = rank_of(threading.current_thread().name)
-        return shared[::-1] if rank % 2 else shared
-
-    patch.setattr(medha.worker.runner, "shared_rows", turned)
 
 
 def send_messages_late(patch: pytest.MonkeyPatch) -> None:
@@ -469,27 +419,17 @@ def test_waiting_at_once_alone_is_no_deadlock(layout: ParallelConfig) -> None:
         check(on_ranks(CROSSED, layout, 1, AMPLE), on_one_rank(CROSSED), CROSSED)
 
 
-FIRST_SUM = r"rank 0, medha-own: in collective \d+ of tp of stage 0 of group 0"
-
-
 @pytest.mark.parametrize(
-    ("mutations", "layout", "workload", "place"),
+    ("layout", "place"),
     [
-        ((send_messages_late,), ranks(1, 2, 2), BUSY, FIRST_SUM),
-        (
-            (send_messages_late,),
-            ranks(3, 1, 1),
-            BUSY,
-            "rank 0, medha-own: receives from rank 1 in report",
-        ),  # its digest
+        (ranks(1, 2, 2), r"rank 0, medha-own: in collective \d+ of tp of stage 0 of group 0"),
+        (ranks(3, 1, 1), "rank 0, medha-own: receives from rank 1 in report"),  # its digest
     ],
 )
-def test_a_mutation_is_a_deadlock(mutations: Any, layout: ParallelConfig, workload: Workload, place: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for mutate in mutations:
-            mutate(patch)
-        with pytest.raises(DeadlockError, match=place) as caught:
-            on_ranks(dataclasses.replace(workload, depth=layout.spp + 1), layout, 0, AMPLE)
+def test_messages_sent_late_are_a_deadlock(layout: ParallelConfig, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    send_messages_late(monkeypatch)
+    with pytest.raises(DeadlockError, match=place) as caught:
+        on_ranks(dataclasses.replace(BUSY, depth=layout.spp + 1), layout, 0, AMPLE)
     places = [place for line in str(caught.value).splitlines()[1:] if "," not in (place := line.partition(":")[0])]
     assert sorted(places) == [f"  rank {rank}" for rank in range(layout.world_size)]
 
@@ -513,52 +453,44 @@ def reuse_buffers_early(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutate", "layout", "error"),
-    [
-        (forget_tokens, ranks(1, 2, 2), AssertionError),
-        (forget_tokens, ranks(2, 1, 1), AssertionError),
-        (reuse_buffers_early, ranks(1, 2, 1), AssertionError),
-    ],
+    ("mutate", "layout"),
+    [(forget_tokens, ranks(1, 2, 2)), (forget_tokens, ranks(2, 1, 1)), (reuse_buffers_early, ranks(1, 2, 1))],
 )
 def test_wrong_tokens_and_torn_buffers_are_found(
-    mutate: Mutation, layout: ParallelConfig, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    mutate: Mutation, layout: ParallelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model of a model notices what is lost or late, and the transport reads a buffer as late as it may."""
     expected = on_one_rank(BUSY)
     mutate(monkeypatch)
-    with pytest.raises(error):
+    with pytest.raises(AssertionError):
         check(on_ranks(BUSY, layout, 0, Buffers(1, 1, 1, 1, 64)), expected, BUSY)
 
 
 def test_spans_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups lie on two spans of a batch, each of which takes another one first: digests or sizes differ."""
-    turn_runs_around(monkeypatch)
+    """Two groups lie on two spans of a batch, each of which takes another one first, as those with an odd number take
+    them in descending order: digests or sizes differ."""
+    rows = medha.worker.runner.shared_rows
+
+    def turned(batch: Batch) -> list[Shared]:
+        is_odd = rank_of(threading.current_thread().name) % 2
+        return rows(batch)[:: -1 if is_odd else 1]
+
+    monkeypatch.setattr(medha.worker.runner, "shared_rows", turned)
     with pytest.raises((PlanDivergenceError, RankFailedError, AssertionError), match=r"merges rows|numbers for"):
         on_ranks(dataclasses.replace(CROSSED, depth=2), ranks(3, 1, 1), 0, AMPLE)
 
 
 @pytest.mark.parametrize("layout", [ranks(1, 3, 1), ranks(3, 1, 1), ranks(3, 2, 1), ranks(2, 2, 2)], ids=name_of)
-def test_no_batch_is_encoded_twice_and_no_message_twice_for_a_group(
-    layout: ParallelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_batch_is_encoded_twice_and_no_message_twice_for_a_group(layout: ParallelConfig) -> None:
     """However many ranks of a group are told the same; and the batch itself once, whatever goes with it to each."""
-    sent: list[bytes] = []
-    plans: list[Batch] = []
-    encode, encode_batch = medha.parallel.control.encode, medha.parallel.control.encode_batch
-
-    def encoded(message: Message, *plan: Any) -> Any:
-        ints = encode(message, *plan)
-        if message.batch is not None:
-            sent.append(ints.tobytes())
-        return ints
-
-    def encoded_batch(batch: Batch | None) -> Any:
-        plans.extend([] if batch is None else [batch])
-        return encode_batch(batch)
-
-    monkeypatch.setattr(medha.parallel.control, "encode", encoded)
-    monkeypatch.setattr(medha.parallel.control, "encode_batch", encoded_batch)
-    on_ranks(CROSSED, layout, 0, AMPLE)
+    control = medha.parallel.control
+    with (
+        mock.patch.object(control, "encode", wraps=control.encode) as encode,
+        mock.patch.object(control, "encode_batch", wraps=control.encode_batch) as encode_batch,
+    ):
+        on_ranks(CROSSED, layout, 0, AMPLE)
+    sent = [call for call in encode.call_args_list if call.args[0].batch is not None]
+    plans = [call.args[0] for call in encode_batch.call_args_list if call.args[0] is not None]
     assert len(plans) <= len(sent) <= layout.num_groups * len(plans)
     assert [batch.batch_id for batch in plans] == list(range(len(plans)))
 

@@ -1,5 +1,4 @@
-"""Decode instances in real gloo processes: tokens, who computes what, back pressure. How all of it ends is in
-test_states.py."""
+"""Decode instances in real gloo processes: tokens, who computes what, back pressure. How it ends: test_states.py."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -7,18 +6,22 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from medha import LLM, SamplingParams
 from medha.batch import Batch
 from medha.cost.chunk_times import ChunkTimes
 from medha.engine import build
 from medha.errors import ConfigError, MedhaError
-from medha.params import SamplingParams
+from medha.serve.metrics import Metrics
+from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.commands import wait_until
-from tests.parallel.workers import WorkerPool
+from tests.engines import drained
+from tests.parallel.workers import WorkerPool, check_free, generate, num_ranks
 
 LENGTHS = (1, 33, 150, 5, 90, 61, 2)
 SIZES = {"block_size": 16, "num_kv_blocks": 40, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
@@ -27,31 +30,26 @@ PENALTIES = GREEDY | {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequ
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "ignore_eos": True, "logprobs": 1}
 
 
-def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[dict[str, Any]], list[SamplingParams]]:
+def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts, and parameters of every kind; one asks for its first token alone."""
     kinds = (GREEDY, PENALTIES, DRAWN)
     params = [SamplingParams(**kinds[i % 3], max_tokens=(9, 3, 20, 1, 12)[i % 5]) for i in range(len(lengths))]
-    return [{"prompt_token_ids": random_prompt(length, seed=i)} for i, length in enumerate(lengths)], params
+    return [random_prompt(length, seed=i) for i, length in enumerate(lengths)], params
 
 
-def serve(folder: str, options: dict[str, Any], prompts: Any, params: Any) -> Any:
+def serve(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> Any:
     """On each rank: build the LLM and generate. Rank 0 says the tokens, the seconds that each waited for a decode
-    instance, the tokens that each rank computed, and the blocks that are left in use."""
-    from medha import LLM
-
+    instance, and the tokens that each rank computed."""
     with LLM(folder, **SIZES | options) as llm:
         outputs = llm.generate(prompts, params)
         if not llm.is_driver:
-            return [], [], [], 0
+            return None
+        check_free(llm)
         tokens = [output.outputs[0].token_ids for output in outputs]
         explained = [output.metrics.explanation for output in outputs]
         waits = [0.0 if one is None else one.decode_wait_s for one in explained]
-        engine = llm.engine
-        if not engine.hand_overs:
-            return tokens, waits, [], engine.scheduler.memory.num_used
-        left = [one.scheduler.memory.num_used for one in engine.hand_overs.instances]
-        ran = [sum(batch.num_tokens for batch in rank.batches) for rank in engine.runner.gather_records()]
-        return tokens, waits, ran, engine.scheduler.memory.num_used + sum(left)
+        ranks = llm.engine.runner.gather_records() if llm.engine.hand_overs else []
+        return tokens, waits, [sum(batch.num_tokens for batch in rank.batches) for rank in ranks]
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -65,11 +63,6 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def size_of(layout: dict[str, Any]) -> int:
-    prefill = layout.get("tp", 1) * layout.get("spp", 1) * layout.get("kvp", 1)
-    return prefill + layout.get("decode_replicas", 1) * layout["decode_tp"]
-
-
 @pytest.fixture(scope="module")
 def folder(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint(num_hidden_layers=3)
@@ -78,7 +71,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 @cache
 def alone(folder: Path, *lengths: int) -> list[list[int]]:
     """Tokens of one rank."""
-    tokens: list[list[int]] = serve(str(folder), {}, *wishes(lengths))[0]
+    tokens: list[list[int]] = serve(folder, {}, *wishes(lengths))[0]
     return tokens
 
 
@@ -87,12 +80,11 @@ def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
     own_workers: WorkerPool, folder: Path, layout: dict[str, Any]
 ) -> None:
     expected = alone(folder, *LENGTHS)
-    answers = own_workers.run(serve, size_of(layout), str(folder), {"decode_replicas": 1} | layout, *wishes())
-    tokens, waits, ran, left = answers[0]
+    layout = {"decode_replicas": 1} | layout
+    tokens, waits, ran = own_workers.run(serve, num_ranks(layout), folder, layout, *wishes())[0]
     assert tokens == expected
-    assert left == 0
     assert [wait > 0 for wait in waits] == [len(found) > 1 for found in expected]
-    decode_tp, behind = layout["decode_tp"], size_of(layout) - layout.get("decode_replicas", 1) * layout["decode_tp"]
+    decode_tp, behind = layout["decode_tp"], len(ran) - layout["decode_replicas"] * layout["decode_tp"]
     assert sum(ran[behind::decode_tp]) == sum(len(found) - 1 for found in expected)  # but the first token of each
     assert all(ran[rank] == ran[rank - (rank - behind) % decode_tp] for rank in range(behind, len(ran)))
     if "kvp" not in layout:
@@ -110,26 +102,22 @@ def made_up_times(_: Any, sizes: Sequence[int], **__: Any) -> ChunkTimes:
     return ChunkTimes(tuple(sizes), tuple(SECONDS[size] for size in sizes))
 
 
-def grow(folder: str, options: dict[str, Any], prompts: Any, params: Any) -> Any:
+@patch.object(build, "fitted_times", made_up_times)
+def grow(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> Any:
     """On each rank: serve prompts that are all planned at once. Rank 0 says the tokens of each; of each chunk of the
     last one how many tokens of it every group computed, by the records of the ranks; and what each decode rank did."""
-    from medha import LLM
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "fitted_times", made_up_times)
-        with LLM(folder, **SIZES | options) as llm:
-            if not llm.is_driver:
-                llm.follow()
-                return None
-            engine, chunks, tokens = llm.engine, list[int](), dict[str, list[int]]()
-            engine.on_step = lambda batch, *_: chunks.extend(
-                batch.batch_id for row in batch.chunks if row.slot == len(prompts) - 1
-            )
-            for name, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-                engine.add_request(str(name), prompt, its)
-            while engine.has_unfinished:
-                tokens |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
-            ranks = engine.runner.gather_records()
+    with LLM(folder, **SIZES | options) as llm:
+        if not llm.is_driver:
+            llm.follow()
+            return None
+        engine, chunks = llm.engine, list[int]()
+        engine.on_step = lambda batch, *_: chunks.extend(
+            batch.batch_id for row in batch.chunks if row.slot == len(prompts) - 1
+        )
+        for name, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(str(name), prompt, its)
+        tokens = {output.request_id: output.outputs[0].token_ids for output in drained(engine)}
+        ranks = engine.runner.gather_records()
     prefills, decodes = ranks[: options["kvp"]], ranks[options["kvp"] :]
     shares = [
         {rank.group: one.num_tokens for rank in prefills for one in rank.batches if one.batch_id == chunk}
@@ -145,21 +133,17 @@ def test_a_plan_that_grows_over_one_two_and_four_groups_is_handed_over(own_worke
     options |= {"improvement_rate": 0.0, "num_kv_blocks": 60}
     prompts, _ = wishes(GROWING)
     params = [SamplingParams(**(PENALTIES, GREEDY, DRAWN)[i % 3], max_tokens=9) for i in range(len(GROWING))]
-    expected = serve(str(folder), {"num_kv_blocks": 60}, prompts, params)[0]
-    tokens, shares, decoded = own_workers.run(grow, 8, str(folder), options, prompts, params)[0]
+    expected = serve(folder, {"num_kv_blocks": 60}, prompts, params)[0]
+    tokens, shares, decoded = own_workers.run(grow, 8, folder, options, prompts, params)[0]
     assert tokens == expected
     assert shares == [{0: 20}, {0: 30, 1: 30}, {0: 130, 1: 130, 2: 130, 3: 130}]
     assert decoded == [8 * len(GROWING)] * 4
 
 
-def beside(folder: str, options: dict[str, Any]) -> Any:
+def beside(folder: Path, options: dict[str, Any]) -> Any:
     """On each rank: a request decodes while a long prompt is prefilled in batches, each of which ends when there were
     four more decodes; when the one ends, and when the other has its first token, and after each batch what Prometheus
     is told."""
-    from medha import LLM
-    from medha.serve.metrics import Metrics
-    from medha.worker.runner import Runner
-
     run, num_chunks, num_decodes = Runner.run, [0], [0]
 
     def run_beside(self: Runner, step: StepInput) -> Any:
@@ -169,8 +153,7 @@ def beside(folder: str, options: dict[str, Any]) -> Any:
         num_chunks[0] += len(step.batch.chunks)
         return run(self, step)
 
-    with pytest.MonkeyPatch.context() as patch, LLM(folder, **SIZES | options) as llm:
-        patch.setattr(Runner, "run", run_beside)
+    with LLM(folder, **SIZES | options) as llm, patch.object(Runner, "run", run_beside):
         pages: list[str] = []
         if llm.is_driver:
             metrics = Metrics(llm.engine, "m")
@@ -181,7 +164,7 @@ def beside(folder: str, options: dict[str, Any]) -> Any:
                 num_decodes[0] += not batch.chunks
 
             llm.engine.on_step = stepped
-        prompts = [{"prompt_token_ids": random_prompt(length, seed=0)} for length in (20, 300)]
+        prompts = [random_prompt(length, seed=0) for length in (20, 300)]
         params = [SamplingParams(**GREEDY, max_tokens=max_tokens) for max_tokens in (25, 2)]
         outputs = llm.generate(prompts, params)
         return [(output.metrics.finished, output.metrics.first_token) for output in outputs], pages
@@ -190,43 +173,37 @@ def beside(folder: str, options: dict[str, Any]) -> Any:
 def test_decodes_go_on_beside_a_long_prefill(own_workers: WorkerPool, folder: Path) -> None:
     """Batches of the instance complete independently: several of them within one of a prompt's."""
     options = {"decode_replicas": 1, "decode_tp": 1, "scheduler": "medha", "max_batch_tokens": 37}
-    ((short_end, _), (_, long_first)), pages = own_workers.run(beside, 2, str(folder), options)[0]
+    ((short_end, _), (_, long_first)), pages = own_workers.run(beside, 2, folder, options)[0]
     assert short_end < long_first
     assert 'vllm:num_requests_running{model_name="m"} 2.0' in "".join(pages)  # one decodes elsewhere
     assert all(f'medha:kv_group_usage{{group="{group}",model_name="m"}}' in pages[0] for group in (0, 1))
 
 
-def share(folder: str, options: dict[str, Any]) -> Any:
+def share(folder: Path, options: dict[str, Any]) -> Any:
     """On each rank: one prompt twice, then several completions of it; the tokens, and the cached tokens of each."""
-    from medha import LLM
-
+    one, several = SamplingParams(**PENALTIES, max_tokens=30), SamplingParams(**DRAWN, n=3, max_tokens=9)
     with LLM(folder, **SIZES | options) as llm:
-        prompt = {"prompt_token_ids": random_prompt(100, seed=3)}
-        asked = [SamplingParams(**PENALTIES, max_tokens=30), SamplingParams(**DRAWN, n=3, max_tokens=9)]
-        outputs = [output for params in (asked[0], asked[0], asked[1]) for output in llm.generate([prompt], params)]
-        return [[one.token_ids for one in output.outputs] for output in outputs], [
-            output.metrics.num_cached_tokens for output in outputs
-        ]
+        prompt = random_prompt(100, seed=3)
+        outputs = [output for params in (one, one, several) for output in llm.generate(prompt, params)]
+        cached = [output.metrics.num_cached_tokens for output in outputs]
+        return [[one.token_ids for one in output.outputs] for output in outputs], cached
 
 
 def test_prompts_are_shared_and_have_several_completions(own_workers: WorkerPool, folder: Path) -> None:
     options = {"decode_replicas": 1, "decode_tp": 2, "prefix_caching": True}
-    expected = own_workers.run(share, 1, str(folder), {"prefix_caching": True})[0]
-    tokens, cached = own_workers.run(share, 3, str(folder), options)[0]
+    expected = own_workers.run(share, 1, folder, {"prefix_caching": True})[0]
+    tokens, cached = own_workers.run(share, 3, folder, options)[0]
     assert tokens == expected[0]
     assert cached[:2] == [0, 96]
 
 
-def profiled(folder: str, options: dict[str, Any], profile: str) -> Any:
-    """On each rank: build the LLM twice, the second time with a profile of an odd step; what each side predicts of the
-    host."""
-    from medha import LLM
-
+def profiled(folder: Path, options: dict[str, Any], profile: Path) -> Any:
+    """On each rank: build the LLM, then with a profile of an odd step; what each side predicts of the host."""
     with LLM(folder, **SIZES | options) as llm:
         if llm.is_driver:
             assert llm.engine.scheduler.predictor is not None
-            Path(profile).write_text(replace(llm.engine.scheduler.predictor.coefficients, host_s=0.25).to_json())
-    with LLM(folder, profile=profile, **SIZES | options) as llm:
+            profile.write_text(replace(llm.engine.scheduler.predictor.coefficients, host_s=0.25).to_json())
+    with LLM(folder, profile=str(profile), **SIZES | options) as llm:
         if not llm.is_driver:
             return None
         schedulers = [llm.engine.scheduler, *(one.scheduler for one in llm.engine.hand_overs.instances)]
@@ -238,7 +215,7 @@ def test_a_profile_holds_for_instances_that_are_like_a_group(
     own_workers: WorkerPool, folder: Path, tmp_path: Path, kvp: int, decode_tp: int
 ) -> None:
     options = {"kvp": kvp, "decode_replicas": 1, "decode_tp": decode_tp}
-    prefills_s, decodes_s = own_workers.run(profiled, 3, str(folder), options, str(tmp_path / "profile.json"))[0]
+    prefills_s, decodes_s = own_workers.run(profiled, 3, folder, options, tmp_path / "profile.json")[0]
     assert prefills_s == 0.25
     assert (decodes_s == 0.25) == (decode_tp == 1)
 
@@ -254,36 +231,29 @@ def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
 ) -> None:
     """Requests wait for a decode instance, and prefills for the memory of those that wait."""
     options = {"decode_replicas": 1, "transfer_buffers": 1, "num_kv_blocks": 12} | layout
-    tokens, _, _, left = own_workers.run(serve, size_of(layout), str(folder), options, *wishes(MANY))[0]
-    assert (tokens, left) == (alone(folder, *MANY), 0)
+    tokens, _, _ = own_workers.run(serve, num_ranks(options), folder, options, *wishes(MANY))[0]
+    assert tokens == alone(folder, *MANY)
 
 
-def refuse(folder: str, options: dict[str, Any]) -> Any:
+def refuse(folder: Path, options: dict[str, Any]) -> Any:
     """On each rank: what is said of a request whose prompt fits, and what it is to decode does not."""
-    from medha import LLM
-
     with LLM(folder, **SIZES | options) as llm:
         said = []
         for length, max_tokens in ((150, 500), (700, 2)):
             try:
-                llm.generate(
-                    [{"prompt_token_ids": random_prompt(length, seed=0)}], SamplingParams(max_tokens=max_tokens)
-                )
+                llm.generate(random_prompt(length, seed=0), SamplingParams(max_tokens=max_tokens))
             except MedhaError as error:
                 said.append(f"{type(error).__name__}: {error}")
         if llm.is_driver:
             with pytest.raises(ConfigError, match="a journal holds the decisions of one scheduler; accepted: without"):
                 llm.engine.record(io.StringIO())
-        (output,) = llm.generate([{"prompt_token_ids": [5] * 150}], SamplingParams(max_tokens=3, **GREEDY)) or [None]
-        return said, None if output is None else len(output.outputs[0].token_ids)
+        return said, [len(tokens) for tokens in generate(llm, [5] * 150, SamplingParams(max_tokens=3, **GREEDY))]
 
 
-def test_a_claim_that_is_too_large_for_either_side_is_refused_with_the_numbers(
-    own_workers: WorkerPool, folder: Path
-) -> None:
-    answers = own_workers.run(refuse, 3, str(folder), {"decode_replicas": 1, "decode_tp": 2})
+def test_a_claim_too_large_for_either_side_is_refused_with_the_numbers(own_workers: WorkerPool, folder: Path) -> None:
+    answers = own_workers.run(refuse, 3, folder, {"decode_replicas": 1, "decode_tp": 2})
     for said, _ in answers:
         assert "150 prompt tokens and max_tokens=500 need 649 tokens of KV cache on a decode instance" in said[0]
         assert "accepted: at most 640" in said[0]
         assert "700 prompt tokens and max_tokens=1 need 700 tokens of KV cache; accepted: at most 640" in said[1]
-    assert [count for _, count in answers] == [3, None, None]
+    assert [counts for _, counts in answers] == [[3], [], []]

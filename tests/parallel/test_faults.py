@@ -1,11 +1,13 @@
 """A rank that dies, throws or is stopped ends every rank in time, and the user reads why; nothing hangs."""
 
+import dataclasses
 import os
+import resource
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, product
 from math import prod
 from pathlib import Path
@@ -14,9 +16,12 @@ from unittest import mock
 
 import pytest
 
-from medha.errors import EngineDeadError
-from tests.commands import LIMIT_S, parse, wait_until, write_lines
-from tests.parallel.faults import Fault, Job, command, start
+from medha import LLM, SamplingParams
+from medha.engine.distributed import Follower
+from medha.errors import EngineDeadError, ValidationError
+from tests.commands import LIMIT_S, wait_until
+from tests.parallel.faults import Fault, Job, Start, command
+from tests.parallel.workers import generate
 
 END_S = 60.0
 """Within so many seconds of a fault every other rank has ended: it takes 3 to 6 where nothing holds it up, and what
@@ -26,22 +31,12 @@ REQUESTS = [
     {"id": "short", "prompt": "a", "max_tokens": 1},
     {"id": "long", "prompt": "b" * 2000, "max_tokens": 40, "ignore_eos": True},
 ]
-
-
-def arguments(folder: Path, model: Path, *extra: str) -> list[str]:
-    """A command line that serves REQUESTS on two stages and writes ``out.jsonl``."""
-    write_lines(folder / "requests.jsonl", *REQUESTS)
-    sizes = (
-        "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64 --num-threads 1 --max-model-len 4096 "
-        "--scheduler sarathi"  # the same batches whatever they take
-    )
-    layout = () if "--tp" in extra or "--spp" in extra else ("--spp", "2")
-    files = ("--requests", str(folder / "requests.jsonl"), "--output", str(folder / "out.jsonl"))
-    return ["--model", str(model), *sizes.split(), *files, *layout, *extra]
-
-
-def written(folder: Path) -> dict[str, Any]:
-    return {row["id"]: row for row in parse((folder / "out.jsonl").read_text())}
+SIZES = (
+    "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64 --num-threads 1 --max-model-len 4096 "
+    "--scheduler sarathi "  # the same batches whatever they take
+)
+TWO_STAGES = SIZES + "--spp 2"
+SMALL: dict[str, Any] = {"num_kv_blocks": 8, "max_model_len": 1024}  # of the LLM of a program
 
 
 def check_ends(job: Job, fault: Fault) -> str:
@@ -71,11 +66,9 @@ def faults() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("fault", "layout"), faults())
-def test_failed_rank_ends_all(model: Path, tmp_path: Path, jobs: list[Job], fault: Fault, layout: str) -> None:
+def test_failed_rank_ends_all(serve: Start, fault: Fault, layout: str) -> None:
     """D4, D6: killed or throwing, at any point of the work."""
-    extra = layout.split()
-    world_size = prod(map(int, extra[1::2]))
-    jobs.append(job := start(tmp_path, world_size, command, arguments(tmp_path, model, *extra), fault=fault))
+    job = serve(prod(map(int, layout.split()[1::2])), REQUESTS, SIZES + layout, fault=fault)
     said = check_ends(job, fault)
     assert f"rank {fault.rank} (stage " in said
     if fault.action == "throw":
@@ -85,19 +78,19 @@ def test_failed_rank_ends_all(model: Path, tmp_path: Path, jobs: list[Job], faul
             assert "Traceback" in job.stderr(fault.rank)
     if fault.point in ("prefill", "decode"):
         assert "batch " in said
-        assert written(tmp_path)["short"]["finish_reason"] == "length"  # what had finished was written before
+        assert job.lines["short"]["finish_reason"] == "length"  # what had finished was written before
         if fault.rank != 0:
-            assert written(tmp_path)["long"]["finish_reason"] == "error"
+            assert job.lines["long"]["finish_reason"] == "error"
     elif fault.point == "shutdown":
-        assert written(tmp_path)["long"]["finish_reason"] == "length"
+        assert job.lines["long"]["finish_reason"] == "length"
 
 
-def test_stopped_rank_0_is_noticed(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+def test_stopped_rank_0_is_noticed(serve: Start) -> None:
     """D5: a rank that is stopped sends no word, and the store that rank 0 holds is silent too."""
     fault = Fault(0, "decode", "stop", after=8)
-    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    job = serve(2, REQUESTS, TWO_STAGES, fault=fault)
     assert "rank 0 (stage 0) is stopped" in check_ends(job, fault)
-    assert written(tmp_path)["short"]["finish_reason"] == "length"
+    assert job.lines["short"]["finish_reason"] == "length"
 
 
 # -- ranks that disagree ---------------------------------------------------------------------------------------------
@@ -105,10 +98,6 @@ def test_stopped_rank_0_is_noticed(model: Path, tmp_path: Path, jobs: list[Job])
 
 def tampered(rank: int, arguments: list[str]) -> None:
     """As ``command``; rank 1 takes the fifth batch for another one."""
-    import dataclasses
-
-    from medha.engine.distributed import Follower
-
     take = Follower._take
 
     def take_other(self: Follower, message: Any) -> Any:
@@ -122,21 +111,19 @@ def tampered(rank: int, arguments: list[str]) -> None:
     command(rank, arguments)
 
 
-def test_ranks_that_disagree_on_a_batch(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+def test_ranks_that_disagree_on_a_batch(serve: Start) -> None:
     """D7: the digests that go beside the hidden states differ."""
-    jobs.append(job := start(tmp_path, 2, tampered, arguments(tmp_path, model)))
+    job = serve(2, REQUESTS, TWO_STAGES, target=tampered)
     assert job.wait() == [4, 4], job.stderr(0)
     assert "PlanDivergenceError" in job.stderr(0)
     assert "rank 1 (stage 1), batch" in job.stderr(0)
     assert job.stderr(0).count("digest") == 1
-    assert written(tmp_path)["long"]["finish_reason"] == "error"
+    assert job.lines["long"]["finish_reason"] == "error"
 
 
-def calls(rank: int, model: str, names: list[list[str]]) -> None:
-    from medha import LLM, SamplingParams
-
+def calls(rank: int, model: Path, names: list[list[str]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    with LLM(model, spp=2, num_kv_blocks=8, max_model_len=1024) as llm:
+    with LLM(model, spp=2, **SMALL) as llm:
         for name in names[rank]:
             if name == "generate":
                 llm.generate("a", params)
@@ -153,10 +140,8 @@ def calls(rank: int, model: str, names: list[list[str]]) -> None:
         ([["generate"], ["generate", "raise"]], "rank 1 (stage 1): KeyError: 'mine'"),
     ],
 )
-def test_ranks_that_call_different_things(
-    model: Path, tmp_path: Path, jobs: list[Job], names: list[list[str]], expected: str
-) -> None:
-    jobs.append(job := start(tmp_path, 2, calls, str(model), names))
+def test_ranks_that_call_different_things(model: Path, start: Start, names: list[list[str]], expected: str) -> None:
+    job = start(2, calls, model, names)
     codes = job.wait()
     assert all(codes), job.stderr(0)
     for code, called in zip(codes, names, strict=True):
@@ -165,13 +150,10 @@ def test_ranks_that_call_different_things(
     assert all("mine" in job.stderr(rank) or expected in job.stderr(rank) for rank in (0, 1)), job.stderr(0)
 
 
-def refused(rank: int, model: str) -> None:
+def refused(rank: int, model: Path) -> None:
     """A refusal is the same on every rank, and the next call works."""
-    from medha import LLM, SamplingParams
-    from medha.errors import ValidationError
-
     params = SamplingParams(temperature=0.0, max_tokens=2)
-    with LLM(model, spp=2, num_kv_blocks=8, max_model_len=1024) as llm:
+    with LLM(model, spp=2, **SMALL) as llm:
         for prompts, given in ((["a", {"prompt_token_ids": [999]}], params), (["a", "b"], [params])):
             try:
                 llm.generate(prompts, given)
@@ -180,20 +162,18 @@ def refused(rank: int, model: str) -> None:
         print(len(llm.generate("a", params)))
 
 
-def test_refusal_is_the_same_everywhere(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := start(tmp_path, 2, refused, str(model)))
-    assert job.wait() == [0, 0], job.stderr(0) + job.stderr(1)
-    said = [(tmp_path / f"stdout-{rank}").read_text().splitlines() for rank in (0, 1)]
+def test_refusal_is_the_same_everywhere(model: Path, start: Start) -> None:
+    job = start(2, refused, model)
+    job.end_well()
+    said = [job.stdout(rank).splitlines() for rank in (0, 1)]
     assert said[0][:2] == said[1][:2]
     assert said[0][0].startswith("prompt 1: ") and said[0][0].endswith(" 1")
     assert (said[0][-1], said[1][-1]) == ("1", "0")  # outputs are rank 0's
 
 
-def interrupted(rank: int, model: str) -> None:
+def interrupted(rank: int, model: Path) -> None:
     """Ctrl-C on rank 0, in its third batch."""
-    from medha import LLM, SamplingParams
-
-    llm = LLM(model, spp=2, num_kv_blocks=8, max_model_len=1024)
+    llm = LLM(model, spp=2, **SMALL)
     if rank == 0:
         submit, calls = llm.engine.runner.submit, count()
 
@@ -213,19 +193,17 @@ def interrupted(rank: int, model: str) -> None:
             raise
 
 
-def test_an_interrupt_is_raised_as_such_and_ends_every_rank(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := start(tmp_path, 2, interrupted, str(model)))
+def test_an_interrupt_is_raised_as_such_and_ends_every_rank(model: Path, start: Start) -> None:
+    job = start(2, interrupted, model)
     assert all(job.wait()), job.stderr(0)
-    assert (tmp_path / "stdout-0").read_text() == "['abort', 'abort']\n", job.stderr(0)
+    assert job.stdout(0) == "['abort', 'abort']\n", job.stderr(0)
     assert "rank 0 (stage 0): KeyboardInterrupt" in job.stderr(1)
 
 
-def closed_early(rank: int, model: str) -> None:
+def closed_early(rank: int, model: Path) -> None:
     """The engine, which somebody drives, has a batch in flight that rank 0 computes only when it is asked for it."""
-    from medha import LLM, SamplingParams
-
-    options = {"tp": 2, "depth": 2, "async_scheduling": False, "max_batch_tokens": 64, "dist_timeout": 30}
-    with LLM(model, num_kv_blocks=8, max_model_len=1024, **options) as llm:
+    options = SMALL | {"tp": 2, "depth": 2, "async_scheduling": False, "max_batch_tokens": 64, "dist_timeout": 30}
+    with LLM(model, **options) as llm:
         if rank == 0:
             llm.engine.add_request("a", "a" * 300, SamplingParams(max_tokens=4))
             llm.engine.step()
@@ -234,10 +212,10 @@ def closed_early(rank: int, model: str) -> None:
     print("closed")
 
 
-def test_what_is_in_flight_does_not_keep_ranks_from_closing(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := start(tmp_path, 2, closed_early, str(model)))
-    assert job.wait() == [0, 0], job.stderr(0) + job.stderr(1)
-    assert [(tmp_path / f"stdout-{rank}").read_text() for rank in (0, 1)] == ["closed\n", "closed\n"]
+def test_what_is_in_flight_does_not_keep_ranks_from_closing(model: Path, start: Start) -> None:
+    job = start(2, closed_early, model)
+    job.end_well()
+    assert [job.stdout(rank) for rank in (0, 1)] == ["closed\n", "closed\n"]
 
 
 # -- a request on several groups -------------------------------------------------------------------------------------
@@ -255,45 +233,48 @@ def test_what_is_in_flight_does_not_keep_ranks_from_closing(model: Path, tmp_pat
     ],
     ids=lambda value: f"{value.rank}-{value.action}-{value.after}" if isinstance(value, Fault) else f"spp{value}",
 )
-def test_group_that_a_request_has_grown_onto_dies(
-    model: Path, tmp_path: Path, jobs: list[Job], fault: Fault, spp: int
-) -> None:
+def test_group_that_a_request_has_grown_onto_dies(model: Path, serve: Start, fault: Fault, spp: int) -> None:
     """D11: no wrong token is written, what had finished is kept, and the rest ends with the rank's name."""
     requests = [{"temperature": 0.0, **request} for request in (*REQUESTS, *BESIDE_LONG)]
-    options = arguments(tmp_path, model, "--kvp", "2", "--spp", str(spp), "--max-kv-per-group", "1024", *SARATHI)
-    write_lines(tmp_path / "requests.jsonl", *requests)
-    jobs.append(job := start(tmp_path, 2 * spp, command, options, fault=fault))
+    job = serve(2 * spp, requests, f"{SIZES} --kvp 2 --spp {spp} --max-kv-per-group 1024", fault=fault)
     said = check_ends(job, fault)
     place = f"rank {fault.rank} (group 1, stage {fault.rank % spp})"
     assert place in said
     assert job.processes[0].exitcode == 4, said
-    rows, expected = written(tmp_path), right_tokens(model, requests)
-    assert set(rows) == set(expected)
-    for name, row in rows.items():
-        if row["finish_reason"] == "error":
-            assert row["error"]["type"] == "RankFailedError" and place in row["error"]["message"]
-            assert row["token_ids"] == expected[name][: len(row["token_ids"])]
-        else:
-            assert (row["finish_reason"], row["token_ids"]) == ("length", expected[name])
-    assert [name for name, row in rows.items() if row["finish_reason"] == "length"] == ["short", "brief"]
-    assert rows["long"]["token_ids"] or fault.after < 40  # of its tokens, those that had come are there
+    assert [name for name, line in job.lines.items() if line["finish_reason"] == "length"] == ["short", "brief"]
+    unfinished = unfinished_lines(job, right_tokens(model, requests))
+    check_named(unfinished, place)
+    assert set(unfinished) == {"long", "beside"}
+    assert unfinished["long"]["token_ids"] or fault.after < 40  # of its tokens, those that had come are there
 
 
-SARATHI = ("--scheduler", "sarathi")  # the same batches whatever they take
 BESIDE_LONG = [
     {"id": "brief", "prompt": "c" * 10, "max_tokens": 5, "ignore_eos": True},
     {"id": "beside", "prompt": "d" * 100, "max_tokens": 500, "ignore_eos": True},
 ]
 
 
-def right_tokens(model: Path, requests: list[dict[str, Any]]) -> dict[str, list[int]]:
-    from medha import LLM, SamplingParams
+def unfinished_lines(job: Job, expected: dict[str, list[int]]) -> dict[str, Any]:
+    """The lines of requests that had not ended; all lines have the right tokens, as far as they had come."""
+    for name, line in job.lines.items():
+        assert line["token_ids"] == expected[name][: len(line["token_ids"])]
+        assert line["finish_reason"] != "length" or line["token_ids"] == expected[name]
+    return {name: line for name, line in job.lines.items() if line["finish_reason"] != "length"}
 
+
+def check_named(unfinished: dict[str, Any], place: str) -> None:
+    """Lines end with the error of a rank that failed."""
+    for name, line in unfinished.items():
+        assert (line["finish_reason"], line["error"]["type"]) == ("error", "RankFailedError"), name
+        assert place in line["error"]["message"]
+
+
+def right_tokens(model: Path, requests: list[dict[str, Any]]) -> dict[str, list[int]]:
     fields = ("temperature", "max_tokens", "ignore_eos")
     params = [SamplingParams(**{name: row[name] for name in fields if name in row}) for row in requests]
-    llm = LLM(str(model), num_kv_blocks=16, max_model_len=4096)
-    outputs = llm.generate([row["prompt"] for row in requests], params, use_tqdm=False)
-    return {row["id"]: output.outputs[0].token_ids for row, output in zip(requests, outputs, strict=True)}
+    with LLM(model, num_kv_blocks=16, max_model_len=4096) as llm:
+        tokens = generate(llm, [row["prompt"] for row in requests], params)
+    return dict(zip((row["id"] for row in requests), tokens, strict=True))
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------
@@ -305,10 +286,9 @@ def under_an_agent(rank: int, arguments: list[str]) -> None:
         command(rank, arguments)
 
 
-def test_signals(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+def test_signals(serve: Start) -> None:
     """Ranks other than 0 ignore both signals; rank 0 finishes what is in flight, writes everything and ends."""
-    fault = Fault(0, "decode", "hold", after=8)
-    jobs.append(job := start(tmp_path, 2, under_an_agent, arguments(tmp_path, model), fault=fault))
+    job = serve(2, REQUESTS, TWO_STAGES, target=under_an_agent, fault=Fault(0, "decode", "hold", after=8))
     job.fault_s()
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(job.processes[1].pid, number)
@@ -319,34 +299,33 @@ def test_signals(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
     codes = job.wait()
     assert codes[0] in (130, 143), job.stderr(0)
     assert codes[1] == 0, job.stderr(1)
-    assert written(tmp_path)["long"]["finish_reason"] == "abort"
-    assert len(written(tmp_path)["long"]["token_ids"]) >= 5
+    assert job.lines["long"]["finish_reason"] == "abort"
+    assert len(job.lines["long"]["token_ids"]) >= 5
     assert job.stderr(1) == ""
 
 
-def test_each_rank_says_what_it_works_on(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+def test_each_rank_says_what_it_works_on(serve: Start) -> None:
     """On SIGUSR1, also while its main thread is in a transfer; the run goes on."""
     fault = Fault(1, "decode", "hold", after=8)  # rank 0 waits for the report meanwhile
-    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    job = serve(2, REQUESTS, TWO_STAGES, fault=fault)
     job.fault_s()
     for process in job.processes:
         os.kill(process.pid, signal.SIGUSR1)
     wait_until(lambda: all("most recent call first" in job.stderr(rank) for rank in (0, 1)))
     job.let_go()
-    assert job.wait() == [0, 0], job.stderr(0) + job.stderr(1)
+    job.end_well()
     assert "1 unfinished requests, " in job.stderr(0) and "'long' in slot " in job.stderr(0)
     assert "slot 0 decode [" in job.stderr(0) or "slot 1 decode [" in job.stderr(0)
     assert "rank 1 (stage 1): " in job.stderr(1) and "last message: batch" in job.stderr(1)
-    assert written(tmp_path)["long"]["finish_reason"] == "length"
+    assert job.lines["long"]["finish_reason"] == "length"
 
 
 # -- surroundings ----------------------------------------------------------------------------------------------------
 
 
-def test_garbage_on_the_stores_port(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+def test_garbage_on_the_stores_port(serve: Start) -> None:
     """D21: the store's port gets bytes that mean nothing while the job runs."""
-    fault = Fault(1, "decode", "hold", after=8)
-    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    job = serve(2, REQUESTS, TWO_STAGES, fault=Fault(1, "decode", "hold", after=8))
     job.fault_s()
     line = next(line for line in job.stderr(0).splitlines() if "ranks meet at" in line)
     host, _, port = line.partition("meet at ")[2].split()[0].rpartition(":")
@@ -357,27 +336,22 @@ def test_garbage_on_the_stores_port(model: Path, tmp_path: Path, jobs: list[Job]
             connection.sendall(data)
             time.sleep(0.5)
 
-    throwers = [threading.Thread(target=throw, args=(data,)) for data in garbage]
-    for thrower in throwers:
-        thrower.start()
-    for thrower in throwers:
-        thrower.join()
+    with ThreadPoolExecutor(len(garbage)) as pool:
+        list(pool.map(throw, garbage))
     job.let_go()
-    assert job.wait() == [0, 0], job.stderr(0)
-    assert written(tmp_path)["long"]["finish_reason"] == "length"
+    job.end_well()
+    assert job.lines["long"]["finish_reason"] == "length"
     assert "open on every interface" in line and "gloo listens on lo" in line
 
 
 def limited(rank: int, arguments: list[str]) -> None:
     """As ``command``, with 64 file descriptors and a home that cannot be written."""
-    import resource
-
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     os.environ["HOME"] = "/proc"
     command(rank, arguments)
 
 
-def test_few_descriptors_and_no_home_change_nothing(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := start(tmp_path, 2, limited, arguments(tmp_path, model)))
-    assert job.wait() == [0, 0], job.stderr(0) + job.stderr(1)
-    assert written(tmp_path)["long"]["finish_reason"] == "length"
+def test_few_descriptors_and_no_home_change_nothing(serve: Start) -> None:
+    job = serve(2, REQUESTS, TWO_STAGES, target=limited)
+    job.end_well()
+    assert job.lines["long"]["finish_reason"] == "length"

@@ -2,6 +2,7 @@
 
 from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,20 +25,14 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         def __del__(self) -> None:
             order.append("graph")
 
-    groups: dict[str, Any] = {
-        "pipe_group": "pipe",
-        "report_group": "gloo",
-        "control_group": "control",
-        "merge_group": "merges",
-    }
-    groups["transfer_group"] = None  # of decode instances alone
-    monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
+    names = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
+    groups = names | {"transfer_group": None}  # of decode instances alone
     places = {"first_stage_ranks": lambda group: [0, 1], "of_groups": lambda groups: [0, 1]}
-    ranks: Any = SimpleNamespace(config=ParallelConfig(tp=2), **places, **groups, monitor=monitor)
+    ranks: Any = SimpleNamespace(config=ParallelConfig(tp=2), **places, **groups, monitor=Mock())
     runner: Any = SimpleNamespace(model=None, recorder=Recorder(), device=torch.device("cpu"))
     runner.graphs, runner._layers = Graph(), Graph()
     runner.drop_graphs = MethodType(Runner.drop_graphs, runner)
-    quiet: Any = SimpleNamespace(send=lambda message: None, drain=lambda: None)
+    quiet = Mock()
     dist = SimpleNamespace(
         barrier=lambda *, group: order.append(f"barrier of {group}"),
         destroy_process_group=lambda group: order.append(f"end of {group}"),
@@ -46,14 +41,6 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     monkeypatch.setattr(medha.engine.distributed, "ControlReceiver", lambda *args, **kwargs: quiet)
     monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
     parts: dict[str, Any] = {"caller": DrivingRunner(runner, ranks, quiet), "follower": Follower(runner, ranks)}
-    no_limits: Any = None
-    RankHandle(no_limits, None, runner, str, part=parts[part]).close()
-    assert order == [
-        "graph",
-        "graph",
-        "barrier of gloo",
-        "end of pipe",
-        "end of gloo",
-        "end of control",
-        "end of merges",
-    ]
+    RankHandle(Mock(), None, runner, str, part=parts[part]).close()
+    ends = [f"end of {name}" for name in ("pipe", "gloo", "control", "merges")]
+    assert order == ["graph", "graph", "barrier of gloo", *ends]

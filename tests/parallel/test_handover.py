@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.shard import ModelShard
 from medha.worker.step_input import Slots
 from medha.worker.transfer import TransferLine, kv_heads_of, parts_of, pieces_of
-from tests.parallel.workers import TIMEOUT_S, WorkerPool
+from tests.parallel.workers import WorkerPool, gloo
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 64, 128, 5, 8, 2, 8, 4096, RopeConfig())
 H, BLOCK, NUM_BLOCKS = 8, 16, 24
@@ -134,11 +133,11 @@ def values(layer: int, heads: range, group: int, tokens: range, slot: int) -> to
     return (token + layer_head) + torch.arange(H) / 16
 
 
+@gloo()
 def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_buffers: int) -> Any:
     """On each rank: fill the pools of the groups, hand the requests over, and compare what the targets then hold; the
     most bytes in staging buffers, and how many messages were on their way at once."""
     transfer.PIECE_TOKENS = 40
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank = dist.get_rank()
     group, _, _ = config.coordinates(rank)
     shard = ModelShard.at(MODEL, config, rank, torch.float32)
@@ -181,8 +180,6 @@ def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_
     own = {token for table in tables for token in table}
     others = [token for token in range(NUM_BLOCKS * BLOCK) if token not in own]
     assert all((pool[others] == -1.0).all() for pool in (*cache.k, *cache.v))
-    dist.barrier()
-    dist.destroy_process_group()
     return reports, max(buffer.nbytes for buffer in line._buffers), len(line._buffers)
 
 

@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -23,6 +25,8 @@ from medha.parallel import health
 from medha.parallel.health import Monitor
 from medha.parallel.launch import Launch, Process
 from tests.commands import LIMIT_S, wait_until
+
+Sleeper = subprocess.Popen[bytes]
 
 
 def place(rank: int, world_size: int, local_ranks: range = range(0), **options: Any) -> Launch:
@@ -75,16 +79,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+def sleeper() -> Iterator[Sleeper]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
     process.wait()
-
-
-def stand_in(ranks: Ranks, rank: int, pid: int) -> None:
-    """Let a process be a rank that says nothing but which one it is."""
-    ranks.server.set(f"process/{rank}", json.dumps(Process.of(pid)))
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
@@ -129,11 +128,8 @@ def test_a_main_thread_that_is_stuck_is_ended_and_one_that_hears_is_not(ranks: R
 
 
 def test_saving_that_fails_or_hangs_delays_the_end_a_little(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(message: str) -> None:
-        raise OSError("disk full")
-
     monitors = [ranks.monitor(rank, 2) for rank in range(2)]
-    monitors[0].before_end = fail
+    monitors[0].before_end = Mock(side_effect=OSError("disk full"))
     monitors[1].before_end = lambda message: wait_until(lambda: 1 in ranks.ended)
     with caplog.at_level(logging.ERROR, "medha"):
         monitors[0].report("rank 0: boom")
@@ -143,7 +139,7 @@ def test_saving_that_fails_or_hangs_delays_the_end_a_little(ranks: Ranks, caplog
     assert ranks.ended[1][0] == "rank 0: boom (what was unfinished is not saved)"
 
 
-def test_ranks_that_leave_are_not_missed(ranks: Ranks, sleeper: subprocess.Popen[bytes]) -> None:
+def test_ranks_that_leave_are_not_missed(ranks: Ranks, sleeper: Sleeper) -> None:
     monitors = [ranks.monitor(rank, 2, local_ranks=range(2)) for rank in range(2)]
     monitors[1].leave()
     monitors[0]._processes[1] = Process.of(sleeper.pid)
@@ -156,7 +152,7 @@ def test_ranks_that_leave_are_not_missed(ranks: Ranks, sleeper: subprocess.Popen
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def test_trouble_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
+def test_trouble_of_a_process(sleeper: Sleeper) -> None:
     process = Process.of(sleeper.pid)
     assert process.trouble is None
     assert process._replace(started=process.started + 1).trouble == "has died"  # another one has its id by now
@@ -171,9 +167,7 @@ def test_trouble_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
     assert process.trouble == "has died"
 
 
-def test_a_process_that_this_one_started_is_watched_from_the_first(
-    ranks: Ranks, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_a_process_that_this_one_started_is_watched_from_the_first(ranks: Ranks, sleeper: Sleeper) -> None:
     monitor = ranks.monitor(0, 2, local_ranks=range(2), processes={1: sleeper.pid})
     sleeper.kill()
     sleeper.wait()
@@ -182,27 +176,19 @@ def test_a_process_that_this_one_started_is_watched_from_the_first(
 
 
 @pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "is stopped")])
-def test_a_rank_that_is_gone_or_stopped_is_named(
-    ranks: Ranks, sleeper: subprocess.Popen[bytes], number: int, what: str
-) -> None:
-    """A rank of its node notices, and those of other nodes hear of it."""
-    stand_in(ranks, 1, sleeper.pid)
+def test_a_rank_that_is_gone_or_stopped_is_named(ranks: Ranks, sleeper: Sleeper, number: int, what: str) -> None:
+    """A rank of its node notices, and those of other nodes hear of it. While it says nothing and runs it has
+    not failed: its Python may hold the interpreter's lock for long."""
+    ranks.server.set("process/1", json.dumps(Process.of(sleeper.pid)))
     ranks.server.set("status/1", '[0.1, false, "batch 7"]')
     monitors = {rank: ranks.monitor(rank, 4, local_ranks=range(rank, rank + 2)) for rank in (0, 2)}
     wait_until(lambda: 1 in monitors[0]._processes)
+    time.sleep(1.5)
+    assert not monitors[0].has_failure
     sleeper.send_signal(number)
     wait_until(lambda: monitors[2].has_failure)
     begin = f"rank 1 {what}, last in batch 7; noticed by rank 0 in start"
     assert {monitor.first_error(wait_s=LIMIT_S) for monitor in monitors.values()} == {begin}
-
-
-def test_a_rank_that_says_nothing_and_runs_has_not_failed(ranks: Ranks, sleeper: subprocess.Popen[bytes]) -> None:
-    """As one whose Python holds the interpreter's lock for long."""
-    stand_in(ranks, 1, sleeper.pid)
-    ranks.server.set("status/1", '[0.1, false, "batch 7"]')
-    monitor = ranks.monitor(0, 2, local_ranks=range(2))
-    time.sleep(1.5)
-    assert not monitor.has_failure
 
 
 def test_a_launcher_that_has_died(ranks: Ranks) -> None:
@@ -214,9 +200,7 @@ def test_a_launcher_that_has_died(ranks: Ranks) -> None:
     assert ended == [f"rank 1: the process that started it, {os.getppid() + 1}, has died, in start"]
 
 
-def test_a_store_that_does_not_answer(
-    ranks: Ranks, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer(ranks: Ranks, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder is on another node, where nobody sees it; one that is seen to run is slow until it is stopped, and one
     of this node whose process is not known so far is taken to be slow for long."""
     monkeypatch.setattr(health, "BEHIND_S", LIMIT_S)
@@ -237,32 +221,25 @@ def test_a_store_that_does_not_answer(
     wait_until(lambda: monitors[3].has_failure)
     assert not monitors[4].has_failure  # its agent, the parent of this process, runs
     holds.set()
-    for rank, what in (
-        (1, "is stopped or cannot be reached"),
-        (2, "is stopped"),
-        (3, "is stopped or cannot be reached"),
-    ):
-        assert f"rank 0 {what}: the store that it holds has not answered rank {rank} for" in str(
-            monitors[rank].first_error(wait_s=LIMIT_S)
-        )
+    unknown = "is stopped or cannot be reached"
+    for rank, what in ((1, unknown), (2, "is stopped"), (3, unknown)):
+        said = monitors[rank].first_error(wait_s=LIMIT_S)
+        assert f"rank 0 {what}: the store that it holds has not answered rank {rank} for" in str(said)
 
 
 # -- ranks that are behind -------------------------------------------------------------------------------------------
 
 
-def test_a_rank_for_which_others_wait_is_named(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+@patch.object(health, "BEHIND_S", 1.0)
+def test_a_rank_for_which_others_wait_is_named(ranks: Ranks, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """It is no failure; every rank writes what it works on."""
-    monkeypatch.setattr(health, "BEHIND_S", 1.0)
     monitors = [ranks.monitor(rank, 3) for rank in range(3)]
     for rank, monitor in enumerate(monitors):
         monitor.describe = lambda rank=rank: f"here is rank {rank}"  # type: ignore[misc]
         monitor.doing("batch 7")
     monitors[1].waits_for = lambda: None
     written = tmp_path / "stderr"  # reading what pytest captures would lose what is written meanwhile
-    with caplog.at_level(logging.WARNING, "medha"), written.open("w") as stderr, monkeypatch.context() as patch:
-        patch.setattr("sys.stderr", stderr)
+    with caplog.at_level(logging.WARNING, "medha"), written.open("w") as stderr, redirect_stderr(stderr):
         wait_until(lambda: written.read_text().count("Current thread") == 3)
     assert all(f"here is rank {rank}\n" in written.read_text() for rank in range(3))
     assert len(caplog.records) == 1
@@ -276,15 +253,10 @@ def test_a_rank_for_which_others_wait_is_named(
 @pytest.mark.parametrize(
     ("activity", "wait", "predicted_s"), [("idle", None, 0.0), ("batch 7", "merge", 0.0), ("batch 7", None, 100.0)]
 )
+@patch.object(health, "BEHIND_S", 0.5)
 def test_a_rank_is_not_behind_that_is_idle_or_waits_or_takes_what_was_predicted(
-    ranks: Ranks,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    activity: str,
-    wait: str | None,
-    predicted_s: float,
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, activity: str, wait: str | None, predicted_s: float
 ) -> None:
-    monkeypatch.setattr(health, "BEHIND_S", 0.5)
     monitors = [ranks.monitor(rank, 2) for rank in range(2)]
     monitors[0].predicted_s = lambda: predicted_s
     monitors[1].waits_for = lambda: wait
@@ -348,13 +320,10 @@ def test_a_stranger_at_the_port_of_the_connections_is_sent_away_and_lost_to_nobo
         assert not monitors[0].has_failure
 
 
+@patch("socket.create_connection", Mock(side_effect=ConnectionRefusedError("refused")))
 def test_a_node_that_cannot_connect_to_rank_0_is_warned_of_and_goes_on(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise ConnectionRefusedError("refused")
-
-    monkeypatch.setattr("socket.create_connection", refuse)
     with caplog.at_level(logging.WARNING, "medha"):
         monitors = [ranks.monitor(rank, 2) for rank in range(2)]
         wait_until(lambda: "no connection to rank 0 at 127.0.0.1" in caplog.text)

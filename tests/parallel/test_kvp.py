@@ -5,49 +5,38 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from medha.batch import Batch, Row
-from medha.config import ParallelConfig
 from medha.cpu.decoder import PackedLinear
 from medha.errors import PlanDivergenceError
 from medha.parallel import kvp
 from medha.parallel.kvp import Merge, shared_draws, shared_rows
-from medha.parallel.mesh import make_merge_group
 from medha.parallel.shared_memory import share_memory
 from medha.parallel.spp import Digests
-from tests.parallel.test_layouts import NUM_TOKENS, generate, reference
+from tests.parallel.test_layouts import GREEDY, reference
 from tests.parallel.test_shared_memory import on_ranks
-from tests.parallel.workers import TIMEOUT_S, WorkerPool
+from tests.parallel.workers import WorkerPool, gloo, merge_of_all, serve
 
 # -- merges by themselves ------------------------------------------------------------------------------------
 
 
-def merge_different_rows(num_groups: int, batches: dict[int, Batch]) -> str:
+@gloo()
+def merge_different_rows(*batches: Batch) -> str:
     """On each rank: merge the rows of the batch that this rank has; returns what is wrong with it."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    rank = dist.get_rank()
-    group = make_merge_group(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=TIMEOUT_S))
-    assert group is not None
-    (shared,) = shared_rows(batches[rank])
+    (shared,) = shared_rows(batches[dist.get_rank()])
     empty = torch.zeros(shared.tokens.stop, 2, 8)
-    message = ""
-    merge = Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(num_groups), own=rank)
-    pending = merge.start([(shared, (empty, empty[..., 0]))], compare=True)
-    try:
+    pending = merge_of_all().start([(shared, (empty, empty[..., 0]))], compare=True)
+    with pytest.raises(PlanDivergenceError) as caught:
         pending()
-    except PlanDivergenceError as error:
-        message = str(error)
-    dist.barrier()
-    dist.destroy_process_group()
-    return message
+    return str(caught.value)
 
 
 ROW = Row(3, 100, 2, False, False, 0, 3)
@@ -60,18 +49,11 @@ def test_other_rows_on_one_rank_are_a_divergence(workers: WorkerPool, other: Bat
     """Every rank of the run refuses, and the two of the same mind name the third."""
     same = Batch(7, (ROW, Row(9, 0, 5, False, False, 0, 1)))  # rows of a group alone are not compared
     digests = [zlib.crc32(Batch(b.batch_id, tuple(r for r in b.rows if r.is_shared)).to_ints()) for b in (same, other)]
-    messages = workers.run(merge_different_rows, 3, 3, {0: same, 1: same, 2: other})
-    assert (
-        messages[0]
-        == messages[1]
-        == (
-            f"batch 7: group 2 merges rows of batch {other.batch_id} with digest {digests[1]:08x}, "
-            f"this one has 7 with {digests[0]:08x}"
-        )
-    )
-    assert messages[2].startswith(
-        f"batch {other.batch_id}: group 0 merges rows of batch 7 with digest {digests[0]:08x}"
-    )
+    messages = workers.run(merge_different_rows, 3, same, same, other)
+    ours, theirs = (f"{digest:08x}" for digest in digests)
+    others = f"group 2 merges rows of batch {other.batch_id} with digest {theirs}, this one has 7 with {ours}"
+    assert messages[:2] == [f"batch 7: {others}"] * 2
+    assert messages[2].startswith(f"batch {other.batch_id}: group 0 merges rows of batch 7 with digest {ours}")
 
 
 # -- parts of logits -----------------------------------------------------------------------------------------
@@ -87,12 +69,13 @@ class Counting(PackedLinear):
         return super().__call__(x, outputs)
 
 
-def draw_in_parts(ranks: Any, group: Any) -> tuple[int, Counter[bool]]:
-    """On each rank: the number of batches whose logits are others than those of the whole head, and the products."""
+@patch.object(kvp, "MOST_BYTES", 1500)  # of some runs it is too long a message
+def draw_in_parts(ranks: Any, group: Any) -> Counter[bool]:
+    """On each rank: batches whose logits must be those of the whole head; the products."""
     own, memory, chance = ranks.rank, share_memory(ranks, group, torch.device("cpu")), random.Random(3)
     merge = Merge(group, Digests(group), ranks=range(4), own=own, memory=memory)
     weight = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
-    whole, head, wrong = PackedLinear(weight), Counting(weight), 0
+    whole, head = PackedLinear(weight), Counting(weight)
     head.products = Counter()
     for batch_id in range(200):
         runs = [sorted(chance.choices(range(4), k=2)) for _ in range(chance.randint(1, 4))]
@@ -112,19 +95,13 @@ def draw_in_parts(ranks: Any, group: Any) -> tuple[int, Counter[bool]]:
         if draws := merge.draws(shared_draws(part), head, 4):
             others = [token for one in draws if one.groups[0] != own for token in one.tokens]
             found = merge.logits(x_TD[drawn + others], draws, head)
-            wrong += len(found) != len(drawn) or (bool(drawn) and not torch.equal(found, whole(x_TD[drawn])))
-    return wrong, head.products
-
-
-def drawn_in_parts() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvp, "MOST_BYTES", 1500)  # of some runs it is too long a message
-        return on_ranks(draw_in_parts)
+            assert len(found) == len(drawn)
+            assert not drawn or torch.equal(found, whole(x_TD[drawn]))
+    return head.products
 
 
 def test_groups_compute_parts_of_the_logits_for_the_one_that_draws(workers: WorkerPool) -> None:
-    for wrong, products in workers.run(drawn_in_parts, 4):
-        assert wrong == 0
+    for products in workers.run(on_ranks, 4, draw_in_parts):
         assert min(products[True], products[False]) > 10
 
 
@@ -135,8 +112,8 @@ Merges = dict[tuple[int, range, int], list[int]]
 """Checksums of what came of each layer's merge, by batch, groups, and place (stage and tensor-parallel index)."""
 
 
-def generate_and_record(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> Any:
-    """On each rank: the tokens, the merges in which it took part, and the blocks left in use."""
+def serve_and_record(folder: Path, options: dict[str, Any], prompts: list[list[int]]) -> Any:
+    """On each rank: the tokens, and the merges in which it took part."""
     merges: Merges = {}
     place, start = int(os.environ["RANK"]) % (options["spp"] * options["tp"]), Merge.start
 
@@ -152,10 +129,8 @@ def generate_and_record(folder: str, options: dict[str, Any], prompts: list[list
 
         return outputs
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Merge, "start", recorded)
-        tokens, left = generate(folder, options, prompts, NUM_TOKENS)
-    return tokens, merges, left
+    with patch.object(Merge, "start", recorded):
+        return serve(folder, options, prompts, GREEDY), merges
 
 
 def check_merges(by_rank: list[Merges], num_groups: int) -> None:
@@ -180,9 +155,7 @@ def check_merges(by_rank: list[Merges], num_groups: int) -> None:
     ],
     ids=str,
 )
-def test_tokens_are_those_of_transformers(
-    workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, int, int]
-) -> None:
+def test_tokens_are_those_of_transformers(workers: WorkerPool, tmp_path: Path, layout: tuple[int, ...]) -> None:
     """Growth inside a prefill, inside a decode and at its first decode; several long requests at once on different
     runs, short ones beside."""
     kvp, spp, tp, share = layout
@@ -190,7 +163,6 @@ def test_tokens_are_those_of_transformers(
     prompts, expected = reference(tmp_path, "llama", False, lengths, num_layers=3)
     options = {"kvp": kvp, "spp": spp, "tp": tp, "max_kv_per_group": share, "chunk_size": 97, "block_size": 64}
     options |= {"max_batch_tokens": 160, "num_kv_blocks": 40, "async_scheduling": True}
-    answers = workers.run(generate_and_record, kvp * spp * tp, str(tmp_path), options, prompts)
+    answers = workers.run(serve_and_record, kvp * spp * tp, tmp_path, options, prompts)
     assert answers[0][0] == expected
-    check_merges([merges for _, merges, _ in answers], kvp)
-    assert [left for *_, left in answers] == [0] * len(answers)
+    check_merges([merges for _, merges in answers], kvp)

@@ -12,55 +12,48 @@ from typing import Any
 
 import pytest
 
+from medha import LLM, SamplingParams
 from medha.cost.chunk_times import ChunkTimes
 from medha.engine import build
 from medha.engine.engine import Engine
 from medha.engine.replay import replay
 from medha.errors import RankFailedError, ValidationError
-from medha.params import SamplingParams
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
-from tests.checkpoints import make_checkpoint, random_prompt
-from tests.commands import wait_until, write_lines
-from tests.parallel.faults import Job, command, start
+from tests.checkpoints import random_prompt
+from tests.commands import wait_until
+from tests.parallel.faults import Start, command
 from tests.parallel.test_decode import made_up_times
-from tests.parallel.test_faults import right_tokens, written
-from tests.parallel.workers import WorkerPool
+from tests.parallel.test_faults import right_tokens
+from tests.parallel.workers import WorkerPool, check_free
 
 SIZES = {"block_size": 16, "num_kv_blocks": 100}
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 TOKEN_S = 0.1  # of a group, as predicted and told where there is no model
 
 
-def draw_7(self: Runner, step: StepInput) -> Any:
-    """A forward that draws token 7."""
-    if not step.batch.rows:
-        return None
-    busy_s = TOKEN_S * step.batch.num_tokens
-    result = StepResult(step.drawn_rows, [Sampled(7, finite=True)] * len(step.drawn_rows), busy_s)
-    return PendingStep(lambda: result) if self.samples else None
-
-
-def serve(
-    folder: str, options: dict[str, Any], prompts: list[list[int]], arrivals_s: list[float], abort: int, holds: bool
+def serve_over_time(
+    folder: Path, options: dict[str, Any], prompts: list[list[int]], arrivals_s: list[float], abort: int, holds: bool
 ) -> Any:
-    """On rank 0: tokens by request, requests in the order in which they end, how many batches completed before an older
-    one, what a replay of the journal says, and blocks still held. With ``holds`` there is no model, and the forward of
-    a long prompt ends when two batches have completed."""
-    from medha import LLM
-
+    """On rank 0: tokens by request, requests in the order in which they end, and how many batches completed before an
+    older one; a replay of the journal says the same. With ``holds`` there is no model, and the forward of a long prompt
+    ends when two batches have completed."""
     completed: list[int] = []
 
-    def hold(self: Runner, step: StepInput) -> Any:
+    def draw_7(self: Runner, step: StepInput) -> Any:
         if step.batch.num_tokens > 1000:
             wait_until(lambda: len(completed) >= 2)
-        return draw_7(self, step)
+        if not step.batch.rows or not self.samples:
+            return None
+        sampled = [Sampled(7, finite=True)] * len(step.drawn_rows)
+        result = StepResult(step.drawn_rows, sampled, TOKEN_S * step.batch.num_tokens)
+        return PendingStep(lambda: result)
 
     with pytest.MonkeyPatch.context() as patch:
         if holds:
-            patch.setattr(Runner, "run", hold)
+            patch.setattr(Runner, "run", draw_7)
             times = ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))
             patch.setattr(build, "fitted_times", lambda *_, **__: times)
         with LLM(folder, **options) as llm:
@@ -74,7 +67,7 @@ def serve(
             while waiting or engine.has_unfinished:
                 while waiting and waiting[0][1][1] <= engine.now() - start_s:
                     index, (prompt, _) = waiting.pop(0)
-                    engine.add_request(str(index), {"prompt_token_ids": prompt}, ONE)
+                    engine.add_request(str(index), prompt, ONE)
                     if index == abort:
                         engine.advance(wait_s=0.0)  # its chunk may be in flight
                         engine.abort(str(index))
@@ -87,42 +80,34 @@ def serve(
             while engine.advance():
                 pass
             with pytest.raises(ValidationError, match="max_tokens=2 with scheduler='cdsp'"):
-                engine.add_request("two", {"prompt_token_ids": [1]}, SamplingParams(max_tokens=2))
+                engine.add_request("two", [1], SamplingParams(max_tokens=2))
             overtaken = sum(any(later < one for later in completed[at:]) for at, one in enumerate(completed))
             again = replay(journal.getvalue().splitlines())
-            return (
-                ended,
-                overtaken,
-                (again.mismatch, again.num_batches == len(completed)),
-                engine.scheduler.memory.num_used,
-            )
+            assert (again.mismatch, again.num_batches) == (None, len(completed))
+            check_free(llm)
+            return ended, overtaken
 
 
-def serve_until_a_rank_is_gone(rank: int, folder: str) -> None:
+def serve_until_a_rank_is_gone(rank: int, folder: Path) -> None:
     """A chunk that does not end on group 0, another one on group 1, whose rank is killed when it begins that."""
     Runner.run = lambda self, step: time.sleep(600)  # type: ignore[method-assign, assign]
     if rank == 1:
         Runner.run = lambda self, step: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
     build.fitted_times = lambda *_, **__: ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))  # type: ignore[attr-defined]
-    from medha import LLM
-
     with LLM(folder, kvp=3, scheduler="cdsp", sp_sizes=(1,), block_size=16, num_kv_blocks=1300) as llm:
-        prompts = [{"prompt_token_ids": random_prompt(length, seed=1)} for length in (20_000, 300)]
         try:
-            llm.generate(prompts, ONE)
+            llm.generate([random_prompt(length, seed=1) for length in (20_000, 300)], ONE)
         except RankFailedError as error:
             print(error, flush=True)
             raise
 
 
-def test_a_rank_that_dies_in_another_lane_ends_the_job_by_name(tmp_path: Path, jobs: list[Job]) -> None:
+def test_a_rank_that_dies_in_another_lane_ends_the_job_by_name(checkpoint: Callable[..., Path], start: Start) -> None:
     """While rank 0's own group computes, and the third has nothing."""
-    make_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=32_768)
-    jobs.append(job := start(tmp_path, 3, serve_until_a_rank_is_gone, str(tmp_path)))
-    codes = job.wait()
+    folder = checkpoint(num_hidden_layers=1, max_position_embeddings=32_768)
+    codes = (job := start(3, serve_until_a_rank_is_gone, folder)).wait()
     assert None not in codes and codes[1] == -signal.SIGKILL and codes[0] != 0
-    said = (tmp_path / "stdout-0").read_text()
-    assert "rank 1 (group 1, stage 0) has died" in said, job.stderr(0)
+    assert "rank 1 (group 1, stage 0) has died" in job.stdout(0), job.stderr(0)
 
 
 PROMPTS = [random_prompt(length, seed=length) for length in (900, 70, 33, 400, 1, 610, 5, 300)]
@@ -131,7 +116,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (900, 70, 33, 400, 1
 @cache
 def alone(folder: Path) -> Any:
     """Tokens by request, on one rank."""
-    return serve(str(folder), SIZES | {"scheduler": "cdsp"}, PROMPTS, [0.0] * 8, -1, False)[0]
+    return serve_over_time(folder, SIZES | {"scheduler": "cdsp"}, PROMPTS, [0.0] * 8, -1, False)[0]
 
 
 @pytest.mark.parametrize(("kvp", "tp"), [(2, 1), (3, 1), (2, 2), (4, 1)])
@@ -139,22 +124,18 @@ def test_tokens(workers: WorkerPool, checkpoint: Callable[..., Path], kvp: int, 
     folder = checkpoint(num_hidden_layers=2)
     options = {"kvp": kvp, "tp": tp, "scheduler": "cdsp", "improvement_rate": 0.05, **SIZES}
     arrivals_s = [0.0, 0.0, 0.0, 0.01, 0.02, 0.03, 0.03, 0.05]
-    ended, _, replayed, left = workers.run(serve, kvp * tp, str(folder), options, PROMPTS, arrivals_s, 3, False)[0]
+    ended, _ = workers.run(serve_over_time, kvp * tp, folder, options, PROMPTS, arrivals_s, 3, False)[0]
     assert ended == alone(folder) | {"3": []}
-    assert replayed == (None, True)
-    assert left == 0
 
 
 def test_a_short_prompt_beside_a_long_chunk(workers: WorkerPool, checkpoint: Callable[..., Path]) -> None:
     """It arrives while a long chunk runs on rank 0's own group, and ends first, on the other."""
-    folder = str(checkpoint(num_hidden_layers=1))
+    folder = checkpoint(num_hidden_layers=1)
     prompts = [random_prompt(length, seed=length) for length in (1500, 30, 40)]
     options = {"kvp": 2, "scheduler": "cdsp", "sp_sizes": (1,), **SIZES}
-    ended, overtaken, replayed, left = workers.run(serve, 2, folder, options, prompts, [0.0, 0.3, 0.6], -1, True)[0]
+    ended, overtaken = workers.run(serve_over_time, 2, folder, options, prompts, [0.0, 0.3, 0.6], -1, True)[0]
     assert list(ended) == ["1", "2", "0"]
     assert overtaken == 2
-    assert replayed == (None, True)
-    assert left == 0
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -175,18 +156,14 @@ def planned_at_once(rank: int, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("max_chunks", "chunks"), [(1, ["[0:600]"]), (2, ["[0:40]", "[40:600]"])])
-def test_options_of_the_command(
-    model: Path, tmp_path: Path, jobs: list[Job], max_chunks: int, chunks: list[str]
-) -> None:
+def test_options_of_the_command(model: Path, tmp_path: Path, serve: Start, max_chunks: int, chunks: list[str]) -> None:
     """The longest prompt begins on the group that is free first, and goes on on both, if it may have two chunks."""
-    requests, timeline = write_lines(tmp_path / "requests.jsonl", *REQUESTS), tmp_path / "trace.json"
-    files = ["--requests", str(requests), "--output", str(tmp_path / "out.jsonl"), "--timeline", str(timeline)]
     sizes = "--block-size 16 --num-kv-blocks 100 --max-model-len 1024 --kvp 2 --decode-replicas 1 --scheduler cdsp"
     plan = f"--sp-sizes 1,2 --improvement-rate 0 --max-chunks {max_chunks}"
-    arguments = ["--model", str(model), *files, *sizes.split(), *plan.split()]
-    jobs.append(job := start(tmp_path, 3, planned_at_once, arguments))
-    assert job.wait() == [0, 0, 0], job.stderr(0)
-    assert {name: line["token_ids"] for name, line in written(tmp_path).items()} == right_tokens(model, REQUESTS)
+    timeline = tmp_path / "trace.json"
+    job = serve(3, REQUESTS, f"{sizes} {plan} --timeline {timeline}", target=planned_at_once)
+    job.end_well()
+    assert {name: line["token_ids"] for name, line in job.lines.items()} == right_tokens(model, REQUESTS)
     events = json.loads(timeline.read_text())["traceEvents"]
     (lane,) = [one["tid"] for one in events if one["name"] == "thread_name" and one["args"]["name"] == "600"]
     names = [one["name"] for one in events if (one["pid"], one["tid"], one["ph"]) == (1, lane, "X")]

@@ -19,11 +19,12 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
 from medha import LLM
+from medha.engine import build
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
 from medha.parallel.own_ranks import reserved_port
 from tests.commands import ENVIRONMENT, LIMIT_S, wait_until
-from tests.parallel.faults import Job, start
+from tests.parallel.faults import Start
 from tests.parallel.workers import WorkerPool, launch_environment
 
 # -- the environment (D2) --------------------------------------------------------------------------------------------
@@ -89,32 +90,26 @@ def test_an_agent_that_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the layout (D1) -------------------------------------------------------------------------------------------------
 
 
-def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str]:
-    """What building the LLM raises on this rank; loading a weight would be an error of its own."""
-    from medha import LLM
-    from medha.engine import build
-
-    def load(*args: Any, **named: Any) -> None:
-        raise AssertionError("weights are read")
-
-    before, build.load_model = build.load_model, load
-    try:
-        with patch("medha.parallel.health.Monitor.linger", return_value=True):  # for rank 0's end, which never comes
-            LLM(folder, num_kv_blocks=8, **options)
-    except Exception as error:
-        found = type(error).__name__, str(error)
-    else:
-        raise AssertionError("accepted")
-    finally:
-        build.load_model = before
+def refusal(folders: list[Path], options: list[dict[str, Any]], versions: tuple[str, str] = ("1", "1")) -> Any:
+    """What building the LLM raises on this rank, with a model, options and version for each; loading a weight would be
+    an error of its own."""
+    rank = int(os.environ["RANK"])
+    with (
+        patch("medha.parallel.mesh.version", return_value=versions[rank]),
+        patch.object(build, "load_model", side_effect=AssertionError("weights are read")),
+        patch("medha.parallel.health.Monitor.linger", return_value=True),  # for rank 0's end, which never comes
+        pytest.raises(ConfigError) as caught,
+    ):
+        LLM(folders[rank], num_kv_blocks=8, **options[rank])
     wait_until(
         lambda: not any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()),
         told=lambda: "a job that never began is still watched",
     )
-    return found
+    return caught.typename, str(caught.value)
 
 
 PRODUCT = "tp=4 x spp=1 x kvp=1 is 4 ranks, and 2 were started; accepted: degrees whose product is 2"
+POOL = "max_kv_per_group=2304; accepted: at most the pool's 2048 tokens"
 
 
 @pytest.mark.parametrize(
@@ -122,17 +117,13 @@ PRODUCT = "tp=4 x spp=1 x kvp=1 is 4 ranks, and 2 were started; accepted: degree
     [
         ({"tp": 4}, "ParallelConfigError", PRODUCT),
         ({"tp": 2, "hf_overrides": {"intermediate_size": 97}}, "ParallelConfigError", "tp=2 does not divide"),
-        (
-            {"kvp": 2, "max_kv_per_group": 9 * 256},
-            "ConfigError",
-            "max_kv_per_group=2304; accepted: at most the pool's 2048 tokens",
-        ),
+        ({"kvp": 2, "max_kv_per_group": 9 * 256}, "ConfigError", POOL),
     ],
 )
 def test_layout_that_cannot_work(
     workers: WorkerPool, model: Path, options: dict[str, Any], error: str, message: str
 ) -> None:
-    answers = workers.run(refusal, 2, str(model), options)
+    answers = workers.run(refusal, 2, [model] * 2, [options] * 2)
     assert len(set(answers)) == 1
     assert answers[0][0] == error
     assert message in answers[0][1]
@@ -142,17 +133,10 @@ def test_no_torchrun_prints_the_command(model: Path, monkeypatch: pytest.MonkeyP
     for name in WHOLE:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="start it as: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2"):
-        LLM(str(model), tp=2)
+        LLM(model, tp=2)
 
 
 # -- ranks that differ (D3) ------------------------------------------------------------------------------------------
-
-
-def different(folders: list[str], options: list[dict[str, Any]], versions: list[str]) -> tuple[str, str]:
-    """As ``refusal``, with a model, options and version for each rank."""
-    rank = int(os.environ["RANK"])
-    with patch("medha.parallel.mesh.version", return_value=versions[rank]):
-        return refusal(folders[rank], {"spp": 2, **options[rank]})
 
 
 @pytest.mark.parametrize("named", ["configuration", "version of medha", "checkpoint"])
@@ -162,9 +146,9 @@ def test_ranks_that_differ(workers: WorkerPool, model: Path, tmp_path: Path, nam
         other = shutil.copytree(model, tmp_path / "other")
         tensors = load_file(model / "model.safetensors")
         save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "model.safetensors")
-    seeds = [{"seed": 0}, {"seed": int(named == "configuration")}]
-    versions = ["1", "2" if named == "version of medha" else "1"]
-    answers = workers.run(different, 2, [str(model), str(other)], seeds, versions)
+    options = [{"spp": 2, "seed": 0}, {"spp": 2, "seed": int(named == "configuration")}]
+    versions = "1", "2" if named == "version of medha" else "1"
+    answers = workers.run(refusal, 2, [model, other], options, versions)
     assert len(set(answers)) == 1
     assert answers[0][0] == "ConfigError"
     assert answers[0][1].startswith("ranks [1] differ from rank 0 in: ") and named in answers[0][1]
@@ -182,9 +166,7 @@ def test_a_reserved_port_is_the_stores_and_nobody_elses() -> None:
         assert TCPStore("127.0.0.1", port, wait_for_workers=False).get("a") == b"b"
 
 
-def joining(rank: int, folder: str) -> None:
-    from medha import LLM
-
+def joining(rank: int, folder: Path) -> None:
     try:
         LLM(folder, spp=2, num_kv_blocks=8, dist_timeout=3)
     except ConfigError as error:
@@ -193,14 +175,13 @@ def joining(rank: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["alone", pytest.param("no such host", marks=pytest.mark.slow), "port in use"])
-def test_address_of_no_use(model: Path, tmp_path: Path, jobs: list[Job], case: str) -> None:
+def test_address_of_no_use(model: Path, start: Start, case: str) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
         address = {"no such host": "nowhere.invalid"}.get(case, "127.0.0.1")
         rank, port = (1 if case == "no such host" else 0), listener.getsockname()[1]
         env = {"MASTER_ADDR": address} | ({} if case == "alone" else {"MASTER_PORT": str(port)})
-        jobs.append(job := start(tmp_path, 2, joining, str(model), environment=env, ranks=[rank]))
+        job = start(2, joining, model, environment=env, ranks=[rank])
         assert job.wait(100.0) == [2], job.stderr(rank)  # before the timeout that there is without the option
-    message = (tmp_path / f"stdout-{rank}").read_text()
-    assert f"at {address}:" in message or f"to {address}:" in message
+    assert f"at {address}:" in job.stdout(rank) or f"to {address}:" in job.stdout(rank)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from medha import SamplingParams
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import WorkerPool, serve
 
 LENGTHS = (1, 2, 33, 257, 700)
 NUM_TOKENS = 6
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 MIN_GAP = 1e-3
 
 # (tp, spp, tp_forward); the checkpoints have 4 query heads, 2 KV heads and 3 layers (4 where there are 4 stages).
@@ -40,17 +42,6 @@ PAIRS = [
 ]
 
 
-def generate(folder: str, options: dict[str, Any], prompts: list[list[int]], num_tokens: int) -> Any:
-    """On each rank: build the LLM, generate, and report the tokens and the state afterwards."""
-    from medha import LLM, SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    with LLM(folder, **options) as llm:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        left = llm.engine.scheduler.memory.num_used if llm.is_driver else 0
-    return [output.outputs[0].token_ids for output in outputs], left
-
-
 def check_layout(
     workers: WorkerPool,
     folder: Path,
@@ -64,10 +55,8 @@ def check_layout(
     prompts, expected = reference(folder, family, tied, lengths, num_layers=max(3, spp))
     options = {"chunk_size": 97, "max_batch_tokens": 160, "block_size": 64, "num_kv_blocks": 40} | options
     options |= {"tp": tp, "spp": spp, "tp_forward": tp_forward, "async_scheduling": tp_forward == "local"}
-    world_size = tp * spp
-    answers = workers.run(generate, world_size, str(folder), options, prompts, NUM_TOKENS)
-    assert [tokens for tokens, _ in answers] == [expected] + [[]] * (world_size - 1)
-    assert [left for _, left in answers] == [0] * world_size
+    answers = workers.run(serve, tp * spp, folder, options, prompts, GREEDY)
+    assert answers == [expected] + [[]] * (tp * spp - 1)
 
 
 def reference(

@@ -1,6 +1,10 @@
-"""Each rank reads and holds only its own part of a checkpoint, and the dry run foretells it."""
+"""Each rank reads and holds only its own part of a checkpoint, as the dry run foretells, and uses kernels that all of
+them can build: what one cannot none uses, and the first rank's log says which and why."""
 
+import logging
+import os
 import re
+from io import StringIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,20 +15,20 @@ import torch
 from rich.console import Console
 
 from medha.config import EngineConfig, ParallelConfig
+from medha.cpu.library import library
+from medha.engine.build import build_role
 from medha.generate.layout import run_dry
 from medha.models.hf_config import load_model_config
+from medha.models.layers import local_part
 from medha.models.weights import Checkpoint, load_parameters
+from medha.worker import shard
 from medha.worker.shard import ModelShard
 from tests.checkpoints import make_checkpoint
 from tests.parallel.workers import WorkerPool
 
 
-def load(folder: str, options: dict[str, Any]) -> tuple[int, int]:
+def load(folder: Path, options: dict[str, Any]) -> tuple[int, int]:
     """On each rank: (bytes read from the checkpoint, bytes of parameters held)."""
-    from medha.engine.build import build_role
-    from medha.models.layers import local_part
-    from medha.worker import shard
-
     read: list[int] = []
 
     def counted(parameters: Any, checkpoint: Checkpoint, **options: Any) -> None:
@@ -32,10 +36,9 @@ def load(folder: str, options: dict[str, Any]) -> tuple[int, int]:
         read.append(checkpoint.bytes_read)
 
     with mock.patch.object(shard, "load_parameters", counted):
-        role = build_role(EngineConfig.from_flat(folder, num_kv_blocks=2, **options))
-    runner = role.runner
-    held = {id(p): local_part(p).numel() * p.element_size() for p in runner.model.parameters()}
-    role.close()
+        role = build_role(EngineConfig.from_flat(str(folder), num_kv_blocks=2, **options))
+    with role:
+        held = {id(p): local_part(p).numel() * p.element_size() for p in role.runner.model.parameters()}
     return sum(read), sum(held.values())
 
 
@@ -47,13 +50,13 @@ def test_each_rank_reads_only_its_part(
 ) -> None:
     make_checkpoint(tmp_path, family, tied=tied)
     options = {"tp": tp, "spp": spp, "tp_forward": "dtensor"}  # which keeps the parameters as they were loaded
-    answers = workers.run(load, tp * spp, str(tmp_path), options)
+    answers = workers.run(load, tp * spp, tmp_path, options)
     model = load_model_config(tmp_path)
     odd_vocab = model.hidden_size * 4  # 211 rows do not divide: a rank may hold one more than its share
     for rank, (read, held) in enumerate(answers):
         assert read == held
-        shard = ModelShard.at(model, ParallelConfig(tp=tp, spp=spp), rank, torch.float32)
-        assert abs(held - shard.weight_bytes) <= 2 * odd_vocab
+        weight_bytes = ModelShard.at(model, ParallelConfig(tp=tp, spp=spp), rank, torch.float32).weight_bytes
+        assert abs(held - weight_bytes) <= 2 * odd_vocab
     with Checkpoint(tmp_path) as checkpoint:
         whole = sum(4 * prod(info.shape) for info in checkpoint.tensors.values())  # float32
     replicas = 1.5 if tied or family == "qwen2" else 1.1  # tied heads, KV heads and norms are held more than once
@@ -74,3 +77,46 @@ def test_dry_run_prints_rank_map_memory_and_longest_context(tmp_path: Path) -> N
     # one layer, one KV head of 16, keys and values, float32
     assert {row[6] for row in rows} == {f"{2 * 16 * 4} bytes"}
     assert text.rstrip().endswith("Longest context: 8,192 tokens (the model allows 8,192).")
+
+
+def build(folder: Path, broken: int | None, options: dict[str, Any]) -> tuple[str, str, bool, str]:
+    """On each rank, of which one may have no compiler: which attention serves, whose products, whether by fused norms
+    and RoPE, and the log."""
+    handler, logger = logging.StreamHandler(said := StringIO()), logging.getLogger("medha")
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == str(broken):
+            patch.setenv("PATH", "")
+            patch.delenv("CXX", raising=False)
+            library.cache_clear()
+        logger.addHandler(handler)
+        level = logger.level
+        logger.setLevel(logging.INFO)  # which forgets what the logger found to be off before
+        try:
+            with build_role(EngineConfig.from_flat(str(folder), num_kv_blocks=8, **options)) as role:
+                runner = role.runner
+                product = runner.model.model["layers"]["0"].self_attn._qkv
+                owner = getattr(product, "func", product).__module__
+                return runner.backend.name, owner, runner.model.fused is not None, said.getvalue()
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            library.cache_clear()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2}], ids=lambda layout: next(iter(layout)))
+def test_a_rank_without_a_compiler_leaves_all_without_our_kernels(
+    workers: WorkerPool, model: Path, layout: dict[str, int]
+) -> None:
+    found = workers.run(build, 2, model, 1, layout)
+    assert {name for name, *_ in found} == {"torch"}
+    assert not any(owner.startswith("medha.cpu") for _, owner, *_ in found)
+    assert not any(is_fused for *_, is_fused, _ in found)
+    why = "a C++ compiler (c++, g++, clang++ or $CXX) (rank 1)"
+    assert f"attention_backend='auto': cpu needs {why}; torch serves" in found[0][-1]
+    assert f"products, norms and RoPE by torch: the CPU's own need {why}" in found[0][-1]
+
+
+def test_where_every_rank_has_them_all_use_them(workers: WorkerPool, model: Path) -> None:
+    for name, owner, is_fused, said in workers.run(build, 2, model, None, {"tp": 2}):
+        assert (name, owner, is_fused) == ("cpu", "medha.cpu.decoder", True)
+        assert "torch serves" not in said

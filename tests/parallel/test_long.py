@@ -1,7 +1,6 @@
 """Ten million positions on two KV-parallel groups: the past filled by hand, a chunk and decodes held to float64."""
 
 import resource
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +10,14 @@ import torch.distributed as dist
 
 from medha.attention.interface import LayerShape
 from medha.batch import Batch, Extent, Row, Shared
-from medha.config import ParallelConfig, RopeConfig
+from medha.config import RopeConfig
 from medha.models.layers import cos_sin, inverse_frequencies, rotate
-from medha.parallel.kvp import Merge
-from medha.parallel.mesh import make_merge_group
-from medha.parallel.spp import Digests
 from medha.verify.kernels import largest_error
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.shard import choose_backend
 from medha.worker.step_input import DeviceStep
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import WorkerPool, gloo, merge_of_all
 
 BLOCK = 256
 CHUNK = 32
@@ -32,21 +28,18 @@ AT_A_TIME = 1 << 18  # keys of the reference
 CPU = torch.device("cpu")
 
 
+@gloo()
 def attend_on_two_ranks(share: int, backend: str) -> tuple[list[float], list[int], float]:
     """On each rank, with ``share`` tokens of the past on each of two groups: of every batch how far its attention is
     from float64, and its last position; and the most memory of this process, in GiB."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     rank = dist.get_rank()
-    group = make_merge_group(ParallelConfig(kvp=2), rank, timedelta(seconds=300))
-    assert group is not None
-    merge = Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(2), own=rank)
     cache = KVCache(SHAPE, num_layers=1, num_blocks=share // BLOCK + 1, block_size=BLOCK, device=CPU)
     past = torch.Generator().manual_seed(rank)
     cache.k[0][:share].normal_(generator=past)
     cache.v[0][:share].normal_(1.0 + rank, generator=past)  # so that a shard left out, or read twice, shows
     model: Any = SimpleNamespace(config=SimpleNamespace(rope=ROPE, head_dim=SHAPE.head_dim))
     attention, _ = choose_backend(backend, SHAPE, CPU, block_size=BLOCK)
-    runner = Runner(model, cache, attention, CPU, merge=merge, group=rank)
+    runner = Runner(model, cache, attention, CPU, merge=merge_of_all(), group=rank)
     inv_freq, new = inverse_frequencies(ROPE, SHAPE.head_dim), torch.Generator().manual_seed(7)
     errors, positions, position = [], [], 2 * share
     for batch_id, q_len in enumerate([CHUNK] + [1] * NUM_DECODES):
@@ -67,8 +60,6 @@ def attend_on_two_ranks(share: int, backend: str) -> tuple[list[float], list[int
         errors.append(largest_error(out_TNH, want_TNH))
         positions.append(int(step.positions[-1]))
         position += q_len
-    dist.barrier()
-    dist.destroy_process_group()
     return errors, positions, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

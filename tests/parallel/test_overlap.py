@@ -5,15 +5,20 @@ in seconds: the machine may be busy with other things.
 """
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from medha.config import EngineConfig
+from medha.engine.build import RankHandle, build_role
+from medha.params import SamplingParams
 from medha.records import RankRecords
+from medha.sched.scheduler import Scheduler
 from medha.timeline import Timeline
+from medha.worker.runner import Runner
+from tests.commands import wait_until
+from tests.engines import drained
 from tests.models.hf_folders import LLAMA
 from tests.parallel.workers import WorkerPool
 
@@ -23,28 +28,25 @@ SHAPE = LLAMA | {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 140
 SHAPE |= {"num_attention_heads": 8}
 
 
-def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[RankRecords]]:
-    """On each rank: prefill two prompts one by one; rank 0 returns the records of each, and writes the trace."""
-    from medha.config import EngineConfig
-    from medha.engine.build import build_role
-    from medha.params import SamplingParams
+def build(folder: Path, timeline: Timeline, **options: Any) -> RankHandle:
+    """A rank of a model of made-up weights, which keeps no prefix."""
+    config = EngineConfig.from_flat(str(folder), load_format="dummy", dtype="float32", prefix_caching=False, **options)
+    return build_role(config, timeline=timeline)
 
+
+def read_prompts(folder: Path, layout: dict[str, int]) -> list[list[RankRecords]]:
+    """On each rank: prefill the same prompt twice; rank 0 returns the records of each."""
     prompt = [i % 256 for i in range(NUM_CHUNKS * CHUNK_SIZE)]
-    options: dict[str, Any] = {"scheduler": "sarathi", "chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE}
-    options |= {"num_kv_blocks": 24, "prefix_caching": False}  # the same prompt comes twice
-    timeline = Timeline()
-    config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **options, **layout)
-    role = build_role(config, timeline=timeline)
-    taken: list[list[RankRecords]] = []
+    sizes = {"num_kv_blocks": 24, "chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE}
+    timeline, taken = Timeline(), list[list[RankRecords]]()
+    role = build(folder, timeline, scheduler="sarathi", **sizes, **layout)
     if role.engine is not None:
         for name in ("first", "second"):
             role.engine.add_request(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True))
-            while role.engine.has_unfinished:
-                role.engine.step()
+            drained(role.engine)
             timeline.collect()
             known = sum(len(stages[0].batches) for stages in taken)
             taken.append([one._replace(batches=one.batches[known:]) for _, one in sorted(timeline._ranks.items())])
-        timeline.write(Path(trace))
     role.close()
     return taken
 
@@ -57,15 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def taken(workers: WorkerPool, folder: Path) -> list[list[RankRecords]]:
-    """The records of each prompt on each of two stages; the trace is in the folder."""
-    records: list[list[RankRecords]] = workers.run(
-        read_prompts, 2, str(folder), str(folder / "trace.json"), {"spp": 2}
-    )[0]
-    return records
-
-
 def overlaps(stages: list[RankRecords]) -> list[bool]:
     """Of each chunk but the last: whether the next one was in stage 0 while it was in stage 1."""
     first, second = (stage.batches[:NUM_CHUNKS] for stage in stages)
@@ -73,9 +66,9 @@ def overlaps(stages: list[RankRecords]) -> list[bool]:
     return [later.start_s < earlier.end_s and earlier.start_s < later.end_s for later, earlier in pairs]
 
 
-def test_both_stages_run_every_batch_one_after_the_other(taken: list[list[RankRecords]]) -> None:
+def test_both_stages_run_every_batch_one_after_the_other(workers: WorkerPool, folder: Path) -> None:
     """The next chunk is in stage 0 while this one is in stage 1; how many overlap is the machine's affair."""
-    for stages in taken:
+    for stages in workers.run(read_prompts, 2, folder, {"spp": 2})[0]:
         assert [(stage.rank, stage.stage) for stage in stages] == [(0, 0), (1, 1)]
         ids = [[record.batch_id for record in stage.batches] for stage in stages]
         assert ids[0] == ids[1] == list(range(ids[0][0], ids[0][0] + NUM_CHUNKS + 1))  # and one decode
@@ -89,49 +82,33 @@ def test_both_stages_run_every_batch_one_after_the_other(taken: list[list[RankRe
 
 def test_without_depth_nothing_overlaps(workers: WorkerPool, folder: Path) -> None:
     """The records can tell: one batch in flight is the schedule without a pipeline."""
-    layout = {"spp": 2, "depth": 1}
-    for stages in workers.run(read_prompts, 2, str(folder), str(folder / "serial.json"), layout)[0]:
+    for stages in workers.run(read_prompts, 2, folder, {"spp": 2, "depth": 1})[0]:
         assert not any(overlaps(stages))
 
 
 STEADY = range(8, 28)  # batches of decodes
 
 
-def decode_gated(folder: str, layout: dict[str, int]) -> tuple[list[str], list[RankRecords]]:
+def decode_gated(folder: Path, layout: dict[str, int]) -> list[RankRecords]:
     """On each rank: decode where a forward ends once the next batch is here and prepared, and on rank 0 a batch is
-    decided once the forward of the one before has begun; what did not come, and on rank 0 the records."""
-    from medha.config import EngineConfig
-    from medha.engine.build import build_role
-    from medha.params import SamplingParams
-    from medha.sched.scheduler import Scheduler
-    from medha.worker.runner import Runner
-
-    begun, missing = set[int](), list[str]()
+    decided once the forward of the one before has begun; raises what did not come; on rank 0 the records."""
+    begun = set[int]()
     run, schedule = Runner.run, Scheduler.schedule
-
-    def await_(what: str, has_come: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + 60.0
-        while not has_come() and not missing:
-            if time.monotonic() > end_s:
-                missing.append(what)
-            time.sleep(1e-3)
 
     def gated_run(self: Any, step: Any) -> Any:
         begun.add(batch_id := step.batch.batch_id)
         if batch_id in STEADY:
-            await_(f"the batch behind {batch_id} while that runs", lambda: num_prepared() > 0)
+            wait_until(lambda: num_prepared() > 0, 60.0, told=lambda: f"no batch behind {batch_id} while that runs")
         return run(self, step)
 
     def gated_schedule(self: Any, now_s: float) -> Any:
         decision = schedule(self, now_s)
         if decision.batch is not None and (batch_id := decision.batch.batch_id) in STEADY:
-            await_(f"the forward before {batch_id} is decided", lambda: batch_id - 1 in begun)
+            wait_until(lambda: batch_id - 1 in begun, 60.0, told=lambda: f"no forward before {batch_id} is decided")
         return decision
 
     timeline = Timeline()
-    sizes: dict[str, Any] = {"num_kv_blocks": 40, "prefix_caching": False, "max_num_seqs": 8, "async_scheduling": True}
-    config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **sizes, **layout)
-    role = build_role(config, timeline=timeline)
+    role = build(folder, timeline, num_kv_blocks=40, max_num_seqs=8, async_scheduling=True, **layout)
     part: Any = role.part
     num_prepared = (part._receiver.arrived if role.engine is None else part._own._calls).qsize
     with pytest.MonkeyPatch.context() as patch:
@@ -141,10 +118,9 @@ def decode_gated(folder: str, layout: dict[str, int]) -> tuple[list[str], list[R
             for index in range(4):
                 params = SamplingParams(max_tokens=2 * STEADY.stop, ignore_eos=True)
                 role.engine.add_request(str(index), [1 + index] * 9, params)
-            while role.engine.has_unfinished:
-                role.engine.step()
+            drained(role.engine)
         role.close()
-    return missing, [one for _, one in sorted(timeline._ranks.items())]
+    return [one for _, one in sorted(timeline._ranks.items())]
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2}, {"spp": 2}], ids=str)
@@ -153,8 +129,6 @@ def test_the_next_batch_is_prepared_while_this_one_computes(
 ) -> None:
     """In every layout and on each rank; rank 0 decides it while it computes itself, so that a KV-parallel group that
     decodes for itself need not wait for more than rank 0's forwards."""
-    answers = workers.run(decode_gated, 2, str(folder), layout)
-    assert [missing for missing, _ in answers] == [[], []]
-    for rank in answers[0][1]:
+    for rank in workers.run(decode_gated, 2, folder, layout)[0]:
         steady = [record for record in rank.batches if record.batch_id in STEADY[1:]]
         assert len(steady) == len(STEADY) - 1

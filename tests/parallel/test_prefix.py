@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from medha import LLM, SamplingParams
+from medha.worker.swap import HostCache
 from tests.checkpoints import random_prompt
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import WorkerPool, check_free, num_ranks
 
 OPTIONS: dict[str, Any] = {"block_size": 32, "num_kv_blocks": 40, "max_batch_tokens": 128, "quantum_s": 0.25}
 DOCUMENT, NUM_TOKENS = 700, 6
@@ -23,54 +25,43 @@ ROUNDS: Rounds = (
 RETURNS: Rounds = ([(700, 20)], [(0, 900)], [(0, 850)], [(700, 20)], [(0, 900)], [(700, 60), (700, 60)])
 
 
-def serve(folder: str, options: dict[str, Any], rounds: Rounds) -> Any:
-    """On each rank: rounds of prompts; tokens of each by its sizes, cached tokens of each, and what is held at the
-    end."""
-    from medha import LLM, SamplingParams
-    from medha.worker.swap import HostCache
-
+@patch.object(HostCache, "measure_block_s", lambda self: 1e-9)
+def serve(folder: Path, options: dict[str, Any], rounds: Rounds) -> Any:
+    """On each rank: rounds of prompts; tokens of each by its sizes, and cached tokens of each."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     document, tokens, cached = random_prompt(DOCUMENT, seed=1), {}, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostCache, "measure_block_s", lambda self: 1e-9)
-        with LLM(folder, **options) as llm:
-            for one in rounds:
-                prompts = [document[:of] + random_prompt(more, seed=of) for of, more in one]
-                outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-                for sizes, output in zip(one, outputs, strict=False):  # outputs are rank 0's alone
-                    assert tokens.setdefault(sizes, output.outputs[0].token_ids) == output.outputs[0].token_ids
-                    cached.append(output.num_cached_tokens)
-            held = llm.engine.scheduler.memory.num_used if llm.is_driver else 0
-    return tokens, cached, held
+    with LLM(folder, **options) as llm:
+        for one in rounds:
+            prompts = [document[:of] + random_prompt(more, seed=of) for of, more in one]
+            for sizes, output in zip(one, llm.generate(prompts, params), strict=False):  # none but on rank 0
+                assert tokens.setdefault(sizes, output.outputs[0].token_ids) == output.outputs[0].token_ids
+                cached.append(output.num_cached_tokens)
+        check_free(llm)
+    return tokens, cached
 
 
 @cache
 def alone(folder: Path) -> Any:
     """Tokens by sizes of the prompt, on one rank that keeps nothing."""
     options = OPTIONS | {"num_kv_blocks": 200, "prefix_caching": False}
-    tokens, cached, _ = serve(str(folder), options, [*ROUNDS, *RETURNS])
+    tokens, cached = serve(folder, options, [*ROUNDS, *RETURNS])
     assert not any(cached)
     return tokens
 
 
 def check(workers: WorkerPool, folder: Path, options: dict[str, Any], rounds: Rounds) -> list[int]:
-    """Tokens are those of one rank, and nothing is held; the cached tokens of each prompt."""
-    size = prod(options.get(axis, 1) for axis in ("tp", "spp", "kvp"))
-    tokens, cached, held = workers.run(serve, size, str(folder), OPTIONS | options, rounds)[0]
-    assert tokens.items() <= alone(folder).items() and held == 0
+    """Tokens are those of one rank; the cached tokens of each prompt."""
+    tokens, cached = workers.run(serve, num_ranks(options), folder, OPTIONS | options, rounds)[0]
+    assert tokens.items() <= alone(folder).items()
     return cached
 
 
+SAME = [{"spp": 2}, {"tp": 2}, {"kvp": 2, "spp": 2, "tp": 2, "max_kv_per_group": 512}]
+"""Layouts of both tests."""
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {"spp": 2},
-        {"tp": 2},
-        {"kvp": 2, "max_kv_per_group": 512},
-        {"kvp": 3, "max_kv_per_group": 352},
-        {"kvp": 2, "spp": 2, "tp": 2, "max_kv_per_group": 512},
-    ],
-    ids=str,
+    "layout", [*SAME, {"kvp": 2, "max_kv_per_group": 512}, {"kvp": 3, "max_kv_per_group": 352}], ids=str
 )
 def test_tokens_and_hits_are_those_of_one_rank(
     workers: WorkerPool, checkpoint: Callable[..., Path], layout: dict[str, Any]
@@ -80,16 +71,7 @@ def test_tokens_and_hits_are_those_of_one_rank(
     assert cached[0] == 0 and cached[1] >= 672 and cached[2] >= 672 and cached[6] >= 672
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"spp": 2},
-        {"tp": 2},
-        {"kvp": 2, "spp": 2, "max_kv_per_group": 512},
-        {"kvp": 2, "spp": 2, "tp": 2, "max_kv_per_group": 512},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [*SAME, {"kvp": 2, "spp": 2, "max_kv_per_group": 512}], ids=str)
 def test_each_rank_reads_its_part_back_from_the_host(
     workers: WorkerPool, checkpoint: Callable[..., Path], layout: dict[str, Any]
 ) -> None:

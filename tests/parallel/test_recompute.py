@@ -1,12 +1,15 @@
 """Requests that give up their KV memory, and are computed again or swapped, say what they would have said (D8)."""
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from medha.params import SamplingParams
+from medha import LLM, SamplingParams
+from medha.worker.swap import HostCache
 from tests.parallel.workers import WorkerPool
-from tests.serving import Model, random_ids
+from tests.serving import random_ids
 
 LENGTHS = (40, 3, 70, 25, 90)
 PENALTIES = SamplingParams(
@@ -14,36 +17,30 @@ PENALTIES = SamplingParams(
 )
 
 
-def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[Any], int]:
-    """On each rank: tokens; on rank 0 also how often somebody gave way, was swapped, the seconds lost, and the tokens
-    computed."""
-    from medha import LLM
-    from medha.worker.swap import HostCache
-
-    with pytest.MonkeyPatch.context() as patch:  # what is decided is not to hang on a clock
-        patch.setattr(HostCache, "measure_block_s", lambda self: 0.0)
-        llm = LLM(folder, **options)
-    with llm:
+@patch.object(HostCache, "measure_block_s", lambda self: 0.0)  # what is decided is not to hang on a clock
+def generate(folder: Path, options: dict[str, Any], prompts: list[list[int]]) -> Any:
+    """On each rank: tokens; on rank 0 also how often somebody gave way, was swapped, seconds lost, tokens computed."""
+    with LLM(folder, **options) as llm:
         num_tokens: list[int] = []
         if llm.is_driver:
             llm.engine.on_step = lambda batch, prediction, busy_s: num_tokens.append(batch.num_tokens)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PENALTIES)
+        outputs = llm.generate(prompts, PENALTIES)
         names = ("num_preemptions", "num_swaps", "work_lost_s")
         counts = [sum(getattr(output.metrics, name) for output in outputs) for name in names]
-    return [list(output.outputs[0].token_ids) for output in outputs], counts, sum(num_tokens)
+    return [output.outputs[0].token_ids for output in outputs], counts, sum(num_tokens)
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2, "max_kv_per_group": 80}], ids=str)
-def test_every_layout_says_the_same(workers: WorkerPool, bytes_model: Model, layout: dict[str, int]) -> None:
+def test_every_layout_says_the_same(workers: WorkerPool, model: Path, layout: dict[str, int]) -> None:
     """Computed again, and swapped: every rank moves its own layers and heads to host memory and back."""
     prompts = [random_ids(length, seed=4) for length in LENGTHS]
     options = {"scheduler": "sarathi", "chunk_size": 16, "max_batch_tokens": 40, "block_size": 16} | layout
     tight = options | {"num_kv_blocks": 10 if "kvp" not in layout else 7, "overcommit": True}
     runs = (options | {"num_kv_blocks": 64}, tight, tight | {"swap_space": "8MiB"})
-    found = [workers.run(generate, 2, str(bytes_model.folder), each, prompts)[0] for each in runs]
-    (tokens, (none, _, no_s), num_tokens), (computed, (num, _, lost_s), _), (swapped, (more, num_swaps, _), again) = (
-        found
-    )
+    plain, without_host, with_host = (workers.run(generate, 2, model, each, prompts)[0] for each in runs)
+    tokens, (none, _, no_s), num_tokens = plain
+    computed, (num, _, lost_s), _ = without_host
+    swapped, (more, num_swaps, _), again = with_host
     assert tokens == computed == swapped and len(tokens) == len(prompts)
     assert (none, no_s) == (0, 0) and num >= 2 and lost_s > 0 and num_swaps >= 1
     if "kvp" in layout:  # who lies on both groups is computed again
@@ -52,11 +49,11 @@ def test_every_layout_says_the_same(workers: WorkerPool, bytes_model: Model, lay
         assert more == num_swaps and again == num_tokens
 
 
-def test_a_request_that_comes_back_on_another_group_draws_as_before(workers: WorkerPool, bytes_model: Model) -> None:
+def test_a_request_that_comes_back_on_another_group_draws_as_before(workers: WorkerPool, model: Path) -> None:
     """Penalties count the tokens that another rank has drawn."""
     prompts = [random_ids(20 + 5 * i, seed=i) for i in range(10)]
     options: dict[str, Any] = {"kvp": 2, "block_size": 4, "max_kv_per_group": 200, "max_batch_tokens": 64}
     runs = (options | {"num_kv_blocks": 500}, options | {"num_kv_blocks": 50, "overcommit": True})
-    undisturbed, disturbed = (workers.run(generate, 2, str(bytes_model.folder), each, prompts)[0] for each in runs)
+    undisturbed, disturbed = (workers.run(generate, 2, model, each, prompts)[0] for each in runs)
     assert undisturbed[1][0] == 0 and disturbed[1][0] >= 5
     assert disturbed[0] == undisturbed[0] and len(disturbed[0]) == len(prompts)

@@ -1,8 +1,7 @@
-"""Dealt rows in real gloo processes, planned by hand: tokens, hidden states, where keys lie, and seeded faults."""
+"""Dealt rows, planned by hand or by Medha's packer: tokens, hidden states, where keys lie, and seeded faults."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -16,21 +15,18 @@ import transformers
 
 import medha.worker.dealt as dealt
 import medha.worker.step_input as step_input
+from medha import LLM, SamplingParams
 from medha.batch import Batch, Deal, Row
-from medha.config import ParallelConfig
 from medha.errors import PlanDivergenceError
-from medha.parallel.kvp import Merge, Shared, shared_rows
-from medha.parallel.mesh import make_merge_group
+from medha.parallel.kvp import Shared, shared_rows
 from medha.parallel.ring import Ring, buffer_of
-from medha.parallel.spp import Digests
-from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.parallel.dealing import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
-from tests.parallel.workers import TIMEOUT_S, WorkerPool
+from tests.parallel.workers import WorkerPool, generate, gloo, merge_of_all
 
 NUM_TOKENS = 5
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
@@ -80,12 +76,10 @@ FAULTS = {fault.__name__: fault for fault in (wrong_piece, lost_shift, wrong_buf
 
 
 def serve(
-    folder: str, options: dict[str, Any], prompts: list[list[int]], plans: list[Plan], params: list[Any], fault: str
+    folder: Path, options: dict[str, Any], prompts: list[list[int]], plans: list[Plan], params: list[Any], fault: str
 ) -> Any:
     """The tokens on rank 0; on each rank the hidden states of slot 0 by position, the tokens computed in each batch,
     and those held of each slot behind it."""
-    from medha import LLM
-
     hidden: dict[int, torch.Tensor] = {}
     computed, held = [], []
     eager, prepare = Runner._eager, step_input.Slots.prepare
@@ -118,9 +112,8 @@ def serve(
             if llm.is_driver:
                 runner, hand = llm.engine.runner, Hand(plans)
                 for slot, prompt in enumerate(prompts):
-                    resolved = SamplingParams(**params[slot]).resolve({})
                     ids = np.array(prompt, np.int32)
-                    runner.open(slot, ids, SlotSampling.of(resolved, slot, (), ids), tokens[slot])
+                    runner.open(slot, ids, SlotSampling.of(params[slot].resolve({}), slot, (), ids), tokens[slot])
                 pending = [runner.submit(batch) for batch in hand.prefills()]
                 steps = chain(pending, (runner.submit(hand.decode()) for _ in range(NUM_TOKENS - 1)))
                 for result in (step.result() for step in steps):
@@ -129,10 +122,10 @@ def serve(
     return tokens, hidden, computed, held
 
 
-def asked(lengths: Sequence[int]) -> tuple[list[list[int]], list[dict[str, Any]]]:
+def asked(lengths: Sequence[int]) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts of these lengths, greedy and with penalties in turn."""
     prompts = [random_prompt(length, seed=slot) for slot, length in enumerate(lengths)]
-    return prompts, [(GREEDY, PENALTIES)[slot % 2] for slot in range(len(prompts))]
+    return prompts, [SamplingParams(**(GREEDY, PENALTIES)[slot % 2]) for slot in range(len(prompts))]
 
 
 def lengths_of(plans: list[Plan]) -> list[int]:
@@ -142,12 +135,8 @@ def lengths_of(plans: list[Plan]) -> list[int]:
 @cache
 def plain(folder: Path, *lengths: int) -> list[list[int]]:
     """The tokens of one rank."""
-    from medha import LLM
-
-    prompts, params = asked(lengths)
     with LLM(folder, block_size=BLOCK, num_kv_blocks=200) as llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], [SamplingParams(**p) for p in params])
-    return [output.outputs[0].token_ids for output in outputs]
+        return generate(llm, *asked(lengths))
 
 
 class Served(NamedTuple):
@@ -170,7 +159,7 @@ def run(
     kvp, spp, tp = layout
     prompts, params = asked(lengths_of(plans))
     options = {"kvp": kvp, "spp": spp, "tp": tp, "block_size": BLOCK, "num_kv_blocks": NUM_BLOCKS, "dtype": dtype}
-    answers = workers.run(serve, kvp * spp * tp, str(folder), options, prompts, plans, params, fault)
+    answers = workers.run(serve, kvp * spp * tp, folder, options, prompts, plans, params, fault)
     tokens, hidden, computed, held = zip(*answers, strict=True)
     whole = {at: state for one in hidden[spp * tp - tp :: spp * tp] for at, state in one.items()}
     return Served(tokens[0], whole, list(computed), list(held))
@@ -247,27 +236,43 @@ def exact_hidden(folder: Path, prompt: list[int], dtype: torch.dtype) -> torch.T
     return found[0]
 
 
+@gloo()
 def deal_different_rows(row: Row, odd: int) -> str:
     """On each rank: go around with rows that one rank has otherwise; returns what is wrong with it."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=TIMEOUT_S))
-    assert group is not None
-    ring = Ring(Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank), torch.zeros(0))
+    rank, ring = dist.get_rank(), Ring(merge_of_all(), torch.zeros(0))
     deals = tuple(Deal(row.slot, g, 4, 4 + (rank == odd)) for g in row.groups)
     (shared,) = shared_rows(Batch(7, (row,), deals=deals, group=rank), dealt=True)
     part = torch.zeros(shared.tokens.stop, 2, 8), torch.zeros(shared.tokens.stop, 2)
-    message = ""
-    try:
-        ring.attend(shared, torch.zeros(8), [8] * size, lambda *_: part, compare=True, waiting=nullcontext)
-    except PlanDivergenceError as error:
-        message = str(error)
-    dist.barrier()
-    dist.destroy_process_group()
-    return message
+    with pytest.raises(PlanDivergenceError) as caught:
+        ring.attend(shared, torch.zeros(8), [8] * 2, lambda *_: part, compare=True, waiting=nullcontext)
+    return str(caught.value)
 
 
 def test_other_rows_on_one_rank_are_a_divergence(workers: WorkerPool) -> None:
     """Who receives from the odd one, and it itself, refuse."""
     messages = workers.run(deal_different_rows, 2, Row(3, 100, 12, False, False, 0, 2, True), 1)
     assert [f"group {other} merges rows of batch 7" in messages[rank] for rank, other in ((0, 1), (1, 0))] == [True] * 2
+
+
+# -- by the scheduler ------------------------------------------------------------------------------------------
+
+LENGTHS = (700, 33, 500, 90, 1, 610)
+
+
+def serve_scheduled(folder: Path, options: dict[str, Any]) -> Any:
+    """On each rank: the tokens, and whether a chunk was dealt."""
+    was_dealt: list[bool] = []
+    with LLM(folder, **options) as llm:
+        if llm.is_driver:
+            llm.engine.on_step = lambda batch, *_: was_dealt.extend(row.is_dealt for row in batch.chunks)
+        return generate(llm, *asked(LENGTHS)), any(was_dealt)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 0), (3, 1, 0), (2, 2, 0), (2, 1, 1)], ids=str)
+def test_chunks_are_dealt_by_medhas_packer(workers: WorkerPool, folder: Path, layout: tuple[int, int, int]) -> None:
+    """Also where decode instances take over what was dealt, whose tokens do not lie in their order."""
+    kvp, spp, replicas = layout
+    options = {"kvp": kvp, "spp": spp, "max_kv_per_group": 720 // kvp // 16 * 16, "ring": True, "block_size": BLOCK}
+    options |= {"num_kv_blocks": 200, "max_batch_tokens": 160, "decode_replicas": replicas}
+    found = workers.run(serve_scheduled, kvp * spp + replicas, folder, options)[0]
+    assert found == (plain(folder, *LENGTHS), True)

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,42 +16,32 @@ from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.launch import read_launch
 from medha.parallel.shared_memory import MOST_BYTES, PAGE_BYTES, SharedMemory, share_lines, share_memory
 from medha.parallel.tp import all_gather_over, all_reduce_over
-from tests.parallel.workers import TIMEOUT_S, WorkerPool
+from tests.parallel.workers import TIMEOUT_S, WorkerPool, gloo
 
 CPU = torch.device("cpu")
 
 
+@gloo()
 def on_ranks(work: Callable[[Any, Any], Any]) -> Any:
     """On each rank: work with what a job's ranks know, and a group of all."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    store, launch = dist.distributed_c10d._get_default_store(), read_launch()
+    rank, job = dist.get_rank(), SimpleNamespace(launch=read_launch(), store=dist.distributed_c10d._get_default_store())
     monitor = SimpleNamespace(has_failure=False, first_error=lambda: "rank 1 has died")
     config = SimpleNamespace(dist_timeout_s=TIMEOUT_S, world_size=dist.get_world_size())
-    ranks = SimpleNamespace(
-        rank=dist.get_rank(),
-        report_group=dist.new_group(),
-        job=SimpleNamespace(launch=launch, store=store),
-        monitor=monitor,
-        config=config,
-    )
-    try:
-        return work(ranks, dist.new_group())
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
+    ranks = SimpleNamespace(rank=rank, report_group=dist.new_group(), job=job, monitor=monitor, config=config)
+    return work(ranks, dist.new_group())
 
 
 def message(sender: int, receiver: int, number: int, size: int) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(number * 64 + sender * 8 + receiver))
+    chance = torch.Generator().manual_seed(number * 64 + sender * 8 + receiver)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=chance)
 
 
-def exchange(ranks: Any, group: Any) -> tuple[int, bool]:
+def exchange(ranks: Any, group: Any) -> None:
     memory = share_memory(ranks, group, CPU)
     assert memory is not None
     path = ranks.job.store.get(f"memory/{dist.get_process_group_ranks(group)}").decode()
-    is_left = ranks.rank == 0 and os.path.exists(path)  # who made it
+    assert ranks.rank != 0 or not os.path.exists(path)  # of who made it
     chance = torch.Generator().manual_seed(5)
-    wrong = 0
     for number in range(500):  # every rank draws the same runs of ranks and sizes
         first, last = sorted(torch.randint(0, dist.get_world_size(), (2,), generator=chance).tolist())
         size = int(torch.randint(1, MOST_BYTES if number % 50 == 0 else 300, (1,), generator=chance))
@@ -61,35 +50,30 @@ def exchange(ranks: Any, group: Any) -> tuple[int, bool]:
         others = [rank for rank in range(first, last + 1) if rank != ranks.rank]
         for part in range(2):  # as many as may be on their way
             for rank in others:
-                memory.put(rank, message(ranks.rank, rank, 2 * number + part, size).to(torch.uint8))
+                memory.put(rank, message(ranks.rank, rank, 2 * number + part, size))
         for part in range(2):
             for rank in others:
-                sent = message(rank, ranks.rank, 2 * number + part, size).to(torch.uint8)
-                wrong += not torch.equal(memory.receive(rank, size), sent)
-    return wrong, is_left
+                sent = message(rank, ranks.rank, 2 * number + part, size)
+                assert torch.equal(memory.receive(rank, size), sent), (number, rank)
 
 
 def test_messages_among_changing_ranks_arrive_whole_and_in_order(workers: WorkerPool) -> None:
     """The file is gone before the first of them."""
-    assert workers.run(on_ranks, 4, exchange) == [(0, False)] * 4
+    workers.run(on_ranks, 4, exchange)
 
 
-def combine(ranks: Any, group: Any) -> list[str]:
+def combine(ranks: Any, group: Any) -> None:
     memory = share_memory(ranks, group, CPU)
     add_up, side_by_side = all_reduce_over(group, memory), all_gather_over(group, memory)
-    wrong = []
     for width in (1, 7, 2048, MOST_BYTES // 4, MOST_BYTES // 4 + 1):  # the last one goes by gloo
         parts = [torch.randn(2, width, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(3)]
-        if not torch.equal(side_by_side(parts[ranks.rank]), torch.cat(parts, dim=1)):
-            wrong.append(f"gathered {width}")
+        assert torch.equal(side_by_side(parts[ranks.rank]), torch.cat(parts, dim=1)), width
         total = add_up(parts[ranks.rank].clone())
-        if not torch.equal(total, parts[0] + parts[1] + parts[2]) and 4 * width <= MOST_BYTES:
-            wrong.append(f"sum of {width}")
-    return wrong
+        assert torch.equal(total, parts[0] + parts[1] + parts[2]) or 4 * width > MOST_BYTES, width
 
 
 def test_sums_are_of_the_parts_in_order_of_rank_and_gathered_parts_lie_in_it(workers: WorkerPool) -> None:
-    assert workers.run(on_ranks, 3, combine) == [[]] * 3
+    workers.run(on_ranks, 3, combine)
 
 
 def lack(ranks: Any, group: Any) -> list[bool]:
@@ -109,33 +93,32 @@ def test_where_one_rank_cannot_have_it_none_has(workers: WorkerPool) -> None:
     assert workers.run(on_ranks, 2, lack) == [[False, False, True]] * 2
 
 
-def talk(ranks: Any, _: Any) -> tuple[int, list[bool]]:
-    """On each rank: how many messages of lines are wrong, and what comes of control messages, of which one takes many
-    pages, more than there are."""
-    lines, wrong = share_lines(ranks, CPU), 0
+def talk(ranks: Any, _: Any) -> None:
+    """Messages of lines, and control messages, of which one takes many pages, more than there are."""
+    lines = share_lines(ranks, CPU)
     sizes = torch.randint(1, PAGE_BYTES + 1, (100,), generator=torch.Generator().manual_seed(4)).tolist()
     for other, its in lines.items():
         for line, sender, receiver in ((its.control, 0, other), (its.reports, other, 0)):
             for number, size in enumerate(sizes):
-                sent = message(sender, receiver, number, size).to(torch.uint8)
+                sent = message(sender, receiver, number, size)
                 if (ranks.rank == 0) == (sender == 0):
                     line.send(sent)
                 else:
                     time.sleep(0.05 if number % 40 == 0 else 0.0)  # so long that the sender comes to the ring's end
-                    wrong += not torch.equal(line.receive(torch.empty(size, dtype=torch.uint8)), sent)
+                    assert torch.equal(line.receive(torch.empty(size, dtype=torch.uint8)), sent), (other, number)
     messages = [Message("records", token_ids=np.arange(n, dtype=np.int32)) for n in (3, 40 * PAGE_BYTES, 1)]
     if ranks.rank == 0:
         driver = ControlSender(ranks.report_group, [1, 2], {rank: its.control for rank, its in lines.items()})
         for one in messages:
             driver.send(one)
-        return wrong, []
+        return
     line = lines[ranks.rank].control
     follower = ControlReceiver(ranks.report_group, lambda one: one.token_ids, line, in_turn=ranks.rank == 1)
-    return wrong, [np.array_equal(follower.receive(), one.token_ids) for one in messages]
+    assert all(np.array_equal(follower.receive(), one.token_ids) for one in messages)
 
 
 def test_lines_carry_messages_whole_and_in_order_and_wait_for_who_is_behind(workers: WorkerPool) -> None:
-    assert workers.run(on_ranks, 3, talk) == [(0, []), (0, [True] * 3), (0, [True] * 3)]
+    workers.run(on_ranks, 3, talk)
 
 
 def fail(ranks: Any, group: Any) -> list[str]:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from medha.params import SamplingParams
+from medha import LLM, SamplingParams
 from medha.worker.transfer import TransferLine
-from tests.commands import write_lines
 from tests.engines import left_behind
-from tests.parallel.faults import STATES, Fault, Job, command, start, states_of
-from tests.parallel.test_decode import GREEDY, PENALTIES, SIZES, serve, wishes
-from tests.parallel.test_faults import check_ends, right_tokens, written
-from tests.parallel.workers import WorkerPool
+from tests.parallel.faults import STATES, Fault, Job, Start, command, states_of
+from tests.parallel.test_decode import GREEDY, PENALTIES, SIZES, wishes
+from tests.parallel.test_faults import check_ends, check_named, right_tokens, unfinished_lines
+from tests.parallel.workers import WorkerPool, generate
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "medha": {"decode_replicas": 1, "decode_tp": 2},
@@ -39,13 +39,11 @@ hand_over = TransferLine._run
 # -- an abort --------------------------------------------------------------------------------------------------
 
 
-def abort_in_each_state(folder: str, options: dict[str, Any], prompts: Any, params: Any) -> Any:
+@patch.object(TransferLine, "_run", take_a_while)
+def abort_in_each_state(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> Any:
     """On each rank: serve the requests once for each state, and abort the first that is in it. By state: who that was,
     why and with which tokens each request ended, after how many seconds the aborted one was gone, and what is left."""
-    from medha import LLM
-
-    with pytest.MonkeyPatch.context() as patch, LLM(folder, **SIZES | options) as llm:
-        patch.setattr(TransferLine, "_run", take_a_while)
+    with LLM(folder, **SIZES | options) as llm:
         if not llm.is_driver:
             llm.follow()
             return {}
@@ -76,10 +74,11 @@ def abort_in_each_state(folder: str, options: dict[str, Any], prompts: Any, para
 def test_an_abort_in_any_state_leaves_nothing_behind(
     own_workers: WorkerPool, checkpoint: Callable[..., Path], scheduler: str
 ) -> None:
-    folder = str(checkpoint(num_hidden_layers=3))
+    folder = checkpoint(num_hidden_layers=3)
     prompts, _ = wishes((100, 90, 40, 70, 30))
     params = [SamplingParams(**(GREEDY, PENALTIES)[i % 2], max_tokens=25) for i in range(len(prompts))]
-    expected = serve(folder, {}, prompts, params)[0]
+    with LLM(folder, **SIZES) as llm:
+        expected = generate(llm, prompts, params)
     options = LAYOUTS[scheduler] | {"num_kv_blocks": 16, "transfer_buffers": 1}
     by_state = own_workers.run(abort_in_each_state, 3, folder, options, prompts, params)[0]
     for state, (aborted, ends, gone_s, left) in by_state.items():
@@ -101,9 +100,10 @@ REQUESTS = [
         for letter in "abcdefghijklmnopqrstuvwx"
     ),
 ]
+SIZES_OF_ALL = "--block-size 16 --num-kv-blocks 80 --transfer-buffers 1 --max-model-len 512 --decode-replicas 1 "
 COMMANDS = {
-    "medha": "--chunk-size 64 --max-batch-tokens 64",
-    "cdsp": "--scheduler cdsp --kvp 2 --sp-sizes 1,2 --improvement-rate 0.1 --max-chunks 2",
+    "medha": SIZES_OF_ALL + "--chunk-size 64 --max-batch-tokens 64",
+    "cdsp": SIZES_OF_ALL + "--scheduler cdsp --kvp 2 --sp-sizes 1,2 --improvement-rate 0.1 --max-chunks 2",
 }
 PLACES = {
     "medha": ("rank 0 (stage 0)", "rank 1 (decode instance 0)"),
@@ -123,27 +123,13 @@ def slowly(rank: int, arguments: list[str]) -> None:
     command(rank, arguments)
 
 
-def serving(
-    model: Path, folder: Path, scheduler: str, fault: Fault, target: Callable[[int, list[str]], None] = slowly
-) -> Job:
-    """Ranks with a decode instance that serve REQUESTS."""
-    requests = write_lines(folder / "requests.jsonl", *REQUESTS)
-    sizes = "--block-size 16 --num-kv-blocks 80 --transfer-buffers 1 --max-model-len 512 --decode-replicas 1"
-    files = ["--requests", str(requests), "--output", str(folder / "out.jsonl")]
-    arguments = ["--model", str(model), *files, *sizes.split(), *COMMANDS[scheduler].split()]
-    return start(folder, len(PLACES[scheduler]), target, arguments, fault=fault)
-
-
-def check_lines(model: Path, folder: Path, *, may_lack: bool) -> dict[str, Any]:
+def check_lines(model: Path, job: Job, *, may_lack: bool) -> dict[str, Any]:
     """Each request has its line, with the tokens of one rank so far; returns the lines of those that had not ended."""
-    lines, states = written(folder), json.loads((folder / "states").read_text())
+    lines, states = job.lines, json.loads((job.folder / "states").read_text())
     assert set(states.values()) == set(STATES)
     assert may_lack or set(lines) == set(alone(model))
-    for name, line in lines.items():
-        assert line["token_ids"] == alone(model)[name][: len(line["token_ids"])]
-        assert line["finish_reason"] != "length" or line["token_ids"] == alone(model)[name]
     assert lines["short"]["finish_reason"] == "length"
-    return {name: line for name, line in lines.items() if line["finish_reason"] != "length"}
+    return unfinished_lines(job, alone(model))
 
 
 FAULTS = [(name, rank, action) for name in PLACES for rank in range(len(PLACES[name])) for action in ("kill", "stop")]
@@ -151,47 +137,42 @@ FAULTS = [(name, rank, action) for name in PLACES for rank in range(len(PLACES[n
 
 @pytest.mark.parametrize(("scheduler", "rank", "action"), FAULTS)
 def test_a_rank_that_fails_ends_all_with_its_name(
-    model: Path, tmp_path: Path, jobs: list[Job], scheduler: str, rank: int, action: str
+    model: Path, serve: Start, scheduler: str, rank: int, action: str
 ) -> None:
     """While a request is in each state. A lost decode instance costs the job, as any lost rank does; where other lanes
     go on until it is noticed, requests may still end there."""
-    fault = Fault(rank, "states", action)
-    jobs.append(job := serving(model, tmp_path, scheduler, fault))
-    place = PLACES[scheduler][rank]
+    fault, place = Fault(rank, "states", action), PLACES[scheduler][rank]
+    job = serve(len(PLACES[scheduler]), REQUESTS, COMMANDS[scheduler], fault=fault, target=slowly)
     assert place in check_ends(job, fault)
-    unfinished = check_lines(model, tmp_path, may_lack=rank == 0)
-    for name, line in unfinished.items():
-        assert (line["finish_reason"], line["error"]["type"]) == ("error", "RankFailedError"), name
-        assert place in line["error"]["message"]
+    unfinished = check_lines(model, job, may_lack=rank == 0)
+    check_named(unfinished, place)
     assert unfinished or rank == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_hand_over_that_fails_ends_all(model: Path, tmp_path: Path, jobs: list[Job], rank: int) -> None:
+def test_a_hand_over_that_fails_ends_all(serve: Start, rank: int) -> None:
     """Whether keys and values are sent or received."""
     fault = Fault(rank, "transfer", "throw", after=1)
-    jobs.append(job := serving(model, tmp_path, "medha", fault, command))
-    said = check_ends(job, fault)
+    said = check_ends(serve(2, REQUESTS, COMMANDS["medha"], fault=fault), fault)
     assert PLACES["medha"][rank] in said and "ValueError: boom" in said
 
 
-def test_a_transfer_that_takes_long_is_waited_for(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    fault = Fault(1, "transfer", "sleep", sleep_s=2.0)
-    jobs.append(job := serving(model, tmp_path, "medha", fault, command))
-    assert job.wait() == [0, 0], job.stderr(0)
-    lines = written(tmp_path)
-    assert {name: line["token_ids"] for name, line in lines.items()} == alone(model)
-    assert any(line.get("decode_wait_s", 0.0) > 1.0 for line in lines.values())
+def test_a_transfer_that_takes_long_is_waited_for(model: Path, serve: Start) -> None:
+    job = serve(2, REQUESTS, COMMANDS["medha"], fault=Fault(1, "transfer", "sleep", sleep_s=2.0))
+    job.end_well()
+    assert {name: line["token_ids"] for name, line in job.lines.items()} == alone(model)
+    assert any(line.get("decode_wait_s", 0.0) > 1.0 for line in job.lines.values())
 
 
 @pytest.mark.parametrize("scheduler", PLACES)
-def test_a_signal_ends_all_requests_and_all_ranks(model: Path, tmp_path: Path, jobs: list[Job], scheduler: str) -> None:
+def test_a_signal_ends_all_requests_and_all_ranks(model: Path, serve: Start, scheduler: str) -> None:
     """While one is in each state: what is in flight runs to its end, and every rank ends well."""
-    jobs.append(job := serving(model, tmp_path, scheduler, Fault(0, "states", "terminate")))
+    fault = Fault(0, "states", "terminate")
+    job = serve(len(PLACES[scheduler]), REQUESTS, COMMANDS[scheduler], fault=fault, target=slowly)
     job.fault_s()
     codes = job.wait()
     assert codes == [143, *[0] * (len(codes) - 1)], job.stderr(0)
     assert max(map(job.seconds_to_end, range(len(codes)))) < ENDS_S
-    unfinished = check_lines(model, tmp_path, may_lack=False)
+    unfinished = check_lines(model, job, may_lack=False)
     assert {line["finish_reason"] for line in unfinished.values()} == {"abort"}
-    assert set(unfinished) >= set(json.loads((tmp_path / "states").read_text()))
+    assert set(unfinished) >= set(json.loads((job.folder / "states").read_text()))

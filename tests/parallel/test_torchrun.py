@@ -1,11 +1,13 @@
 """The command line under torchrun: the demo, two nodes, one speaker."""
 
-import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -13,43 +15,30 @@ from medha.config import EngineConfig
 from medha.generate.layout import choose_layout
 from medha.parallel.launch import Launch
 from medha.parallel.own_ranks import reserved_port
-from tests.commands import LIMIT_S, parse, wait_until, write_lines
-from tests.parallel.faults import Job, command
-from tests.parallel.faults import start as forked
+from medha.verify.demo import run_demo
+from tests.commands import ENVIRONMENT, LIMIT_S, parse, run_python, wait_until, write_lines
+from tests.parallel.faults import Start, command
 from tests.serving import Model
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LAYERS = ("--hf-overrides", '{"num_hidden_layers": 1}')
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*TORCHRUN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+OWN_RANKS = ("-m", "medha.generate", "--max-model-len", "4096", "--spp", "2")
 
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+torchrun = partial(run_python, "-m", "torch.distributed.run")
 
 
 def demo(rank: int) -> None:
-    from medha.verify.demo import run_demo
-
     raise SystemExit(run_demo(long_prompt_tokens=2048, live=False))
 
 
-def test_the_demo_chooses_a_layout(tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := forked(tmp_path, 2, demo))
-    assert job.wait() == [0, 0], job.stderr(0)
-    out = (tmp_path / "stdout-0").read_text()
+def test_the_demo_chooses_a_layout(start: Start) -> None:
+    job = start(2, demo)
+    job.end_well()
+    out = job.stdout(0)
     assert out.count("One document of 2,048 tokens") == 1
-    assert (tmp_path / "stdout-1").read_text() == ""  # one rank speaks
+    assert job.stdout(1) == ""  # one rank speaks
     assert "Layout: spp=2 pipeline stages, tp=1 tensor-parallel ranks in each." in out
     assert out.endswith("6 of 6 answers right.\n")
 
@@ -58,23 +47,22 @@ def test_two_nodes(needle: Model, tmp_path: Path) -> None:
     prompts = [f"The code of {name} is {code}.\nThe code of {name} is" for name, code in (("Ada", 31), ("Bo", 12))]
     rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)]
     requests = write_lines(tmp_path / "requests.jsonl", *rows)
-    what = ["-m", "medha.generate", "--model", str(needle.folder), "--spp", "2", "--max-model-len", "512"]
-    what += ["--requests", str(requests), "--json"]
-    with reserved_port() as port:
-        where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        nodes = [start(*where, "--node-rank", str(node), *what) for node in range(2)]
-        (code, out, err), (other_code, other_out, other_err) = [finish(node) for node in nodes]
-    assert (code, other_code) == (0, 0), err + other_err
+    what = ["-m", "medha.generate", "--model", needle.folder, "--spp", 2, "--max-model-len", 512]
+    what += ["--requests", requests, "--json"]
+    with reserved_port() as port, ThreadPoolExecutor(2) as pool:
+        where = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", port]
+        first, second = pool.map(lambda node: torchrun(*where, "--node-rank", node, *what), range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     # lines come as requests end, and these two are as long
-    assert {line["id"]: line["text"] for line in parse(out)} == {"0": " 31.", "1": " 12."}
-    assert len(out.splitlines()) == 2
-    assert other_out == ""
+    assert {line["id"]: line["text"] for line in parse(first.stdout)} == {"0": " 31.", "1": " 12."}
+    assert len(first.stdout.splitlines()) == 2
+    assert second.stdout == ""
 
 
-def test_a_layout_is_chosen_for_a_model(needle: Model, tmp_path: Path, jobs: list[Job]) -> None:
-    jobs.append(job := forked(tmp_path, 2, command, [str(needle.folder), "--max-model-len", "512", "--prompt", PROMPT]))
-    assert job.wait() == [0, 0], job.stderr(0)
-    assert (tmp_path / "stdout-0").read_text() == " 31.\n"
+def test_a_layout_is_chosen_for_a_model(needle: Model, start: Start) -> None:
+    job = start(2, command, [str(needle.folder), "--max-model-len", "512", "--prompt", PROMPT])
+    job.end_well()
+    assert job.stdout(0) == " 31.\n"
     assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in job.stderr(0)
     config = EngineConfig.from_flat(str(needle.folder))
     sizes = ((3, 3), (8, 8), (8, 2), (8, 6), (8, 2))  # the last two: nodes of 6 and of 2 ranks
@@ -86,18 +74,12 @@ def test_a_layout_is_chosen_for_a_model(needle: Model, tmp_path: Path, jobs: lis
 
 
 def test_bad_usage_is_said_where_the_launcher_ends() -> None:
-    code, _, err = finish(
-        start("--standalone", "--nproc-per-node", "2", "-m", "medha.generate", "-m", "x", "--tp", "0")
-    )
-    assert code == 1
-    lines, said = err.splitlines(), "ConfigError: tp=0; accepted: an integer from 1 to 65536"
+    wrong = ("-m", "medha.generate", "-m", "x", "--tp", "0")
+    done = torchrun("--standalone", "--nproc-per-node", 2, *wrong)
+    assert done.returncode == 1
+    lines, said = done.stderr.splitlines(), "ConfigError: tp=0; accepted: an integer from 1 to 65536"
     assert lines[-2] == f"  traceback : {said}"
     assert lines.count(f"error: {said}") <= 1  # of rank 0, which the launcher may end before it has said so
-
-
-def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "medha.generate", "--max-model-len", "4096", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
 def running(*texts: str) -> dict[int, bytes]:
@@ -110,15 +92,15 @@ def running(*texts: str) -> dict[int, bytes]:
     return found
 
 
-def ranks_of(model: Path) -> list[int]:
-    """Processes that a command has started as further ranks over a model."""
-    return [*running("medha.generate.follow", str(model))]
+ranks_of = partial(running, "medha.generate.follow")
+"""Processes that a command has started as further ranks over a model."""
 
 
 def test_an_error_of_ranks_that_the_command_starts_itself(needle: Model) -> None:
-    code, _, err = finish(own_ranks(needle.folder, *LAYERS, "--spp", "2", "--prompt", PROMPT, "--log-level", "error"))
-    assert (code, err) == (2, "error: ParallelConfigError: spp=2 stages for 1 layers; accepted: 1 to 1\n")
-    wait_until(lambda: not ranks_of(needle.folder))
+    done = run_python(*OWN_RANKS, needle.folder, *LAYERS, "--prompt", PROMPT, "--log-level", "error")
+    assert done.returncode == 2
+    assert done.stderr == "error: ParallelConfigError: spp=2 stages for 1 layers; accepted: 1 to 1\n"
+    wait_until(lambda: not ranks_of(str(needle.folder)))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
@@ -126,17 +108,18 @@ def test_own_ranks_end_with_the_first(needle: Model, tmp_path: Path, number: sig
     output = tmp_path / "out.jsonl"
     rows = [{"id": "a", "prompt": PROMPT}, {"id": "b", "prompt": "x", "max_tokens": 4000, "ignore_eos": True}]
     requests = write_lines(tmp_path / "requests.jsonl", *rows)
-    process = own_ranks(needle.folder, "--spp", "2", "--requests", requests, "--output", output)
+    arguments = [*OWN_RANKS, needle.folder, "--requests", requests, "--output", output]
+    process = subprocess.Popen([sys.executable, *arguments], stdout=PIPE, stderr=PIPE, text=True, env=ENVIRONMENT)
     try:
         wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
         assert process.poll() is None, process.communicate()
-        assert len(ranks_of(needle.folder)) == 1
+        assert len(ranks_of(str(needle.folder))) == 1
         process.send_signal(number)
         process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == code
-    wait_until(lambda: not ranks_of(needle.folder))
+    wait_until(lambda: not ranks_of(str(needle.folder)))
     lines = parse(output.read_text())
     assert [(row["id"], row["finish_reason"]) for row in lines] == [("a", "stop"), ("b", "abort")][: len(lines)]
     assert len(lines) == (2 if code == 130 else 1)

@@ -9,28 +9,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from medha import SamplingParams
 from medha.parallel import kvp
 from medha.parallel.kvp import Merge
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import StagePipe
-from tests.parallel.test_layouts import generate
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import WorkerPool, num_ranks, serve
 from tests.serving import random_ids
 
+OPTIONS = {"block_size": 16, "num_kv_blocks": 64, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
+PROMPTS = [random_ids(length, seed=8) for length in (150, 5, 61)]
 DIGEST_BYTES = 16
 
 Counts = dict[str, Counter[str]]
 """Of each kind of transfer: its messages, bytes, and the bytes of what was to be sent."""
 
 
-def count(
-    folder: str, options: dict[str, Any], prompts: list[list[int]], most_bytes: int
-) -> tuple[list[list[int]], Counts]:
+def count(folder: Path, layout: dict[str, int], most_bytes: int = MOST_BYTES) -> tuple[list[list[int]], Counts]:
     """On each rank: tokens, and what it sends; parts of more than ``most_bytes`` by the group. The sends of digests are
     told by their group."""
     counts: Counts = {"pipe": Counter(), "merge": Counter(), "gloo": Counter()}
     now = ["gloo"]
     isend, put, send, start = dist.isend, SharedMemory.put, StagePipe.send, Merge.start
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kind = now[0] if tensor.dtype in (torch.float32, torch.uint8) else "gloo"
@@ -66,25 +67,19 @@ def count(
         patch.setattr(kvp, "MOST_BYTES", most_bytes)
         patch.setattr(dist, "isend", counted)
         patch.setattr(dist.distributed_c10d, "isend", counted)
-        tokens, _ = generate(folder, options, prompts, 4)
-    return tokens, counts
-
-
-OPTIONS = {"block_size": 16, "num_kv_blocks": 64, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
-PROMPTS = [random_ids(length, seed=8) for length in (150, 5, 61)]
+        return serve(folder, OPTIONS | layout, PROMPTS, params), counts
 
 
 @cache
 def alone(model: Path) -> Any:
     """The tokens of one rank, which sends nothing."""
-    tokens, counts = count(str(model), OPTIONS, PROMPTS, MOST_BYTES)
+    tokens, counts = count(model, {})
     assert counts["pipe"] == counts["merge"] == Counter()
     return tokens
 
 
 def found(workers: WorkerPool, model: Path, most_bytes: int = MOST_BYTES, **layout: int) -> list[Counts]:
-    size = layout.get("tp", 1) * layout.get("spp", 1) * layout.get("kvp", 1)
-    answers = workers.run(count, size, str(model), OPTIONS | layout, PROMPTS, most_bytes)
+    answers = workers.run(count, num_ranks(layout), model, layout, most_bytes)
     assert answers[0][0] == alone(model)
     return [counts for _, counts in answers]
 
@@ -106,8 +101,6 @@ def test_a_rank_sends_its_parts_to_each_other_rank_once(workers: WorkerPool, mod
     for counts in found(workers, model, most_bytes, kvp=3, max_kv_per_group=64):
         merges = counts["merge"]
         assert merges["peers"] >= merges["messages"] >= merges["peers"] - merges["spans"] > 10
-        assert (merges["shared"] > 0, merges["shared"] < merges["messages"]) == (
-            most_bytes > 0,
-            most_bytes < MOST_BYTES,
-        )
+        assert (merges["shared"] > 0) == (most_bytes > 0)
+        assert (merges["shared"] < merges["messages"]) == (most_bytes < MOST_BYTES)
         assert 0 <= merges["bytes"] - merges["whole"] < 16 * merges["messages"]

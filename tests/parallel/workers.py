@@ -5,17 +5,30 @@ it sees the environment that torchrun would set.
 """
 
 import importlib
+import math
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from datetime import timedelta
 from io import StringIO
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from medha import LLM
+from medha.__main__ import app
+from medha.cli.command import run_app
+from medha.config import ParallelConfig
+from medha.parallel.kvp import Merge
+from medha.parallel.mesh import _destroy_all, make_merge_group
 from medha.parallel.own_ranks import reserved_port
+from medha.parallel.spp import Digests
 
 TIMEOUT_S = 240.0  # of a job, and of a transfer in it
 _AFTER_FAILURE_S = 30.0
@@ -75,11 +88,52 @@ class WorkerPool:
 
 def run_medha(arguments: list[str]) -> tuple[int, str]:
     """On each rank: a command of medha, as under torchrun; its exit code and what it printed."""
-    from medha.__main__ import app
-    from medha.cli.command import run_app
-
     with redirect_stdout(StringIO()) as out:
         return run_app(app, "medha", arguments), out.getvalue()
+
+
+@contextmanager
+def gloo() -> Iterator[None]:
+    """On each rank, within, or as a decorator: torch has its default group."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def merge_of_all() -> Merge:
+    """Within :func:`gloo`: what merges between ranks, each of which is a group of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=TIMEOUT_S))
+    assert group is not None
+    return Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank)
+
+
+def check_free(llm: LLM) -> None:
+    """On rank 0: no block is in use, nor one of a decode instance."""
+    if llm.is_driver:
+        schedulers = [llm.engine.scheduler, *(one.scheduler for one in llm.engine.hand_overs.instances)]
+        assert [one.memory.num_used for one in schedulers] == [0] * len(schedulers)
+
+
+def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
+    """On rank 0 the tokens of each prompt, which leave no block in use; on others nothing."""
+    outputs = llm.generate(prompts, params)
+    check_free(llm)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def serve(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> list[list[int]]:
+    """On each rank: build an LLM and :func:`generate`."""
+    with LLM(folder, **options) as llm:
+        return generate(llm, prompts, params)
+
+
+def num_ranks(layout: Mapping[str, Any]) -> int:
+    """The ranks of the options of a layout."""
+    prefill: int = math.prod(layout.get(axis, 1) for axis in ("tp", "spp", "kvp"))
+    decode: int = layout.get("decode_replicas", 0) * layout.get("decode_tp", 1)
+    return prefill + decode
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -95,23 +149,15 @@ def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _live(pipe: Connection) -> None:
     """A worker's life, which ends without a word when its owner has gone, or is about to."""
-    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
-        _work(pipe)
-
-
-def _work(pipe: Connection) -> None:
-    import torch
-
-    from medha.parallel.mesh import _destroy_all
-
     torch.set_num_threads(1)
-    while True:
-        name, args, environment = pipe.recv()
-        os.environ.update(environment)
-        module, _, function = name.partition(":")
-        try:
-            answer = (True, getattr(importlib.import_module(module), function)(*args))
-            _destroy_all()  # the next job may have another world size, which no program of torchrun's ever sees
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
+    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        while True:
+            name, args, environment = pipe.recv()
+            os.environ.update(environment)
+            module, _, function = name.partition(":")
+            try:
+                answer = (True, getattr(importlib.import_module(module), function)(*args))
+                _destroy_all()  # the next job may have another world size, which no program of torchrun's ever sees
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)
