@@ -293,7 +293,6 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--run" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Live
 
 TOY = LiveOptions(
