@@ -99,10 +99,9 @@ def garble_(raw: torch.Tensor) -> None:
     """Fill memory with what nobody may use."""
     if raw.dtype.is_floating_point:
         raw.fill_(float("nan"))
-    elif raw.dtype in (torch.bool, torch.uint8):
-        raw.fill_(0xAB)
     else:
-        raw.fill_(int.from_bytes(b"\xab" * raw.element_size(), "little", signed=True))
+        is_signed = raw.dtype not in (torch.bool, torch.uint8)
+        raw.fill_(int.from_bytes(b"\xab" * raw.element_size(), "little", signed=is_signed))
 
 
 def extent(raw: torch.Tensor) -> tuple[int, int]:
@@ -408,14 +407,6 @@ class Event:
             if not self.marker.is_done and self.marker.kernels == self.marker.stream.kernels:
                 device.stalls[f"Event.synchronize at {_place()}"] += 1
             device.wait(self.marker)
-
-    def query(self) -> bool:
-        if self.marker is None:
-            return True
-        now().step()
-        if self.marker.is_done:
-            _merge(now().host, self.marker.clock)
-        return self.marker.is_done
 
     def elapsed_time(self, end: Event) -> float:
         assert self.is_timed and end.is_timed and self.marker is not None and end.marker is not None
