@@ -258,20 +258,16 @@ class Device:
                 op.marker.is_done = True
             return True
 
-    def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Run what has been launched until something is so."""
-        while not is_done():
+    def wait(self, marker: Marker) -> None:
+        """Let the host wait for a point in a stream: what has been launched runs until it is reached."""
+        while not marker.is_done:
             self.host_s = time.monotonic()
             if not self.step():
                 with self.lock:
                     waits = any(s.queue and s.queue[0].running is not None for s in self.streams)
-                if not waits and not is_done() and not self._ready():
+                if not waits and not marker.is_done and not self._ready():
                     self.fault("race", "every stream waits for another")
                 time.sleep(1e-4)
-
-    def wait(self, marker: Marker) -> None:
-        """Let the host wait for a point in a stream."""
-        self.run_until(lambda: marker.is_done)
         _merge(self.host, marker.clock)
 
     def sync(self, what: str, *streams: Stream) -> None:
