@@ -121,15 +121,14 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         ]
         device.launch(name, lambda: func(*raw_args, **raw_kwargs), here, tree_flatten(outs)[0])
         return None if not returns else outs[0] if len(returns) == 1 else tuple(outs)
-    if name in _WAITING:
-        return tree_map(lambda t: _given(device, name, t) if isinstance(t, torch.Tensor) else t,
-                        func(*raw_args, **raw_kwargs))  # fmt: skip
-    if not here and not name.startswith(("empty", "new_empty")):
-        return _given(device, name, func(*raw_args, **raw_kwargs))
+    is_empty = name.startswith(("empty", "new_empty"))
+    if name in _WAITING or not (here or is_empty):  # the host knows what comes out
+        known = func(*raw_args, **raw_kwargs)
+        return tree_map(lambda t: _given(device, name, t) if isinstance(t, torch.Tensor) else t, known)
     shapes, shape_spec = _shapes_of(func, name, flat, spec)
     made = [allocate(device, s) if isinstance(s, torch.Tensor) else s for s in shapes]
     outs = [x for x in made if isinstance(x, Emulated)]
-    if not name.startswith(("empty", "new_empty")):
+    if not is_empty:
         targets = [x.raw for x in outs]
 
         def kernel() -> None:

@@ -27,16 +27,10 @@ _HANG_S = 300.0  # a case takes seconds
 
 
 def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, mutation: str | None = None) -> None:
-    """Run a case and hold it to its reference.
+    """Run a case in an empty folder and hold it to its reference; Failure if it fails.
 
-    Args:
-        case: what to run.
-        folder: an empty one.
-        workers: processes for the ranks; None runs a case of one rank in this one.
-        mutation: a defect to put in, of :data:`tests.fuzz.mutations.MUTATIONS`.
-
-    Raises:
-        Failure: the case failed.
+    ``workers`` are processes for the ranks, without which a case of one rank runs in this one; ``mutation`` is a defect
+    to put in, of :data:`tests.fuzz.mutations.MUTATIONS`.
     """
     try:
         reference = write_checkpoint(case.model, folder)

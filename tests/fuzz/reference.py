@@ -78,16 +78,9 @@ def write_checkpoint(model: Model, folder: Path) -> transformers.PreTrainedModel
 
 
 def check(case: Case, answers: Sequence[Answer], fits: Sequence[int], reference: Any) -> None:
-    """Hold every answer to the reference.
+    """Hold the answer to each request of a case to transformers' model; Failure if one is wrong.
 
-    Args:
-        case: what was run.
-        answers: of each of its requests.
-        fits: KV tokens of the longest request where prompts are read, and on a decode instance if there is one.
-        reference: transformers' model.
-
-    Raises:
-        Failure: an answer is wrong.
+    ``fits`` are KV tokens of the longest request where prompts are read, and on a decode instance if there is one.
     """
     for number, (ask, answer) in enumerate(zip(case.asks, answers, strict=True)):
         try:

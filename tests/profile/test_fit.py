@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.profile.fit import attention_of, fit_chunks, fit_curve, fit_decodes, isotonic
@@ -96,7 +96,6 @@ def test_a_curve_is_the_median_and_never_falls() -> None:
     assert curve.y[0] == 1.0 and curve.y[1] == curve.y[2] and curve.y[3] == 5.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 10.0)), min_size=1, max_size=30))
 def test_isotonic_is_the_nearest_that_never_falls(points: list[tuple[float, float]]) -> None:
     values, weights = (np.array(column) for column in zip(*points, strict=True))
