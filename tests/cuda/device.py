@@ -114,14 +114,9 @@ def extent(raw: torch.Tensor) -> tuple[int, int]:
 
 
 class Device:
-    """The emulated device, one at a time.
+    """The emulated device, one at a time; ``seed`` is of the order in which streams run.
 
-    Args:
-        seed: of the order in which streams run.
-
-    Attributes:
-        faults: what was wrong, by kind and in words.
-        syncs, stalls, launches: how often, by place or by name.
+    ``faults`` are what was wrong, by kind and in words; ``syncs``, ``stalls``, ``launches`` how often, by place or name.
     """
 
     def __init__(self, seed: int = 0, num_sms: int = 16) -> None:

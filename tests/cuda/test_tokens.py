@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,9 +36,7 @@ def test_chunks_in_fa3(model: Path, expected: Served, device: Device) -> None:
 def test_plain_modules_serve_where_fused_kernels_cannot_be_built(
     model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_compiler(name: str) -> Any:
-        raise RuntimeError("Could not find nvcc\nand more")
-
+    no_compiler = Mock(side_effect=RuntimeError("Could not find nvcc\nand more"))
     monkeypatch.setattr(kernels.import_flashinfer().activation, "get_act_and_mul_module", no_compiler)
     with caplog.at_level("WARNING", "medha"):
         assert serve(model, device="cuda") == expected

@@ -14,6 +14,7 @@ HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 def made_up(trace: Trace, ttft_s: npt.ArrayLike, *, end_s: float, decode_s: npt.ArrayLike = 0.0) -> Served:
     """A play in which requests wait and decode for so long; NaN is a request without a first token."""
-    first_s, decode_s = trace.arrival_s + ttft_s, np.asarray(decode_s)
-    first_s, finish_s = (np.where(ends_s <= end_s, ends_s, np.nan) for ends_s in (first_s, first_s + decode_s))
-    return Served(trace, first_s, finish_s, end_s, Gaps())
+    first_s = trace.arrival_s + np.asarray(ttft_s)
+    first_s = np.where(first_s <= end_s, first_s, np.nan)
+    finish_s = first_s + np.asarray(decode_s)
+    return Served(trace, first_s, np.where(finish_s <= end_s, finish_s, np.nan), end_s, Gaps())

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -143,10 +144,8 @@ def test_what_the_decoder_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     class PanicError(BaseException):
         pass
 
-    def panic(*args: Any, **options: Any) -> str:
-        raise PanicError("index out of bounds")
-
     tokenizer = Tokenizer(byte_level())
+    panic = Mock(side_effect=PanicError("index out of bounds"))
     monkeypatch.setattr(tokenizer, "backend", SimpleNamespace(decode=panic))
     with pytest.raises(TokenizerError, match=r"^tokenizer cannot decode this: PanicError: index out of bounds$"):
         tokenizer.decode([1])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,18 +92,17 @@ def test_a_wrong_backend_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatc
     assert verdicts["needle"] == {PASS}
 
 
-def raising(*args: Any) -> None:
-    raise RuntimeError("no such kernel")
+RAISING = Mock(side_effect=RuntimeError("no such kernel"))
 
 
 def test_a_backend_that_raises_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchBackend, "run", raising)
+    monkeypatch.setattr(TorchBackend, "run", RAISING)
     rows = attempted("attention", kernels.attention_rows(TorchBackend(), torch.device("cpu"), [torch.float32]))
     assert [(row.verdict, row.figure) for row in rows] == [(FAIL, "RuntimeError: no such kernel")]
 
 
 def test_an_engine_that_fails_leaves_the_table_so_far(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    monkeypatch.setattr(Runner, "run", raising)
+    monkeypatch.setattr(Runner, "run", RAISING)
     done = command("verify", *QUICK)
     assert done.code == 4 and "no such kernel" in done.err
     assert "after merge" in done.out and "7 passed, 1 failed, 0 not run" in done.out
