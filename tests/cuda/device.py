@@ -116,7 +116,7 @@ def extent(raw: torch.Tensor) -> tuple[int, int]:
 class Device:
     """The emulated device, one at a time; ``seed`` is of the order in which streams run.
 
-    ``faults`` are what was wrong, by kind and in words; ``syncs``, ``stalls``, ``launches`` how often, by place or name.
+    ``faults`` tell by kind what was wrong; ``syncs``, ``stalls``, ``launches`` how often, by place or by name.
     """
 
     def __init__(self, seed: int = 0, num_sms: int = 16) -> None:

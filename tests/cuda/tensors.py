@@ -262,8 +262,9 @@ def launch_beside(device: Device, stream: Stream, *kernel: Any, **how: Any) -> E
     stream.wait_stream(device.current)
     with stream_of(stream):
         device.launch(*kernel, **how)
-    device.works.append(EmulatedWork(stream.record_event()))
-    return device.works[-1]
+    work = EmulatedWork(stream.record_event())
+    device.works.append(work)
+    return work
 
 
 class EmulatedWork(dist.Work):
