@@ -1,4 +1,4 @@
-"""medha on the emulated device: the CPU's tokens, no wait of the host in a steady step, and memory within its share."""
+"""medha on the emulated device: the CPU's tokens, and no wait of the host in a steady step."""
 
 from collections import Counter
 from pathlib import Path
@@ -10,12 +10,11 @@ import pytest
 from medha import LLM
 from medha.config import EngineConfig
 from medha.cost.predictor import Predictor, Work
-from medha.errors import ConfigError
 from medha.profile.calibrate import Effort, measure
 from medha.worker.step import Lane
 from tests.cuda import kernels
 from tests.cuda.device import Device
-from tests.cuda.serving import POOL, PROMPTS, SAMPLING, SWAP, Served, add_all, complete, drive, params, serve
+from tests.cuda.serving import POOL, SWAP, Served, add_all, complete, drive, serve
 from tests.cuda.tensors import MODE, Everywhere
 from tests.engines import Preemptions
 from tests.parallel.workers import WorkerPool
@@ -137,28 +136,6 @@ def test_a_profile_of_whole_steps(model: Path, device: Device, monkeypatch: pyte
     for work in ([Work(64, 300, False)], [Work(1, 70, True)] * 4):
         assert predictor.predict(work) == pytest.approx(1e-3, rel=0.02)
     assert device.launches["replay"] > 0
-
-
-MEMORY = 512 << 20
-OPTIONS = {"device": "cuda", "dtype": "float16", "block_size": 16, "max_num_seqs": 64, "max_batch_tokens": 512}
-
-
-@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
-@pytest.mark.parametrize("share", [0.6, 0.75])
-def test_all_of_a_run_is_within_its_share_of_the_memory(model: Path, device: Device, share: float) -> None:
-    with LLM(model, gpu_memory_utilization=share, max_model_len=4096, **OPTIONS) as llm:
-        device.most_allocated = device.allocated
-        wanted = [params(**each) for each in SAMPLING * 8]
-        llm.generate(PROMPTS * 8, wanted, use_tqdm=False)
-        pool = llm.engine.scheduler.memory.num_blocks
-    assert pool < 64 * 4096 // 16  # as memory bounds it, not what requests may use
-    assert 0.8 * share * MEMORY < device.most_allocated <= share * MEMORY
-
-
-@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
-def test_a_share_that_steps_alone_take_is_refused(model: Path, device: Device) -> None:
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization leaves -?[0-9]+ bytes for the KV pool"):
-        LLM(model, gpu_memory_utilization=0.2, **OPTIONS)
 
 
 @pytest.mark.parametrize("drives", [False, True], ids=["call", "drive"])

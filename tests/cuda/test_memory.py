@@ -1,0 +1,31 @@
+"""The KV pool on the emulated device: what a run takes in all stays within its share of the memory, and uses it."""
+
+from pathlib import Path
+
+import pytest
+
+from medha import LLM
+from medha.errors import ConfigError
+from tests.cuda.device import Device
+from tests.cuda.serving import PROMPTS, SAMPLING, params
+
+MEMORY = 512 << 20
+OPTIONS = {"device": "cuda", "dtype": "float16", "block_size": 16, "max_num_seqs": 64, "max_batch_tokens": 512}
+
+
+@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
+@pytest.mark.parametrize("share", [0.6, 0.75])
+def test_all_of_a_run_is_within_its_share_of_the_memory(model: Path, device: Device, share: float) -> None:
+    with LLM(model, gpu_memory_utilization=share, max_model_len=4096, **OPTIONS) as llm:
+        device.most_allocated = device.allocated
+        wanted = [params(**each) for each in SAMPLING * 8]
+        llm.generate(PROMPTS * 8, wanted, use_tqdm=False)
+        pool = llm.engine.scheduler.memory.num_blocks
+    assert pool < 64 * 4096 // 16  # as memory bounds it, not what requests may use
+    assert 0.8 * share * MEMORY < device.most_allocated <= share * MEMORY
+
+
+@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
+def test_a_share_that_steps_alone_take_is_refused(model: Path, device: Device) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization leaves -?[0-9]+ bytes for the KV pool"):
+        LLM(model, gpu_memory_utilization=0.2, **OPTIONS)
