@@ -4,8 +4,8 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -138,17 +138,11 @@ input()
 def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]) -> None:
     child = echo()
     child.interrupt()  # nobody waits
-    errors: list[ChildError] = []
-
-    def ask() -> None:
-        with pytest.raises(ChildError) as caught:
-            child.ask(b"sleep")
-        errors.append(caught.value)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while thread.is_alive():
-        child.interrupt()
-        thread.join(0.1)
-    assert "SIGKILL" in str(errors[0])
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(child.ask, b"sleep")
+        while not asked.done():
+            child.interrupt()
+            wait([asked], 0.1)
+    with pytest.raises(ChildError, match="SIGKILL"):
+        asked.result()
     assert child.ask(b"more") == b"more"

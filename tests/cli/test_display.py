@@ -9,21 +9,16 @@ import pytest
 from rich.console import Console
 
 import medha.cli.display
-from medha.cli.display import Display, StreamedText
+from medha.cli.display import Display, Prefills, StreamedText
 from medha.errors import ValidationError
 from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-class FakeEngine:
-    """Only what a display asks an engine for."""
-
-    def __init__(self, *prefills: tuple[str, int, int]) -> None:
-        self.running = list(prefills)
-
-    def prefills(self, min_tokens: int) -> list[tuple[str, int, int]]:
-        return [row for row in self.running if row[2] >= min_tokens]
+def prefills_of(running: list[tuple[str, int, int]]) -> Prefills:
+    """What a display asks an engine for."""
+    return lambda min_tokens: [row for row in running if row[2] >= min_tokens]
 
 
 class Screen:
@@ -55,19 +50,18 @@ def output(
     return RequestOutput(request_id, "abc", [1, 2, 3], [completion], finished, metrics, error)
 
 
-def make_display(engine: FakeEngine, screen: Screen | None, lines: Console | None = None, total: int = 3) -> Display:
-    live = None if screen is None else screen.console
-    return Display(engine.prefills, lines=lines, live=live, num_requests=total)  # type: ignore[arg-type]
+def make_display(prefills: Prefills, live: Console | None, lines: Console | None = None) -> Display:
+    return Display(prefills, lines=lines, live=live, num_requests=3)
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_bars_with_rate_and_time_left_fit_the_terminal(width: int) -> None:
-    engine = FakeEngine(("document", 1_234_567, 10_000_000), ("short", 10, 20))
+    running = [("document", 1_234_567, 10_000_000), ("short", 10, 20)]
     screen = Screen(width)
-    with make_display(engine, screen) as display:
+    with make_display(prefills_of(running), screen.console) as display:
         display.refresh()
         time.sleep(0.02)
-        engine.running[0] = ("document", 1_234_667, 10_000_000)
+        running[0] = ("document", 1_234_667, 10_000_000)
         screen.lines()
         display.refresh()
         drawn = screen.lines()
@@ -80,7 +74,7 @@ def test_bars_with_rate_and_time_left_fit_the_terminal(width: int) -> None:
 
 def test_what_ended_is_counted() -> None:
     screen = Screen()
-    with make_display(FakeEngine(("document", 1, 5000)), screen) as display:
+    with make_display(prefills_of([("document", 1, 5000)]), screen.console) as display:
         display.finish(output("a", "answer", finished=True))
         screen.lines()
         display.refresh()
@@ -91,7 +85,7 @@ def test_what_ended_is_counted() -> None:
 def test_a_line_for_each_request_that_ends() -> None:
     out = io.StringIO()
     lines = Console(file=out, width=40)
-    with make_display(FakeEngine(), None, lines) as display:
+    with make_display(prefills_of([]), None, lines) as display:
         display.update(output("a", "half "))
         display.refresh()
         display.finish(output("a", "half and half\n" * 5, finished=True))
@@ -106,7 +100,7 @@ def test_a_line_for_each_request_that_ends() -> None:
 
 def test_lines_on_a_terminal_stand_above_the_part_that_is_redrawn() -> None:
     screen, elsewhere = Screen(), Screen()
-    with make_display(FakeEngine(("document", 1, 5000)), screen, lines=elsewhere.console) as display:
+    with make_display(prefills_of([("document", 1, 5000)]), screen.console, elsewhere.console) as display:
         display.refresh()
         screen.lines()
         display.finish(output("a", "answer", finished=True))
@@ -118,8 +112,7 @@ def test_lines_on_a_terminal_stand_above_the_part_that_is_redrawn() -> None:
 
 def test_nothing_is_drawn_off_a_terminal() -> None:
     out = io.StringIO()
-    display = Display(FakeEngine(("document", 1, 5000)).prefills, lines=None, live=Console(file=out), num_requests=2)  # type: ignore[arg-type]
-    with display:
+    with make_display(prefills_of([("document", 1, 5000)]), Console(file=out)) as display:
         display.update(output("a", "text"))
         display.refresh()
         display.finish(output("a", "text", finished=True))
@@ -128,11 +121,8 @@ def test_nothing_is_drawn_off_a_terminal() -> None:
 
 def test_streamed_text_alone_is_on_the_stream(caplog: pytest.LogCaptureFixture) -> None:
     screen, out = Screen(), io.StringIO()
-    engine = FakeEngine(("prompt-0", 100, 5000))
-    with (
-        caplog.at_level(logging.INFO, "medha"),
-        StreamedText(engine.prefills, out, live=screen.console) as streamed,  # type: ignore[arg-type]
-    ):
+    prefills = prefills_of([("prompt-0", 100, 5000)])
+    with caplog.at_level(logging.INFO, "medha"), StreamedText(prefills, out, live=screen.console) as streamed:
         streamed.refresh()
         assert screen.lines()[-1].startswith("prompt-0 ")
         assert out.getvalue() == ""

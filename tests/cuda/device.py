@@ -99,10 +99,9 @@ def garble_(raw: torch.Tensor) -> None:
     """Fill memory with what nobody may use."""
     if raw.dtype.is_floating_point:
         raw.fill_(float("nan"))
-    elif raw.dtype in (torch.bool, torch.uint8):
-        raw.fill_(0xAB)
     else:
-        raw.fill_(int.from_bytes(b"\xab" * raw.element_size(), "little", signed=True))
+        is_signed = raw.dtype not in (torch.bool, torch.uint8)
+        raw.fill_(int.from_bytes(b"\xab" * raw.element_size(), "little", signed=is_signed))
 
 
 def extent(raw: torch.Tensor) -> tuple[int, int]:
@@ -115,14 +114,9 @@ def extent(raw: torch.Tensor) -> tuple[int, int]:
 
 
 class Device:
-    """The emulated device, one at a time.
+    """The emulated device, one at a time; ``seed`` is of the order in which streams run.
 
-    Args:
-        seed: of the order in which streams run.
-
-    Attributes:
-        faults: what was wrong, by kind and in words.
-        syncs, stalls, launches: how often, by place or by name.
+    ``faults`` tell by kind what was wrong; ``syncs``, ``stalls``, ``launches`` how often, by place or by name.
     """
 
     def __init__(self, seed: int = 0, num_sms: int = 16) -> None:
@@ -259,20 +253,16 @@ class Device:
                 op.marker.is_done = True
             return True
 
-    def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Run what has been launched until something is so."""
-        while not is_done():
+    def wait(self, marker: Marker) -> None:
+        """Let the host wait for a point in a stream: what has been launched runs until it is reached."""
+        while not marker.is_done:
             self.host_s = time.monotonic()
             if not self.step():
                 with self.lock:
                     waits = any(s.queue and s.queue[0].running is not None for s in self.streams)
-                if not waits and not is_done() and not self._ready():
+                if not waits and not marker.is_done and not self._ready():
                     self.fault("race", "every stream waits for another")
                 time.sleep(1e-4)
-
-    def wait(self, marker: Marker) -> None:
-        """Let the host wait for a point in a stream."""
-        self.run_until(lambda: marker.is_done)
         _merge(self.host, marker.clock)
 
     def sync(self, what: str, *streams: Stream) -> None:
@@ -408,14 +398,6 @@ class Event:
             if not self.marker.is_done and self.marker.kernels == self.marker.stream.kernels:
                 device.stalls[f"Event.synchronize at {_place()}"] += 1
             device.wait(self.marker)
-
-    def query(self) -> bool:
-        if self.marker is None:
-            return True
-        now().step()
-        if self.marker.is_done:
-            _merge(now().host, self.marker.clock)
-        return self.marker.is_done
 
     def elapsed_time(self, end: Event) -> float:
         assert self.is_timed and end.is_timed and self.marker is not None and end.marker is not None

@@ -24,6 +24,12 @@ def params(**options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | options)
 
 
+def add_all(llm: LLM, **options: Any) -> None:
+    """Give the engine all prompts, with the same parameters."""
+    for i, prompt in enumerate(PROMPTS):
+        llm.engine.add_request(str(i), prompt, params(**options))
+
+
 def serve(
     folder: Path, *, device: str = "cpu", dtype: str = "float16", num_requests: int = len(PROMPTS), **options: Any
 ) -> Served:

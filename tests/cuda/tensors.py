@@ -121,15 +121,14 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         ]
         device.launch(name, lambda: func(*raw_args, **raw_kwargs), here, tree_flatten(outs)[0])
         return None if not returns else outs[0] if len(returns) == 1 else tuple(outs)
-    if name in _WAITING:
-        return tree_map(lambda t: _given(device, name, t) if isinstance(t, torch.Tensor) else t,
-                        func(*raw_args, **raw_kwargs))  # fmt: skip
-    if not here and not name.startswith(("empty", "new_empty")):
-        return _given(device, name, func(*raw_args, **raw_kwargs))
+    is_empty = name.startswith(("empty", "new_empty"))
+    if name in _WAITING or not (here or is_empty):  # the host knows what comes out
+        known = func(*raw_args, **raw_kwargs)
+        return tree_map(lambda t: _given(device, name, t) if isinstance(t, torch.Tensor) else t, known)
     shapes, shape_spec = _shapes_of(func, name, flat, spec)
     made = [allocate(device, s) if isinstance(s, torch.Tensor) else s for s in shapes]
     outs = [x for x in made if isinstance(x, Emulated)]
-    if not name.startswith(("empty", "new_empty")):
+    if not is_empty:
         targets = [x.raw for x in outs]
 
         def kernel() -> None:
@@ -223,8 +222,6 @@ def comm_stream(device: Device, name: str) -> Stream:
 
 def _batch_of_transfers(device: Device, ops: list[Any]) -> list[Any]:
     """``dist.batch_isend_irecv``: one kernel on a stream of the group's, which ends when all transfers have."""
-    stream = comm_stream(device, ops[0].group.group_name)
-    stream.wait_stream(device.current)
     raws = [(op.op, op.tensor.raw, op.group_peer, op.group) for op in ops]
 
     def run() -> None:
@@ -235,10 +232,8 @@ def _batch_of_transfers(device: Device, ops: list[Any]) -> list[Any]:
                 work.wait()
 
     sent, received = ([op.tensor for op in ops if op.op is kind] for kind in (dist.isend, dist.irecv))
-    with stream_of(stream):
-        device.launch("transfers", run, sent, received, elsewhere=True)
-    device.works.append(EmulatedWork(stream.record_event()))
-    return [device.works[-1]]
+    stream = comm_stream(device, ops[0].group.group_name)
+    return [launch_beside(device, stream, "transfers", run, sent, received, elsewhere=True)]
 
 
 def _collective(device: Device, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -252,19 +247,24 @@ def _collective(device: Device, func: Any, name: str, args: Any, kwargs: Any) ->
     first, *rest = ([x for x in tree_flatten(arg)[0] if isinstance(x, Emulated)] for arg in args)
     others = [x for part in rest for x in part]
     reads, writes = (first, ()) if name == "send" else (others, first)
-    stream.wait_stream(device.current)
 
     def run() -> None:
         with torch.inference_mode():
             found = func(*raw_args, **kwargs)
             dist.Work.unbox(found[-1] if isinstance(found, tuple) else found).wait()
 
+    work = launch_beside(device, stream, name, run, reads, writes, elsewhere=True).boxed()
+    return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def launch_beside(device: Device, stream: Stream, *kernel: Any, **how: Any) -> EmulatedWork:
+    """Launch a kernel, as :meth:`Device.launch`, on a stream that waits for the current one."""
+    stream.wait_stream(device.current)
     with stream_of(stream):
-        device.launch(name, run, reads, writes, elsewhere=True)
-    device.works.append(EmulatedWork(stream.record_event()))
-    work = device.works[-1].boxed()
-    results = len(func._schema.returns)
-    return work if results == 1 else (args[0], work)
+        device.launch(*kernel, **how)
+    work = EmulatedWork(stream.record_event())
+    device.works.append(work)
+    return work
 
 
 class EmulatedWork(dist.Work):
@@ -277,9 +277,6 @@ class EmulatedWork(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         self.event.wait()
         return True
-
-    def is_completed(self) -> bool:
-        return self.event.query()
 
 
 def _meta(x: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from medha.profile.calibrate import Effort, measure
 from medha.worker.step import Lane
 from tests.cuda import kernels
 from tests.cuda.device import Device
-from tests.cuda.serving import POOL, PROMPTS, SWAP, Served, complete, drive, params, serve
+from tests.cuda.serving import POOL, SWAP, Served, add_all, complete, drive, serve
 from tests.cuda.tensors import MODE, Everywhere
 from tests.engines import Preemptions
 from tests.parallel.workers import WorkerPool
@@ -34,9 +35,7 @@ def test_chunks_in_fa3(model: Path, expected: Served, device: Device) -> None:
 def test_plain_modules_serve_where_fused_kernels_cannot_be_built(
     model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_compiler(name: str) -> Any:
-        raise RuntimeError("Could not find nvcc\nand more")
-
+    no_compiler = Mock(side_effect=RuntimeError("Could not find nvcc\nand more"))
     monkeypatch.setattr(kernels.import_flashinfer().activation, "get_act_and_mul_module", no_compiler)
     with caplog.at_level("WARNING", "medha"):
         assert serve(model, device="cuda") == expected
@@ -80,8 +79,7 @@ def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypat
 def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sampling: dict[str, Any]) -> None:
     """Nor is the device idle while it does: whenever an event is waited for, more work has been launched behind it."""
     with LLM(model, device="cuda", dtype="float16", **POOL) as llm:
-        for i, prompt in enumerate(PROMPTS):
-            llm.engine.add_request(str(i), prompt, params(max_tokens=16, **sampling))
+        add_all(llm, max_tokens=16, **sampling)
         for _ in range(10):
             llm.engine.step()
         for counts in (device.syncs, device.stalls, device.launches):
@@ -107,8 +105,7 @@ def test_launches_of_a_layer(model: Path, device: Device) -> None:
             return out
 
         layer.forward = counted
-        for i, prompt in enumerate(PROMPTS):
-            llm.engine.add_request(str(i), prompt, params(max_tokens=16))
+        add_all(llm, max_tokens=16)
         for _ in range(12):
             llm.engine.step()
     assert seen[-1].total() == 10, seen[-1]
@@ -119,8 +116,7 @@ def test_launches_of_a_layer(model: Path, device: Device) -> None:
 def test_small_batches_run_from_graphs_of_pieces(model: Path, device: Device, cuda_graphs: bool) -> None:
     """One between the attentions of two layers, of which there are two."""
     with LLM(model, device="cuda", dtype="float16", cuda_graphs=cuda_graphs, **POOL) as llm:
-        for i, prompt in enumerate(PROMPTS):
-            llm.engine.add_request(str(i), prompt, params())
+        add_all(llm)
         llm.engine.step()  # two batches
         for _ in range(3):
             device.launches.clear()

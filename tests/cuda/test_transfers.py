@@ -12,8 +12,8 @@ import medha.parallel.control
 import medha.parallel.spp
 from medha.batch import Batch, Row
 from medha.parallel.spp import Digests, StagePipe
-from tests.cuda.device import CUDA, Device, DeviceError, stream_of
-from tests.cuda.tensors import Emulated, EmulatedWork, comm_stream
+from tests.cuda.device import CUDA, Device, DeviceError
+from tests.cuda.tensors import Emulated, comm_stream, launch_beside
 
 BATCHES = [Batch(i, (Row(0, 4 * i, 4, is_decode=False, samples=False),)) for i in range(6)]
 PIPE: dict[str, Any] = {"dim": 8, "dtype": torch.float16, "device": CUDA, "num_buffers": 3}
@@ -30,10 +30,7 @@ def make_pipe(device: Device, patch: pytest.MonkeyPatch) -> StagePipe:
             tensor.copy_(torch.tensor([batch.batch_id, batch.digest()]))
             return SimpleNamespace(wait=lambda: True)
         value = next(number).batch_id
-        stream.wait_stream(device.current)
-        with stream_of(stream):
-            device.launch("receive", lambda: tensor.raw.fill_(value), (), (tensor,))
-        return EmulatedWork(stream.record_event())
+        return launch_beside(device, stream, "receive", lambda: tensor.raw.fill_(value), (), (tensor,))
 
     for module in (medha.parallel.control, medha.parallel.spp):
         patch.setattr(module, "dist", SimpleNamespace(irecv=irecv))
@@ -55,13 +52,10 @@ def last_receive_waits_for_compute(device: Device, patch: pytest.MonkeyPatch) ->
     return bool(device.comm["receives"].clock[device.default] > before)
 
 
-def test_a_receive_does_not_wait_for_the_compute_of_the_batch_before(
+def test_a_receive_waits_for_the_compute_of_the_batch_before_only_if_posted_on_its_stream(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not last_receive_waits_for_compute(device, monkeypatch)
-
-
-def test_posted_on_the_stream_of_the_compute_it_would_wait(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(medha.parallel.spp, "beside", lambda stream, used: nullcontext())
     assert last_receive_waits_for_compute(device, monkeypatch)
 
@@ -83,10 +77,7 @@ def test_compute_does_not_wait_for_sends_until_their_buffers_are_used_again(
     def isend(tensor: torch.Tensor, *, dst: int, group: Any, tag: int = 0) -> Any:
         if not isinstance(tensor, Emulated):
             return SimpleNamespace(wait=lambda: True)
-        stream.wait_stream(device.current)
-        with stream_of(stream):
-            device.launch("send", lambda: arrived.append(tensor.raw.view(-1).tolist()), (tensor,))
-        return EmulatedWork(stream.record_event())
+        return launch_beside(device, stream, "send", lambda: arrived.append(tensor.raw.view(-1).tolist()), (tensor,))
 
     monkeypatch.setattr(medha.parallel.control, "dist", SimpleNamespace(isend=isend))
     pipe = StagePipe(None, Digests(None), previous=None, following=1, **PIPE, tp=2, tp_rank=1)

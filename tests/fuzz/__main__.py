@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from pprint import pprint
 from typing import Annotated
@@ -82,10 +83,9 @@ def mutations(
 ) -> None:
     """Put defects in and look for them."""
     first = random.SystemRandom().randrange(2**32) if first is None else first
-    workers = WorkerPool()
-    for name in names or MUTATIONS:
-        print(f"{name:24}{find(name, workers, first=first, limit_s=limit_s)}", flush=True)
-    workers.close()
+    with closing(WorkerPool()) as workers:
+        for name in names or MUTATIONS:
+            print(f"{name:24}{find(name, workers, first=first, limit_s=limit_s)}", flush=True)
 
 
 def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool) -> None:
@@ -111,10 +111,8 @@ def find(name: str, workers: WorkerPool, *, first: int, limit_s: float) -> str:
         if failure is not None and failure.kind in ("AttributeError", "TypeError", "NameError"):
             return f"does not fit the code: {failure}"
         if failure is not None:
-            seconds = time.monotonic() - begin_s
-            return (
-                f"found by seed {seed - 1} on {ranks} ranks, run {seed - first}, after {seconds:.1f} s: {failure.kind}"
-            )
+            when = f"run {seed - first}, after {time.monotonic() - begin_s:.1f} s"
+            return f"found by seed {seed - 1} on {ranks} ranks, {when}: {failure.kind}"
     return f"NOT found in {seed - first} runs on {ranks} ranks, {seconds:.0f} s"
 
 

@@ -27,16 +27,10 @@ _HANG_S = 300.0  # a case takes seconds
 
 
 def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, mutation: str | None = None) -> None:
-    """Run a case and hold it to its reference.
+    """Run a case in an empty folder and hold it to its reference; Failure if it fails.
 
-    Args:
-        case: what to run.
-        folder: an empty one.
-        workers: processes for the ranks; None runs a case of one rank in this one.
-        mutation: a defect to put in, of :data:`tests.fuzz.mutations.MUTATIONS`.
-
-    Raises:
-        Failure: the case failed.
+    ``workers`` are processes for the ranks, without which a case of one rank runs in this one; ``mutation`` is a defect
+    to put in, of :data:`tests.fuzz.mutations.MUTATIONS`.
     """
     try:
         reference = write_checkpoint(case.model, folder)
@@ -107,29 +101,19 @@ class _Timed:
         case, rng = self._case, self._random
         factor = rng.uniform(0.7, 1.4) * (case.spike if rng.random() < 0.05 else 1.0)
         busy_s = factor * (case.step_s + case.token_s * batch.num_tokens)
-        pending = self.runner.submit(batch)
-        if getattr(self.runner, "news", None) is not None:
-            return self._in_lanes(batch, pending, busy_s)
-
-        def result() -> StepResult:
-            done: StepResult = pending.result()
-            self.now_s += busy_s
-            return done._replace(busy_s=busy_s)
-
-        return PendingStep(result)
-
-    def _in_lanes(self, batch: Batch, pending: PendingStep, busy_s: float) -> PendingStep:
+        in_lanes = getattr(self.runner, "news", None) is not None
+        pending, ends_s = self.runner.submit(batch), self._ends_s
         end_s = max(self.now_s, *(self._free_s.get(group, 0.0) for group in batch.groups)) + busy_s
         self._free_s |= dict.fromkeys(batch.groups, end_s)
-        self._ends_s.append(end_s)
+        ends_s.append(end_s)
 
         def result() -> StepResult:
             done: StepResult = pending.result()
-            self._ends_s.remove(end_s)
-            self.now_s = end_s
+            ends_s.remove(end_s)
+            self.now_s = end_s if in_lanes else self.now_s + busy_s
             return done._replace(busy_s=busy_s)
 
-        return PendingStep(result, lambda: end_s == min(self._ends_s))
+        return PendingStep(result, lambda: end_s == min(ends_s)) if in_lanes else PendingStep(result)
 
     def hand_over(self, *args: Any) -> Any:
         """Begin a hand-over, of which the engine hears a little later."""

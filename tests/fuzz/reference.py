@@ -8,7 +8,6 @@ follows is held to the reference behind that very one.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,24 +78,16 @@ def write_checkpoint(model: Model, folder: Path) -> transformers.PreTrainedModel
 
 
 def check(case: Case, answers: Sequence[Answer], fits: Sequence[int], reference: Any) -> None:
-    """Hold every answer to the reference.
+    """Hold the answer to each request of a case to transformers' model; Failure if one is wrong.
 
-    Args:
-        case: what was run.
-        answers: of each of its requests.
-        fits: KV tokens of the longest request where prompts are read, and on a decode instance if there is one.
-        reference: transformers' model.
-
-    Raises:
-        Failure: an answer is wrong.
+    ``fits`` are KV tokens of the longest request where prompts are read, and on a decode instance if there is one.
     """
     for number, (ask, answer) in enumerate(zip(case.asks, answers, strict=True)):
         try:
             _check(case, ask, answer, fits, reference)
         except Failure as failure:
-            raise Failure(
-                failure.kind, f"request {number}, {ask}: {failure}\n{replace(answer, logprobs=None)}"
-            ) from None
+            text = f"request {number}, {ask}: {failure}\n{replace(answer, logprobs=None)}"
+            raise Failure(failure.kind, text) from None
 
 
 def _check(case: Case, ask: Ask, answer: Answer, fits: Sequence[int], reference: Any) -> None:
@@ -215,26 +206,20 @@ class _Text:
         for char in piece:
             if self.stop is None:
                 self.whole += char
-                if not self._may_better(self._best()):
-                    self.finish()
+                self._cut(waits=True)
 
     def finish(self) -> None:
         """Cut the text at the best stop string there is."""
-        at, index = self._best()
-        if self.stop is None and at < math.inf:
-            self.stop = self._stops[index]
-            self.whole = self.whole[: int(at) + len(self.stop) * self._keeps_stop]
+        if self.stop is None:
+            self._cut(waits=False)
 
-    def _best(self) -> tuple[float, int]:
-        if self._from is None:
-            return math.inf, 0
-        found = [(self.whole.find(stop, self._from), index) for index, stop in enumerate(self._stops)]
-        return min(((at, index) for at, index in found if at >= 0), default=(math.inf, 0))
-
-    def _may_better(self, best: tuple[float, int]) -> bool:
-        """Whether a stop string that has begun would come before the best one."""
-        for at in range(self._from or 0, len(self.whole)):
-            for index, stop in enumerate(self._stops):
-                if (at, index) < best and stop.startswith(self.whole[at:]) and stop != self.whole[at:]:
-                    return True
-        return False
+    def _cut(self, *, waits: bool) -> None:
+        """Cut the text at its first stop string, unless one before may yet be completed and is waited for."""
+        for at in range(len(self.whole) if self._from is None else self._from, len(self.whole)):
+            for stop in self._stops:
+                if self.whole.startswith(stop, at):
+                    self.stop = stop
+                    self.whole = self.whole[: at + len(stop) * self._keeps_stop]
+                    return
+                if waits and stop.startswith(self.whole[at:]):
+                    return

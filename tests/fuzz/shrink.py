@@ -11,13 +11,7 @@ _KEPT = ("temperature", "seed", "max_tokens")  # without them there is more, or 
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], *, limit_s: float) -> Case:
-    """The smallest case found, within the time, that still fails.
-
-    Args:
-        case: fails.
-        fails: whether a case fails in the same way.
-        limit_s: seconds after which no more are tried.
-    """
+    """The smallest case found, within the time, that still ``fails`` in the same way."""
     end_s = time.monotonic() + limit_s
     index, is_smaller = 0, False
     while time.monotonic() < end_s:

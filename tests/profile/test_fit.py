@@ -1,8 +1,9 @@
 """Fitting: known coefficients come back from rows made with them, noise and failures of real tables included."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.profile.fit import attention_of, fit_chunks, fit_curve, fit_decodes, isotonic
@@ -12,9 +13,9 @@ SIZES = np.array([32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1280, 153
 KV = np.array([0, 512, 1024, 2048, 4096, 8192])
 
 
-def grid(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    a, b = np.meshgrid(first, second, indexing="ij")
-    return a.ravel().astype(float), b.ravel().astype(float)
+def grid(*axes: npt.ArrayLike) -> tuple[np.ndarray, ...]:
+    """The coordinates of each point."""
+    return tuple(axis.ravel().astype(float) for axis in np.meshgrid(*axes, indexing="ij"))
 
 
 def attention_s(q_len: np.ndarray, kv: np.ndarray, tile: int = 64) -> np.ndarray:
@@ -55,7 +56,7 @@ def test_slopes_that_rows_do_not_determine_are_not_believed() -> None:
 
 
 def test_decodes_come_back() -> None:
-    batch, kv = grid(np.array([1, 4, 16, 64]), np.array([64, 256, 1024, 4096]))
+    batch, kv = grid([1, 4, 16, 64], [64, 256, 1024, 4096])
     table = fit_decodes(batch, kv, 2e-5 + 1e-9 * batch * kv)
     np.testing.assert_allclose(table.a_s, 2e-5, rtol=1e-6)
     np.testing.assert_allclose(table.b_s, 1e-9 * np.array([1, 4, 16, 64]), rtol=1e-6)
@@ -63,7 +64,7 @@ def test_decodes_come_back() -> None:
 
 
 def test_short_decodes_of_another_regime_get_a_line() -> None:
-    batch, kv = grid(np.array([1, 4, 16]), np.array([16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]))
+    batch, kv = grid([1, 4, 16], [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384])
     table = fit_decodes(batch, kv, np.where(kv <= 256, 1e-5, 3e-5 + 1e-10 * batch * kv))
     assert table.short_kv == 256.0
     np.testing.assert_allclose(table.short_a_s, 1e-5, rtol=1e-6)
@@ -71,10 +72,7 @@ def test_short_decodes_of_another_regime_get_a_line() -> None:
 
 
 def test_mixed_batches_come_back() -> None:
-    chunk_s, batch, kv = (
-        axis.ravel()
-        for axis in np.meshgrid([1e-5, 5e-5, 3e-4], [1.0, 8.0, 64.0], [64.0, 1024.0, 16384.0, 65536.0], indexing="ij")
-    )
+    chunk_s, batch, kv = grid([1e-5, 5e-5, 3e-4], [1, 8, 64], [64, 1024, 16384, 65536])
     straggler = 1e-5 + 2e-8 * kv
     seconds = np.maximum(0.9 * chunk_s + 1e-6 * batch + 4e-9 * batch * kv, straggler)
     mixed = fit_mixed(chunk_s, batch, kv, seconds)
@@ -84,9 +82,7 @@ def test_mixed_batches_come_back() -> None:
 
 
 def test_decodes_beside_a_chunk_have_two_lines_where_one_does_not_explain_them() -> None:
-    lengths = [64, 256, 512, 1024, 2048, 4096, 8192, 16384]
-    sizes = [(c, n, kv) for c in (1e-5, 1e-4, 5e-4) for n in (1, 16, 64, 128) for kv in lengths]
-    chunk_s, batch, kv = np.array(sizes, dtype=np.float64).T
+    chunk_s, batch, kv = grid([1e-5, 1e-4, 5e-4], [1, 16, 64, 128], [64, 256, 512, 1024, 2048, 4096, 8192, 16384])
     work_s = chunk_s + batch * np.where(kv <= 1024, 4e-9 * kv, 12e-9 * kv - 8192e-9)
     mixed = fit_mixed(chunk_s, batch, kv, np.maximum(work_s, 1e-6 + 1e-8 * kv))
     assert mixed.decodes.short_kv == 1024
@@ -100,7 +96,6 @@ def test_a_curve_is_the_median_and_never_falls() -> None:
     assert curve.y[0] == 1.0 and curve.y[1] == curve.y[2] and curve.y[3] == 5.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 10.0)), min_size=1, max_size=30))
 def test_isotonic_is_the_nearest_that_never_falls(points: list[tuple[float, float]]) -> None:
     values, weights = (np.array(column) for column in zip(*points, strict=True))

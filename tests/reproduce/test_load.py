@@ -24,26 +24,19 @@ from examples.reproduce.load import (
 from examples.reproduce.result import Options
 from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_2048, WHOLE
 from examples.reproduce.timing import MODELS, kv_bytes, prefill_flops
-from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
+from tests.reproduce import made_up
 
 NEVER = math.nan
 
 
 def served(
-    arrival_s: list[float],
-    ttft_s: list[float],
-    *,
-    prompt_tokens: list[int] | None = None,
-    decode_s: float = 1.0,
-    end_s: float = 100.0,
+    arrival_s: list[float], ttft_s: list[float], *, prompt_tokens: list[int] | None = None, decode_s: float = 1.0
 ) -> Served:
     """A play in which each request decodes for so long, and NaN is a request without a first token."""
     count = len(arrival_s)
     trace = Trace(np.array(arrival_s), np.array(prompt_tokens or [1000] * count), np.full(count, 11))
-    first_s = trace.arrival_s + np.array(ttft_s)
-    finish_s = first_s + decode_s
-    return Served(trace, first_s, np.where(finish_s <= end_s, finish_s, np.nan), end_s, Gaps())
+    return made_up(trace, ttft_s, end_s=100.0, decode_s=decode_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +47,7 @@ class Fake:
     wait_s_per_qps: float
 
     def play(self, trace: Trace, *, stop_s: float) -> Served:
-        wait_s = self.wait_s_per_qps * len(trace) / stop_s
-        first_s = trace.arrival_s + np.where(trace.arrival_s + wait_s <= stop_s, wait_s, np.nan)
-        return Served(trace, first_s, first_s, stop_s, Gaps())
+        return made_up(trace, self.wait_s_per_qps * len(trace) / stop_s, end_s=stop_s)
 
 
 def test_load_draws_the_same_requests_at_any_share() -> None:

@@ -91,7 +91,6 @@ def played(system: LoongServe, trace: Trace) -> tuple[Served, list[Occupied]]:
         return system.play(trace), log
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Costs
 
 
@@ -102,7 +101,6 @@ def test_fit_within_a_node() -> None:
     assert (costs().fit[1:] >= 0).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Decisions
 
 
@@ -189,7 +187,6 @@ def test_fill_takes_what_ends_in_time() -> None:
     assert fill(costs(), queue, [0], left_s=0.9 * one_s, claim_tokens=10**7) == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A request alone
 
 
@@ -214,7 +211,6 @@ def test_one_alone(prompt: int) -> None:
     assert served.end_s == served.finish_s[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What every play keeps
 
 
@@ -278,7 +274,6 @@ def test_a_stopped_play_is_the_beginning() -> None:
     assert 0 < part.gaps.count < whole.gaps.count
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What it is known for
 
 

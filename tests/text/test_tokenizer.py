@@ -1,9 +1,11 @@
 """Loading, encoding and decoding, and the encoding of chat messages that hold special-token text."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -49,18 +51,16 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
     assert load_tokenizer(tmp_path).encode_chat(CHAT)[0] == "F"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[" * 100_000])
-def test_corrupt_tokenizer_json(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
-        load_tokenizer(tmp_path)
+CORRUPT = {
+    "tokenizer.json": ["", "{}", "[" * 100_000],
+    "tokenizer_config.json": ["[1]", "{", '{"chat_template": 3}', '{"chat_template": ["a"]}'],
+}
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"chat_template": 3}', '{"chat_template": ["a"]}'])
-def test_corrupt_tokenizer_config(tmp_path: Path, text: str) -> None:
-    save(tmp_path, byte_level())
-    (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in CORRUPT.items() for text in texts])
+def test_corrupt_files(tmp_path: Path, name: str, text: str) -> None:
+    (save(tmp_path, byte_level()) / name).write_text(text)
+    with pytest.raises(TokenizerError, match=re.escape(name)):
         load_tokenizer(tmp_path)
 
 
@@ -144,10 +144,8 @@ def test_what_the_decoder_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     class PanicError(BaseException):
         pass
 
-    def panic(*args: Any, **options: Any) -> str:
-        raise PanicError("index out of bounds")
-
     tokenizer = Tokenizer(byte_level())
+    panic = Mock(side_effect=PanicError("index out of bounds"))
     monkeypatch.setattr(tokenizer, "backend", SimpleNamespace(decode=panic))
     with pytest.raises(TokenizerError, match=r"^tokenizer cannot decode this: PanicError: index out of bounds$"):
         tokenizer.decode([1])

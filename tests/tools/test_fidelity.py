@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,36 +231,23 @@ def with_settings(path: Path, *, kv_cache: object = None, **settings: object) ->
     return path
 
 
-def without_file(path: Path, name: str) -> None:
-    (path / name).unlink()
-
-
-def without_column(path: Path, name: str) -> None:
-    file, column = name.split(":")
-    lines = [line.split(",") for line in (path / file).read_text().splitlines()]
-    at = lines[0].index(column)
-    (path / file).write_text("\n".join(",".join(line[:at] + line[at + 1 :]) for line in lines) + "\n")
-
-
-def with_word(path: Path, name: str) -> None:
-    (path / name).write_text((path / name).read_text().replace("mlp,16,", "mlp,16,x"))
-
-
 @pytest.mark.parametrize(
-    ("change", "name", "message"),
+    ("name", "words", "message"),
     [
-        (without_file, "profile/attention.csv.gz", r"profile has no attention\.csv; accepted: a folder"),
-        (without_file, "profile/per_sequence.csv", r"profile has no per_sequence\.csv"),
-        (without_file, "vllm_run/meta.json", r"vllm_run has no meta\.json"),
-        (without_column, "profile/dense.csv:time_us", r"dense\.csv lacks time_us; accepted: columns"),
-        (without_column, "vllm_run/requests.csv:queued_s", r"requests\.csv lacks queued_s"),
-        (with_word, "profile/dense.csv", r"dense\.csv has a value that is no number"),
+        ("profile/attention.csv.gz", None, r"profile has no attention\.csv; accepted: a folder"),
+        ("profile/per_sequence.csv", None, r"profile has no per_sequence\.csv"),
+        ("vllm_run/meta.json", None, r"vllm_run has no meta\.json"),
+        ("profile/dense.csv", ("time_us", "another"), r"dense\.csv lacks time_us; accepted: columns"),
+        ("vllm_run/requests.csv", ("queued_s", "another"), r"requests\.csv lacks queued_s"),
+        ("profile/dense.csv", ("mlp,16,", "mlp,16,x"), r"dense\.csv has a value that is no number"),
     ],
 )
-def test_what_is_wrong_in_a_folder_is_named(
-    copy: Path, change: Callable[[Path, str], None], name: str, message: str
-) -> None:
-    change(copy, name)
+def test_what_is_wrong_in_a_folder_is_named(copy: Path, name: str, words: tuple[str, str] | None, message: str) -> None:
+    """A file that is missing, and one with a word in place of another."""
+    if words is None:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_text((copy / name).read_text().replace(*words))
     with pytest.raises(ConfigError, match=message):
         fidelity(copy)
 
@@ -293,7 +280,6 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--run" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Live
 
 TOY = LiveOptions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,18 +29,17 @@ def decode_ms(spec: HardwareSpec, units: float, kv: float) -> float:
     return 1e3 * (min(long, short_a + short_b * kv) if kv < 4096 else long)
 
 
-def prompt_rows(spec: HardwareSpec) -> Iterator[tuple[object, ...]]:
-    for heads, own in HEADS:
-        for tokens in (16, 128, 1024, 4096, 8192, 16384):
-            yield 1, heads, own, tokens, 0, 1e3 * float(first_chunk_s(spec, tokens, heads=heads, head_dim=128))
-
-
 def write_tables(folder: Path, spec: HardwareSpec, *, unsplit: float = 1.0) -> None:
     """Tables that the spec explains; the keys of unshared heads take ``unsplit`` times as long."""
     sizes = [(m, n, k) for m in (1, 64, 200, 1024, 8192) for n in (1024, 6144) for k in (1024, 4096)]
     products = [(m, n, k, 1e3 * float(gemm_s(spec, m, n, k))) for m, n, k in sizes]
     write(folder / "gemm_x.csv", "m,n,k,latency", [*products, (9, 9, 9, 0.0)])
-    write(folder / "context_attention_x.csv", CONTEXT, list(prompt_rows(spec)))
+    prompts = [
+        (1, heads, own, tokens, 0, 1e3 * float(first_chunk_s(spec, tokens, heads=heads, head_dim=128)))
+        for heads, own in HEADS
+        for tokens in (16, 128, 1024, 4096, 8192, 16384)
+    ]
+    write(folder / "context_attention_x.csv", CONTEXT, prompts)
     rows = [
         (b, heads, own, kv, (unsplit if heads == own else 1.0) * decode_ms(spec, b * own, kv))
         for heads, own in HEADS

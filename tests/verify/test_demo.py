@@ -5,11 +5,11 @@ import json
 import tempfile
 from pathlib import Path
 from statistics import median
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
-from medha.outputs import RequestOutput
 from medha.verify import demo
 
 
@@ -17,27 +17,9 @@ def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    finished: list[RequestOutput] = []
-    again: list[RequestOutput] = []
-    results, comparison = demo.results, demo.comparison
-
-    def keep(outputs: list[RequestOutput], expected: dict[str, str]) -> list[dict[str, object]]:
-        finished.extend(outputs)
-        rows = results(outputs, expected)
-        assert rows[0]["prompt_tokens"] == 2048 and {row[""] for row in rows} == {"right"}
-        return rows
-
-    def compare(
-        fcfs: list[RequestOutput], lars: list[RequestOutput], expected: dict[str, str]
-    ) -> list[dict[str, object]]:
-        again.extend(fcfs)
-        rows = comparison(fcfs, lars, expected)
-        assert [row["request"] for row in rows] == names and {row["answers"] for row in rows} == {"right"}
-        return rows
-
-    names = ["document", "chat-1", "chat-2", "chat-3", "chat-4", "chat-5"]
-    monkeypatch.setattr(demo, "results", keep)
-    monkeypatch.setattr(demo, "comparison", compare)
+    results, comparison = Mock(wraps=demo.results), Mock(wraps=demo.comparison)
+    monkeypatch.setattr(demo, "results", results)
+    monkeypatch.setattr(demo, "comparison", comparison)
     out = io.StringIO()
     assert demo.run_demo(long_prompt_tokens=2048, console=Console(file=out, width=80), live=False) == 0
 
@@ -47,6 +29,14 @@ def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(
     assert all(len(line) <= 80 for line in lines if Path(line) not in traces)
     assert text.startswith("One document of 2,048 tokens with a fact hidden in it is read,")
     assert text.endswith("6 of 6 answers right.\n")
+
+    names = ["document", "chat-1", "chat-2", "chat-3", "chat-4", "chat-5"]
+    finished, expected = results.call_args.args
+    again, *others = comparison.call_args.args
+    rows = results(finished, expected)
+    assert rows[0]["prompt_tokens"] == 2048 and {row[""] for row in rows} == {"right"}
+    rows = comparison(again, *others)
+    assert [row["request"] for row in rows] == names and {row["answers"] for row in rows} == {"right"}
     answers = [output.outputs[0].text.strip() for output in finished]
     assert answers == ["7429-amber.", "31-plum.", "58-fern.", "07-jade.", "92-rust.", "64-opal."]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,18 +22,7 @@ from medha.models.reference import next_token_logprobs, random_weights
 from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from medha.verify.__main__ import chosen_layout, layout_of
 from medha.verify.kernels import dense_attention, largest_error, lse_limit, out_limit
-from medha.verify.rows import (
-    FAIL,
-    NOT_RUN,
-    PASS,
-    Row,
-    Setting,
-    attempted,
-    exact,
-    held,
-    not_run,
-    worst_of,
-)
+from medha.verify.rows import FAIL, NOT_RUN, PASS, Row, Setting, attempted, exact, held, not_run, worst_of
 from medha.verify.serving import compared, find_needle, memory_row, random_llama
 from medha.worker.runner import Runner
 from medha.worker.shard import choose_backend
@@ -102,20 +92,17 @@ def test_a_wrong_backend_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatc
     assert verdicts["needle"] == {PASS}
 
 
-def test_a_backend_that_raises_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raising(self: TorchBackend, *args: Any) -> None:
-        raise RuntimeError("no such kernel")
+RAISING = Mock(side_effect=RuntimeError("no such kernel"))
 
-    monkeypatch.setattr(TorchBackend, "run", raising)
+
+def test_a_backend_that_raises_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchBackend, "run", RAISING)
     rows = attempted("attention", kernels.attention_rows(TorchBackend(), torch.device("cpu"), [torch.float32]))
     assert [(row.verdict, row.figure) for row in rows] == [(FAIL, "RuntimeError: no such kernel")]
 
 
 def test_an_engine_that_fails_leaves_the_table_so_far(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    def raising(self: Runner, *args: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(Runner, "run", raising)
+    monkeypatch.setattr(Runner, "run", RAISING)
     done = command("verify", *QUICK)
     assert done.code == 4 and "no such kernel" in done.err
     assert "after merge" in done.out and "7 passed, 1 failed, 0 not run" in done.out
@@ -174,8 +161,7 @@ def output_of(prompt: list[int], rows_TV: torch.Tensor, tokens: list[int]) -> Re
         {i: Logprob(float(row[i]), rank=1) for i in row.topk(20).indices.tolist()} for row in rows_TV[len(prompt) - 1 :]
     ]
     completion = CompletionOutput(index=0, text=None, token_ids=tokens, logprobs=entries, finish_reason="length")
-    metrics = RequestMetrics(arrival=0.0)
-    return RequestOutput("0", None, prompt, [completion], True, metrics)
+    return RequestOutput("0", None, prompt, [completion], True, RequestMetrics(arrival=0.0))
 
 
 def test_parity_counts_wrong_tokens_and_log_probabilities() -> None:
@@ -193,8 +179,7 @@ def test_parity_counts_wrong_tokens_and_log_probabilities() -> None:
     assert judged(output_of(prompt, rows_TV + 1e-3, tokens)) == [PASS, FAIL]
     assert judged(output_of(prompt, rows_TV, [*tokens[:-1], (tokens[-1] + 1) % 512])) == [FAIL, PASS]
     assert judged(output_of(prompt, rows_TV * float("nan"), tokens))[1] == FAIL
-    short = output_of(prompt, rows_TV[:-1], tokens[:-1])
-    assert judged(short)[0] == FAIL
+    assert judged(output_of(prompt, rows_TV[:-1], tokens[:-1]))[0] == FAIL
 
 
 def test_a_layout_that_the_needle_does_not_fit_is_not_run(tmp_path: Path) -> None:
@@ -217,10 +202,10 @@ def test_a_needle_in_each_length_at_each_depth(tmp_path: Path, command: Command)
 def test_a_rank_that_holds_more_than_its_share_fails() -> None:
     parallel = ParallelConfig(kvp=2, spp=2)
     whole = 8192 * 4096
-    assert memory_row(parallel, 8192, [whole // 4] * 4).verdict == PASS
+    row: Row = memory_row(parallel, 8192, [whole // 4] * 4)
+    assert row.verdict == PASS
     assert memory_row(parallel, 8192, [whole // 4] * 3 + [whole // 3]).verdict == FAIL
     assert memory_row(parallel, 8192, [0] * 4).verdict == FAIL  # nothing was held, so nothing was measured
-    row: Row = memory_row(parallel, 8192, [whole // 4] * 4)
     assert (row.figure, row.limit) == ("25.0%", "29.1%")
 
 

@@ -1,4 +1,4 @@
-"""The figures under load on systems that take no time to play: claims answered, JSON, drawing."""
+"""All figures, those under load on systems that take no time to play: claims answered, JSON, drawing."""
 
 import json
 from collections.abc import Callable
@@ -13,55 +13,51 @@ from examples.reproduce.claims import load_claims
 from examples.reproduce.figures import capacity, layouts
 from examples.reproduce.load import LONG_TOKENS, Load, Served, System
 from examples.reproduce.report import FIGURES, run_figure, save
-from examples.reproduce.result import Options
+from examples.reproduce.result import VERDICTS, Options
 from examples.reproduce.systems import LOONGSERVE, MEDHA
-from medha.sim.outcome import Gaps
-from tests.reproduce import HAS_MATPLOTLIB, PLAYED
+from tests.reproduce import HAS_MATPLOTLIB, made_up
 
 OPTIONS = Options(quick=True)
+Serve = Callable[[System, Load], Served]
 
 
 def fake(system: System, asked: Load) -> Served:
     """Short requests wait 0.35 s on Medha and 10.5 s elsewhere, long ones 100 s; a token takes 10 and 50 ms."""
-    trace = asked.trace()
-    is_ours = system.label.startswith("Medha")
+    trace, is_ours = asked.trace(), system.label.startswith("Medha")
     ttft_s = np.where(trace.prompt_tokens > LONG_TOKENS, 100.0, 0.35 if is_ours else 10.5)
-    ttft_s[trace.arrival_s + ttft_s > asked.window_s] = np.nan
-    first_s = trace.arrival_s + ttft_s
-    finish_s = first_s + (0.01 if is_ours else 0.05) * (trace.output_tokens - 1)
-    gaps = Gaps()
-    gaps.add(0.01)
-    return Served(trace, first_s, np.where(finish_s <= asked.window_s, finish_s, np.nan), asked.window_s, gaps)
+    decode_s = (0.01 if is_ours else 0.05) * (trace.output_tokens - 1)
+    served = made_up(trace, ttft_s, end_s=asked.window_s, decode_s=decode_s)
+    served.gaps.add(0.01)
+    return served
 
 
 def nothing(system: System, asked: Load) -> Served:
     """Nobody gets a token."""
-    trace = asked.trace()
-    never = np.full(len(trace), np.nan)
-    return Served(trace, never, never, asked.window_s, Gaps())
+    return made_up(asked.trace(), np.nan, end_s=asked.window_s)
 
 
-def patched(monkeypatch: pytest.MonkeyPatch, serve: Callable[[System, Load], Served]) -> None:
-    """Have all figures play on this."""
+def patched(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+    """Have the figures under load, which would play traces for a minute, play on this."""
     monkeypatch.setattr(load, "serve", serve)
     monkeypatch.setattr(layouts, "serve", serve)
 
 
-@pytest.mark.parametrize("name", sorted(PLAYED))
-def test_claims_are_answered_and_numbers_drawn(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    patched(monkeypatch, fake)
-    result, rows = run_figure(FIGURES[name], load_claims(), OPTIONS)
-    assert all(row.sentence.endswith(".") and "nan" not in row.sentence for row in rows)
-    json.dumps([asdict(panel) for panel in result.panels], allow_nan=False)
+@pytest.mark.parametrize(
+    ("name", "serve"), [*((name, fake) for name in FIGURES), ("capacity", nothing), ("pools", nothing)]
+)
+def test_each_figure_answers_its_claims_and_is_drawn(
+    name: str, serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    patched(monkeypatch, serve)
+    claims = load_claims()
+    result, rows = run_figure(FIGURES[name], claims, OPTIONS)
+    assert [row.claim.id for row in rows] == [one.id for one in claims if one.figure == name]
+    for row in rows:
+        assert row.verdict in VERDICTS
+        assert row.sentence.endswith(".") and (serve is nothing or "nan" not in row.sentence), row.claim.id
+    panels = [asdict(panel) for panel in result.panels]
+    assert panels and json.loads(json.dumps([panels, [row.ours for row in rows]], allow_nan=False))
     assert save(result.panels, tmp_path / "figure.png") == HAS_MATPLOTLIB
-
-
-@pytest.mark.parametrize("name", ["capacity", "pools"])
-def test_claims_are_answered_where_nobody_gets_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, nothing)
-    result, rows = run_figure(FIGURES[name], load_claims(), OPTIONS)
-    json.dumps([[asdict(panel) for panel in result.panels], [row.ours for row in rows]], allow_nan=False)
-    assert all(row.verdict for row in rows)
 
 
 ANSWERS: dict[str, dict[str, object]] = {
