@@ -18,13 +18,6 @@ FIRST = Batch(0, (Row(0, 0, 8, False, False),))
 SECOND = Batch(1, (Row(1, 30, 1, True, True), Row(0, 8, 4, False, True)))
 
 
-def record() -> Timeline:
-    timeline = Timeline()
-    timeline.record(FIRST, 1.0, 1.5, ["request-0"])
-    timeline.record(SECOND, 1.5, 1.5125, ["request-1", "request-0"])
-    return timeline
-
-
 def written(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
     """The events of the file that a timeline writes."""
     timeline.write(path)
@@ -33,16 +26,16 @@ def written(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
         assert data[:2] == b"\x1f\x8b"
         data = gzip.decompress(data)
 
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    trace = json.loads(data.decode("ascii"), parse_constant=refuse)
+    trace = json.loads(data.decode("ascii"), parse_constant=pytest.fail)
     assert set(trace) == {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] == "ms"
     return trace["traceEvents"]
 
 
 def test_names_places_and_durations(tmp_path: Path) -> None:
-    events = written(record(), tmp_path / "a.json")
+    timeline = Timeline()
+    timeline.record(FIRST, 1.0, 1.5, ["request-0"])
+    timeline.record(SECOND, 1.5, 1.5125, ["request-1", "request-0"])
+    events = written(timeline, tmp_path / "a.json")
     names = [(e["name"], e["pid"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names == [
         ("process_name", 0, 0, "stages"),

@@ -412,9 +412,8 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run_rows: Command, tmp_p
     assert done.code == 3
     wrong, ignored, text = done.err.splitlines()
     assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
-    assert re.fullmatch(
-        r"medha: \d of 9 requests in .*in.jsonl cannot be run; the first is line 2: a request: .*", wrong
-    )
+    where = f"in {tmp_path}/in.jsonl cannot be run; the first is line 2: a request: "
+    assert re.fullmatch(rf"medha: \d of 9 requests {where}.*", wrong)
     assert text == "medha: 2 of 9 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
