@@ -20,7 +20,6 @@ def test_defaults() -> None:
     assert config == EngineConfig("folder")
     assert config.cache == CacheConfig(256, None, None, 0.9)
     assert config.scheduler == SchedulerConfig("medha", "priority", 256, 2048, None, None)
-    assert SchedulerConfig("sarathi").chunk_size == 512
 
 
 @pytest.mark.parametrize(
@@ -247,12 +246,9 @@ def test_bad_model(model: Any) -> None:
     assert str(caught.value) == f"model={model!r}; accepted: a folder or a hub id"
 
 
-def test_pool_sized_two_ways() -> None:
+def test_sizes_of_the_pool() -> None:
     with pytest.raises(ConfigError, match=r"^num_kv_blocks and kv_memory both size the KV pool; give one of them$"):
         EngineConfig.from_flat("m", num_kv_blocks=4, kv_memory=1 << 20)
-
-
-def test_kv_bytes_per_token() -> None:
     llama3_8b = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 8192, RopeConfig(theta=500000.0))
     assert llama3_8b.kv_bytes_per_token(2) == 128 * 1024
 

@@ -134,9 +134,8 @@ def test_chat(llm: LLM) -> None:
     ):
         assert token_ids(outputs) == token_ids([truth])
         assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (rendered, truth.prompt_token_ids)
-    two = llm.chat([conversation, [{"role": "user", "content": "x"}]], GREEDY)
-    assert len(two) == 2
-    assert two[0].outputs == outputs[0].outputs
+    first, _ = llm.chat([conversation, [{"role": "user", "content": "x"}]], GREEDY)
+    assert first.outputs == outputs[0].outputs
 
 
 def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(bytes_model: Model) -> None:
@@ -245,9 +244,8 @@ def test_default_sampling_params(
     with small(folder) as llm:
         params = llm.get_default_sampling_params()
         assert {name: getattr(params, name) for name in defaults} == defaults
-        (implicit,) = llm.generate(TEXTS[0], SamplingParams(seed=3))
-        (explicit,) = llm.generate(TEXTS[0], SamplingParams(seed=3, **defaults))
-        (other,) = llm.generate(TEXTS[0], SamplingParams(seed=3, temperature=1.9, top_p=1.0, top_k=0))
+        given = [SamplingParams(seed=3, **its) for its in ({}, defaults, {"temperature": 1.9, "top_p": 1, "top_k": 0})]
+        implicit, explicit, other = llm.generate([TEXTS[0]] * 3, given)
     assert implicit.outputs == explicit.outputs
     assert implicit.outputs != other.outputs
 
@@ -453,8 +451,7 @@ def test_close_frees_everything(needle: Model) -> None:
         else:
             del llm
         gc.collect()
-        assert model() is None
-        assert pool() is None
+        assert model() is pool() is None
         most.append(count())
         wait_until(is_as_before)  # a thread that has been joined may be there yet for the kernel
 
@@ -469,8 +466,7 @@ def check_partial(outputs: list[RequestOutput], expected: list[list[int]], reaso
     """Of four requests the second was done, and the others had four tokens."""
     assert [output.prompt for output in outputs] == TEXTS
     assert [output.outputs[0].finish_reason for output in outputs] == [reason, "length", reason, reason]
-    lengths = [4, 3, 4, 4]
-    assert token_ids(outputs) == [tokens[:n] for tokens, n in zip(expected, lengths, strict=True)]
+    assert token_ids(outputs) == [tokens[:n] for tokens, n in zip(expected, [4, 3, 4, 4], strict=True)]
 
 
 def test_interrupt(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
