@@ -54,11 +54,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 
 # What is done to the folder, or the options that it is loaded with, and the error with parts of its message.
 REFUSED: dict[str, tuple[Callable[[Path], object] | dict[str, Any], type[Exception], list[str]]] = {
-    "unknown policy": (
-        {"policy": "larz"},
-        ConfigError,
-        ["policy='larz'; accepted: edf, fcfs", "; did you mean lars?"],
-    ),
+    "unknown policy": ({"policy": "larz"}, ConfigError, ["policy='larz'; accepted: edf, fcfs", "; did you mean lars?"]),
     "unknown architecture": (
         lambda folder: edit_json(folder / "config.json", architectures=["GPT2LMHeadModel"]),
         UnsupportedModelError,

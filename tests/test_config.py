@@ -16,10 +16,15 @@ from medha.errors import ConfigError
 
 
 def test_defaults() -> None:
+    """The scheduler of vLLM has the budget of the batch alone."""
     config = EngineConfig.from_flat("folder")
     assert config == EngineConfig("folder")
     assert config.cache == CacheConfig(256, None, None, 0.9)
     assert config.scheduler == SchedulerConfig("medha", "priority", 256, 2048, None, None)
+    chunks = {name: SchedulerConfig(name).chunk_size for name in ("medha", "sarathi", "vllm")}
+    assert chunks == {"medha": None, "sarathi": 512, "vllm": 2048}
+    assert SchedulerConfig("vllm", max_batch_tokens=100).chunk_size == 100
+    assert SchedulerConfig("vllm", chunk_size=64).chunk_size == 64
 
 
 @pytest.mark.parametrize(
@@ -101,13 +106,6 @@ def test_max_kv_per_group_is_taken_in_whole_blocks(caplog: pytest.LogCaptureFixt
         "max_kv_per_group=30000 is taken as 29952, blocks of 256 tokens",
         "max_kv_per_group=100 is taken as 256, blocks of 256 tokens",
     ]
-
-
-def test_vllm_has_the_budget_of_the_batch_alone() -> None:
-    chunks = {name: SchedulerConfig(name).chunk_size for name in ("medha", "sarathi", "vllm")}
-    assert chunks == {"medha": None, "sarathi": 512, "vllm": 2048}
-    assert SchedulerConfig("vllm", max_batch_tokens=100).chunk_size == 100
-    assert SchedulerConfig("vllm", chunk_size=64).chunk_size == 64
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,11 @@ def test_min_tokens_above_max_tokens() -> None:
     assert caught.value.param == "min_tokens"
 
 
-def test_stop_lists_become_tuples() -> None:
+def test_stop_lists_become_tuples_and_need_text() -> None:
+    SamplingParams(detokenize=False, stop_token_ids=[1])
+    with pytest.raises(ValidationError, match=r"^stop=") as caught:
+        SamplingParams(detokenize=False, stop="a")
+    assert caught.value.param == "stop"
     assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
     assert SamplingParams(stop=["ab"]) == SamplingParams(stop="ab") == SamplingParams(stop=("ab",))
     assert SamplingParams().stop == ()
@@ -142,13 +146,6 @@ def test_stop_lists_become_tuples() -> None:
     mine.append("")
     assert params.stop == ("ab",)
     assert refuse("stop", ["ok", "", "bad"]).value == ["ok", "", "bad"]
-
-
-def test_stop_strings_need_text() -> None:
-    SamplingParams(detokenize=False, stop_token_ids=[1])
-    with pytest.raises(ValidationError, match=r"^stop=") as caught:
-        SamplingParams(detokenize=False, stop="a")
-    assert caught.value.param == "stop"
 
 
 def test_resolve_takes_the_request_then_the_model_then_the_class() -> None:

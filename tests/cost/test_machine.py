@@ -73,16 +73,13 @@ def test_without_a_profile_it_is_a_spec_for_the_hardware_with_the_same_key(model
     assert default.host_s == load_spec("cpu").host_s
 
 
-def test_a_cpu_is_so_many_threads() -> None:
+def test_a_cpu_is_so_many_threads_and_a_gpu_has_the_spec_of_its_name() -> None:
     model = dataclasses.replace(MODEL, hidden_size=2048, intermediate_size=8192)
     one, four = (stage_coefficients(spec_of_device(None, n), model, ParallelConfig(), 0, dtype_bytes=4) for n in (1, 4))
     weights = 4 * (2048 * (64 + 2 * 32 + 64) + 3 * 2048 * 8192)  # of the layers; a token reads each, 4 bytes at 6 GB/s
     assert one.linear.y[0] >= weights * 4 / 6e9
     assert one.linear.y[-1] == pytest.approx(2 * weights * one.linear.x[-1] / 4e10, rel=0.05)
     assert Line(one.linear).slope[-1] == pytest.approx(4 * Line(four.linear).slope[-1], rel=1e-3)
-
-
-def test_a_gpu_has_the_spec_of_its_name() -> None:
     for device, name in {"A100-SXM4-80GB": "a100-80g", "H200": "h200-141g", "GeForce RTX 4090": "a100-80g"}.items():
         assert spec_of_device(f"NVIDIA {device}", 1) == load_spec(name)
 

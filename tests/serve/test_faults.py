@@ -83,9 +83,7 @@ def test_a_slow_reader_holds_up_itself_alone(server: Server) -> None:
     assert ends.count("length") == 4 and sum(sizes) == 4000 and max(sizes) > 64
 
 
-def test_who_takes_nothing_for_long_is_let_go(
-    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_takes_nothing_for_long_is_let_go(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
     """As soon as the answer is larger than what sockets hold."""
     monkeypatch.setattr(web, "READER_S", 0.5)
     server = start(bytes_model.engine(num_blocks=512))

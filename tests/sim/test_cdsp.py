@@ -113,7 +113,10 @@ def test_rates_are_found_and_used(command: Command, tmp_path: Path, capsys: pyte
         (("--sp-sizes", "3"), "sp_sizes=(3,); accepted: ascending powers of two"),
         (("--sp-sizes", "1,16"), "sp_sizes='1,16'; accepted: ascending powers of two up to kvp=8"),
         (("--improvement-rate", "1.5"), "improvement_rate=1.5; accepted: a number from 0 to below 1"),
-        (("--improvement-rate", "no.json"), "improvement_rate='no.json' (No such file or directory); accepted: a num"),
+        (
+            ("--improvement-rate", "no.json"),
+            "improvement_rate='no.json' (No such file or directory); accepted: a number",
+        ),
         (("--plan-order", "no"), "policy='no'; accepted:"),
     ],
 )

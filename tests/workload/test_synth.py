@@ -98,13 +98,6 @@ def test_arrivals_have_rate_and_burstiness(process: str, burstiness: float, cv: 
         assert stats["burstiness"] == pytest.approx(burstiness, rel=2 * NEAR)
 
 
-def test_uniform_and_at_once_are_exact() -> None:
-    rng, _ = generators(0)
-    assert arrival_times("uniform", rng, qps=4.0, num_requests=3).tolist() == [0.0, 0.25, 0.5]
-    assert arrival_times("uniform", rng, qps=4.0, duration_s=1.0).tolist() == [0.0, 0.25, 0.5, 0.75]
-    assert arrival_times("at-once", rng, num_requests=2).tolist() == [0.0, 0.0]
-
-
 def test_a_duration_is_the_beginning_of_a_longer_one() -> None:
     """Whichever of both ends it, and whether or not more gaps than expected were needed."""
     for seed in range(20):
@@ -135,7 +128,11 @@ def test_sessions_resend_their_history() -> None:
     assert reuse > 0.5
 
 
-def test_arrivals_of_a_trace() -> None:
+def test_uniform_arrivals_those_at_once_and_those_of_a_trace_are_exact() -> None:
+    rng, _ = generators(0)
+    assert arrival_times("uniform", rng, qps=4.0, num_requests=3).tolist() == [0.0, 0.25, 0.5]
+    assert arrival_times("uniform", rng, qps=4.0, duration_s=1.0).tolist() == [0.0, 0.25, 0.5, 0.75]
+    assert arrival_times("at-once", rng, num_requests=2).tolist() == [0.0, 0.0]
     times = np.array([0.0, 1.0, 3.0, 4.0])
     trace = Trace(times, np.ones(4, int), np.ones(4, int))
     assert synthesize("fixed:1,1", trace).arrival_s.tolist() == times.tolist()
