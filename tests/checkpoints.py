@@ -5,6 +5,7 @@ attention, and half the prompts do not notice a merge with the wrong base.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,8 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
     "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
-LLAMA3_ROPE = LLAMA3 | {"rope_theta": 500000.0}
-YARN_ROPE = YARN | {"rope_theta": 10000.0}
 
 
 @dataclass(frozen=True)
@@ -40,16 +37,13 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+_llama = partial(Family, transformers.LlamaForCausalLM, transformers.LlamaConfig)
 FAMILIES: dict[str, Family] = {
-    "llama": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig),
-    "llama-llama3": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
-    "llama-yarn": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig, {"rope_parameters": YARN_ROPE}),
-    "llama-linear": Family(
-        transformers.LlamaForCausalLM,
-        transformers.LlamaConfig,
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-    ),
-    "llama-bias": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig, {"attention_bias": True}),
+    "llama": _llama(),
+    "llama-llama3": _llama({"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
+    "llama-yarn": _llama({"rope_parameters": YARN | {"rope_theta": 10000.0}}),
+    "llama-linear": _llama({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-bias": _llama({"attention_bias": True}),
     "mistral": Family(
         transformers.MistralForCausalLM, transformers.MistralConfig, {"sliding_window": None, "head_dim": 32}
     ),

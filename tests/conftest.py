@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, settings
 from medha.__main__ import app
 from medha.cli.command import run_app
 from medha.cpu import library
+from medha.models.needle import write_needle
 from tests.commands import Command, Done
 from tests.parallel.workers import WorkerPool
-from tests.serving import Case, Model, make_byte_model, make_case, make_needle_model
+from tests.serving import Case, Model, load_model, make_byte_model, make_case
 
 _END_S = 300.0
 
@@ -65,15 +66,15 @@ def workers() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
-def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The byte model, shared by all tests: whoever spoils its folder takes a copy."""
-    return make_byte_model(tmp_path_factory.mktemp("bytes"))
+def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The needle model."""
+    return load_model(write_needle(tmp_path_factory.mktemp("needle")))
 
 
 @pytest.fixture(scope="session")
-def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The needle model."""
-    return make_needle_model(tmp_path_factory.mktemp("needle"))
+def bytes_model(tmp_path_factory: pytest.TempPathFactory, needle: Model) -> Model:
+    """The byte model, shared by all tests: whoever spoils its folder takes a copy."""
+    return make_byte_model(tmp_path_factory.mktemp("bytes"), needle.folder / "tokenizer.json")
 
 
 @pytest.fixture(scope="session")
@@ -85,12 +86,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The library of the CPU's kernels is looked for again, and again after the test."""
-    for found in (library.library, library.function):
-        found.cache_clear()
+    library.library.cache_clear()
+    library.function.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    for found in (library.library, library.function):
-        found.cache_clear()
+    library.library.cache_clear()
+    library.function.cache_clear()
 
 
 @pytest.fixture

@@ -94,14 +94,12 @@ def make_engine(
 
 
 def on_threads(*counts: int) -> Iterator[None]:
-    """Once for each number of threads that torch may use, and then as before."""
+    """Once for each number of threads that torch may use, and then as before; it is one again after every test."""
     before = torch.get_num_threads()
-    try:
-        for count in counts:
-            torch.set_num_threads(count)
-            yield
-    finally:
-        torch.set_num_threads(before)
+    for count in counts:
+        torch.set_num_threads(count)
+        yield
+    torch.set_num_threads(before)
 
 
 def submitted(engine: Engine) -> list[Batch]:

@@ -16,7 +16,7 @@ import pytest
 
 from medha.engine.engine import Engine
 from medha.models.decoder import Decoder
-from medha.models.needle import make_haystack, write_needle
+from medha.models.needle import make_haystack
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer, load_tokenizer
@@ -50,20 +50,14 @@ class Model:
         return make_engine(self.decoder, tokenizer=self.tokenizer if with_tokenizer else None, **options)
 
 
-def make_byte_model(folder: Path) -> Model:
+def make_byte_model(folder: Path, tokenizer: Path) -> Model:
     """A random Llama whose tokens are bytes, with a tokenizer and a chat template, written and loaded."""
     reference = make_checkpoint(folder, "llama", seed=1, vocab_size=256)
-    shutil.copy(write_needle(folder / "needle") / "tokenizer.json", folder)
-    shutil.rmtree(folder / "needle")
+    shutil.copy(tokenizer, folder)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     (folder / "generation_config.json").unlink()
     return load_model(folder, reference)
-
-
-def make_needle_model(folder: Path) -> Model:
-    """The needle model, written and loaded."""
-    return load_model(write_needle(folder))
 
 
 def load_model(folder: Path, reference: Any = None) -> Model:

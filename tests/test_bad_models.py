@@ -37,11 +37,9 @@ def folder(bytes_model: Model, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_: object, **__: object) -> None:
-        raise AssertionError("a weight was read, or memory taken for one, before the folder was checked")
-
+    said = "a weight was read, or memory taken for one, before the folder was checked"
     for name in ("load_parameters", "build_decoder", "KVCache"):
-        monkeypatch.setattr(medha.worker.shard, name, forbidden)
+        monkeypatch.setattr(medha.worker.shard, name, lambda *_, **__: pytest.fail(said))
 
 
 FILE = "model.safetensors"
@@ -54,48 +52,43 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(tensors, folder / FILE)
 
 
-def truncate(folder: Path) -> None:
-    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-4])
-
-
-# What is done to the folder, with which options it is loaded, and the error.
-REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exception], tuple[str, ...]]] = {
-    "unknown policy": (
-        lambda folder: None,
-        {"policy": "larz"},
-        ConfigError,
-        ("policy='larz'; accepted: edf, fcfs", "; did you mean lars?"),
-    ),
+# What is done to the folder, or the options that it is loaded with, and the error with parts of its message.
+REFUSED: dict[str, tuple[Callable[[Path], object] | dict[str, Any], type[Exception], list[str]]] = {
+    "unknown policy": ({"policy": "larz"}, ConfigError, ["policy='larz'; accepted: edf, fcfs", "; did you mean lars?"]),
     "unknown architecture": (
         lambda folder: edit_json(folder / "config.json", architectures=["GPT2LMHeadModel"]),
-        {},
         UnsupportedModelError,
-        ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"),
+        ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"],
     ),
     "corrupt tokenizer.json": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        {},
         TokenizerError,
-        ("tokenizer.json",),
+        ["tokenizer.json"],
     ),
     "tokenizer larger than the embedding": (
         lambda folder: edit_json(folder / "config.json", vocab_size=255),
-        {},
         TokenizerError,
-        ("ids up to 255", "the embedding has 255 rows"),
+        ["ids up to 255", "the embedding has 255 rows"],
     ),
-    "truncated": (truncate, {}, WeightsError, ("model.safetensors: ", "file not fully covered (the file has ")),
+    "truncated": (
+        lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-4]),
+        WeightsError,
+        ["model.safetensors: ", "file not fully covered (the file has "],
+    ),
     "missing tensor": (
         lambda folder: rewrite(folder, lambda tensors: tensors.pop(NORM)),
-        {},
         WeightsError,
-        ("1 tensors missing", NORM),
+        ["1 tensors missing", NORM],
     ),
     "another shape": (
-        lambda folder: None,
         {"hf_overrides": {"intermediate_size": 100, "head_dim": 8}},
         WeightsError,
-        ("of wrong shape", "and 11 more"),
+        ["of wrong shape", "and 11 more"],
+    ),
+    "hub id without network": (
+        {"model": "nobody/nothing-of-that-name"},
+        ModelLoadError,
+        ["nobody/nothing-of-that-name", "no such folder here"],
     ),
 }
 
@@ -103,18 +96,15 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exceptio
 @pytest.mark.usefixtures("_no_weight_is_read")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_wrong_is_refused_before_a_weight_is_read(folder: Path, case: str) -> None:
-    """Of wrong files beside the weights, where there are none."""
-    spoil, options, error, parts = REFUSED[case]
-    spoil(folder)
+    """Of wrong files beside the weights, where there are none. The message is short, and a command line would exit
+    with 2."""
+    wrong, error, parts = REFUSED[case]
+    if callable(wrong):
+        wrong(folder)
     if error is not WeightsError:
         (folder / FILE).unlink()
-    refused(folder, error, *parts, **options)
-
-
-def refused(model: Any, error: type[Exception], *parts: str, **options: Any) -> None:
-    """The exact class is raised, its message holds every part and is short, and a command line would exit with 2."""
     with pytest.raises(ConfigError) as caught:
-        LLM(model, **{**OPTIONS, **options})
+        LLM(**{"model": folder, **OPTIONS, **(wrong if isinstance(wrong, dict) else {})})
     assert type(caught.value) is error, caught.value
     for part in parts:
         assert part in str(caught.value)
@@ -125,11 +115,6 @@ def refused(model: Any, error: type[Exception], *parts: str, **options: Any) -> 
 def edit_json(path: Path, **changes: Any) -> None:
     fields = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**fields, **changes}))
-
-
-@pytest.mark.usefixtures("_no_weight_is_read")
-def test_hub_id_without_network() -> None:
-    refused("nobody/nothing-of-that-name", ModelLoadError, "nobody/nothing-of-that-name", "no such folder here")
 
 
 # -- what is allowed, or shows only when it runs ---------------------------------------------------------------

@@ -56,6 +56,7 @@ def refused(
     return caught.value
 
 
+HI = {"role": "user", "content": "hi"}
 PROMPTS: dict[str, tuple[Any, str, str]] = {
     "empty text": ("", "prompt", r"^prompt='' has no token; accepted: at least one$"),
     "empty ids": ([], "prompt_token_ids", r"^prompt_token_ids=\[\] has no token; accepted: at least one$"),
@@ -73,30 +74,21 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
     "no messages": ({"messages": []}, "messages", "non-empty list"),
     "mapping as messages": ({"messages": {"role": "user"}}, "messages", "^messages of type dict; accepted: a list"),
     "tools beside text": ({"prompt": "a", "tools": [{}]}, "tools", "^tools beside prompt; accepted: beside messages$"),
-    "tools that are none": (
-        {"messages": [{"role": "u", "content": "a"}], "tools": 5},
-        "tools",
-        "^tools=5; accepted: a",
-    ),
+    "tools that are none": ({"messages": [HI], "tools": 5}, "tools", "^tools=5; accepted: a"),
     "message without role": ({"messages": [{"content": "hi"}]}, "messages", "role"),
     "lone surrogate": ("a\ud800", "prompt", "lone surrogate"),
-    **{
-        f"id {shown}": (
-            {"prompt_token_ids": ids},
-            "prompt_token_ids",
-            rf"^prompt_token_ids\[{at}\]={shown}; accepted: int",
-        )
-        for ids, at, shown in (
-            ([300, True], 0, "300"),
-            ([1, True, 300], 1, "True"),
-            ([1, 2**70], 1, 2**70),
-            (np.array([1, 2, 256, -1]), 2, "256"),
-            (np.array([1, 2**63], np.uint64), 1, 2**63),
-            (torch.tensor([1, -7]), 1, "-7"),
-            (torch.tensor([1.5], dtype=torch.bfloat16), 0, "1.5"),
-        )
-    },
 }
+for _ids, _at, _shown in (
+    ([300, True], 0, "300"),
+    ([1, True, 300], 1, "True"),
+    ([1, 2**70], 1, 2**70),
+    (np.array([1, 2, 256, -1]), 2, "256"),
+    (np.array([1, 2**63], np.uint64), 1, 2**63),
+    (torch.tensor([1, -7]), 1, "-7"),
+    (torch.tensor([1.5], dtype=torch.bfloat16), 0, "1.5"),
+):
+    _message = rf"^prompt_token_ids\[{_at}\]={_shown}; accepted: int"
+    PROMPTS[f"id {_shown}"] = ({"prompt_token_ids": _ids}, "prompt_token_ids", _message)
 
 
 @pytest.mark.parametrize("case", PROMPTS)
@@ -183,12 +175,8 @@ def test_bad_parameters(llm: LLM, engine: Engine) -> None:
         refused(engine, "slo", "accepted: SLO", slo=bad)
         with pytest.raises(ValidationError, match="accepted: SLO"):
             llm.generate("good", slo=bad)
-    for name, bad, at in (
-        ("stop_token_ids", [3, 256], 1),
-        ("allowed_token_ids", [1, 256], 1),
-        ("logit_bias", {256: 1.0}, 0),
-    ):
-        message = rf"{name}\[{at}\]=256; accepted: integers from 0 to 255"
+    for name, bad in (("stop_token_ids", [3, 256]), ("allowed_token_ids", [1, 256]), ("logit_bias", {256: 1.0})):
+        message = rf"{name}\[{len(bad) - 1}\]=256; accepted: integers from 0 to 255"
         refused(engine, name, message, params=SamplingParams(**{name: bad}))
 
 
@@ -216,10 +204,9 @@ def test_the_kv_capacity_of_groups() -> None:
     """Two groups, each of which takes up to 32 tokens of a request, though its pool has 256."""
     config = SchedulerConfig("sarathi", max_kv_per_group=32)
     scheduler = new_scheduler(config, num_blocks=16, num_groups=2, predictor=by_tokens())
+    given: Any = {"slo": None, "limits": ModelLimits(256, 999), "tokenizer": None, "kv": scheduler.memory}
     with pytest.raises(KVCapacityError) as caught:
-        prepare_request(
-            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, kv=scheduler.memory
-        )
+        prepare_request("bad", [1] * 65, None, **given)
     assert str(caught.value) == (
         "65 prompt tokens and max_tokens=16 need 80 tokens of KV cache; "
         "accepted: at most 64, 32 on each of 2 groups, or more with a larger max_kv_per_group"
@@ -236,8 +223,7 @@ def test_max_tokens_of_none_is_what_there_is_room_for(engine: Engine, length: in
 
 
 @pytest.mark.parametrize(
-    ("bad", "kind"),
-    [([7, -1], ValidationError), ([1] * 500, ContextLengthError), ([1] * 300, KVCapacityError)],
+    ("bad", "kind"), [([7, -1], ValidationError), ([1] * 500, ContextLengthError), ([1] * 300, KVCapacityError)]
 )
 @pytest.mark.usefixtures("engine")
 def test_one_bad_prompt_among_many(llm: LLM, bad: list[int], kind: type[ValidationError]) -> None:
@@ -252,7 +238,7 @@ def test_one_bad_prompt_among_many(llm: LLM, bad: list[int], kind: type[Validati
     [
         ("text", None, "prompt"),
         ({"prompt": "text"}, None, "prompt"),
-        ({"messages": [{"role": "user", "content": "hi"}]}, None, "messages"),
+        ({"messages": [HI]}, None, "messages"),
         ([1, 2], SamplingParams(stop="x"), "stop"),
     ],
 )
@@ -264,12 +250,10 @@ def test_text_without_a_tokenizer(bytes_model: Model, prompt: Any, params: Sampl
 
 def test_chat_without_a_template(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
-    refused(engine, "messages", "has no chat template", {"messages": [{"role": "user", "content": "hi"}]})
+    refused(engine, "messages", "has no chat template", {"messages": [HI]})
 
 
-@pytest.mark.parametrize(
-    "messages", ["hi", {"role": "user", "content": "hi"}, [[]], [["hi"]], [[{"role": "user"}]], [5]]
-)
+@pytest.mark.parametrize("messages", ["hi", HI, [[]], [["hi"]], [[{"role": "user"}]], [5]])
 @pytest.mark.usefixtures("engine")
 def test_bad_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(ValidationError) as caught:

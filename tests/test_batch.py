@@ -34,8 +34,6 @@ SWAPPED = Batch(
     swaps_out=(Swap(0, 8, 0, 2), Swap(1, 5, 7, 1)),
     swaps_in=(Swap(0, 3, 2, 3),),
 )
-ROW_FIELDS = ("slot", "position", "q_len", "group", "num_groups")
-EXTENT_FIELDS = ("slot", "first", "count", "group")
 INT32 = st.integers(-(2**31), 2**31 - 1)
 EXTENTS = st.lists(st.builds(Extent, INT32, INT32, INT32, INT32), max_size=4).map(tuple)
 SWAPS = st.lists(st.builds(Swap, INT32, INT32, INT32, INT32), max_size=4).map(tuple)
@@ -97,12 +95,9 @@ def test_printing() -> None:
     assert "\n".join(map(str, (BATCH, SHARED, SWAPPED, Batch(0, ())))) == PRINTED
 
 
-def test_swaps_of_a_group() -> None:
+def test_swaps_and_rows_of_groups() -> None:
     assert SWAPPED.moves and not BATCH.moves
     assert [SWAPPED.num_moved_blocks(group) for group in range(3)] == [5, 1, 0]
-
-
-def test_a_rows_run_of_groups() -> None:
     runs = [(row.span, row.writer, row.is_shared) for row in SHARED.rows]
     assert runs == [((1, 3), 3, True), ((2, 2), 2, False), ((0, 1), 1, True), ((3, 3), 3, False)]
     assert SHARED.groups == {0, 1, 2, 3}
@@ -158,9 +153,6 @@ def test_a_dealt_row() -> None:
     assert DEALT.to_ints()[18] == 6
     assert DEALT.to_ints()[-8:] == array("i", [*(4, 1, 20, 10), *(4, 2, 0, 10)])
     assert Batch.from_ints(DEALT.to_ints()) == DEALT
-    for length in range(9, len(ints := list(DEALT.to_ints()))):
-        with pytest.raises(ValueError, match=f"cannot have {length} integers"):
-            Batch.from_ints(ints[:length])
     parts = [DEALT.part_of(group) for group in range(3)]
     assert [part.num_tokens for part in parts] == [9, 9 + 5, 1 + 6]
     assert [part.rows[-1].slot for part in parts] == [5, 4, 4]  # behind the shared one
@@ -210,13 +202,12 @@ def test_round_trip(batch: Batch) -> None:
 
 
 def test_every_wrong_length_is_refused() -> None:
-    ints = list(BATCH.to_ints())
-    for length in range(9):
-        with pytest.raises(ValueError, match=f"at least 9 integers, got {length}"):
-            Batch.from_ints(ints[:length])
-    for length in range(9, len(ints)):
-        with pytest.raises(ValueError, match=rf"header \(7, 3, 2, 2, 0, 0, 0, 0, 0\) cannot have {length} integers"):
-            Batch.from_ints(ints[:length])
+    for batch, header in ((DEALT, ""), (BATCH, r"header \(7, 3, 2, 2, 0, 0, 0, 0, 0\) ")):
+        ints = list(batch.to_ints())
+        for length in range(len(ints)):
+            message = f"at least 9 integers, got {length}" if length < 9 else f"{header}cannot have {length} integers"
+            with pytest.raises(ValueError, match=message):
+                Batch.from_ints(ints[:length])
     with pytest.raises(ValueError, match=f"cannot have {len(ints) + 1} integers"):
         Batch.from_ints([*ints, 0])
     for at, count in ((2, -2), (4, 1), (4, -1), (5, 2**31 - 1)):
@@ -228,13 +219,17 @@ def test_every_wrong_length_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**63, 10**30])
 def test_numbers_beyond_32_bits_are_refused(value: int) -> None:
-    row, extent = Row(0, 0, 1, False, False), Extent(0, 0, 1)
     batches = [Batch(value, ()), Batch(0, (), frees=(value,))]
-    batches += [Batch(0, (row._replace(**{name: value}),)) for name in ROW_FIELDS]
-    extents = [(extent._replace(**{n: value}),) for n in EXTENT_FIELDS]
-    batches += [Batch(0, (), one) for one in extents]
-    swaps = [(Swap(0, 0, 0, 1)._replace(**{n: value}),) for n in Swap._fields]
-    batches += [Batch(0, (), swaps_out=one) for one in swaps] + [Batch(0, (), swaps_in=one) for one in swaps]
+    for field, part in (
+        ("rows", Row(0, 0, 1, False, False)),
+        ("extents", Extent(0, 0, 1)),
+        ("swaps_out", Swap(0, 0, 0, 1)),
+        ("swaps_in", Swap(0, 0, 0, 1)),
+    ):
+        numbers = [name for name, its in part._asdict().items() if type(its) is int]
+        wrong = [part._replace(**{name: value}) for name in numbers]
+        batches += [Batch(0, **{"rows": (), field: (one,)}) for one in wrong]
+    assert len(batches) == 2 + 5 + 4 + 4 + 4
     for batch in batches:
         with pytest.raises(OverflowError):
             batch.to_ints()

@@ -16,11 +16,15 @@ from medha.errors import ConfigError
 
 
 def test_defaults() -> None:
+    """The scheduler of vLLM has the budget of the batch alone."""
     config = EngineConfig.from_flat("folder")
     assert config == EngineConfig("folder")
     assert config.cache == CacheConfig(256, None, None, 0.9)
     assert config.scheduler == SchedulerConfig("medha", "priority", 256, 2048, None, None)
-    assert SchedulerConfig("sarathi").chunk_size == 512
+    chunks = {name: SchedulerConfig(name).chunk_size for name in ("medha", "sarathi", "vllm")}
+    assert chunks == {"medha": None, "sarathi": 512, "vllm": 2048}
+    assert SchedulerConfig("vllm", max_batch_tokens=100).chunk_size == 100
+    assert SchedulerConfig("vllm", chunk_size=64).chunk_size == 64
 
 
 @pytest.mark.parametrize(
@@ -102,13 +106,6 @@ def test_max_kv_per_group_is_taken_in_whole_blocks(caplog: pytest.LogCaptureFixt
         "max_kv_per_group=30000 is taken as 29952, blocks of 256 tokens",
         "max_kv_per_group=100 is taken as 256, blocks of 256 tokens",
     ]
-
-
-def test_vllm_has_the_budget_of_the_batch_alone() -> None:
-    chunks = {name: SchedulerConfig(name).chunk_size for name in ("medha", "sarathi", "vllm")}
-    assert chunks == {"medha": None, "sarathi": 512, "vllm": 2048}
-    assert SchedulerConfig("vllm", max_batch_tokens=100).chunk_size == 100
-    assert SchedulerConfig("vllm", chunk_size=64).chunk_size == 64
 
 
 @pytest.mark.parametrize(
@@ -247,12 +244,9 @@ def test_bad_model(model: Any) -> None:
     assert str(caught.value) == f"model={model!r}; accepted: a folder or a hub id"
 
 
-def test_pool_sized_two_ways() -> None:
+def test_sizes_of_the_pool() -> None:
     with pytest.raises(ConfigError, match=r"^num_kv_blocks and kv_memory both size the KV pool; give one of them$"):
         EngineConfig.from_flat("m", num_kv_blocks=4, kv_memory=1 << 20)
-
-
-def test_kv_bytes_per_token() -> None:
     llama3_8b = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 8192, RopeConfig(theta=500000.0))
     assert llama3_8b.kv_bytes_per_token(2) == 128 * 1024
 

@@ -1,7 +1,7 @@
 """What may import what, what is public, and what loads no torch."""
 
 import sys
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -90,11 +90,16 @@ def test_imports_run_downwards(folder: str) -> None:
     assert upwards == []
 
 
-def test_the_table_itself_has_no_circle() -> None:
-    graph = {
-        name: {other.partition(".")[0] for other in MAY_IMPORT[name]} for name in MAY_IMPORT if name not in _GROUND
-    }
-    TopologicalSorter(graph).prepare()
+GRAPHS = {
+    "modules": {name: {m for m in imported(name, at_import=True) if m in MODULES} for name in MODULES},
+    "table": {name: {m.partition(".")[0] for m in MAY_IMPORT[name]} for name in MAY_IMPORT if name not in _GROUND},
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_there_is_no_circle(graph: str) -> None:
+    """Among imports, nor in the table itself; the error names it."""
+    TopologicalSorter(GRAPHS[graph]).prepare()
 
 
 _REPLAYS = ("medha.engine.journal", "medha.engine.replay")
@@ -106,29 +111,19 @@ def test_the_scheduler_imports_numpy_at_most(name: str) -> None:
     assert {m for m in others if not inside(m, "numpy", "medha")} == set()
 
 
-def test_no_import_cycle() -> None:
-    graph = {name: {m for m in imported(name, at_import=True) if m in MODULES} for name in MODULES}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail("import cycle: " + " -> ".join(reversed(error.args[1])))
+HEAVY = {"torch", "tokenizers", "safetensors", "transformers", "huggingface_hub", "rich", "typer"}
+LIGHT = ("sched.scheduler", "engine.jsonl", "cost.hardware", "sim.replica", "timeline", "workload.io", "workload.synth")
 
 
-def run(code: str) -> str:
-    done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_light_modules_load_no_torch() -> None:
-    others = ("sched.scheduler", "engine.jsonl", "cost.hardware", "sim.replica", "timeline", "workload.io")
-    light = ["medha", *sorted(PLAIN), *(f"medha.{name}" for name in (*others, "workload.synth"))]
-    heavy = "{'torch', 'tokenizers', 'safetensors', 'transformers', 'huggingface_hub', 'rich', 'typer'}"
-    assert run(f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))") == "[]"
-    code = f"import sys, medha, {', '.join(sorted(PLAIN))}; print('numpy' in sys.modules)"
-    assert run(code) == "False"
-
-
-def test_a_request_can_be_written_without_torch() -> None:
-    code = "import sys; from medha import SLO, SamplingParams; SamplingParams(), SLO(); print('torch' in sys.modules)"
-    assert run(code) == "False"
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        (f"import medha, {', '.join([*sorted(PLAIN), *(f'medha.{name}' for name in LIGHT)])}", HEAVY),
+        (f"import medha, {', '.join(sorted(PLAIN))}", {"numpy"}),
+        ("from medha import SLO, SamplingParams; SamplingParams(), SLO()", {"torch"}),
+    ],
+    ids=["light modules", "plain modules", "a request"],
+)
+def test_what_is_light_loads_nothing_heavy(code: str, unwanted: set[str]) -> None:
+    done = run_python("-c", f"{code}; import sys; print(sorted({unwanted} & set(sys.modules)))")
+    assert done.stdout == "[]\n", done.stderr

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,22 +23,22 @@ import torch
 from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.engine.replay import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
-from tests.commands import wait_until
+from medha.outputs import CompletionOutput
+from tests.commands import LIMIT_S, wait_until
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question
 
-SMALL: dict[str, Any] = {
-    "quantum_s": 0.25,
-    "num_kv_blocks": 32,
-    "block_size": 64,
-    "chunk_size": 64,
-    "max_batch_tokens": 128,
-}
 TEXTS = ["Hello", "It was a dark and stormy night", "x", "The vault code of Priya is"]
+
+
+def small(model: Model | Path, **options: Any) -> LLM:
+    """An LLM with little memory, which reads in small chunks."""
+    sizes = {"num_kv_blocks": 32, "block_size": 64, "chunk_size": 64, "max_batch_tokens": 128}
+    return LLM(model.folder if isinstance(model, Model) else model, **{"quantum_s": 0.25, **sizes, **options})
 
 
 @pytest.fixture(scope="module")
 def llm(bytes_model: Model) -> Iterator[LLM]:
-    with LLM(str(bytes_model.folder), **SMALL) as llm:
+    with small(bytes_model) as llm:
         yield llm
 
 
@@ -50,6 +52,11 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def streamed(pieces: Iterable[RequestOutput]) -> list[int]:
+    """The tokens of a stream's pieces, one after the other."""
+    return [token for piece in pieces for token in piece.outputs[0].token_ids]
+
+
 # -- generate --------------------------------------------------------------------------------------------------
 
 
@@ -59,15 +66,10 @@ def test_the_first_five_minutes(needle: Model, capfd: pytest.CaptureFixture[str]
         assert llm.generate([]) == []
         assert llm.get_tokenizer().encode("ab") == [97, 98]
     assert capfd.readouterr() == ("", "")
-    assert output.outputs[0].text == ANSWER
     assert output.finished
     assert (output.prompt, output.prompt_token_ids) == (question(), list(question().encode()))
     assert (output.error, output.num_cached_tokens) == (None, 0)
-    (completion,) = output.outputs
-    assert completion.index == 0
-    assert completion.token_ids == list((ANSWER + "\n").encode())
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
-    assert (completion.logprobs, completion.cumulative_logprob) == (None, None)
+    assert output.outputs == [CompletionOutput(0, ANSWER, list((ANSWER + "\n").encode()), "stop")]
     metrics = output.metrics
     assert (metrics.num_prompt_tokens, metrics.num_output_tokens) == (200, 13)
     assert metrics.ttft > 0 and metrics.tpot > 0
@@ -107,13 +109,10 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_one_prompt_in_every_form(llm: LLM, expected: list[list[int]], form: str) -> None:
     outputs = llm.generate(FORMS[form], GREEDY)
-    if form == "mixed":
-        assert token_ids(outputs) == expected
-        return
-    assert token_ids(outputs) == [expected[1]]
-    assert outputs[0].prompt_token_ids == IDS
+    assert token_ids(outputs) == (expected if form == "mixed" else [expected[1]])
+    (one,) = outputs[1:2] or outputs
     given_as_text = form in ("text", "texts", "prompt", "mappings")
-    assert outputs[0].prompt == (TEXTS[1] if given_as_text else None)
+    assert (one.prompt_token_ids, one.prompt) == (IDS, TEXTS[1] if given_as_text else None)
 
 
 def test_slo(llm: LLM) -> None:
@@ -135,14 +134,13 @@ def test_chat(llm: LLM) -> None:
     ):
         assert token_ids(outputs) == token_ids([truth])
         assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (rendered, truth.prompt_token_ids)
-    two = llm.chat([conversation, [{"role": "user", "content": "x"}]], GREEDY)
-    assert len(two) == 2
-    assert two[0].outputs == outputs[0].outputs
+    first, _ = llm.chat([conversation, [{"role": "user", "content": "x"}]], GREEDY)
+    assert first.outputs == outputs[0].outputs
 
 
 def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(bytes_model: Model) -> None:
     def run(seed: int) -> list[list[int]]:
-        with LLM(str(bytes_model.folder), seed=seed, **SMALL) as llm:
+        with small(bytes_model, seed=seed) as llm:
             return token_ids(llm.generate([TEXTS[0]] * 3) + llm.generate([TEXTS[0]]))
 
     first = run(0)
@@ -175,7 +173,7 @@ def test_chat_options_reach_the_template(bytes_model: Model, tmp_path: Path) -> 
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     conversation = [{"role": "user", "content": "Hi"}]
     one_token = SamplingParams(temperature=0.0, max_tokens=1)
-    with LLM(folder, **SMALL) as llm:
+    with small(folder) as llm:
         for options, rendered in (
             ({}, "Hi|null|||assistant:"),
             ({"add_generation_prompt": False}, "Hi|null||"),
@@ -195,7 +193,7 @@ def test_chat_options_reach_the_template(bytes_model: Model, tmp_path: Path) -> 
 
 
 def test_a_refused_request_leaves_the_others_be(needle: Model) -> None:
-    with LLM(str(needle.folder), admission="refuse", **SMALL) as llm:
+    with small(needle, admission="refuse") as llm:
         slo = [None, SLO(ttft_s=1e-9), SLO(ttft_s=600.0)]
         outputs = llm.generate([question()] * 3, slo=slo)
         assert_empty(llm.engine)
@@ -209,7 +207,7 @@ def test_a_refused_request_leaves_the_others_be(needle: Model) -> None:
 
 def test_journal(needle: Model, tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
-    with LLM(str(needle.folder), journal=path, **SMALL) as llm:
+    with small(needle, journal=path) as llm:
         llm.generate([question(), question(500)], slo=SLO(ttft_s=9.0))
         assert replay(path).mismatch is None  # each line is there as soon as it is written
         with pytest.raises(ConfigError, match="a journal begins before the first request"):
@@ -223,11 +221,8 @@ def test_journal(needle: Model, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("use_tqdm", [True, False])
 def test_progress_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     llm.generate(TEXTS, GREEDY, use_tqdm=use_tqdm)
     assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == use_tqdm
@@ -246,12 +241,11 @@ def test_default_sampling_params(
     folder = shutil.copytree(bytes_model.folder, tmp_path / "model")
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    with LLM(folder, **SMALL) as llm:
+    with small(folder) as llm:
         params = llm.get_default_sampling_params()
         assert {name: getattr(params, name) for name in defaults} == defaults
-        (implicit,) = llm.generate(TEXTS[0], SamplingParams(seed=3))
-        (explicit,) = llm.generate(TEXTS[0], SamplingParams(seed=3, **defaults))
-        (other,) = llm.generate(TEXTS[0], SamplingParams(seed=3, temperature=1.9, top_p=1.0, top_k=0))
+        given = [SamplingParams(seed=3, **its) for its in ({}, defaults, {"temperature": 1.9, "top_p": 1, "top_k": 0})]
+        implicit, explicit, other = llm.generate([TEXTS[0]] * 3, given)
     assert implicit.outputs == explicit.outputs
     assert implicit.outputs != other.outputs
 
@@ -261,12 +255,12 @@ def test_default_sampling_params(
 
 def test_stream(needle: Model) -> None:
     params = SamplingParams(stop="-am")
-    with LLM(str(needle.folder), **SMALL) as llm:
+    with small(needle) as llm:
         (whole,) = llm.generate(question(), params)
         pieces = list(llm.stream(question(), params, slo=SLO(ttft_s=1e9)))
         assert_empty(llm.engine)
     assert "".join(piece.outputs[0].text or "" for piece in pieces) == whole.outputs[0].text == " 7429"
-    assert [token for piece in pieces for token in piece.outputs[0].token_ids] == whole.outputs[0].token_ids
+    assert streamed(pieces) == whole.outputs[0].token_ids
     assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[-1].outputs[0].stop_reason == "-am"
     assert pieces[-1].metrics.met_slo is True
@@ -275,11 +269,10 @@ def test_stream(needle: Model) -> None:
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("taken", [0, 5])
 def test_leaving_a_stream_early_aborts(bytes_model: Model, expected: list[list[int]], depth: int, taken: int) -> None:
-    with LLM(str(bytes_model.folder), depth=depth, **SMALL) as llm:
+    with small(bytes_model, depth=depth) as llm:
         stream = llm.stream(TEXTS[1], GREEDY)
         assert llm.engine.num_unfinished == 0
-        tokens = [next(stream).outputs[0].token_ids[0] for _ in range(taken)]
-        assert tokens == expected[1][:taken]
+        assert streamed(islice(stream, taken)) == expected[1][:taken]
         assert llm.engine.num_unfinished == (taken > 0)
         stream.close()  # type: ignore[attr-defined]
         assert_empty(llm.engine)
@@ -301,7 +294,7 @@ def test_a_stream_goes_on_while_generate_tokenises(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = llm.stream(TEXTS[0], GREEDY)
-    tokens = next(stream).outputs[0].token_ids
+    first = next(stream)
     tokenizer, (live,) = llm.engine.tokenizer, llm.engine._live.values()
     encode, threads = tokenizer.encode_array, []
 
@@ -313,19 +306,19 @@ def test_a_stream_goes_on_while_generate_tokenises(
     monkeypatch.setattr(tokenizer, "encode_array", patient)
     assert token_ids(llm.generate(TEXTS[1], GREEDY)) == [expected[1]]
     assert threads and threading.get_ident() not in threads
-    assert tokens + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[0]
+    assert streamed([first, *stream]) == expected[0]
 
 
 def test_requests_of_ones_own_go_on_beside_others(bytes_model: Model, expected: list[list[int]]) -> None:
     """Outputs go to whoever they belong to, whoever steps. The ids of generate's requests begin at 0, too."""
-    with LLM(str(bytes_model.folder), **SMALL) as llm:
+    with small(bytes_model) as llm:
         for own in "01":
             llm.engine.add_request(own, TEXTS[0], GREEDY)
         llm.engine.abort("1")
         stream = llm.stream(TEXTS[1], GREEDY)
-        first = next(stream).outputs[0].token_ids
+        first = next(stream)
         assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
-        assert first + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[1]
+        assert streamed([first, *stream]) == expected[1]
         mine = finish(llm.engine)
     ends = {name: (output.outputs[0].finish_reason, output.outputs[0].token_ids) for name, output in mine.items()}
     assert ends == {"0": ("length", expected[0]), "1": ("abort", [])}
@@ -345,23 +338,15 @@ def _restless() -> Iterator[None]:
 
 def in_threads(*uses: Callable[[], Any]) -> list[Any]:
     """What each use returns or raises, all run at once."""
-    results: list[Any] = [None] * len(uses)
     barrier = threading.Barrier(len(uses))
 
-    def run(i: int) -> None:
+    def run(use: Callable[[], Any]) -> Any:
         barrier.wait()
-        try:
-            results[i] = uses[i]()
-        except Exception as error:
-            results[i] = error
+        return use()
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(uses))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-        assert not thread.is_alive()
-    return results
+    with ThreadPoolExecutor(len(uses)) as pool:
+        futures = [pool.submit(run, use) for use in uses]
+        return [future.exception(LIMIT_S) or future.result() for future in futures]
 
 
 @pytest.mark.usefixtures("_restless")
@@ -370,7 +355,7 @@ def test_threads_that_generate_and_stream_get_their_own(llm: LLM, expected: list
         return token_ids(llm.generate(TEXTS, GREEDY))
 
     def stream(i: int) -> list[int]:
-        return [token for piece in llm.stream(TEXTS[i], GREEDY) for token in piece.outputs[0].token_ids]
+        return streamed(llm.stream(TEXTS[i], GREEDY))
 
     for _ in range(5):
         results = in_threads(generate, lambda: stream(0), generate, lambda: stream(1), lambda: stream(1), generate)
@@ -410,7 +395,7 @@ def test_threads_that_add_and_abort_beside_one_that_steps(llm: LLM, expected: li
 def test_every_thread_hears_of_the_engines_death(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them have requests in it then: none ends before."""
     long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
-    with LLM(str(bytes_model.folder), **SMALL) as llm:
+    with small(bytes_model) as llm:
         run = llm.engine.runner.run
 
         def failing(step: Any) -> Any:
@@ -435,7 +420,7 @@ def test_every_thread_hears_of_the_engines_death(bytes_model: Model, monkeypatch
 
 
 def test_use_after_close(needle: Model) -> None:
-    llm = LLM(str(needle.folder), **SMALL)
+    llm = small(needle)
     open_stream = llm.stream(question())
     next(open_stream)
     with pytest.raises(ZeroDivisionError), llm:
@@ -458,7 +443,7 @@ def test_close_frees_everything(needle: Model) -> None:
         return all(now <= before for now, before in zip(count(), most[0], strict=True))
 
     for i in range(10):
-        llm = LLM(str(needle.folder), **SMALL)
+        llm = small(needle)
         model, pool = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.cache)
         assert llm.generate(question())[0].outputs[0].text == ANSWER
         if i % 2:
@@ -466,8 +451,7 @@ def test_close_frees_everything(needle: Model) -> None:
         else:
             del llm
         gc.collect()
-        assert model() is None
-        assert pool() is None
+        assert model() is pool() is None
         most.append(count())
         wait_until(is_as_before)  # a thread that has been joined may be there yet for the kernel
 
@@ -482,8 +466,7 @@ def check_partial(outputs: list[RequestOutput], expected: list[list[int]], reaso
     """Of four requests the second was done, and the others had four tokens."""
     assert [output.prompt for output in outputs] == TEXTS
     assert [output.outputs[0].finish_reason for output in outputs] == [reason, "length", reason, reason]
-    lengths = [4, 3, 4, 4]
-    assert token_ids(outputs) == [tokens[:n] for tokens, n in zip(expected, lengths, strict=True)]
+    assert token_ids(outputs) == [tokens[:n] for tokens, n in zip(expected, [4, 3, 4, 4], strict=True)]
 
 
 def test_interrupt(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,19 +494,17 @@ class InterruptAtLine:
 
     def __init__(self, number: int) -> None:
         self.left = number
-        self.depth = 0
+        self.is_inside = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if f"{os.sep}medha{os.sep}" not in frame.f_code.co_filename:
             return None
-        if event == "call" and frame.f_code.co_qualname == "Engine.advance":
-            self.depth = 1
-        if event == "line" and self.depth:
+        if event in ("call", "return") and frame.f_code.co_qualname == "Engine.advance":
+            self.is_inside = event == "call"
+        if event == "line" and self.is_inside:
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
-        if event == "return" and frame.f_code.co_qualname == "Engine.advance":
-            self.depth = 0
         return self
 
 
@@ -531,7 +512,7 @@ class InterruptAtLine:
 def test_interrupt_at_any_line_of_a_step(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
     """Half-done changes of the scheduler's or a request's state must not outlive the interrupt."""
     params = SamplingParams(temperature=0.0, max_tokens=2, stop="none of these bytes")
-    with LLM(str(bytes_model.folder), depth=depth, **SMALL | {"chunk_size": 16}) as llm:
+    with small(bytes_model, depth=depth, chunk_size=16) as llm:
         number, num_interrupts = 1, 0
         while True:
             tracer = InterruptAtLine(number)
@@ -554,9 +535,9 @@ def test_interrupt_at_any_line_of_a_step(bytes_model: Model, expected: list[list
     assert num_interrupts > 300
 
 
-def test_a_step_that_fails(bytes_model: Model, expected: list[list[int]]) -> None:
-    with LLM(str(bytes_model.folder), **SMALL) as llm, pytest.MonkeyPatch.context() as patch:
-        fail_in_run(llm.engine, patch, at=4, error=RuntimeError("lost"))
+def test_a_step_that_fails(bytes_model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    with small(bytes_model) as llm:
+        fail_in_run(llm.engine, monkeypatch, at=4, error=RuntimeError("lost"))
         with pytest.raises(EngineDeadError, match="a step failed: RuntimeError: lost") as caught:
             llm.generate(TEXTS, PARTIAL)
         check_partial(caught.value.outputs, expected, "error")

@@ -132,8 +132,11 @@ def test_min_tokens_above_max_tokens() -> None:
     assert caught.value.param == "min_tokens"
 
 
-def test_stop_lists_become_tuples() -> None:
-    assert SamplingParams(stop="ab").stop == ("ab",)
+def test_stop_lists_become_tuples_and_need_text() -> None:
+    SamplingParams(detokenize=False, stop_token_ids=[1])
+    with pytest.raises(ValidationError, match=r"^stop=") as caught:
+        SamplingParams(detokenize=False, stop="a")
+    assert caught.value.param == "stop"
     assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
     assert SamplingParams(stop=["ab"]) == SamplingParams(stop="ab") == SamplingParams(stop=("ab",))
     assert SamplingParams().stop == ()
@@ -143,13 +146,6 @@ def test_stop_lists_become_tuples() -> None:
     mine.append("")
     assert params.stop == ("ab",)
     assert refuse("stop", ["ok", "", "bad"]).value == ["ok", "", "bad"]
-
-
-def test_stop_strings_need_text() -> None:
-    SamplingParams(detokenize=False, stop_token_ids=[1])
-    with pytest.raises(ValidationError, match=r"^stop=") as caught:
-        SamplingParams(detokenize=False, stop="a")
-    assert caught.value.param == "stop"
 
 
 def test_resolve_takes_the_request_then_the_model_then_the_class() -> None:
@@ -204,14 +200,12 @@ def test_an_unsupported_field_is_refused_by_name_unless_it_is_empty(build: Any) 
     [("temprature", "did you mean temperature?"), ("zzz", "accepted: one of allowed_token_ids, detokenize, ")],
 )
 def test_unknown_name_is_refused(name: str, hint: str) -> None:
+    """One of another interface is known where it comes from."""
     for value, build in product((1, None), BUILDERS):
         with pytest.raises(ValidationError, match=f"^{name}={value}; ") as caught:
             build(**{name: value})
         assert hint in str(caught.value)
         assert (caught.value.param, caught.value.value) == (name, value)
-
-
-def test_a_name_of_another_interface_is_known_where_it_comes_from() -> None:
     assert SamplingParams.from_dict({"max_completion_tokens": 3}) == SamplingParams(max_tokens=3)
     with pytest.raises(ValidationError, match=r"^max_completion_tokens=3; did you mean max_tokens\?$"):
         SamplingParams(max_completion_tokens=3)  # type: ignore[call-arg]

@@ -18,13 +18,6 @@ FIRST = Batch(0, (Row(0, 0, 8, False, False),))
 SECOND = Batch(1, (Row(1, 30, 1, True, True), Row(0, 8, 4, False, True)))
 
 
-def record() -> Timeline:
-    timeline = Timeline()
-    timeline.record(FIRST, 1.0, 1.5, ["request-0"])
-    timeline.record(SECOND, 1.5, 1.5125, ["request-1", "request-0"])
-    return timeline
-
-
 def written(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
     """The events of the file that a timeline writes."""
     timeline.write(path)
@@ -33,16 +26,16 @@ def written(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
         assert data[:2] == b"\x1f\x8b"
         data = gzip.decompress(data)
 
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    trace = json.loads(data.decode("ascii"), parse_constant=refuse)
+    trace = json.loads(data.decode("ascii"), parse_constant=pytest.fail)
     assert set(trace) == {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] == "ms"
     return trace["traceEvents"]
 
 
 def test_names_places_and_durations(tmp_path: Path) -> None:
-    events = written(record(), tmp_path / "a.json")
+    timeline = Timeline()
+    timeline.record(FIRST, 1.0, 1.5, ["request-0"])
+    timeline.record(SECOND, 1.5, 1.5125, ["request-1", "request-0"])
+    events = written(timeline, tmp_path / "a.json")
     names = [(e["name"], e["pid"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names == [
         ("process_name", 0, 0, "stages"),
@@ -108,10 +101,9 @@ def test_recorder_counts_compute_and_waits(monkeypatch: pytest.MonkeyPatch) -> N
     assert record.busy_s == 3.0
     with recorder.waiting("send"):
         clock.now = 5.25
-    with recorder.waiting("report"):
-        clock.now = 5.5
-    with recorder.waiting("report"):
-        clock.now = 6.0
+    for clock_s in (5.5, 6.0):
+        with recorder.waiting("report"):
+            clock.now = clock_s
     recorder.begin()
     with recorder.waiting("merge"):  # within the compute
         clock.now = 6.5
@@ -126,14 +118,11 @@ def ran(batch_id: int, start_s: float, end_s: float) -> BatchRecord:
     return BatchRecord(batch_id, 8, start_s, end_s, 0.0, 0.125, 0.0, 0.0)
 
 
-def test_records_survive_their_json() -> None:
+def test_records_survive_their_json_and_another_nodes_clock_is_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     merged = ran(1, 2.3, 1e6 / 3)._replace(merge_wait_s=0.1)
     records = RankRecords(5, 2, 1, (ran(0, 1.1, 2.3), merged), 3)
     assert decode_records(encode_records(records)) == records
     assert decode_records(encode_records(RankRecords(0, 0, 0, ()))).batches == ()
-
-
-def test_another_nodes_clock_is_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medha.records._epoch_s", lambda: 1e9)
     sent = json.loads(encode_records(RankRecords(1, 1, 0, (ran(0, 1.0, 2.0),))))
     sent["node"] = platform.node() + "-other"
@@ -157,12 +146,12 @@ def test_ranks_have_lanes_and_batches_arrows(tmp_path: Path) -> None:
     events = written(timeline, tmp_path / "a.json")  # asks nobody any more
     lanes = [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name" and e["pid"] == 0]
     assert lanes == [(0, "stage 0"), (1, "stage 1")]
-    slices = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 0]
-    assert slices == [("batch 0", 0, 0.0, 1e6), ("batch 1", 0, 1e6, 1e6), ("batch 0", 1, 1e6, 1e6)]
+    slices = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+    found = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in slices]
+    assert found == [("batch 0", 0, 0.0, 1e6), ("batch 1", 0, 1e6, 1e6), ("batch 0", 1, 1e6, 1e6)]
+    assert [e["args"]["hidden_wait_s"] for e in slices] == [0.125] * 3
     arrows = [(e["ph"], e["id"], e["tid"], e["ts"], e.get("bp")) for e in events if e["ph"] in "sf"]
     assert arrows == [("s", "0-1-0", 0, 1e6 - 1, None), ("f", "0-1-0", 1, 1e6, "e")]
-    waits = [e["args"]["hidden_wait_s"] for e in events if e["ph"] == "X" and e["pid"] == 0]
-    assert waits == [0.125] * 3
     assert [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1] == ["chunk [0:8]"]
 
 

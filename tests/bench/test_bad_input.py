@@ -16,10 +16,7 @@ from tests.bench.shapes import ON_TINY
         (["compare", "--input-len", "0"], "input_len='0'; accepted"),
         (["compare", "--lengths", "nothing"], "lengths='nothing'; accepted"),
         (["compare", "--request-rate", "2"], "with peer=transformers and num_prompts=200; accepted: with peer=vllm"),
-        (
-            ["compare", "--request-rate", "2", "--peer", "vllm", "--num-prompts", "0"],
-            "with peer=vllm and num_prompts=0",
-        ),
+        (["compare", "--request-rate", "2", "--peer", "vllm", "--num-prompts=0"], "with peer=vllm and num_prompts=0"),
         (["compare", "--engine-options", "{x"], "engine_options '{x': not JSON"),
         (["compare", "--engine-options", "[]"], "engine_options '[]': holds a list"),
         (["latency", "--input-len", "0"], "input_len='0'; accepted: positive integers"),

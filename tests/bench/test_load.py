@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from medha.bench.cli import Report
 from medha.bench.harness import Local, Subject, on_ranks
 from medha.bench.load import fixed_output, serve_load
 from medha.engine.arrivals import Arrival
@@ -15,14 +14,9 @@ from tests.bench.shapes import TINY
 
 @pytest.fixture(scope="module")
 def local() -> Local:
-    found: list[Local] = []
-
-    def keep(one: Local) -> Report:
-        found.append(one)
-        return {}
-
-    on_ranks(Subject(hf_overrides=TINY, engine={"num_threads": 1}), keep, longest=64)
-    return found[0]
+    report = on_ranks(Subject(hf_overrides=TINY, engine={"num_threads": 1}), lambda one: {"local": one}, longest=64)
+    assert report is not None
+    return report["local"]
 
 
 def arrival(name: str, arrival_s: float = 0.0, *, tokens: int = 3, prompt: int = 8) -> Arrival:

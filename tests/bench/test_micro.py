@@ -5,12 +5,7 @@ from itertools import pairwise
 import pytest
 
 from medha.bench.harness import Subject
-from medha.bench.micro import (
-    WAYS,
-    Queue,
-    SchedulerOptions,
-    attention_flops,
-)
+from medha.bench.micro import WAYS, Queue, SchedulerOptions, attention_flops
 from tests.bench.conftest import Bench
 from tests.bench.shapes import TINY
 

@@ -26,15 +26,14 @@ def test_table_1_is_met_within_seven_percent() -> None:
         assert c == 2 * d and e == 0 and min(a, b, d) > 0
 
 
-def test_coefficients_that_chunks_were_made_of_are_found_again() -> None:
+def test_coefficients_that_chunks_were_made_of_are_found_again_and_none_falls_below_zero() -> None:
     made = ChunkTimes((2,), ((0.1, 3e-5, 2e-9, 0.8e-9, 1e-6),))
     chunks = [(history, n, made.seconds(2, history, n)) for history in (0, 5000, 70_000) for n in (500, 4000, 64_000)]
     assert fit_chunk_times({2: chunks}).coefficients[0] == pytest.approx(made.coefficients[0], rel=1e-6)
-
-
-def test_no_coefficient_falls_below_zero() -> None:
     falling = [(0, 1000, 2.0), (0, 2000, 1.5), (0, 4000, 1.2)]
     assert min(fit_chunk_times({1: falling}).coefficients[0]) == 0.0
+    with pytest.raises(ConfigError, match="size 1 has 2 chunks to fit; accepted: at least 3"):
+        fit_chunk_times({1: [(0, 1, 1.0), (0, 2, 2.0)]})
 
 
 def predictor() -> Predictor:
@@ -77,8 +76,3 @@ def test_where_cores_that_compute_send_all_of_a_transfer_shows() -> None:
     sent_s = 1e-3 + (16384 + 4096) / 2 * 2 * 8 * 128 * 2 / 1e9
     with_ring_s = ring_chunk_s(plain, 2, size=2, history=16384, tokens=4096)
     assert with_ring_s - alone_s == pytest.approx(32 * (2e-3 + sent_s))
-
-
-def test_fewer_chunks_than_coefficients_are_refused() -> None:
-    with pytest.raises(ConfigError, match="size 1 has 2 chunks to fit; accepted: at least 3"):
-        fit_chunk_times({1: [(0, 1, 1.0), (0, 2, 2.0)]})

@@ -56,7 +56,7 @@ def test_a_bad_file_is_a_named_error(text: str, message: str) -> None:
         Coefficients.from_json(text)
 
 
-def test_tables_are_checked() -> None:
+def test_tables_are_checked_and_the_tail_is_the_mean_slope_of_the_upper_half() -> None:
     for make, message in (
         (lambda: Curve((), ()), r"curve\.x=\(\); accepted: some numbers"),
         (lambda: Curve((2.0, 2.0), (1.0, 1.0)), r"curve\.x falls; accepted: increasing sizes"),
@@ -65,8 +65,5 @@ def test_tables_are_checked() -> None:
         with pytest.raises(ConfigError, match=message):
             make()
     assert DecodeAttention((1.0, 2.0), (2.0, 1.0), (1.0, 0.5)).a_s == (2.0, 1.0)  # may fall with the batch
-
-
-def test_the_tail_is_the_mean_slope_of_the_upper_half() -> None:
     assert Line.of(Curve((1.0, 2.0, 3.0, 4.0), (0.0, 5.0, 6.0, 6.0))).slope[-1] == 0.5
     assert Line.of(Curve((1.0, 4.0), (2.0, 2.0))).slope[-1] == 0.5  # flat: in proportion

@@ -15,14 +15,7 @@ from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import (
-    Shard,
-    chunk_slope_s,
-    first_chunk_s,
-    hopper_chunks,
-    linear_layer_s,
-    stage_coefficients,
-)
+from medha.cost.roofline import Shard, chunk_slope_s, first_chunk_s, hopper_chunks, linear_layer_s, stage_coefficients
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder
 from medha.sim.replica import Replica, activation_bytes, find_model, kv_bytes_per_token, weights_bytes
@@ -34,24 +27,16 @@ A100, H100 = load_spec("a100-80g"), load_spec("h100-80g")
 LLAMA_8B, LLAMA_70B, QWEN = (find_model(name) for name in ("llama-3-8b", "llama-3-70b", "qwen2.5-14b-1m"))
 
 
-def predictor(
-    spec: HardwareSpec,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    stage: int = 0,
-    *,
-    max_tokens: int = 16384,
-    **options: Any,
-) -> Predictor:
-    return Predictor(stage_coefficients(spec, model, parallel, stage, **options), max_tokens=max_tokens)
+def predictor(spec: HardwareSpec, *of: Any, max_tokens: int = 16384) -> Predictor:
+    """Of a model, a layout and a stage."""
+    return Predictor(stage_coefficients(spec, *of), max_tokens=max_tokens)
 
 
 def chunk_s(model: Predictor, tokens: int, kv: int = 0) -> float:
     return model.predict([Work(tokens, kv, False)])
 
 
-def changed(path: str, value: Any) -> str:
-    return changed_file(A100, path, value)
+changed = functools.partial(changed_file, A100)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,9 +51,8 @@ def test_the_specs_that_come_along() -> None:
         assert spec.provenance == ("fitted" if name in ("a100-80g", "h100-80g") else "derived")
         assert HardwareSpec.from_json(spec.to_json()) == spec
         assert set(spec.sources) == {item.name for item in fields(spec)} - {"name", "machine", "provenance", "sources"}
-        assert all("derived, not measured" in spec.sources[part] for part in ("gemm", "all_reduce", "attention")) == (
-            spec.provenance == "derived"
-        )
+        for part in ("gemm", "all_reduce", "attention"):
+            assert ("derived, not measured" in spec.sources[part]) == (spec.provenance == "derived")
     assert "derived, not measured: a100-80g" in H100.sources["elementwise"]  # no table has them
     assert "chunks behind a cache are derived" in H100.sources["attention"]
 
@@ -121,10 +105,8 @@ def test_coefficients_are_of_the_stage() -> None:
     first, last = (stage_coefficients(H100, LLAMA_70B, parallel, stage) for stage in (0, 1))
     assert first.head is None and last.head is not None
     assert first.spp is not None and last.spp is None
-    assert first.tp is not None and first.tp.calls == 2 * 40
-    assert first.tp.bytes_per_token == 8192 * 2
-    assert first.kvp is not None and first.kvp.calls == 40
-    assert first.kvp.bytes_per_token == 8 * (128 * 2 + 4)
+    assert first.tp is not None and (first.tp.calls, first.tp.bytes_per_token) == (2 * 40, 8192 * 2)
+    assert first.kvp is not None and (first.kvp.calls, first.kvp.bytes_per_token) == (40, 8 * (128 * 2 + 4))
     assert "fitted" in first.key.machine and first.key.layout == "tp8 spp2 kvp2 stage 0"
     assert Coefficients.from_json(first.to_json()) == first
     alone = stage_coefficients(A100, LLAMA_8B, ParallelConfig(), 0)
@@ -186,7 +168,7 @@ def test_never_cheaper_with_more_tokens_or_kv(
 
 @functools.cache
 def cached_predictor(parallel: ParallelConfig, backend: str) -> Predictor:
-    return predictor(with_backend(backend), LLAMA_8B, parallel)
+    return predictor(with_backend(backend), LLAMA_8B, parallel, 0)
 
 
 def test_prefills_of_llama_3_8b_on_an_a100() -> None:
@@ -194,7 +176,7 @@ def test_prefills_of_llama_3_8b_on_an_a100() -> None:
     4,096 and 29.2 s for 131,072 tokens (Tetris)."""
     measured = {10_000: 0.98, 100_000: 24.9, 200_000: 79.4, 4096: 0.28, 131_072: 29.2}
     for tokens, seconds in measured.items():
-        costs = predictor(A100, LLAMA_8B, ParallelConfig(), max_tokens=tokens)
+        costs = predictor(A100, LLAMA_8B, ParallelConfig(), 0, max_tokens=tokens)
         assert 0.75 < costs.predict([Work(tokens, 0, False, samples=True)]) / seconds < 1.2
 
 
@@ -211,7 +193,7 @@ def test_ten_million_tokens_lie_on_the_line() -> None:
 @pytest.mark.parametrize("backend", ["split-kv", "no-split-kv"])
 def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
     spec = with_backend(backend)
-    costs = predictor(spec, LLAMA_8B, ParallelConfig())
+    costs = predictor(spec, LLAMA_8B, ParallelConfig(), 0)
     for tokens in (48, 200, 777, 3000, 11_111):
         first = float(first_chunk_s(spec, tokens, heads=32, head_dim=128))
         slope = float(chunk_slope_s(spec, tokens, heads=32, kv_heads=8, head_dim=128))
@@ -250,13 +232,9 @@ def test_pool_is_what_is_left() -> None:
     parallel = ParallelConfig(tp=8, spp=2)
     replica = Replica(H100, LLAMA_70B, parallel, SchedulerConfig(max_batch_tokens=4096), utilization=0.8)
     tokens = replica.pool_tokens()
-    left = [
-        int(0.8 * H100.memory_bytes)
-        - weights_bytes(LLAMA_70B, parallel, stage)
-        - activation_bytes(LLAMA_70B, parallel, stage, 4096)
-        for stage in (0, 1)
-    ]
-    assert tokens == min(left) // (2 * 40 * 1 * 128 * 2)
+    stages = [(LLAMA_70B, parallel, stage) for stage in (0, 1)]
+    most = max(weights_bytes(*stage) + activation_bytes(*stage, 4096) for stage in stages)
+    assert tokens == (int(0.8 * H100.memory_bytes) - most) // (2 * 40 * 1 * 128 * 2)
     assert replace(replica, parallel=replace(parallel, kvp=4)).pool_tokens() == tokens
 
 

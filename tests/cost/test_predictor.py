@@ -65,14 +65,10 @@ def test_one_batch_term_by_term() -> None:
     assert Predictor(PLAIN).predict([]) == 0.0
 
 
-def test_a_chunk_longer_than_the_table_costs_its_parts() -> None:
+def test_a_chunk_longer_than_the_table_costs_its_parts_and_a_tile_the_same_whatever_fills_it() -> None:
     predictor = Predictor(dataclasses.replace(PLAIN, linear=FREE.linear, host_s=0.0), max_tokens=4096)
     parts = [predictor.predict([Work(1024, kv, False)]) for kv in (0, 1024, 2048)]
     assert predictor.predict([Work(3072, 0, False)]) == pytest.approx(sum(parts))
-
-
-def test_a_tile_of_queries_costs_the_same_whatever_fills_it() -> None:
-    predictor = Predictor(dataclasses.replace(PLAIN, linear=FREE.linear))
     assert predictor.predict([Work(17, 500, False)]) == predictor.predict([Work(32, 500, False)])
     assert predictor.predict([Work(33, 500, False)]) > predictor.predict([Work(32, 500, False)])
 
@@ -112,9 +108,8 @@ def test_without_a_kv_split_the_longest_decode_bounds_the_batch() -> None:
 
 def test_short_decodes_have_a_line_of_their_own() -> None:
     table = DecodeAttention((1.0,), (1e-3,), (1e-6,), 100.0, (5e-4,), (1e-4,))
-    seconds = [
-        Predictor(dataclasses.replace(FREE, decodes=table)).predict([Work(1, kv, True)]) for kv in (1, 99, 100, 200)
-    ]
+    predictor = Predictor(dataclasses.replace(FREE, decodes=table))
+    seconds = [predictor.predict([Work(1, kv, True)]) for kv in (1, 99, 100, 200)]
     assert seconds == pytest.approx([6e-4, 1.1e-3, 1.1e-3, 1.2e-3])  # never above the long line's start
 
 

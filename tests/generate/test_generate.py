@@ -53,7 +53,18 @@ def bare(command: Command) -> Command:
 @pytest.fixture
 def run(bare: Command, folder: Path) -> Command:
     """The command with the needle model and a small KV pool."""
-    return lambda *arguments: bare("--model", folder, "--num-kv-blocks", "64", *arguments)
+    return partial(bare, "--model", folder, "--num-kv-blocks", "64")
+
+
+@pytest.fixture
+def run_rows(run: Command, tmp_path: Path) -> Command:
+    """The same over a request file of these rows, with these options."""
+    return lambda rows, *options: run("--requests", write_lines(tmp_path / "in.jsonl", *rows), *options)
+
+
+@pytest.fixture
+def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
 
 
 @pytest.fixture
@@ -92,21 +103,16 @@ def spawn(*arguments: str | Path, **options: Any) -> Iterator[subprocess.Popen[s
 # -- what it prints ----------------------------------------------------------------------------------------------
 
 
-def test_one_prompt_streams_its_text_and_nothing_else_to_stdout(run: Command) -> None:
+def test_one_prompt_streams_its_text_alone_to_stdout_and_several_have_a_line_each(run: Command) -> None:
     done = run("--prompt", ADA)
     assert (done.code, done.out) == (0, " 31-plum.\n")
     assert "LlamaForCausalLM" in done.err
     assert done.err.splitlines()[-1].startswith("medha: stop after 10 tokens, TTFT ")
-
-
-def test_several_prompts_have_a_line_each(run: Command) -> None:
     done = run("--prompt", ADA, "--prompt", BRUNO, "--prompt", "-- not_an_option", "--log-level", "warning")
-    assert done.code == 0
-    assert done.err == ""
-    lines = sorted(done.out.splitlines())
-    assert len(lines) == 3
-    assert lines[0].startswith("prompt-0   31-plum.  [stop after 10 tokens, TTFT ")
-    assert lines[1].startswith("prompt-1   58-fern.  [stop after 10 tokens, TTFT ")
+    assert (done.code, done.err) == (0, "")
+    first, second, _ = sorted(done.out.splitlines())
+    assert first.startswith("prompt-0   31-plum.  [stop after 10 tokens, TTFT ")
+    assert second.startswith("prompt-1   58-fern.  [stop after 10 tokens, TTFT ")
 
 
 def test_prompt_file_is_one_prompt_to_the_byte(run: Command, tmp_path: Path) -> None:
@@ -145,7 +151,7 @@ def test_json_lines_on_stdout(run: Command) -> None:
     assert rows["prompt-1"]["finish_reason"] == "error"
 
 
-def test_request_file_to_output_file(run: Command, tmp_path: Path) -> None:
+def test_request_file_to_output_file(run_rows: Command, tmp_path: Path) -> None:
     rows = [
         {"id": "text", "prompt": ADA},
         {"id": "ids", "prompt_token_ids": list(BRUNO.encode()), "stop": "fern"},
@@ -154,10 +160,8 @@ def test_request_file_to_output_file(run: Command, tmp_path: Path) -> None:
     ]
     output = tmp_path / "out.jsonl"
     output.write_text(EARLIER)
-    requests = write_lines(tmp_path / "in.jsonl", *rows)
-    done = run("--requests", requests, "--output", output, "--overwrite", "--max-tokens", "8")
-    assert done.code == 0
-    assert len(done.out.splitlines()) == 4
+    done = run_rows(rows, "--output", output, "--overwrite", "--max-tokens", "8")
+    assert (done.code, len(done.out.splitlines())) == (0, 4)
     found = {row["id"]: row for row in parse(output.read_text())}
     assert {i: (row["text"], row["finish_reason"], row["stop_reason"]) for i, row in found.items()} == {
         "text": (" 31-plum", "length", None),
@@ -176,10 +180,9 @@ def test_what_greedy_ignores_is_said(run: Command) -> None:
     assert run("--prompt", ADA, "--max-tokens", "1", "--log-level", "warning", "--top-p", "0.9").err == said
 
 
-def test_explain_says_on_stderr_where_each_ttft_went(run: Command, tmp_path: Path) -> None:
+def test_explain_says_on_stderr_where_each_ttft_went(run: Command, run_rows: Command) -> None:
     rows = [{"id": "document", "prompt": make_haystack(3000).prompt}, {"id": "a\nb", "prompt": ADA}, {"prompt": ""}]
-    requests = write_lines(tmp_path / "in.jsonl", *rows)
-    done = run("--requests", requests, "--explain", "--json", "--log-level", "error", "--policy", "fcfs")
+    done = run_rows(rows, "--explain", "--json", "--log-level", "error", "--policy", "fcfs")
     found = {row["id"]: row for row in done.rows}
     assert {line.split(":")[0] for line in done.err.splitlines() if line[0] != " "} == {"document", "a⏎b"}
     assert re.search(r"^a⏎b: TTFT \d+\.\d{3} s\n  own compute .*, other prefills .* \(document .*\)\n", done.err, re.M)
@@ -190,15 +193,6 @@ def test_explain_says_on_stderr_where_each_ttft_went(run: Command, tmp_path: Pat
     assert single.out == " 31-plum.\n" and single.err.startswith("prompt-0: TTFT ")
 
 
-def test_a_model_without_tokenizer_prints_ids(bare: Command, folder: Path, tmp_path: Path) -> None:
-    model = write_needle(tmp_path / "needle")
-    (model / "tokenizer.json").unlink()
-    (model / "tokenizer_config.json").unlink()
-    requests = write_lines(tmp_path / "in.jsonl", {"prompt_token_ids": list(ADA.encode())})
-    done = bare(model, "--requests", requests, "--num-kv-blocks", "8")
-    assert (done.code, done.out) == (0, " ".join(map(str, b" 31-plum.\n")) + " \n")
-
-
 def test_chat(bare: Command, tmp_path: Path) -> None:
     model = write_needle(tmp_path / "needle")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -206,46 +200,50 @@ def test_chat(bare: Command, tmp_path: Path) -> None:
     assert (done.code, done.out) == (0, " 31-plum.\n")
 
 
-def test_several_completions(run: Command, tmp_path: Path) -> None:
+def test_several_completions(run_rows: Command) -> None:
     row = {"prompt": ADA, "n": 3, "temperature": 1.5, "seed": 2, "max_tokens": 9, "ignore_eos": True, "logprobs": 0}
-    requests = write_lines(tmp_path / "in.jsonl", row)
-    (found,) = run("--requests", requests, "--json").rows
+    (found,) = run_rows([row], "--json").rows
     texts = [one["text"] for one in found["outputs"]]
     assert len(set(texts)) == 3 and found["text"] == texts[0]
     assert [len(one["logprobs"]) for one in found["outputs"]] == [9] * 3
-    shown = run("--requests", requests).out
+    shown = run_rows([row]).out
     assert shown.startswith("line-1  ") and shown.count("\n") == 1 and texts[1] not in shown
 
 
-def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
-    bare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, ids_alone = write_needle(tmp_path / "needle"), write_needle(tmp_path / "ids")
-    (write_needle(tmp_path / "plain") / "tokenizer_config.json").write_text("{}")
+@pytest.fixture
+def ids_alone(tmp_path: Path) -> Path:
+    """A model without a tokenizer."""
+    folder = write_needle(tmp_path / "ids")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (ids_alone / name).unlink()
-    requests = write_lines(tmp_path / "in.jsonl", {"prompt": "x"}, {"prompt_token_ids": [1]}, {"messages": []})
-    with monkeypatch.context() as patch:
-        patch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
-        for folder, options, message in (
-            (ids_alone, ["x"], "prompt needs a tokenizer, and the model has none; accepted: prompt_token_ids"),
-            (
-                tmp_path / "plain",
-                ["x", "--chat"],
-                "messages need a chat template, and the model has none; accepted: prompt",
-            ),
-            (model, [""], "the prompt is empty; accepted: at least one token"),
-        ):
-            done = bare(folder, "--prompt", *options, "--log-level", "error")
-            assert (done.code, done.err) == (2, f"error: ConfigError: {message}\n")
+        (folder / name).unlink()
+    return folder
+
+
+@pytest.mark.usefixtures("_loads_nothing")
+def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
+    bare: Command, folder: Path, ids_alone: Path, tmp_path: Path
+) -> None:
+    plain = write_needle(tmp_path / "plain")
+    (plain / "tokenizer_config.json").write_text("{}")
+    for model, options, message in (
+        (ids_alone, ["x"], "prompt needs a tokenizer, and the model has none; accepted: prompt_token_ids"),
+        (plain, ["x", "--chat"], "messages need a chat template, and the model has none; accepted: prompt"),
+        (folder, [""], "the prompt is empty; accepted: at least one token"),
+    ):
+        done = bare(model, "--prompt", *options, "--log-level", "error")
+        assert (done.code, done.err) == (2, f"error: ConfigError: {message}\n")
+
+
+def test_a_model_without_tokenizer_takes_and_prints_ids(bare: Command, ids_alone: Path, tmp_path: Path) -> None:
+    own = {"prompt_token_ids": list(ADA.encode())}
+    requests = write_lines(tmp_path / "own.jsonl", own)
+    done = bare(ids_alone, "--requests", requests, "--num-kv-blocks", "8")
+    assert (done.code, done.out) == (0, " ".join(map(str, b" 31-plum.\n")) + " \n")
+    requests = write_lines(tmp_path / "in.jsonl", {"prompt": "x"}, own, {"messages": []})
     done = bare(ids_alone, "--requests", requests, "--json", "--num-kv-blocks", "8", "--log-level", "warning")
-    assert done.code == 3
     errors = {row["id"]: row["error"] and row["error"]["message"].partition(";")[0] for row in done.rows}
-    assert errors == {
-        "line-1": "prompt needs a tokenizer, and the model has none",
-        "line-2": None,
-        "line-3": "messages needs a tokenizer, and the model has none",
-    }
+    none = "needs a tokenizer, and the model has none"
+    assert (done.code, errors) == (3, {"line-1": f"prompt {none}", "line-2": None, "line-3": f"messages {none}"})
     assert f"medha: {ids_alone} has no tokenizer.json: prompts and answers are token ids\n" in done.err
     assert "medha: 2 of 3 requests cannot be run; the first: prompt needs a tokenizer" in done.err
 
@@ -259,14 +257,9 @@ def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
         ("--cuda-graphs --stream", {}),
         ("--enforce-eager --no-stream --overcommit", {"cuda_graphs": False, "stream": False, "overcommit": True}),
         ("-tp 2 -pp=3 --dtype half --swap-space 4", {"tp": 2, "spp": 3, "dtype": "float16", "swap_space": "4GiB"}),
-        (
-            "--max-model-len 2K --max-num-batched-tokens=1k --long_threshold 10M",
-            {"max_model_len": 2048, "max_batch_tokens": 1000, "long_threshold": 10 << 20},
-        ),
-        (
-            '--rope_scaling={"rope_type":"linear","factor":2} --hf-overrides {"a":1}',
-            {"rope_scaling": {"rope_type": "linear", "factor": 2}, "hf_overrides": {"a": 1}},
-        ),
+        ("--max-model-len 2K --max-num-batched-tokens=1k", {"max_model_len": 2048, "max_batch_tokens": 1000}),
+        ('--long_threshold 10M --hf-overrides {"a":1}', {"long_threshold": 10 << 20, "hf_overrides": {"a": 1}}),
+        ('--rope_scaling={"rope_type":"linear","factor":2}', {"rope_scaling": {"rope_type": "linear", "factor": 2}}),
         ("--no-enable-prefix-caching", {"prefix_caching": False}),
         ("--enable-prefix-caching", {"prefix_caching": True}),
         ("--trust-remote-code --served-model-name x --kv_cache_dtype=auto", {}),
@@ -284,16 +277,13 @@ def test_a_pool_sized_twice_is_refused(configured: Callable[..., EngineConfig], 
     assert "no model is loaded here" in bare("--model_path", folder, "--prompt", "x", "--kv-memory=1GiB").err
 
 
-def test_options_of_vllm_that_change_nothing_are_noted(run: Command) -> None:
+def test_options_of_vllm_that_change_nothing_are_noted_and_a_value_may_look_like_one(run: Command) -> None:
     done = run("--prompt", ADA, "--trust-remote-code", "--served_model_name", "x", "--log-level", "error")
     assert (done.code, done.out) == (0, " 31-plum.\n")
     assert done.err.splitlines() == [
         "medha: --trust-remote-code changes nothing: no code of a checkpoint runs",
         "medha: --served_model_name x changes nothing: it is an option of medha serve",
     ]
-
-
-def test_a_value_may_look_like_an_option(run: Command) -> None:
     assert run("--prompt", "--trust-remote-code", "--max-tokens", "1").err.count("changes nothing") == 0
     assert run("--prompt", ADA, "--stop", "-tp").out == " 31-plum.\n"
 
@@ -341,10 +331,10 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
         (["{model}", "--prompt"], "--prompt"),
     ],
 )
+@pytest.mark.usefixtures("_loads_nothing")
 def test_bad_usage_is_one_line_before_the_model_is_loaded(
-    bare: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+    bare: Command, folder: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
     (tmp_path / "old.jsonl").write_text(EARLIER)
@@ -379,60 +369,52 @@ def test_no_model_to_serve(bare: Command, folder: Path, tmp_path: Path, argument
     assert output.read_text() == EARLIER
 
 
-def test_a_trace_is_no_request_file(run: Command, tmp_path: Path) -> None:
+def test_a_trace_is_no_request_file(run_rows: Command) -> None:
     trace = '{"timestamp": 0, "input_length": 5, "output_length": 5}'
-    done = run("--requests", write_lines(tmp_path / "r.jsonl", trace))
-    assert done.code == 2 and re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*r\.jsonl", done.err)
+    done = run_rows([trace])
+    assert done.code == 2 and re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*in\.jsonl", done.err)
 
 
 @pytest.mark.parametrize(
     ("admission", "code", "ends"),
     [("all", 0, (None, False)), ("refuse", 3, ("DeadlineError", False)), ("relegate", 0, (None, True))],
 )
-def test_who_cannot_be_in_time(run: Command, tmp_path: Path, admission: str, code: int, ends: Any) -> None:
+def test_who_cannot_be_in_time(run_rows: Command, admission: str, code: int, ends: Any) -> None:
     """An objective of a microsecond."""
     rows = [{"id": "hopeless", "prompt": ADA, "slo": {"ttft_s": 1e-6}}, {"id": "fine", "prompt": ADA}]
-    requests = write_lines(tmp_path / "in.jsonl", *rows)
-    done = run("--requests", requests, "--json", "--admission", admission, "--log-level", "error")
-    found = {row["id"]: row for row in done.rows}
-    hopeless = found["hopeless"]
+    done = run_rows(rows, "--json", "--admission", admission, "--log-level", "error")
+    fine, hopeless = sorted(done.rows, key=lambda row: row["id"])
     assert (done.code, hopeless["error"] and hopeless["error"]["type"], hopeless["is_relegated"]) == (code, *ends)
-    assert (found["fine"]["text"], found["fine"]["met_slo"], hopeless["met_slo"]) == (" 31-plum.", None, False)
+    assert (fine["text"], fine["met_slo"], hopeless["met_slo"]) == (" 31-plum.", None, False)
 
 
-BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
-    ("{not json", "ValidationError"),
-    ({"prompt": ADA, "suffix": "x"}, "UnsupportedFeatureError"),
-    ({"prompt": ""}, "ValidationError"),
-    ({"prompt": "x" * 256}, "ContextLengthError"),
-    ({"id": "twice", "prompt": "x"}, "ValidationError"),
-    ({"messages": [{"role": "user", "content": "x" * 256}]}, "ContextLengthError"),
-    ({"id": "\ud800", "prompt": ""}, "ValidationError"),
-]
+BAD_LINES: dict[str, tuple[dict[str, Any] | str, str]] = {
+    "line-2": ("{not json", "ValidationError"),
+    "line-3": ({"prompt": ADA, "suffix": "x"}, "UnsupportedFeatureError"),
+    "line-4": ({"prompt": ""}, "ValidationError"),
+    "line-5": ({"prompt": "x" * 256}, "ContextLengthError"),
+    "line-6": ({"id": "twice", "prompt": "x"}, "ValidationError"),
+    "line-7": ({"messages": [{"role": "user", "content": "x" * 256}]}, "ContextLengthError"),
+    "\ud800": ({"id": "\ud800", "prompt": ""}, "ValidationError"),
+}
 
 
-def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: Path) -> None:
+def test_a_bad_line_is_an_error_line_and_the_others_run(run_rows: Command, tmp_path: Path) -> None:
     good = [{"id": "twice", "prompt": ADA}, {"id": "extra", "prompt": ADA, "user": 5, "metadata": {}, "tools": []}]
-    path = write_lines(tmp_path / "in.jsonl", good[0], *(line for line, _ in BAD_LINES), good[1])
-    output = tmp_path / "out.jsonl"
-    done = run("--requests", path, "--output", output, "--max-model-len", "256", "--log-level", "warning")
+    rows, output = [good[0], *(line for line, _ in BAD_LINES.values()), good[1]], tmp_path / "out.jsonl"
+    done = run_rows(rows, "--output", output, "--max-model-len", "256", "--log-level", "warning")
     assert done.code == 3
     wrong, ignored, text = done.err.splitlines()
     assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
-    assert re.fullmatch(rf"medha: \d of 9 requests in {path} cannot be run; the first is line 2: a request: .*", wrong)
+    where = f"in {tmp_path}/in.jsonl cannot be run; the first is line 2: a request: "
+    assert re.fullmatch(rf"medha: \d of 9 requests {where}.*", wrong)
     assert text == "medha: 2 of 9 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
     served = [row for row in rows if row["error"] is None]
     assert [(row["id"], row["text"]) for row in served] == [("twice", " 31-plum."), ("extra", " 31-plum.")]
     failed = [row for row in rows if row["error"] is not None]
-    names = [
-        line["id"] if isinstance(line, dict) and line.get("id", "twice") != "twice" else f"line-{i}"
-        for i, (line, _) in enumerate(BAD_LINES, 2)
-    ]
-    assert {row["id"]: row["error"]["type"] for row in failed} == {
-        name: kind for name, (_, kind) in zip(names, BAD_LINES, strict=True)
-    }
+    assert {row["id"]: row["error"]["type"] for row in failed} == {i: kind for i, (_, kind) in BAD_LINES.items()}
     for row in failed:
         assert set(row) == KEYS | EXTRA_KEYS
         assert set(row["error"]) == {"type", "message"}
@@ -443,7 +425,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
 # -- how it ends -------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_engine_leaves_each_a_line(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_leaves_each_a_line(run_rows: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Runner.run
 
     def run_three(self: Runner, step: Any) -> Any:
@@ -454,8 +436,7 @@ def test_a_dead_engine_leaves_each_a_line(run: Command, tmp_path: Path, monkeypa
     monkeypatch.setattr(Runner, "run", run_three)
     rows = [{"id": "short", "prompt": ADA, "max_tokens": 2}, {"id": "a", "prompt": ADA}]
     rows += [{"id": "late", "prompt": ADA, "arrival_s": 100}]
-    files = ["--timeline", tmp_path / "t.json", "--journal", tmp_path / "run.journal"]
-    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--json", *files)
+    done = run_rows(rows, "--json", "--timeline", tmp_path / "t.json", "--journal", tmp_path / "run.journal")
     assert done.code == 4
     recorded = replay(tmp_path / "run.journal")
     assert (recorded.mismatch, recorded.num_batches) == (None, 4)

@@ -1,6 +1,5 @@
 """``--resume``: what a batch that was cut short is like when it has been gone on with."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -41,12 +40,11 @@ def test_a_run_that_was_killed_goes_on(bytes_model: Model, tmp_path: Path) -> No
     options[1] = write_lines(tmp_path / "slow.jsonl", *rows)
     command = ["medha.generate", bytes_model.folder, *options, "--num-kv-blocks", "32", "--output", output]
     words = [sys.executable, "-m", *map(str, command)]
-    process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: process.poll() is not None or (output.exists() and output.read_text().count("\n") >= 4))
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or (output.exists() and output.read_text().count("\n") >= 4))
+        finally:
+            process.kill()
     before = output.read_bytes()
     assert 4 <= before.count(b"\n") < len(ROWS)
     options[1] = requests
@@ -97,19 +95,17 @@ def test_nothing_left_loads_nothing(bytes_model: Model, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["what is this\n", json.dumps(line("r0")) + "\n"], r"out\.jsonl line 1: b'what is this.*is no output line"),
-        (['{"some": "json"}\n', json.dumps(line("r0")) + "\n"], r"line 1: .* is no output line; accepted: what a run"),
-        ([json.dumps(line("other")) + "\n"], "line 1: id 'other' is not among the requests"),
-        (["a note of mine\n"], r"line 1: .* is no output line"),
-        ([json.dumps(line("r0")) + "\n"] * 2, "line 2: id 'r0' is there twice"),
+        (["what is this", line("r0")], r"out\.jsonl line 1: b'what is this.*is no output line"),
+        ([{"some": "json"}, line("r0")], r"line 1: .* is no output line; accepted: what a run"),
+        ([line("other")], "line 1: id 'other' is not among the requests"),
+        (["a note of mine"], r"line 1: .* is no output line"),
+        ([line("r0")] * 2, "line 2: id 'r0' is there twice"),
     ],
 )
-def test_another_file_is_left_alone(tmp_path: Path, lines: list[str], message: str) -> None:
+def test_another_file_is_left_alone(tmp_path: Path, lines: list[Any], message: str) -> None:
     requests = read_requests(write_lines(tmp_path / "in.jsonl", *ROWS[:2]), {})
-    output = tmp_path / "out.jsonl"
-    output.write_text("".join(lines))
     with pytest.raises(ConfigError, match=message):
-        read_earlier(output, requests)
+        read_earlier(write_lines(tmp_path / "out.jsonl", *lines), requests)
 
 
 def test_arrivals_go_on_from_the_first_that_is_left(tmp_path: Path) -> None:

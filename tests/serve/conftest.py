@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
@@ -49,6 +50,9 @@ class Server:
     def connect(self) -> HTTPConnection:
         return HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
 
+    def dial(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S)
+
     def post(self, path: str, body: Any, **headers: str) -> Answered:
         """Status, JSON and headers of an answer; ``body`` is sent as it is where it is bytes."""
         sent = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -58,21 +62,17 @@ class Server:
         return self.ask("GET", path, None, headers)
 
     def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answered:
-        connection = self.connect()
-        try:
+        with closing(self.connect()) as connection:
             connection.request(method, path, body, {name.replace("_", "-"): its for name, its in headers.items()})
             answer = connection.getresponse()
             raw = answer.read()
             kind = answer.headers.get_content_type()
             told = json.loads(raw) if kind == "application/json" else raw.decode()
             return answer.status, told, {name.lower(): value for name, value in answer.headers.items()}
-        finally:
-            connection.close()
 
-    def events(self, path: str, body: Any, **headers: str) -> Iterator[Any]:
+    def events(self, path: str, body: Any, **headers: str) -> Generator[Any]:
         """The events of a stream as they come; comments as text. Whoever stops reading has left."""
-        connection = self.connect()
-        try:
+        with closing(self.connect()) as connection:
             connection.request("POST", path, json.dumps(body), {"content-type": "application/json"} | headers)
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
@@ -81,11 +81,17 @@ class Server:
                     yield json.loads(line[6:])
                 elif line.strip():
                     yield line.decode().strip()
-        finally:
-            connection.close()
 
 
 Start = Callable[..., Server]
+
+
+def received(client: socket.socket, holds: Callable[[bytes], object]) -> bytes:
+    """What comes until something holds of it, or until the connection is closed."""
+    answer = b""
+    while not holds(answer) and (part := client.recv(4096)):
+        answer += part
+    return answer
 
 
 def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:

@@ -54,20 +54,15 @@ def test_several_prompts_with_several_completions(client: openai.OpenAI, bytes_m
             assert answer.choices[2 * at + index].text == expected.text
     ids = [[1, 2, 3], [4, 5]]
     answer = client.completions.create(model="model", prompt=ids, max_tokens=2, temperature=0)
-    assert [one.text for one in answer.choices] == [
-        alone(bytes_model, one, max_tokens=2, temperature=0.0).text for one in ids
-    ]
+    expected = [alone(bytes_model, one, max_tokens=2, temperature=0.0).text for one in ids]
+    assert [one.text for one in answer.choices] == expected
 
 
 def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI, bytes_model: Model) -> None:
-    stream = client.completions.create(
-        model="model", prompt="hello", max_tokens=90, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert (
-        "".join(one.choices[0].text for one in chunks[:-1])
-        == alone(bytes_model, "hello", max_tokens=90, temperature=0.0).text
-    )
+    given: Any = {"max_tokens": 90, "temperature": 0.0}
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(model="model", prompt="hello", **given, **options))
+    assert "".join(one.choices[0].text for one in chunks[:-1]) == alone(bytes_model, "hello", **given).text
     assert len(chunks) > 3 and len({one.id for one in chunks}) == 1
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 90

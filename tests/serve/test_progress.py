@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from medha.batch import Batch
 from medha.config import EngineConfig
 from medha.cost.predictor import Work
+from medha.engine.request import Request
 from medha.params import SamplingParams
 from medha.serve import app
 from medha.serve.keys import Key
@@ -39,9 +41,8 @@ def test_progress_comes_before_the_first_token_alone(start: Start, bytes_model: 
     assert any(one["eta_s"] is not None for one in progress)
 
 
-def test_comments_come_while_nothing_else_does(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
+def test_comments_come_while_nothing_else_does(server: Server, monkeypatch: Any) -> None:
     monkeypatch.setattr(app, "_PING_S", 0.01)
-    server = start(bytes_model.engine(num_blocks=512))
     events = list(server.events(PATH, asked(8000, 2, stream=True)))
     assert ": ping" in events[: events.index(next(e for e in events if isinstance(e, dict)))]
 
@@ -118,13 +119,13 @@ def test_the_eta_of_one_that_waits_counts_what_is_there(start: Start, bytes_mode
         prompt = random_ids(4000, seed=seed)
         waiting = server.events(PATH, asked(0, 1, prompt=prompt, stream=True, return_progress=True))
         progress = next(one["prompt_progress"] for one in waiting if isinstance(one, dict))
-        waiting.close()  # type: ignore[attr-defined]
+        waiting.close()
         return dict(progress)
 
     again, other = told(0), told(1)
     assert (again["processed"], other["processed"]) == (0, 0)
     assert again["eta_s"] < 0.2 * other["eta_s"]
-    long.close()  # type: ignore[attr-defined]
+    long.close()
 
 
 class Predicted(Timetable):
@@ -151,6 +152,14 @@ class Predicted(Timetable):
         return PendingStep(result)
 
 
+def of_a_long_one(length: int, dearer_s: float) -> tuple[Predicted, Service, Request]:
+    """A runner and a service whose engine has one request, of so many tokens."""
+    runner = Predicted(dearer_s)
+    runner.engine.add_request("long", [5] * length, SamplingParams(max_tokens=2))
+    (long,) = runner.engine.requests()
+    return runner, Service(runner.engine), long
+
+
 @pytest.mark.parametrize(
     ("short_s", "dearer_s", "since", "most"),
     [
@@ -167,10 +176,9 @@ class Predicted(Timetable):
 def test_the_eta_is_within_a_tenth(short_s: tuple[float, float], dearer_s: float, since: float, most: float) -> None:
     """Of the time to first token, from where some share of the prompt is read on. Short ones come from one time to
     another. With the pace of as much as is left, the last four are off by 19, 10, 14 and 11 %."""
-    runner, length = Predicted(dearer_s), 100_000
-    engine, service = runner.engine, Service(runner.engine)
-    engine.add_request("long", [5] * length, SamplingParams(max_tokens=2))
-    (long,) = engine.requests()
+    length = 100_000
+    runner, service, long = of_a_long_one(length, dearer_s)
+    engine = runner.engine
     told: list[tuple[float, float, float]] = []
     number, due_s, said_s = 0, short_s[0], 0.0
     while not long.first.token_ids:
@@ -192,13 +200,10 @@ def test_the_eta_is_within_a_tenth(short_s: tuple[float, float], dearer_s: float
 
 def test_who_has_given_way_is_expected_again() -> None:
     """Its ETA counts what it has lost, and not that it has taken long for what it has."""
-    runner, length = Predicted(0.0), 20_000
-    engine, service = runner.engine, Service(runner.engine)
-    engine.add_request("long", [5] * length, SamplingParams(max_tokens=2))
-    (long,) = engine.requests()
+    runner, service, long = of_a_long_one(20_000, 0.0)
     waits_s = service.eta_s([long])
     while long.first.num_computed_tokens < 12_000:
-        engine.step()
+        runner.engine.step()
         halfway_s = service.eta_s([long])
     assert waits_s is not None and halfway_s is not None
     for num_left in (8000, 100, 0):
@@ -221,12 +226,11 @@ def test_the_page_runs_its_own_script_alone(server: Server) -> None:
 def test_the_page_is_fed_without_names_and_text(server: Server) -> None:
     events = server.events(PATH, asked(300, 4000, stream=True))
     next(events)
-    connection = server.connect()
-    connection.request("GET", "/events")
-    line = connection.getresponse().readline()
-    connection.close()
+    with closing(server.connect()) as connection:
+        connection.request("GET", "/events")
+        line = connection.getresponse().readline()
     now = json.loads(line.removeprefix(b"data: "))
     (row,) = now["requests"]
     assert (row["number"], row["state"], row["prompt_tokens"], row["computed_tokens"]) == (0, "answering", 300, 300)
     assert 0 < now["kv"][0] <= 1 and "cmpl" not in line.decode()
-    events.close()  # type: ignore[attr-defined]
+    events.close()

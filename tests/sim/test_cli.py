@@ -82,6 +82,7 @@ def test_several_systems_and_rates_are_compared(command: Command, tmp_path: Path
 
 
 def test_a_trace_brings_its_own_requests_and_objectives(command: Command, tmp_path: Path) -> None:
+    """A request that never fits is a failure."""
     plain, own = tmp_path / "plain.csv", tmp_path / "own.jsonl"
     plain.write_text(TRACE)
     slo_s = np.array([5.0, math.nan, math.nan, 5.0])
@@ -90,6 +91,8 @@ def test_a_trace_brings_its_own_requests_and_objectives(command: Command, tmp_pa
     def run(*arguments: object) -> Any:
         return json.loads(command("simulate", "--trace", *arguments, "--json", "-").out)["runs"][0]
 
+    done = command("simulate", "--trace", plain, "--num-kv-blocks", 2)
+    assert (done.code, "1 refused, as they never fit the KV memory." in done.out) == (3, True)
     whole = run(plain)
     assert (whole["completed"], whole["total_input_tokens"], whole["request_rate"]) == (3, 5300, 2.0)
     assert whole["slo_attainment"] == 1.0
@@ -107,13 +110,6 @@ def test_lengths_alone_need_a_rate(command: Command, tmp_path: Path) -> None:
     assert (done.code, "without a rate; accepted: --request-rate, or --arrivals at-once" in done.err) == (2, True)
     assert command("simulate", "--trace", path, "--qps", 3).code == 0
     assert command("simulate", "--trace", path, "--arrivals", "at-once").code == 0
-
-
-def test_requests_that_never_fit_are_failures(command: Command, tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text(TRACE)
-    done = command("simulate", "--trace", path, "--num-kv-blocks", 2)
-    assert (done.code, "1 refused, as they never fit the KV memory." in done.out) == (3, True)
 
 
 def test_stopping_at_a_virtual_time(command: Command) -> None:

@@ -31,26 +31,20 @@ SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
 SYSTEMS = ("lars", "fcfs", "sarathi", "vllm", "orca", "static")
 
 
-def scheduler_config(system: str, **options: object) -> SchedulerConfig:
-    """A policy of the medha scheduler, or another scheduler."""
-    if system in ("lars", "fcfs"):
-        return SchedulerConfig(policy=system, **options)  # type: ignore[arg-type]
-    return SchedulerConfig(system, **options)  # type: ignore[arg-type]
-
-
 def one_replica(system: str = "sarathi", *, spp: int = 1, kvp: int = 1, **options: object) -> Replica:
-    config = scheduler_config(system, **options)
+    """Of a policy of the medha scheduler, or another scheduler."""
+    name = "policy" if system in ("lars", "fcfs") else "scheduler"
+    config = SchedulerConfig(**{name: system, **options})  # type: ignore[arg-type]
     return Replica(SPEC, MODEL, ParallelConfig(spp=spp, kvp=kvp), config, max_model_len=1 << 15)
 
 
-def run(replica: Replica, trace: Trace, *, stop_s: float | None = None) -> Outcome:
-    return Simulation(*replica.build(), trace, stop_s=stop_s).run()
+def run(replica: Replica, trace: Trace) -> Outcome:
+    return Simulation(*replica.build(), trace).run()
 
 
-def columns(requests: Requests) -> dict[str, list[float]]:
-    """All columns of an outcome, as they compare bit by bit; NaN is None."""
-    found = {name: column.tolist() for name, column in vars(requests).items()}
-    return {name: [None if value != value else value for value in values] for name, values in found.items()}
+def columns(requests: Requests) -> dict[str, bytes]:
+    """All columns of an outcome, as they compare bit by bit."""
+    return {name: column.tobytes() for name, column in vars(requests).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,29 +177,25 @@ def test_repeating_changes_nothing(replica: Replica, trace: Trace) -> None:
     assert (once.stage_busy_s, once.stage_bubble_s) == (again.stage_busy_s, again.stage_bubble_s)
 
 
-def test_who_is_swapped_is_not_computed_again_and_the_moves_take_their_time() -> None:
+def crowded(system: str, **options: object) -> Outcome:
+    """Six requests at once in little memory, which is given away more than once."""
     trace = synthesize("fixed:700,300", arrivals="at-once", num_requests=6)
-    outcomes = []
-    for options in ({}, {"num_swap_blocks": 40, "swap_block_s": 1e-4}, {"num_swap_blocks": 40, "swap_block_s": 5e-3}):
-        config = scheduler_config("lars", overcommit=True, **options)
-        replica = replace(one_replica("lars"), scheduler=config, num_blocks=9, max_model_len=2048)
-        outcomes.append(run(replica, trace))
-        assert (outcomes[-1].requests.num_tokens == 300).all()
-    recomputed, swapped, dear = outcomes
-    assert (
-        recomputed.work_lost_s > 0
-        and recomputed.num_swaps == 0 < swapped.num_swaps == swapped.requests.num_preemptions.sum()
-    )
+    outcome = run(replace(one_replica(system, overcommit=True, **options), num_blocks=9), trace)
+    assert (outcome.requests.num_tokens == 300).all()
+    return outcome
+
+
+def test_who_is_swapped_is_not_computed_again_and_the_moves_take_their_time() -> None:
+    recomputed = crowded("lars")
+    swapped, dear = (crowded("lars", num_swap_blocks=40, swap_block_s=seconds) for seconds in (1e-4, 5e-3))
+    assert recomputed.work_lost_s > 0 and recomputed.num_swaps == 0
+    assert 0 < swapped.num_swaps == swapped.requests.num_preemptions.sum()
     assert swapped.work_lost_s < recomputed.work_lost_s
     assert swapped.duration_s < min(recomputed.duration_s, dear.duration_s)
 
 
 def test_who_gives_way_finds_what_is_left_of_its_own_blocks() -> None:
-    trace = synthesize("fixed:700,300", arrivals="at-once", num_requests=6)
-    kept, lost = (
-        run(replace(one_replica("vllm", overcommit=True, prefix_caching=keeps), num_blocks=9), trace)
-        for keeps in (True, False)
-    )
+    kept, lost = (crowded("vllm", prefix_caching=keeps) for keeps in (True, False))
     assert kept.requests.num_preemptions.sum() > 0 < lost.requests.num_preemptions.sum()
     assert kept.num_cached_tokens == 0  # nobody shares with another
     assert kept.duration_s < lost.duration_s
@@ -216,16 +206,12 @@ def test_blocks_of_requests_that_end_with_their_prompt_are_in_use_while_it_is_re
     assert max(outcome.usage) > 0 == outcome.usage[-1]
 
 
-def test_sessions_find_what_they_said_before() -> None:
+def test_sessions_find_what_they_said_before_and_read_it_back_from_the_host_where_that_is_cheaper() -> None:
     trace = synthesize("sessions:2048,512,64,4", qps=0.5, num_requests=40)
     kept, lost = (run(one_replica("lars", prefix_caching=keeps), trace) for keeps in (True, False))
     reused = trace_stats(trace)["prefix_reuse"] * trace.prompt_tokens.sum()
     assert 0.9 * reused < kept.num_cached_tokens <= reused and lost.num_cached_tokens == 0
     assert np.nanmean(kept.requests.first_token_s) < np.nanmean(lost.requests.first_token_s)
-
-
-def test_what_went_to_the_host_is_read_back_where_that_is_cheaper() -> None:
-    trace = synthesize("sessions:2048,512,64,4", qps=0.5, num_requests=40)
     cached, waits_s = [], []
     for num_swap_blocks, swap_block_s in ((0, 0.0), (4000, 1e-5), (4000, 9.0)):
         options = {"num_swap_blocks": num_swap_blocks, "swap_block_s": swap_block_s}

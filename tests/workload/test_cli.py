@@ -1,6 +1,7 @@
 """``medha trace``."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,115 +26,111 @@ def mooncake(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def trace(command: Command) -> Command:
+    return partial(command, "trace")
+
+
 def arrivals(path: Path) -> list[float]:
     return read_trace(path).trace.arrival_s.tolist()
 
 
-def test_convert(command: Command, mooncake: Path, tmp_path: Path) -> None:
+def test_convert(trace: Command, mooncake: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.jsonl.gz"
-    done = command("trace", "convert", mooncake, out)
+    done = trace("convert", mooncake, out)
     assert (done.code, done.out) == (0, f"{out}: 5 requests over 2.000 s, 2 requests/s\n")
     assert (read_trace(out).format, read_trace(out).trace.prompt_tokens.tolist()) == ("medha", [1, 11, 21, 31, 41])
-    assert command("trace", "convert", mooncake, out, "--qps", "4").code == 0
+    assert trace("convert", mooncake, out, "--qps", "4").code == 0
     assert arrivals(out) == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert command("trace", "convert", mooncake, out, "--duration", "1.2", "--num-prompts", "2").code == 0
+    assert trace("convert", mooncake, out, "--duration", "1.2", "--num-prompts", "2").code == 0
     assert arrivals(out) == [0.0, 0.5]
     (tmp_path / "late.csv").write_text(VIDUR + "7,1,1\n9.5,1,1\n")
-    assert command("trace", "convert", tmp_path / "late.csv", out, "--from-zero").code == 0
+    assert trace("convert", tmp_path / "late.csv", out, "--from-zero").code == 0
     assert arrivals(out) == [0.0, 2.5]
 
 
-def test_convert_lengths_alone_needs_a_rate(command: Command, tmp_path: Path) -> None:
+def test_lengths_alone_need_a_rate_and_have_no_figures_of_arrivals(trace: Command, tmp_path: Path) -> None:
     lengths, out = tmp_path / "lengths.csv", tmp_path / "out.jsonl"
-    lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "5,6\n" * 1000)
-    done = command("trace", "convert", lengths, out)
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "5,6\n7,8\n" * 500)
+    done = trace("convert", lengths, out)
     assert done.code == 2
     assert done.err.endswith("without a rate; accepted: --request-rate, or --arrivals at-once\n")
-    assert command("trace", "convert", lengths, out, "--request-rate", "10", "--seed", "1").code == 0
+    assert trace("convert", lengths, out, "--request-rate", "10", "--seed", "1").code == 0
     assert read_trace(out).trace.qps == pytest.approx(10, rel=0.1)
     first = out.read_bytes()
-    assert command("trace", "convert", lengths, out, "--qps", "10", "--seed", "1").code == 0
+    assert trace("convert", lengths, out, "--qps", "10", "--seed", "1").code == 0
     assert out.read_bytes() == first
-    assert command("trace", "convert", lengths, out, "--arrivals", "at-once").code == 0
+    assert trace("convert", lengths, out, "--arrivals", "at-once").code == 0
     assert read_trace(out).trace.duration_s == 0
+    assert "has arrivals: no" in trace("stats", lengths).out
+    figures = json.loads(trace("stats", lengths, "--output-json", "-").out)
+    assert (figures["has_arrivals"], figures["qps"], figures["gap_cv"]) == (False, None, None)
+    assert trace("validate", lengths).out == f"{lengths}: 1000 requests of format vidur without arrival times\n"
 
 
-def test_stats(command: Command, mooncake: Path) -> None:
-    done = command("trace", "stats", mooncake, "--output-json", "-")
+def test_stats(trace: Command, mooncake: Path) -> None:
+    done = trace("stats", mooncake, "--output-json", "-")
     figures = json.loads(done.out)
     assert (figures["format"], figures["num_requests"], figures["qps"], figures["gap_cv"]) == ("mooncake", 5, 2.0, 0.0)
     assert figures["prompt_tokens"] == {
         "total": 105, "mean": 21.0, "min": 1, "p50": 21.0, "p90": 37.0, "p99": 40.6, "max": 41
     }  # fmt: skip
-    table = " ".join(command("trace", "stats", mooncake).out.split())
+    table = " ".join(trace("stats", mooncake).out.split())
     wanted = ("prompt tokens: total 105, mean 21, min 1, p50 21,", "gap cv: 0", "qps: 2", "from 128K share 0.0%")
     for text in wanted:
         assert text in table
 
 
-def test_stats_of_lengths_alone(command: Command, tmp_path: Path) -> None:
-    path = tmp_path / "lengths.csv"
-    path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
-    assert "has arrivals: no" in command("trace", "stats", path).out
-    figures = json.loads(command("trace", "stats", path, "--output-json", "-").out)
-    assert (figures["has_arrivals"], figures["qps"], figures["gap_cv"]) == (False, None, None)
-    assert command("trace", "validate", path).out == f"{path}: 2 requests of format vidur without arrival times\n"
-
-
-def test_stats_of_text_with_another_estimate(command: Command, tmp_path: Path) -> None:
+def test_stats_of_text_with_another_estimate(trace: Command, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"conversations": [{"value": "a" * 12}, {"value": "b" * 24}]}, {"conversations": []}]))
-    done = command("trace", "stats", path, "--output-json", "-")
+    done = trace("stats", path, "--output-json", "-")
     assert done.err == f"medha: {path}: tokens are an estimate, characters / 4\n"
     figures = json.loads(done.out)
     assert (figures["prompt_tokens"]["max"], figures["output_tokens"]["max"], figures["num_dropped"]) == (3, 6, 1)
 
 
-def test_synth(command: Command, tmp_path: Path) -> None:
+def test_synth(trace: Command, tmp_path: Path) -> None:
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for path in (a, b):
-        done = command(
-            "trace", "synth", path, "--lengths", "medha-mix", "--qps", "2", "--duration", "100", "--seed", "5"
-        )
-        assert done.code == 0
+        sizes = ("--lengths", "medha-mix", "--qps", "2", "--duration", "100", "--seed", "5")
+        assert trace("synth", path, *sizes).code == 0
     assert a.read_bytes() == b.read_bytes()
     assert read_trace(a).trace.arrival_s[-1] < 100
-    assert command("trace", "synth", b, "--lengths", "fixed:7,9", "--arrivals", f"trace:{a}", "--qps", "4").code == 0
+    assert trace("synth", b, "--lengths", "fixed:7,9", "--arrivals", f"trace:{a}", "--qps", "4").code == 0
     assert read_trace(b).trace.qps == pytest.approx(4.0)
-    assert (
-        command("trace", "synth", b, "--lengths", "sessions:2K,9,9,4", "--qps", "4", "--num-requests", "99").code == 0
-    )
-    assert json.loads(command("trace", "stats", b, "--output-json", "-").out)["prefix_reuse"] > 0.6
-    done = command("trace", "synth", b, "--qps", "2")
+    assert trace("synth", b, "--lengths", "sessions:2K,9,9,4", "--qps", "4", "--num-requests", "99").code == 0
+    assert json.loads(trace("stats", b, "--output-json", "-").out)["prefix_reuse"] > 0.6
+    done = trace("synth", b, "--qps", "2")
     assert done.code == 2
     assert done.err == "error: ConfigError: num_requests=None and duration_s=None; accepted: one of the two\n"
-    assert command("trace", "synth", b, "--arrivals", "trace:nowhere").code == 2
+    assert trace("synth", b, "--arrivals", "trace:nowhere").code == 2
 
 
-def test_validate(command: Command, mooncake: Path, tmp_path: Path) -> None:
-    done = command("trace", "validate", mooncake)
+def test_validate(trace: Command, mooncake: Path, tmp_path: Path) -> None:
+    done = trace("validate", mooncake)
     assert (done.code, done.out) == (0, f"{mooncake}: 5 requests of format mooncake over 2.000 s\n")
     wrong = tmp_path / "wrong.csv"
     wrong.write_text(VIDUR + "0,1,2\nnan,1,2\n1,0,2\n1,2\n" + "2,0,0\n" * 30)
-    done = command("trace", "validate", wrong)
+    done = trace("validate", wrong)
     assert (done.code, done.err) == (2, f"error: {wrong}: 33 faults\n")
     lines = done.out.splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"{wrong}, line {i}" for i in range(3, 23)]
-    assert command("trace", "validate", wrong, "--from", "azure").code == 2
-    assert command("trace", "validate", tmp_path / "nowhere").err.count("\n") == 1
-    done = command("trace", "convert", wrong, tmp_path / "out.jsonl", "--skip-invalid")
+    assert trace("validate", wrong, "--from", "azure").code == 2
+    assert trace("validate", tmp_path / "nowhere").err.count("\n") == 1
+    done = trace("convert", wrong, tmp_path / "out.jsonl", "--skip-invalid")
     assert (done.code, arrivals(tmp_path / "out.jsonl")) == (0, [0.0])
-    assert json.loads(command("trace", "stats", wrong, "--output-json", "-", "--skip-invalid").out)["num_skipped"] == 33
-    done = command("trace", "convert", wrong, tmp_path / "out.csv")
+    assert json.loads(trace("stats", wrong, "--output-json", "-", "--skip-invalid").out)["num_skipped"] == 33
+    done = trace("convert", wrong, tmp_path / "out.csv")
     assert (done.code, done.err.startswith(f"error: TraceFormatError: {wrong}, line 3: arrived_at='nan'")) == (2, True)
 
 
-def test_help_names_what_is_accepted(command: Command) -> None:
+def test_help_names_what_is_accepted(trace: Command) -> None:
     for verb in ("convert", "stats", "synth", "validate"):
-        assert command("trace", verb, "--help").code == 0
+        assert trace(verb, "--help").code == 0
     assert all(name in cli.FORMATS for name in FORMATS)
     assert ", ".join(ARRIVALS) == cli.PROCESSES
-    help_text = " ".join(command("trace", "synth", "--help").out.replace("│", " ").split())
+    help_text = " ".join(trace("synth", "--help").out.replace("│", " ").split())
     assert all(name in help_text for name in named_lengths())
 
 

@@ -93,19 +93,15 @@ def test_round_trip(trace: Trace, packed: bool) -> None:
 
 
 def test_azure_times(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.csv",
-        AZURE
-        + "2023-11-16 18:15:46.6805900,374,44\n"
-        + "2023-11-16 18:15:46.6805912,396,109\n"
-        + "2023-11-16T18:15:47,879,55\n",
-    )
-    assert read_trace(path).trace.arrival_s.tolist() == [0.0, 1e-6, 0.31941]
-    zones = write(
-        tmp_path / "b.csv",
-        AZURE + "2024-05-10 00:00:00.009930+00:00,1,1\n2024-05-10 02:00:01.009930+02:00,2,2\n2024-05-10 00:00:02Z,3,3",
-    )
-    assert read_trace(zones).trace.arrival_s.tolist() == [0.0, 1.0, 1.99007]
+    for times, found_s in (
+        (("2023-11-16 18:15:46.6805900", "2023-11-16 18:15:46.6805912", "2023-11-16T18:15:47"), [0.0, 1e-6, 0.31941]),
+        (
+            ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 02:00:01.009930+02:00", "2024-05-10 00:00:02Z"),
+            [0.0, 1.0, 1.99007],
+        ),
+    ):
+        path = write(tmp_path / "a.csv", AZURE + "".join(f"{time},374,44\n" for time in times))
+        assert read_trace(path).trace.arrival_s.tolist() == found_s
 
 
 def test_azure_times_count_from_the_earliest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -138,14 +134,8 @@ def test_vidur_without_arrivals(tmp_path: Path) -> None:
 
 
 def test_own_lines_as_request_files_have_them(tmp_path: Path) -> None:
-    own = {
-        "arrival_s": 1,
-        "num_prompt_tokens": 2,
-        "num_output_tokens": 3,
-        "slo": {"ttft_s": 2},
-        "priority": "low",
-        "tenant": "a",
-    }
+    own = {"arrival_s": 1, "num_prompt_tokens": 2, "num_output_tokens": 3}
+    own |= {"slo": {"ttft_s": 2}, "priority": "low", "tenant": "a"}
     lines = [{"prompt_token_ids": [5, 6, 7], "max_tokens": 9, "temperature": 0.5}, {"id": 7, **own}]
     reading = read_trace(write(tmp_path / "a", "\n\n".join(map(json.dumps, lines))))
     assert (reading.format, reading.has_arrivals) == ("medha", True)

@@ -65,11 +65,13 @@ def test_objectives() -> None:
     assert meets(outcome("b", 0.0, 1.0, (), slo=SLO(tpot_s=0.1)), Goodput())  # one token has no TPOT
 
 
-def test_nothing_has_no_figures() -> None:
+def test_nothing_has_no_figures_and_what_is_for_ever_is_none() -> None:
     assert set(latency_fields("ttft", [], (99.0,)).values()) == {None}
     empty = serving_figures(Served((), 0.0), goodput=Goodput(), metrics=(), percentiles=())
     names = ("request_throughput", "max_concurrent_requests", "max_output_tokens_per_s", "ttft_by_length")
     assert [empty[name] for name in names] == [0.0, 0, 0.0, []]
+    found = latency_fields("ttft", [1.0, 2.0, math.inf], (99.0,))
+    assert found == {"mean_ttft_ms": None, "median_ttft_ms": 2000.0, "std_ttft_ms": None, "p99_ttft_ms": None}
 
 
 def test_an_end_makes_room_for_an_arrival_of_the_same_time() -> None:
@@ -99,11 +101,6 @@ def test_buckets_hold_all_requests() -> None:
 )
 def test_percentiles_count_what_never_came(values: list[float], percent: float, expected: float | None) -> None:
     assert percentile(np.array(values), percent) == expected
-
-
-def test_a_figure_that_is_for_ever_is_none() -> None:
-    found = latency_fields("ttft", [1.0, 2.0, math.inf], (99.0,))
-    assert found == {"mean_ttft_ms": None, "median_ttft_ms": 2000.0, "std_ttft_ms": None, "p99_ttft_ms": None}
 
 
 def test_parsing() -> None:

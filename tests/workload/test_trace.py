@@ -61,13 +61,9 @@ def test_slices_windows_and_scales() -> None:
     assert trace.scaled(1.5).qps == 1.5
     assert trace.from_zero().arrival_s.tolist() == [0.0, 1.0, 1.0, 4.0]
     assert (trace[:0].duration_s, trace[:0].qps, len(trace[:0].from_zero())) == (0.0, None, 0)
-    for call in (
-        lambda: trace.scaled(0.0),
-        lambda: trace.scaled(math.nan),
-        lambda: trace[1:3].scaled(1.0),
-    ):
+    for wrong, qps in ((trace, 0.0), (trace, math.nan), (trace[1:3], 1.0)):
         with pytest.raises(ConfigError, match="accepted"):
-            call()
+            wrong.scaled(qps)
 
 
 def test_rows() -> None:
