@@ -61,7 +61,9 @@ class CompareOptions:
     )
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     num_threads: int = asked(2, "CPU threads, the same for both.", COUNT)
-    enable_prefix_caching: bool = asked(False, "Of medha and vLLM; transformers has none.")
+    enable_prefix_caching: bool = asked(
+        False, "Of medha and vLLM; rounds repeat the prompts, so all but the first hit."
+    )
     seed: int = asked(0, "Of lengths, prompts and weights.", ANY_COUNT)
     warmup: int = warmups(1)
     runs: int = counted(3)
@@ -69,9 +71,13 @@ class CompareOptions:
     def __post_init__(self) -> None:
         if not self.input_lens and not self.batch_size and not self.num_prompts:
             raise ConfigError("input_len, batch_size and num_prompts are all left out; accepted: at least one of them")
-        if self.request_rate is not None and (self.peer == "transformers" or not self.num_prompts):
+        few = not self.num_prompts or not self.input_lens
+        if self.request_rate is not None and (self.peer == "transformers" or few):
             what = f"request_rate={self.request_rate:g} with peer={self.peer} and num_prompts={self.num_prompts}"
-            raise ConfigError(f"{what}; accepted: with peer=vllm, and requests that arrive")
+            lens = f"input_len={','.join(map(str, self.input_lens)) or 'none'}"
+            raise ConfigError(
+                f"{what}, {lens}; accepted: with peer=vllm, requests that arrive and a prompt beside them"
+            )
 
 
 class _Case(NamedTuple):

@@ -50,6 +50,10 @@ _OUTPUT_LEN = 8
 _SHORT_TTFT_S = 1.0
 _BATCH_S = 0.25
 _WARM_SHORT = 8
+_NOT_ITS = (
+    "goodput", "max_concurrency", "num_warmups", "metrics", "percentiles", "input_len", "output_len", "lengths",
+    "dataset_path", "request_rate", "burstiness",
+)  # fmt: skip  # options that the preset has no use for
 _NEAR = 0.15  # an error of predicted step times up to which a prediction was right
 
 _OBJECTIVES = "Objectives in ms, as ttft:100 tpot:50 e2el:900; the first two are the scheduler's."
@@ -89,8 +93,17 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         assert self.goals is not None  # it is read, and may be wrong
-        if self.preset is not None and self.long_len <= _SHORT_LENS[1]:
+        if self.preset is None:
+            return
+        if self.long_len <= _SHORT_LENS[1]:
             raise ConfigError(f"long_len={self.long_len}; accepted: above {_SHORT_LENS[1]}, the longest short one")
+        given, bare = asdict(self), asdict(ServeOptions())
+        given, bare = given | given["workload"], bare | bare["workload"]
+        if wrong := [name for name in _NOT_ITS if given[name] not in (bare[name], [])]:
+            what = ", ".join(f"{name}={given[name]!r}" for name in wrong)
+            raise ConfigError(
+                f"{what} with preset={self.preset}; accepted: without, its workload and figures are given"
+            )
 
     @cached_property
     def goals(self) -> Goodput:

@@ -15,7 +15,14 @@ from tests.bench.shapes import ON_TINY
         (["compare", "--input-len", "none", "--batch-size", "0", "--num-prompts", "0"], "all left out; accepted"),
         (["compare", "--input-len", "0"], "input_len='0'; accepted"),
         (["compare", "--lengths", "nothing"], "lengths='nothing'; accepted"),
-        (["compare", "--request-rate", "2"], "with peer=transformers and num_prompts=200; accepted: with peer=vllm"),
+        (
+            ["compare", "--request-rate", "2"],
+            "with peer=transformers and num_prompts=200, input_len=2048,16384; accepted",
+        ),
+        (
+            ["compare", "--peer", "vllm", "--request-rate", "2", "--input-len", "none"],
+            "num_prompts=200, input_len=none; accepted: with peer=vllm, requests that arrive and a prompt beside them",
+        ),
         (["compare", "--request-rate", "2", "--peer", "vllm", "--num-prompts=0"], "with peer=vllm and num_prompts=0"),
         (["compare", "--engine-options", "{x"], "engine_options '{x': not JSON"),
         (["compare", "--engine-options", "[]"], "engine_options '[]': holds a list"),
@@ -50,6 +57,10 @@ from tests.bench.shapes import ON_TINY
         (["serve", "--preset", "train"], "preset='train'; accepted: convoy"),
         (["serve", "--preset", "convoy", "--long-len", "500"], "long_len=500; accepted: above 500"),
         (["serve", "--preset", "convoy", "--load", "0"], "load=0.0; accepted"),
+        (
+            ["serve", "--preset", "convoy", "--goodput", "ttft:9", "--request-rate", "3"],
+            "goodput=['ttft:9'], request_rate=3.0 with preset=convoy; accepted: without",
+        ),
         (["throughput", "--dataset-path", "absent.csv"], "absent.csv"),
         (["throughput", "--trace", "x", "--lengths", "fixed:1,1"], "a trace and lengths='fixed:1,1' are both given"),
         (["throughput", "--num-prompts", "2", "--num-kv-blocks", "1", "--input-len", "600"], "has failed"),
