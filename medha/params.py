@@ -149,7 +149,7 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence ids.
         min_tokens: before that many tokens are out, no end-of-sequence or stop id can be drawn, and no stop string
             that begins there is looked for.
-        max_tokens: at most so many tokens; None is as many as the context and the KV pool have room for.
+        max_tokens: at most so many tokens; None is the model's, or all that context and KV pool have room for.
         logprobs: None, or 0 to 20: log-probabilities of the drawn token and of so many of the likeliest.
         detokenize: whether to produce text.
         skip_special_tokens: leave special tokens out of the text.
@@ -227,8 +227,10 @@ class SamplingParams:
         return cls(**{FIELD_ALIASES.get(name, name): value for name, value in fields.items()})
 
 
-MODEL_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Of the fields that ``generation_config.json`` may set."""
+MODEL_DEFAULTS: dict[str, float | None] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": None,
+}  # fmt: skip
+"""Of the fields that ``generation_config.json`` may set; ``max_tokens`` is its ``max_new_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)

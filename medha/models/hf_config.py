@@ -142,7 +142,8 @@ def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, flo
     if not path.exists() and not path.is_symlink():
         return {}, ()
     reader = Fields(read_json_object(path), path.name)
-    defaults = {name: reader.optional(name, _CHECKS[name]) for name in MODEL_DEFAULTS}
+    names = {name: name for name in MODEL_DEFAULTS} | {"max_tokens": "max_new_tokens"}
+    defaults = {name: reader.optional(its, _CHECKS[name]) for name, its in names.items()}
     if reader.raw.get("do_sample") is not None and not reader.boolean("do_sample"):
         defaults["temperature"] = 0.0
     given = {name: value for name, value in defaults.items() if value is not None}

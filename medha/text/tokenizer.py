@@ -129,6 +129,8 @@ class Tokenizer:
 
     def encode_array(self, text: str, *, add_special_tokens: bool = True) -> npt.NDArray[np.int32]:
         """As :meth:`encode`; other threads run meanwhile, however long the text."""
+        if not isinstance(text, str):
+            raise ValidationError(f"prompt must be a str, got {type(text).__name__}", param="prompt", value=text)
         check_utf8(text, "prompt")
         return self._encoder(text, add_special_tokens=add_special_tokens)
 

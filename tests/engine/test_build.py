@@ -261,6 +261,13 @@ def test_end_of_sequence(
     assert [NO_EOS in message for message in warnings(caplog)] == ([] if eos else [True])
 
 
+@pytest.mark.parametrize(("asked", "most"), [(None, 7), (12, 12), (3, 3)])
+def test_the_models_own_max_new_tokens_bound_who_names_none(folder: Path, asked: int | None, most: int) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7}))
+    engine = build(folder, num_kv_blocks=4)
+    assert engine.prepare("a", [1, 2], SamplingParams(max_tokens=asked)).max_tokens == most
+
+
 def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "eos_token_id": [10, 3]}))
     with caplog.at_level(logging.INFO, logger="medha"):

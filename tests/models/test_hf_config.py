@@ -256,7 +256,11 @@ DRAWS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0, "repetition_
 @pytest.mark.parametrize(
     ("raw", "sampling", "eos"),
     [
-        ({"do_sample": True, "eos_token_id": [5, 6], "max_new_tokens": 99, **DRAWS}, DRAWS, (5, 6)),
+        (
+            {"do_sample": True, "eos_token_id": [5, 6], "max_new_tokens": 99, **DRAWS},
+            {**DRAWS, "max_tokens": 99},
+            (5, 6),
+        ),
         ({"do_sample": False}, {"temperature": 0.0}, ()),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}, ()),
         ({"do_sample": None, "temperature": 0.7}, {"temperature": 0.7}, ()),
@@ -277,6 +281,7 @@ def test_generation_defaults(tmp_path: Path, raw: dict[str, Any], sampling: dict
         ("top_p", 1.01),
         ("repetition_penalty", 0),
         ("do_sample", "yes"),
+        ("max_new_tokens", 0),
         ("eos_token_id", 128),
     ],
 )
