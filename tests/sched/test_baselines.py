@@ -4,7 +4,7 @@ import pytest
 
 from medha.sched.decision import SchedulerRequest
 from tests.sched.test_scheduler import Play
-from tests.sched.virtual import new_scheduler
+from tests.sched.virtual import finish, new_scheduler, next_batch
 
 # -- static -----------------------------------------------------------------------------------------------
 
@@ -68,11 +68,10 @@ def test_a_batch_of_a_packer_that_predicts_nothing_may_take_what_its_rows_take()
     sched = new_scheduler("orca", num_blocks=8192, max_num_seqs=8, max_batch_tokens=2048)
     assert sched.longest_s() == 0.0
     sched.add(SchedulerRequest(0, 100_000, 2, arrival_s=0.0))
-    batch = sched.schedule(0.0).batch
-    assert batch is not None and batch.num_tokens == 100_000
+    batch = next_batch(sched)
+    assert batch.num_tokens == 100_000
     alone_s = sched.prefill_left_s(0, 100_000)
     assert alone_s > 60.0 and sched.longest_s() == pytest.approx(alone_s)
-    sched.complete(batch, alone_s, [(0, 1, False)], alone_s)
+    finish(sched, batch, alone_s, alone_s)
     assert sched.longest_s() == 0.0
-    decode = sched.schedule(alone_s).batch
-    assert decode is not None and 0.0 < sched.longest_s() < 1.0
+    assert next_batch(sched, alone_s).num_decodes and 0.0 < sched.longest_s() < 1.0

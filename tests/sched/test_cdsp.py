@@ -137,12 +137,7 @@ def a_case(random: np.random.Generator) -> tuple[ChunkTimes, int, int, list[floa
     sizes = sorted(random.choice(sizes, int(random.integers(1, len(sizes) + 1)), replace=False).tolist())
     rows = []
     for size in sizes:  # some of them get no faster with more groups, and their history is read at any price
-        a, b, d, e = (
-            random.uniform(0, 0.3),
-            random.uniform(2e-5, 8e-5),
-            random.uniform(0, 2e-9),
-            random.uniform(0, 2e-7),
-        )
+        a, b, d, e = random.uniform((0, 2e-5, 0, 0), (0.3, 8e-5, 2e-9, 2e-7)).tolist()
         rows.append((a, b / size ** random.uniform(0, 1), d * random.uniform(1, 2.5) / size, d / size, e))
     times = ChunkTimes(tuple(sizes), tuple(rows), groups_per_node=int(random.choice([2, 4, 8])))
     queue_s = (random.uniform(0, 4, count) * (random.random(count) < 0.7)).tolist()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -246,33 +247,25 @@ TestMemoryMachine = MemoryMachine.TestCase
 # -- mutations --------------------------------------------------------------------------------------------
 
 
-def grants_everything(patch: pytest.MonkeyPatch) -> None:
+is_safe = KVMemory._is_safe
+
+
+def grants_everything(memory: KVMemory, taker: Any, needs: dict[int, int], **_: Any) -> bool:
     """Mutation: whoever finds blocks free gets them."""
-    patch.setattr(
-        KVMemory,
-        "_is_safe",
-        lambda self, taker, needs, **_: all(blocks <= self.pools[group].num_free for group, blocks in needs.items()),
-    )
+    return all(blocks <= memory.pools[group].num_free for group, blocks in needs.items())
 
 
-def ignores_decodes(patch: pytest.MonkeyPatch) -> None:
+def ignores_decodes(memory: KVMemory, *args: Any, **options: Any) -> bool:
     """Mutation: nothing is set aside for decodes."""
-    safe_with = KVMemory._is_safe
-
-    def is_safe_without(self: KVMemory, *args: Any, **kwargs: Any) -> bool:
-        before, self._set_aside = self._set_aside, [0] * self.num_groups
-        safe = safe_with(self, *args, **kwargs)
-        self._set_aside = before
-        return safe
-
-    patch.setattr(KVMemory, "_is_safe", is_safe_without)
+    with mock.patch.object(memory, "_set_aside", [0] * memory.num_groups):
+        return is_safe(memory, *args, **options)
 
 
-@pytest.mark.parametrize("mutate", [grants_everything, ignores_decodes])
+@pytest.mark.parametrize("mutation", [grants_everything, ignores_decodes])
 def test_a_drive_notices_a_banker_who_gives_too_much(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    mutation: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch)
+    monkeypatch.setattr(KVMemory, "_is_safe", mutation)
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(worlds(any_scheduler=True))

@@ -47,18 +47,14 @@ def test_small_chunks_are_gathered_and_large_ones_dealt(monkeypatch: pytest.Monk
     monkeypatch.setattr(MedhaPacker, "_prefers_ring", prefers_ring)
     options = {"ring": True, "max_kv_per_group": 4096, "chunk_size": 64, "max_batch_tokens": 2048}
     scheduler = new_scheduler(num_groups=2, num_blocks=1000, max_prompt_tokens=3000, **options)
-    drive = Drive(scheduler, [Job(0.0, 8000, 20)], lambda batch: 0.1)
-    seen: list[tuple[int, int, bool]] = []
-    drive.on_schedule = lambda batch: seen.extend(  # type: ignore[method-assign]
-        (row.position, row.q_len, row.is_dealt) for row in (batch.chunks if batch else ()) if row.is_shared
-    )
-    drive.run()
+    drive = Drive(scheduler, [Job(0.0, 8000, 20)], lambda batch: 0.1).run()
+    seen = [row for batch in drive.batches for row in batch.chunks if row.is_shared]
     tick = make_predictor(max_tokens=2048, kvp=2).tick()
-    for position, q_len, is_dealt in seen:
-        own = -(-q_len // 2)
-        ring_s = tick.with_chunk(own, position + (q_len - own) // 2, ring=2)
-        gather_s = tick.with_chunk(q_len, position // 2, run=(0, 1))
-        assert is_dealt == (ring_s < gather_s), (position, q_len)
+    for row in seen:
+        own = -(-row.q_len // 2)
+        ring_s = tick.with_chunk(own, row.position + (row.q_len - own) // 2, ring=2)
+        gather_s = tick.with_chunk(row.q_len, row.position // 2, run=(0, 1))
+        assert row.is_dealt == (ring_s < gather_s), row
     assert seen and len(set(asked)) > 100
 
 
@@ -77,12 +73,10 @@ def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
     for ring in (False, True):
         predictor = with_step_s(step_s)  # anew, as it learns
         scheduler = new_scheduler(predictor=predictor, num_blocks=1000, num_groups=2, ring=ring, max_kv_per_group=4096)
-        seen[ring] = []
         left_s[ring] = [scheduler.prefill_left_s(done, 8000) for done in (0, 4000)]
         assert scheduler.prefill_left_s(0, 4000) == pytest.approx(predictor_s(predictor, 4000))  # on one group
-        drive = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1)
-        drive.on_schedule = lambda batch, seen=seen[ring]: seen.append(str(batch))  # type: ignore[method-assign,misc]
-        drive.run()
+        drive = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1).run()
+        seen[ring] = drive.log
     if step_s > 1:
         assert (seen[True], left_s[True]) == (seen[False], left_s[False])
         return

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Self
 
@@ -157,6 +157,28 @@ def make_scheduler(world: dict[str, Any]) -> Scheduler:
     return new_scheduler(world["config"], **sizes, max_prompt_tokens=3000)
 
 
+def next_batch(scheduler: Scheduler, now_s: float = 0.0) -> Batch:
+    """The next one; there has to be one."""
+    batch = scheduler.schedule(now_s).batch
+    assert batch is not None
+    return batch
+
+
+def finish(
+    scheduler: Scheduler, batch: Batch, now_s: float = 0.0, busy_s: float = 0.0, *, ended: Container[int] = ()
+) -> tuple[int, ...]:
+    """A batch is done, and each row that samples has yielded a token: the last one of those that have ``ended``."""
+    results = [(row.slot, 1, row.slot in ended) for row in batch.rows if row.samples]
+    return scheduler.complete(batch, now_s, results, busy_s)
+
+
+def step(scheduler: Scheduler, now_s: float = 0.0, busy_s: float = 0.0, *, ended: Container[int] = ()) -> Batch:
+    """The next one, done at once."""
+    batch = next_batch(scheduler, now_s)
+    finish(scheduler, batch, now_s, busy_s, ended=ended)
+    return batch
+
+
 Seconds = Callable[[Batch], float]
 
 
@@ -253,7 +275,8 @@ class Drive:
         self.finish_s: dict[int, float] = {}
         self.token_s: defaultdict[int, list[float]] = defaultdict(list)  # of all its tokens, by job
         self.log: list[str] = []  # batches, and what closed
-        self.num_batches = 0
+        self.batches: list[Batch] = []
+        self.gave_way: list[int] = []  # by job, in order
         self.decision = Decision()
         self._seconds, self._busy, self._observers = seconds or self._predicted, busy, observers
         arrivals = [(job.arrival_s, False, index) for index, job in enumerate(jobs)]
@@ -287,7 +310,7 @@ class Drive:
                 _, is_cancel, job = events.popleft()
                 (self._cancel if is_cancel else self._add)(job)
             self._schedule()
-            assert self.num_batches <= most, "a livelock"
+            assert len(self.batches) <= most, "a livelock"
             next_event_s = events[0][0] if events else math.inf
             next_end_s = self._in_flight[0][1] if self._in_flight else math.inf
             if min(next_event_s, next_end_s) == math.inf:
@@ -334,7 +357,7 @@ class Drive:
                 assert not (is_idle and (self.scheduler.num_waiting or self.scheduler.num_running)), "a deadlock"
                 return
             self._check_batch(batch)
-            self.num_batches += 1
+            self.batches.append(batch)
             self.log.append(f"{self.now_s} {batch}")
             seconds = self._seconds(batch)
             start_s = max(self.now_s, self._in_flight[-1][1]) if self._in_flight else self.now_s
@@ -357,6 +380,7 @@ class Drive:
                 live.num_scheduled = 0
             live.num_prefill = live.request.num_prompt_tokens + live.num_tokens
             live.num_preempted += 1
+            self.gave_way.append(live.job)
             self._to_free.append(slot)
 
     def _complete(self) -> None:
