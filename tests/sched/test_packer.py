@@ -92,9 +92,9 @@ def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) 
     return seconds
 
 
-def play(world: dict[str, Any], drive: type[Drive] = Checked, **options: Any) -> Drive:
+def play(world: dict[str, Any]) -> Checked:
     scheduler = make_scheduler(world)
-    return drive(scheduler, world["load"], noisy(scheduler, world["seed"]), **options).run()
+    return Checked(scheduler, world["load"], noisy(scheduler, world["seed"])).run()
 
 
 # -- any load ---------------------------------------------------------------------------------------------
@@ -195,9 +195,7 @@ def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
 
 def test_chunks_fall_as_kv_grows() -> None:
     """As the issue wants it shown: one prompt alone, from its first token to the 60,000th."""
-    steps = Steps(plain(t_target_s=0.5), is_still=True)
-    steps.add(0, 60_000)
-    whole = []
+    steps, whole = Steps(plain(t_target_s=0.5), (60_000, 1), is_still=True), []
     while not steps.times_s[0]:
         whole += [q_len for _, q_len in chunks_of(steps.step()[0])]
     del whole[-1]  # which ends the prompt
@@ -268,8 +266,7 @@ def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its
     fits = efficient_kv(predictor, 0.2, 64)
     config = SchedulerConfig(quantum_s=0.2, rho_max=0.0, max_kv_per_group=3 * fits // 2 // BLOCK * BLOCK)
     scheduler = new_scheduler(config, num_blocks=8 * fits // BLOCK, num_groups=2, predictor=predictor)
-    steps, shards = Steps(scheduler, is_still=True), dict[int, int]()
-    steps.add(0, 19 * fits // 10)
+    steps, shards = Steps(scheduler, (19 * fits // 10, 1), is_still=True), dict[int, int]()
     while not steps.times_s[0]:
         batch, seconds = steps.step()
         (row,) = batch.rows

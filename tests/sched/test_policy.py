@@ -213,7 +213,7 @@ def test_what_a_policy_does_wrong_is_named(policy: Callable[[Columns, float], An
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "my_policies"
+    package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "good.py").write_text("def newest(columns, now_s):\n    return -columns.arrival_s\n")
@@ -222,9 +222,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("modules")
-@pytest.mark.parametrize(
-    ("spec", "rows"), [("my_policies.good:newest", [2, 1, 0]), ("priority:my_policies.good:newest", [0, 2, 1])]
-)
+@pytest.mark.parametrize(("spec", "rows"), [("mine.good:newest", [2, 1, 0]), ("priority:mine.good:newest", [0, 2, 1])])
 def test_a_policy_of_the_users_loads_from_its_module(spec: str, rows: list[int]) -> None:
     ranking = load_policy(spec)
     requests = [Waiting(arrival_s=0.0, priority=0), Waiting(arrival_s=1.0), Waiting(arrival_s=2.0)]
@@ -246,14 +244,8 @@ ACCEPTED = "accepted: edf, fcfs, ilrs, lars, lrs, sjf, srpt, priority, priority:
         ("", f"policy=''; {ACCEPTED}"),
         ("priority:priority:edf", "policy='priority:priority:edf'; accepted: priority once"),
         (3, f"policy=3; {ACCEPTED}, or a function of (columns, now_s)"),
-        (
-            "my_policies.good:newst",
-            "policy='my_policies.good:newst': my_policies.good has no function 'newst'; did you",
-        ),
-        (
-            "my_policies.needy:x",
-            "cannot import 'my_policies.needy': ModuleNotFoundError: No module named 'no_such_pack",
-        ),
+        ("mine.good:newst", "policy='mine.good:newst': mine.good has no function 'newst'; did you"),
+        ("mine.needy:x", "cannot import 'mine.needy': ModuleNotFoundError: No module named 'no_such_pack"),
         (":x", "policy=':x': cannot import '': ValueError: Empty module name"),
     ],
 )

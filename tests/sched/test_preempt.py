@@ -84,14 +84,8 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     assert slots(preemption.of_lower_class(four)) == [5, 2]
 
 
-AHEAD = [
-    {},
-    {"depth": 2},
-    {"depth": 3},
-    {"async_scheduling": True},
-    {"async_scheduling": True, "depth": 3},
-    {"async_scheduling": True, "num_swap_blocks": 50},
-]
+ASYNC = {"async_scheduling": True}
+AHEAD = [{}, {"depth": 2}, {"depth": 3}, ASYNC, {**ASYNC, "depth": 3}, {**ASYNC, "num_swap_blocks": 50}]
 """How far batches are made ahead: with async scheduling some token of a decode is always in flight."""
 
 

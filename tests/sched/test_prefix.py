@@ -206,19 +206,13 @@ def sharing(draw: st.DrawFn) -> dict[str, Any]:
         )
         for job in world["load"]
     ]
-    again = [
-        replace(job, arrival_s=job.arrival_s + draw(st.floats(0, 60))) for job in shared[:4] * draw(st.integers(1, 3))
-    ]
+    firsts = shared[:4] * draw(st.integers(1, 3))
+    again = [replace(job, arrival_s=job.arrival_s + draw(st.floats(0, 60))) for job in firsts]
     longest = replace(max(shared, key=lambda job: job.num_kv_tokens), document=2, slo=None, cancel_s=None)
     takes = [replace(longest, arrival_s=at) for at in draw(st.lists(st.floats(0, 60), max_size=3))]  # what is kept
-    num_swap_blocks = draw(st.sampled_from([0, 3, 40, 400]))
-    return {
-        **world,
-        "load": [*shared, *again, *takes],
-        "config": replace(world["config"], num_swap_blocks=num_swap_blocks),
-        "block_size": draw(st.sampled_from([BLOCK, 64, 8])),
-        "reset_every": draw(st.sampled_from([0, 0, 3, 20])),
-    }
+    config = replace(world["config"], num_swap_blocks=draw(st.sampled_from([0, 3, 40, 400])))
+    sizes = {"block_size": draw(st.sampled_from([BLOCK, 64, 8])), "reset_every": draw(st.sampled_from([0, 0, 3, 20]))}
+    return {**world, **sizes, "config": config, "load": [*shared, *again, *takes]}
 
 
 def play(world: dict[str, Any]) -> Sharing:

@@ -58,23 +58,19 @@ def test_small_chunks_are_gathered_and_large_ones_dealt(monkeypatch: pytest.Monk
     assert seen and len(set(asked)) > 100
 
 
-def with_step_s(step_s: float) -> Predictor:
-    """A predictor of two groups on which each step of a ring takes so long."""
-    found = make_predictor(kvp=2).coefficients
-    assert found.ring is not None
-    return Predictor(replace(found, ring=replace(found.ring, step_s=step_s)), max_tokens=2048)
-
-
 @pytest.mark.parametrize("step_s", [1e-4, 10.0])
 def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
     """And then counts with the seconds that it takes so; elsewhere all is as without rings."""
     seen: dict[bool, list[str]] = {}
     left_s: dict[bool, list[float]] = {}
+    found = make_predictor(kvp=2).coefficients
+    found = replace(found, ring=replace(found.ring, step_s=step_s))
     for ring in (False, True):
-        predictor = with_step_s(step_s)  # anew, as it learns
+        predictor = Predictor(found, max_tokens=2048)  # anew, as it learns
+        alone_on_one_s = PrefillTimes(predictor, budgeted_chunk(SchedulerConfig(), predictor)).total_s(4000)
         scheduler = new_scheduler(predictor=predictor, num_blocks=1000, num_groups=2, ring=ring, max_kv_per_group=4096)
         left_s[ring] = [scheduler.prefill_left_s(done, 8000) for done in (0, 4000)]
-        assert scheduler.prefill_left_s(0, 4000) == pytest.approx(predictor_s(predictor, 4000))  # on one group
+        assert scheduler.prefill_left_s(0, 4000) == pytest.approx(alone_on_one_s)
         drive = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1).run()
         seen[ring] = drive.log
     if step_s > 1:
@@ -83,11 +79,6 @@ def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
     assert any("dealt" in batch for batch in seen[True])
     for dealt_s, alone_s in zip(left_s[True], left_s[False], strict=True):
         assert 0.45 * alone_s < dealt_s < 0.75 * alone_s
-
-
-def predictor_s(predictor: Predictor, num_tokens: int) -> float:
-    """Seconds of a prompt that runs alone on a group, as the scheduler would chunk it."""
-    return PrefillTimes(predictor, budgeted_chunk(SchedulerConfig(), predictor)).total_s(num_tokens)
 
 
 @pytest.mark.parametrize(

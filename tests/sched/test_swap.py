@@ -33,15 +33,12 @@ def test_what_is_swapped_is_not_computed_again() -> None:
     assert moved[0] == moved[1] > 0
 
 
-@pytest.mark.parametrize(("swap_block_s", "is_swap"), [(0.0, True), (10.0, False)])
-def test_the_cheaper_way_is_taken(swap_block_s: float, is_swap: bool) -> None:
-    drive = play(DECODES, swap_block_s=swap_block_s)
+@pytest.mark.parametrize(
+    ("options", "is_swap"), [({"swap_block_s": 0.0}, True), ({"swap_block_s": 10.0}, False), ({"num_swap_blocks": 1}, False)]
+)
+def test_the_cheaper_way_that_fits_the_host_is_taken(options: dict[str, Any], is_swap: bool) -> None:
+    drive = play(DECODES, **options)
     assert drive.gave_way and drive.num_swapped == is_swap * len(drive.gave_way)
-
-
-def test_who_does_not_fit_the_host_is_computed_again() -> None:
-    drive = play(DECODES, num_swap_blocks=1)
-    assert drive.gave_way and drive.num_swapped == 0
 
 
 def test_who_lies_on_several_groups_is_computed_again_and_others_come_back_to_theirs() -> None:

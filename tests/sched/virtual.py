@@ -21,18 +21,7 @@ from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import FREE
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=32_000,
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_layers=8,
-    num_heads=16,
-    num_kv_heads=4,
-    head_dim=64,
-    max_position_embeddings=1 << 24,
-    rope=RopeConfig(),
-)
+MODEL = ModelConfig("LlamaForCausalLM", 32_000, 1024, 2816, 8, 16, 4, 64, 1 << 24, RopeConfig())
 """A small model, for predicted times of the size that a CPU has: 1,000 tokens take about a second."""
 
 
@@ -78,15 +67,10 @@ def jobs(
     tokens = draw(st.integers(1, max_new))
     ttft_s = draw(st.none() | st.floats(0.01, 30.0))
     tpot_s = draw(st.none() | st.floats(0.01, 1.0))
-    return Job(
-        draw(times),
-        num_prompt,
-        tokens,
-        draw(st.integers(1, tokens)),
-        SLO(ttft_s, tpot_s) if ttft_s or tpot_s else None,
-        draw(st.integers(0, 3)),
-        draw(st.none() | st.none() | times) if cancels else None,
-    )
+    slo = SLO(ttft_s, tpot_s) if ttft_s or tpot_s else None
+    arrival_s, num_new, priority = draw(times), draw(st.integers(1, tokens)), draw(st.integers(0, 3))
+    cancel_s = draw(st.none() | st.none() | times) if cancels else None
+    return Job(arrival_s, num_prompt, tokens, num_new, slo, priority, cancel_s)
 
 
 POLICIES = (*BUILT_IN, "priority", "priority:edf")
@@ -130,13 +114,8 @@ def worlds(
         overcommit=draw(st.sampled_from([False, False, False, True])),
         **options,
     )
-    return {
-        "config": config,
-        "num_groups": num_groups,
-        "num_blocks": share * draw(st.sampled_from([1, 2, 8])),
-        "load": load,
-        "seed": draw(st.integers(0, 2**32)),
-    }
+    num_blocks, seed = share * draw(st.sampled_from([1, 2, 8])), draw(st.integers(0, 2**32))
+    return {"config": config, "num_groups": num_groups, "num_blocks": num_blocks, "load": load, "seed": seed}
 
 
 def new_scheduler(
@@ -186,14 +165,19 @@ class Steps:
     """Runs batches one after the other, each for the predicted time; a request ends with its last token,
     and nothing is learned.
 
-    With ``is_still`` the clock stays at 0.
+    Args:
+        scheduler: one that predicts.
+        lengths: prompt and new tokens of requests that are there from the start, in slots from 0 on.
+        is_still: the clock stays at 0.
     """
 
-    def __init__(self, scheduler: Scheduler, *, is_still: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, *lengths: tuple[int, int], is_still: bool = False) -> None:
         self.scheduler, self.is_still, self.now_s = scheduler, is_still, 0.0
         self.decision = Decision()
         self.times_s: dict[int, list[float]] = {}  # of each request's tokens, by slot
         self._max_new: dict[int, int] = {}
+        for slot, (num_prompt, max_new) in enumerate(lengths):
+            self.add(slot, num_prompt, max_new)
 
     def add(
         self, slot: int, num_prompt: int, max_new: int = 1, slo: SLO | None = None, *, arrival_s: float | None = None
