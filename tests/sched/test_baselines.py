@@ -24,9 +24,6 @@ def shown(row: Row) -> str:
     return f"{row.slot}[{row.position}:{row.kv_len}]{'.' * row.samples}{span}"
 
 
-# -- static -----------------------------------------------------------------------------------------------
-
-
 def test_static_starts_together_with_whole_prompts_and_lets_nobody_join() -> None:
     jobs = [Job(0.0, 20, 3), Job(0.0, 2), Job(0.0, 5, 2), Job(0.0, 1)]
     # 22 tokens in the first batch, though a batch has 16 elsewhere. Slot 1 ends at once, and its place stays empty.
@@ -34,16 +31,10 @@ def test_static_starts_together_with_whole_prompts_and_lets_nobody_join() -> Non
     assert batches("static", *jobs, max_num_seqs=2) == expected
 
 
-# -- sarathi ----------------------------------------------------------------------------------------------
-
-
 def test_sarathi_decodes_first_and_prefills_share_what_is_left() -> None:
     jobs = [Job(0.0, 12, 3), Job(0.5, 12), Job(0.5, 3)]
     expected = ["0[0:8]", "0[8:12]. 1[0:6]", "0@12 1[6:12]. 2[0:3].", "0@13"]
     assert batches("sarathi", *jobs, max_batch_tokens=10) == expected
-
-
-# -- orca -------------------------------------------------------------------------------------------------
 
 
 def test_orca_lets_requests_join_and_never_cuts_a_prompt() -> None:
@@ -59,18 +50,12 @@ def test_a_whole_prompt_is_cut_at_the_end_of_a_shard_only(name: str) -> None:
     assert rows == ["0[0:24]", "0[24:40]./0-1", "0@40/0-1"]
 
 
-# -- vllm -------------------------------------------------------------------------------------------------
-
-
 def test_vllm_serves_who_started_first_first() -> None:
     jobs = [Job(0.0, 30), Job(0.0, 1, 4), Job(0.0, 5)]
     # The prompt that started first takes nine of ten tokens; the decode that started after it has the tenth, and what
     # waits has none until it is through. (Sarathi counts the decode first: the same here.)
     expected = ["0[0:9] 1[0:1].", "1@1 0[9:18]", "1@2 0[18:27]", "1@3 0[27:30]. 2[0:5]."]
     assert batches("vllm", *jobs, max_batch_tokens=10, chunk_size=9) == expected
-
-
-# -- how long a batch may take ----------------------------------------------------------------------------
 
 
 def test_a_batch_of_a_packer_that_predicts_nothing_may_take_what_its_rows_take() -> None:

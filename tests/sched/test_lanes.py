@@ -21,7 +21,6 @@ from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
-from medha.sched.lanes import CdspPacker
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.replica import find_model
 from tools.best_rates import best_rate, played_ttft_s
@@ -52,11 +51,6 @@ class Driver:
         self.now_s, self.ran = 0.0, list[tuple[Batch, float, float]]()  # batch, from, to
         self.events: list[tuple[float, int, Batch, float]] = []
         self.closed: dict[int, float] = {}
-
-    @property
-    def packer(self) -> CdspPacker:
-        assert isinstance(self.scheduler.packer, CdspPacker)
-        return self.scheduler.packer
 
     def add(self, slot: int, prompt: int, slo: SLO | None = None) -> None:
         self.scheduler.add(SchedulerRequest(slot, prompt, 1, self.now_s, slo))
@@ -96,7 +90,7 @@ def load(random: np.random.Generator, count: int, every_s: float) -> tuple[list[
 
 def tasks_of(driver: Driver) -> list[Any]:
     """Those in flight, then the others."""
-    return [*driver.packer._running, *driver.packer._waiting]
+    return [*driver.scheduler.packer._running, *driver.scheduler.packer._waiting]
 
 
 def finish_and_check(driver: Driver, prompts: list[int]) -> None:
@@ -170,13 +164,13 @@ def test_queue_times_follow_what_happens() -> None:
         factor = driver.scheduler.predictor.factor("prefill")  # type: ignore[union-attr]
         free_s = [arrival_s] * 8
         for task in tasks_of(driver):
-            is_running = task in driver.packer._running
+            is_running = task in driver.scheduler.packer._running
             began_s = task.start_s if is_running else max(free_s[group] for group in task.chunk.groups)
             num_late += began_s + task.seconds * factor < arrival_s
             end_s = began_s + task.seconds * factor
             for group in task.chunk.groups:
                 free_s[group] = max(end_s, 2 * arrival_s - end_s)
-        ours = driver.packer._queue_s(arrival_s, factor)
+        ours = driver.scheduler.packer._queue_s(arrival_s, factor)
         assert ours == pytest.approx([(one - arrival_s) / factor for one in free_s], abs=1e-4)
         driver.add(slot, prompt)
     finish_and_check(driver, prompts)
@@ -227,11 +221,11 @@ def test_cancelling_at_any_time() -> None:
             driver.add(slot, prompt)
         for _ in range(after):
             driver.step()
-        full_s = sum(driver.packer._queue_s(driver.now_s, 1.0))
+        full_s = sum(driver.scheduler.packer._queue_s(driver.now_s, 1.0))
         closed = [slot for slot in (1, 3, 5) for slot in driver.scheduler.cancel(slot)]
         driver.fill()
         if closed:  # their queue time is given back
-            assert sum(driver.packer._queue_s(driver.now_s, 1.0)) < 0.9 * full_s
+            assert sum(driver.scheduler.packer._queue_s(driver.now_s, 1.0)) < 0.9 * full_s
         for slot in closed:  # the slot is used again at once
             driver.add(slot, 30_000)
         driver.finish()

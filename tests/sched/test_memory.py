@@ -43,9 +43,8 @@ def test_reservations(num_tokens: int, blocks: list[int], num_firsts: int) -> No
 
 @pytest.mark.parametrize("tokens", [6, 36])
 def test_a_share_of_no_whole_blocks_or_beyond_the_pool_is_refused(tokens: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^max_kv_per_group={tokens}; accepted: a multiple of the block size 4, at mo"
-    ):
+    message = rf"^max_kv_per_group={tokens}; accepted: a multiple of the block size 4, at mo"
+    with pytest.raises(ValueError, match=message):
         KVMemory(SchedulerConfig(max_kv_per_group=tokens), num_blocks=8, block_size=4, num_groups=2)
 
 

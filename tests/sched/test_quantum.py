@@ -15,7 +15,7 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import MODEL, Steps, make_predictor, new_scheduler, step
+from tests.sched.virtual import MODEL, Steps, make_predictor, new_scheduler, next_batch
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
@@ -54,7 +54,7 @@ def chunks_of_one(slo: SLO | None = None) -> list[tuple[int, int]]:
 def test_the_quantum_is_what_the_least_efficient_chunk_takes() -> None:
     rates = {size: rate for size, rate in rates_behind(0).items() if size >= 256}
     size = next(size for size, rate in rates.items() if rate >= 0.85 * max(rates.values()))
-    assert QUANTUM_S == PREDICTOR.tick().with_chunk(size, 0)
+    assert PREDICTOR.tick().with_chunk(size, 0) == QUANTUM_S
     for option in ("quantum_s", "t_target_s"):
         given_s, least = chunk_rules(SchedulerConfig(**{option: 0.125}), PREDICTOR)  # type: ignore[arg-type]
         assert (given_s, least(0), least(10**6)) == (0.125, 64, 64)
@@ -80,7 +80,7 @@ def test_a_class_goes_first_by_default() -> None:
     scheduler = on_one_group(max_batch_tokens=64, max_num_seqs=2)
     for slot, (tokens, priority) in enumerate([(40, 2), (60, 0), (50, 1)]):
         scheduler.add(SchedulerRequest(slot, tokens, 4, 0.0, priority=priority))
-    assert step(scheduler).rows[0].slot == 1
+    assert next_batch(scheduler).rows[0].slot == 1
 
 
 def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
@@ -195,9 +195,14 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
     assert len(busy) > 1.5 * len(alone)
 
 
-def test_no_batch_takes_longer_where_that_gains_nothing() -> None:
-    alone = batches_of_a_document(on_one_group(), [])
-    assert all(seconds <= QUANTUM_S or tokens <= 64 for _, seconds, tokens in alone)
+@pytest.mark.parametrize(
+    ("options", "most_s"), [({}, QUANTUM_S), ({"quantum_s": 0.1}, 0.1), ({"t_target_s": 0.1}, 0.1)]
+)
+def test_no_batch_takes_longer_where_that_gains_nothing_or_a_time_is_given(
+    options: dict[str, float], most_s: float
+) -> None:
+    alone = batches_of_a_document(on_one_group(**options), [])
+    assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= most_s
 
 
 def test_prompts_one_after_the_other_take_such_batches_too() -> None:
@@ -215,12 +220,6 @@ def test_prompts_one_after_the_other_take_such_batches_too() -> None:
     assert 3.5 * quantum_s < longest_s <= 4 * quantum_s
     alone_s = steps.scheduler.prefill_left_s(0, 60_000)
     assert all(end_s < (place + 1.1) * alone_s for place, end_s in enumerate(ends_s))
-
-
-@pytest.mark.parametrize("option", [{"quantum_s": 0.1}, {"t_target_s": 0.1}])
-def test_a_time_that_is_given_holds_for_a_prompt_that_is_alone_too(option: dict[str, float]) -> None:
-    alone = batches_of_a_document(on_one_group(**option), [])
-    assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= 0.1
 
 
 def test_work_left_is_that_at_the_budget_in_force() -> None:

@@ -34,7 +34,8 @@ def test_what_is_swapped_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "is_swap"), [({"swap_block_s": 0.0}, True), ({"swap_block_s": 10.0}, False), ({"num_swap_blocks": 1}, False)]
+    ("options", "is_swap"),
+    [({"swap_block_s": 0.0}, True), ({"swap_block_s": 10.0}, False), ({"num_swap_blocks": 1}, False)],
 )
 def test_the_cheaper_way_that_fits_the_host_is_taken(options: dict[str, Any], is_swap: bool) -> None:
     drive = play(DECODES, **options)
