@@ -28,34 +28,28 @@ class Checked(Drive):
         assert isinstance(scheduler.packer, MedhaPacker)
         self.packer, self.config = scheduler.packer, scheduler.config
         self.num_shared = 0  # batches with a chunk on several groups
-        self.starts: dict[int, dict[int, int]] = {}  # by slot and group: where its shard begins
 
-    def on_schedule(self, batch: Batch | None) -> None:
-        if batch is None:
-            return
+    def _check_batch(self, batch: Batch) -> None:
+        super()._check_batch(batch)
         prediction = self.decision.prediction
         assert prediction is not None and 0 < prediction.seconds < math.inf
-        for row in batch.rows:
-            if row.position == 0:
-                self.starts[row.slot] = {}
-            self.starts[row.slot].setdefault(row.writer, row.position)
         self.num_shared += any(row.is_shared and not row.is_decode for row in batch.rows)
         for group in range(self.scheduler.memory.num_groups):
-            chunks = [row for row in batch.rows if row.concerns(group) and not row.is_decode]
-            assert sum(row.q_len for row in batch.rows if row.concerns(group)) <= self.config.max_batch_tokens
-            self.check_one_long(chunks)
-            self.check_budget(group, chunks)
+            rows = [row for row in batch.rows if row.concerns(group)]
+            assert sum(row.q_len for row in rows) <= self.config.max_batch_tokens
+            self.check_one_long(rows)
+            self.check_budget(group, rows)
 
-    def check_one_long(self, chunks: list[Row]) -> None:
+    def check_one_long(self, rows: list[Row]) -> None:
         """Never two long prefills in a batch and group."""
-        prompts = [self.live[row.slot].num_prefill for row in chunks]
+        prompts = [self.live[row.slot].num_prefill for row in rows if not row.is_decode]
         assert sum(num_prompt >= self.config.long_threshold for num_prompt in prompts) <= 1
 
-    def check_budget(self, group: int, chunks: list[Row]) -> None:
+    def check_budget(self, group: int, rows: list[Row]) -> None:
         """The budget is kept, but for a single chunk of the least size, or for decodes alone."""
         time = self.packer._groups[group]
-        decodes, works = self.works(group, chunks)
-        assert time.tick.seconds == pytest.approx(self.packer.predictor.predict([*decodes, *works]))
+        works = [self.work_of(row, group) for row in rows]
+        assert time.tick.seconds == pytest.approx(self.packer.predictor.predict(works))
         if time.tick.seconds <= time.budget_s:
             return
         if time.tick.seconds <= 1.01 * time.budget_s:
@@ -64,20 +58,15 @@ class Checked(Drive):
             return  # decodes alone, to which chunks add nothing
         if time.tick.seconds < max(other.tick.seconds for other in self.packer._groups):
             return  # it would be idle for as long as another group, which is held to the rule, takes
-        assert len(chunks) == 1
-        assert chunks[0].q_len <= self.config.min_chunk
+        chunks = [row for row in rows if not row.is_decode]
+        assert len(chunks) == 1 and chunks[0].q_len <= self.config.min_chunk
 
-    def works(self, group: int, chunks: list[Row]) -> tuple[list[Work], list[Work]]:
-        """What the group has, from the rows alone."""
-
-        def work(row: Row) -> Work:
-            starts = self.starts[row.slot]
-            kv = starts.get(group + 1, row.position) - starts[group]
-            run = row.span if row.is_shared else None
-            return Work(row.q_len, kv, row.is_decode, run, row.samples and (row.is_decode or group == row.group))
-
-        batch = self.scheduler.in_flight[-1]
-        return [work(row) for row in batch.rows if row.concerns(group) and row.is_decode], [work(r) for r in chunks]
+    def work_of(self, row: Row, group: int) -> Work:
+        """What a group has of a row."""
+        starts = self._shards[row.slot]  # position at which each begins, by group
+        kv = starts.get(group + 1, row.position) - starts[group]
+        run = row.span if row.is_shared else None
+        return Work(row.q_len, kv, row.is_decode, run, row.samples and (row.is_decode or group == row.group))
 
 
 def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) -> Callable[[Batch], float]:

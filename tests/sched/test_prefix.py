@@ -173,9 +173,6 @@ class Sharing(Drive):
                 assert self.cells[group, blocks[block]][offset] == self._content(row.slot, at)
             position = end
 
-    def _check_swaps(self, batch: Batch) -> None:
-        raise AssertionError("not asked here")
-
     def _cancel(self, index: int) -> None:
         for slot, live in list(self.live.items()):
             if live.job == index and not live.ended:

@@ -255,7 +255,7 @@ class Drive:
         self.batches: list[Batch] = []
         self.gave_way: list[int] = []  # by job, in order
         self.decision = Decision()
-        self._seconds, self._busy, self._observers = seconds or self._predicted, busy, observers
+        self._seconds, self._busy, self._observers = seconds, busy, observers
         arrivals = [(job.arrival_s, False, index) for index, job in enumerate(jobs)]
         cancels = [(max(j.cancel_s, j.arrival_s), True, i) for i, j in enumerate(jobs) if j.cancel_s is not None]
         self._events = sorted([*arrivals, *cancels])
@@ -336,13 +336,9 @@ class Drive:
             self._check_batch(batch)
             self.batches.append(batch)
             self.log.append(f"{self.now_s} {batch}")
-            seconds = self._seconds(batch)
+            seconds = self._seconds(batch) if self._seconds else self.decision.prediction.seconds
             start_s = max(self.now_s, self._in_flight[-1][1]) if self._in_flight else self.now_s
             self._in_flight.append((batch, start_s + seconds, seconds))
-
-    def _predicted(self, batch: Batch) -> float:
-        assert self.decision.prediction is not None
-        return self.decision.prediction.seconds
 
     def _preempt(self, preempted: Sequence[Preempted]) -> None:
         for slot, lost_s, swapped_tokens in map(astuple, preempted):
