@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -154,19 +155,14 @@ def test_the_search_finds_the_best_of_all_plans() -> None:
         plan = planner.plan(prompt, queue_s, rate)
         assert plan.ttft_s == pytest.approx(min(t for t, _ in plans), rel=1e-6), (times, queue_s, prompt, rate)
         lengths.append(len(plan.chunks))
-        check(plan, prompt, planner, queue_s)
+        # What any plan keeps to; and it takes what it says when it is played.
+        assert sum(chunk.num_tokens for chunk in plan.chunks) == prompt
+        for one, after in pairwise(plan.chunks):
+            assert after.first <= one.first and one.first + one.size <= after.first + after.size
+            assert one.size < after.size and one.num_tokens >= PIECES * one.size
+        planner.occupy(queue_s, plan.chunks)
+        assert queue_s[plan.chunks[-1].first] == pytest.approx(plan.ttft_s, rel=1e-9)
     assert min(lengths) == 1 and max(lengths) >= 3 and sum(n > 1 for n in lengths) > 100
-
-
-def check(plan: Plan, prompt: int, planner: Planner, queue_s: list[float]) -> None:
-    """What any plan keeps to; and it takes what it says when it is played."""
-    assert sum(chunk.num_tokens for chunk in plan.chunks) == prompt
-    for one, after in zip(plan.chunks, plan.chunks[1:], strict=False):
-        assert after.first <= one.first and one.first + one.size <= after.first + after.size
-        assert one.size < after.size and one.num_tokens >= PIECES * one.size
-    free_s = list(queue_s)
-    planner.occupy(free_s, plan.chunks)
-    assert free_s[plan.chunks[-1].first] == pytest.approx(plan.ttft_s, rel=1e-9)
 
 
 def test_one_size_is_fixed_groups() -> None:

@@ -1,7 +1,5 @@
 """The packer of CDSP: tasks on lanes, queue times that follow what happens, memory, cancels, who is planned first."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -243,9 +243,6 @@ MemoryMachine.TestCase.settings = settings(max_examples=200, stateful_step_count
 TestMemoryMachine = MemoryMachine.TestCase
 
 
-# -- mutations --------------------------------------------------------------------------------------------
-
-
 is_safe = KVMemory._is_safe
 
 

@@ -1,12 +1,11 @@
 """Shared prefixes: whoever attends finds in every block what its own tokens would have left there."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -545,17 +544,12 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
     ids = IDS.of(np.arange(320, dtype=np.int32))
     for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
         scheduler.add(SchedulerRequest(slot, 320, 280, 0.0, prefix=ids))
-    held: list[int] = []
-
-    def holds(cache: PrefixCache, path: Path, end: int, slot: int) -> None:
-        held.append(end)
-        hold(cache, path, end, slot)
-
-    monkeypatch.setattr(PrefixCache, "hold", holds)
+    held = mock.Mock(wraps=scheduler.memory.prefix.hold)
+    monkeypatch.setattr(scheduler.memory.prefix, "hold", held)
     for turn in range(20):
         step(scheduler, float(turn), 0.5)
     assert len(scheduler._queue.waiting) == 31
-    assert 20 <= len(held) <= 20 * 4
+    assert 20 <= held.call_count <= 20 * 4
 
 
 @pytest.mark.parametrize("is_out", [True, False])

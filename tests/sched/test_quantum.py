@@ -1,7 +1,5 @@
 """Chunk budgets by need: the quantum follows from the machine; chunks are efficient where no objective forbids it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

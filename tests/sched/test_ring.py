@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,6 @@ from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import ConfigError
-from medha.sched.packer import MedhaPacker
 from medha.sched.scheduler import complete_config
 from tests.sched.virtual import BLOCK, Drive, Job, make_predictor, make_scheduler, new_scheduler, worlds
 
@@ -38,15 +38,10 @@ def test_all_come_to_their_end() -> None:
 
 def test_small_chunks_are_gathered_and_large_ones_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is that of the less predicted seconds, and history is moved where the last group gets ahead."""
-    asked, prefers = list[tuple[int, ...]](), MedhaPacker._prefers_ring
-
-    def prefers_ring(self: MedhaPacker, *chunk: int) -> bool:
-        asked.append(chunk)
-        return prefers(self, *chunk)
-
-    monkeypatch.setattr(MedhaPacker, "_prefers_ring", prefers_ring)
     options = {"ring": True, "max_kv_per_group": 4096, "chunk_size": 64, "max_batch_tokens": 2048}
     scheduler = new_scheduler(num_groups=2, num_blocks=1000, max_prompt_tokens=3000, **options)
+    asked = mock.Mock(wraps=scheduler.packer._prefers_ring)
+    monkeypatch.setattr(scheduler.packer, "_prefers_ring", asked)
     drive = Drive(scheduler, [Job(0.0, 8000, 20)], lambda batch: 0.1).run()
     seen = [row for batch in drive.batches for row in batch.chunks if row.is_shared]
     tick = make_predictor(max_tokens=2048, kvp=2).tick()
@@ -55,7 +50,7 @@ def test_small_chunks_are_gathered_and_large_ones_dealt(monkeypatch: pytest.Monk
         ring_s = tick.with_chunk(own, row.position + (row.q_len - own) // 2, ring=2)
         gather_s = tick.with_chunk(row.q_len, row.position // 2, run=(0, 1))
         assert row.is_dealt == (ring_s < gather_s), row
-    assert seen and len(set(asked)) > 100
+    assert seen and len({call.args for call in asked.call_args_list}) > 100
 
 
 @pytest.mark.parametrize("step_s", [1e-4, 10.0])

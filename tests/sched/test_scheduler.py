@@ -1,7 +1,5 @@
 """What all schedulers share: where requests begin, and what wrong calls do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

@@ -267,7 +267,6 @@ class Drive:
         self._deals: Sequence[Deal] = ()
         self.num_dealt = self.num_shifts = 0
         self._host: dict[tuple[int, int], int] = {}  # slot that holds each (group, host block)
-        self._swaps: dict[int, list[tuple[int, int]]] = {}  # host blocks of those swapped out
         self._to_swap: set[int] = set()  # slots whose blocks go with the next batch
         self._swapped_for_none: set[int] = set()  # slots whose blocks do though they were closed
 
@@ -475,7 +474,6 @@ class Drive:
             if slot not in self._swapped_for_none:
                 assert place not in self._host, "a batch that reads host blocks gives them to nobody"
                 self._host[place] = slot
-                self._swaps.setdefault(slot, []).append(place)
         assert out.keys() == self._to_swap | self._swapped_for_none
         assert all(blocks == [place for place, s in self._owner.items() if s == slot] for slot, blocks in out.items())
         self._to_swap.clear()
@@ -485,18 +483,18 @@ class Drive:
         for slot, moves in back.items():
             live, extents = self.live[slot], [extent for extent in batch.extents if extent.slot == slot]
             blocks = [(e.group, block) for e in extents for block in range(e.first, e.first + e.count)]
-            assert live.on_host and self._swaps[slot] == [host for _, host in moves]
+            kept = [place for place, holder in self._host.items() if holder == slot]
+            assert live.on_host and kept == [host for _, host in moves]
             assert [place for place, _ in moves] == blocks[: len(moves)]
             assert len(moves) == -(-live.num_scheduled // memory.block_size)
             assert {(row.group, row.num_groups) for row in batch.rows if row.slot == slot} == {(extents[0].group, 1)}
-            assert {group for group, _ in (*blocks, *self._swaps[slot])} == {extents[0].group}
+            assert {group for group, _ in (*blocks, *kept)} == {extents[0].group}
             live.on_host = False
             self._forget_host(slot)
         held = Counter(group for group, _ in self._host)
         assert [host.pool.num_used for host in memory.hosts] == [held[group] for group in range(len(memory.hosts))]
 
     def _forget_host(self, slot: int) -> None:
-        self._swaps.pop(slot, None)
         self._host = {block: holder for block, holder in self._host.items() if holder != slot}
 
     def _check_row(self, row: Row) -> None:
