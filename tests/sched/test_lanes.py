@@ -33,7 +33,6 @@ class Driver:
     """Runs batches as they come, every third for the predicted time, the next for a share of it more, the last of three
     for twice that share."""
 
-    rate: float | RateTable = 0.3
     num_blocks: int = 4096
     slower: float = 0.0
     options: dict[str, object] = field(default_factory=dict)
@@ -43,7 +42,7 @@ class Driver:
     def __post_init__(self) -> None:
         config = SchedulerConfig("cdsp", prefix_caching=False, **self.options)  # type: ignore[arg-type]
         sizes = {"num_blocks": self.num_blocks, "block_size": BLOCK, "num_groups": 8}
-        planner = Planner(self.times, 8, max_chunks=config.max_chunks, rates=self.rate)
+        planner = Planner(self.times, 8, max_chunks=config.max_chunks, rates=0.3)
         predictor = Predictor(PREDICTOR, max_tokens=1 << 18)
         self.scheduler = Scheduler(config, planner, predictor=predictor, max_prompt_tokens=1 << 18, **sizes)
         self.now_s, self.ran = 0.0, list[tuple[Batch, float, float]]()  # batch, from, to

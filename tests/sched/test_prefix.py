@@ -98,8 +98,6 @@ class Sharing(Drive):
         if ids:
             self.num_units[slot] += len(ids) // 16
             self.scheduler.extend(slot, ids)
-            for observer in self._observers:
-                observer.extended(slot, ids)
 
     def _check_batch(self, batch: Batch) -> None:
         if self.reset_every and not batch.batch_id % self.reset_every:
@@ -108,8 +106,6 @@ class Sharing(Drive):
         for swap, block, host_block in pairs(batch.swaps_out):
             self.host[swap.group, host_block] = list(self.cells[swap.group, block])
         self._to_swap.clear()
-        assert sorted(batch.frees) == sorted(self._to_free)
-        self._to_free.clear()
         for slot in batch.frees:
             self.tables.pop(slot, None)
         for extent in batch.extents:

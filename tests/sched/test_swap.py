@@ -7,19 +7,19 @@ import pytest
 from medha.batch import Batch
 from medha.sched.batch_builder import parts_of
 from medha.sim.pipeline import Pipeline
-from tests.sched.test_preempt import BLOCK, Watched, make
-from tests.sched.virtual import Job
+from tests.sched.test_preempt import make
+from tests.sched.virtual import BLOCK, Drive, Job
 
 DECODES = [Job(0.0, 16, 64), Job(0.01, 16, 64), Job(0.02, 16, 64)]
 """They grow until nothing of eight blocks is free."""
 
 
-def play(load: list[Job], num_blocks: int = 8, *, drive: type[Watched] = Watched, **options: Any) -> Watched:
+def play(load: list[Job], num_blocks: int = 8, *, drive: type[Drive] = Drive, **options: Any) -> Drive:
     options = {"overcommit": True, "num_swap_blocks": 8} | options
     return drive(make(num_blocks, **options), load, lambda batch: 0.1).run()
 
 
-def num_computed(drive: Watched) -> int:
+def num_computed(drive: Drive) -> int:
     return sum(batch.num_tokens for batch in drive.batches)
 
 
@@ -57,7 +57,7 @@ def test_who_lies_on_several_groups_is_computed_again_and_others_come_back_to_th
 def test_a_step_takes_as_long_as_the_longer_of_compute_and_moves() -> None:
     found: set[bool] = set()
 
-    class Timed(Watched):
+    class Timed(Drive):
         def on_schedule(self, batch: Batch | None) -> None:
             super().on_schedule(batch)
             if batch is None or not batch.moves:
@@ -81,7 +81,7 @@ def test_batches_that_move_teach_the_predictor_nothing() -> None:
     scheduler = make(8, overcommit=True, num_swap_blocks=8, swap_block_s=1e-3)
     predictor = scheduler.predictor
     assert predictor is not None
-    drive = Watched(scheduler, DECODES, lambda batch: 5.0 if batch.moves else 0.02).run()
+    drive = Drive(scheduler, DECODES, lambda batch: 5.0 if batch.moves else 0.02).run()
     assert drive.num_swapped
     taught = sum(not batch.moves for batch in drive.batches)
     assert sum(count for _, count in predictor.correction.learned.values()) == taught < len(drive.batches)

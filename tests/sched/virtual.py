@@ -254,6 +254,7 @@ class Drive:
         self.log: list[str] = []  # batches, and what closed
         self.batches: list[Batch] = []
         self.gave_way: list[int] = []  # by job, in order
+        self.num_decodes = self.num_swapped = 0  # of these
         self.decision = Decision()
         self._seconds, self._busy, self._observers = seconds, busy, observers
         arrivals = [(job.arrival_s, False, index) for index, job in enumerate(jobs)]
@@ -332,6 +333,7 @@ class Drive:
                 is_idle = not self.scheduler.in_flight
                 assert not (is_idle and (self.scheduler.num_waiting or self.scheduler.num_running)), "a deadlock"
                 return
+            self._check_bounds(batch)
             self._check_batch(batch)
             self.batches.append(batch)
             self.log.append(f"{self.now_s} {batch}")
@@ -340,8 +342,14 @@ class Drive:
             self._in_flight.append((batch, start_s + seconds, seconds))
 
     def _preempt(self, preempted: Sequence[Preempted]) -> None:
+        """Who gave way is somebody who may: with classes anybody, with overcommit alone anybody but the oldest."""
+        config = self.scheduler.config
+        started = [one for one in self.live.values() if one.num_scheduled or one.num_preempted]
+        by_class = str(config.policy).startswith("priority")
+        oldest = min(started, key=lambda one: (one.request.arrival_s, one.request.slot), default=None)
         for slot, lost_s, swapped_tokens in map(astuple, preempted):
             live = self.live[slot]
+            assert by_class or (config.overcommit and live is not oldest), "the oldest never gives way"
             assert not live.num_in_flight and not live.ended and not live.on_host and live.num_scheduled
             if swapped_tokens:
                 assert swapped_tokens == live.num_scheduled and lost_s >= 0
@@ -353,6 +361,8 @@ class Drive:
             live.num_prefill = live.request.num_prompt_tokens + live.num_tokens
             live.num_preempted += 1
             self.gave_way.append(live.job)
+            self.num_decodes += live.num_tokens > 0
+            self.num_swapped += swapped_tokens > 0
             self._to_free.append(slot)
 
     def _complete(self) -> None:
@@ -395,17 +405,29 @@ class Drive:
 
     # -- rules of any scheduler ------------------------------------------------------------------------------------
 
-    def _check_batch(self, batch: Batch) -> None:
-        num_decodes = batch.num_decodes
+    def _check_bounds(self, batch: Batch) -> None:
+        """Of its tokens on each group and in a row, of rows, and of who runs; all who are gone give back their blocks."""
+        config = self.scheduler.config
         assert batch.rows
-        assert all(row.is_decode for row in batch.rows[:num_decodes])
+        assert all(row.is_decode for row in batch.rows[: batch.num_decodes])
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
-        assert self.scheduler.num_running <= self.scheduler.config.max_num_seqs
+        assert self.scheduler.num_running <= config.max_num_seqs
+        assert sorted(batch.frees) == sorted(self._to_free)
+        self._to_free.clear()
+        if not config.stream:  # a prompt has one chunk in flight
+            chunks = [row.slot for sent in self.scheduler.in_flight for row in sent.chunks]
+            assert len(chunks) == len(set(chunks))
+        if config.scheduler in ("static", "orca"):
+            return
+        for group in range(self.scheduler.memory.num_groups):
+            assert sum(row.tokens_on(group) for row in batch.rows if row.concerns(group)) <= config.max_batch_tokens
+        most = config.chunk_size or config.max_batch_tokens
+        assert all(row.is_dealt or row.q_len <= most for row in batch.rows)
+
+    def _check_batch(self, batch: Batch) -> None:
         self._check_swaps(batch)
         for row in batch.rows:
             self._check_row(row)
-        assert sorted(batch.frees) == sorted(self._to_free)
-        self._to_free.clear()
         self._owner = {block: slot for block, slot in self._owner.items() if slot not in batch.frees}
         for extent in batch.extents:
             for block in range(extent.first, extent.first + extent.count):
@@ -516,7 +538,6 @@ class Drive:
         memory = scheduler.memory
         assert memory.num_used == 0 and not self._host
         assert all(host.num_free == host.pool.num_blocks for host in memory.hosts)
-        assert memory.overcommit or can_start(
-            memory, 0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True
-        )
+        longest = (memory.max_request_tokens, memory.max_kv_per_group)
+        assert memory.overcommit or can_start(memory, 0, *longest, set_aside=True)
         assert set(self.finish_s) >= {i for i, job in enumerate(self.jobs) if job.cancel_s is None}
