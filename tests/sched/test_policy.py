@@ -42,9 +42,7 @@ def slots_of(requests: list[Waiting]) -> Ints:
     return (np.arange(len(requests)) * 7 + 3) % 1009
 
 
-def order(
-    ranking: Ranking, columns: Columns, *, slots: Ints, now_s: float, first: int | None = None
-) -> np.ndarray[Any, np.dtype[np.intp]]:
+def order(ranking: Ranking, columns: Columns, *, slots: Ints, now_s: float, first: int | None = None) -> Ints:
     """As that of a queue of one tenant, of whose requests none is relegated."""
     if not len(columns):
         return np.empty(0, np.intp)

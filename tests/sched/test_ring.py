@@ -74,21 +74,15 @@ def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
         assert 0.45 * alone_s < dealt_s < 0.75 * alone_s
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scheduler": "sarathi"}, "ring with scheduler='sarathi'; accepted: medha"),
-        ({"prefix_caching": True}, "prefix_caching=True with ring; accepted: without it"),
-        ({"overcommit": True}, "overcommit=True with ring; accepted: without it"),
-        ({"num_swap_blocks": 3}, "num_swap_blocks=3 with ring; accepted: without it"),
-    ],
-)
-def test_what_dealt_requests_do_not_have(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SchedulerConfig(ring=True, **options)
+@pytest.mark.parametrize(("name", "value"), [("prefix_caching", True), ("overcommit", True), ("num_swap_blocks", 3)])
+def test_what_dealt_requests_do_not_have(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r} with ring; accepted: without it"):
+        SchedulerConfig(ring=True, **{name: value})
 
 
-def test_a_chunk_has_two_tokens_a_group() -> None:
+def test_a_ring_is_for_one_scheduler_and_its_chunks_have_two_tokens_a_group() -> None:
+    with pytest.raises(ConfigError, match="ring with scheduler='sarathi'; accepted: medha"):
+        SchedulerConfig("sarathi", ring=True)
     config = SchedulerConfig(ring=True, chunk_size=7)
     sizes = {"longest": 1000, "num_blocks": 100, "block_size": BLOCK}
     with pytest.raises(ConfigError, match="chunk_size=7 with ring on 4 groups; accepted: 8 at least"):

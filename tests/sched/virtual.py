@@ -406,7 +406,7 @@ class Drive:
     # -- rules of any scheduler ------------------------------------------------------------------------------------
 
     def _check_bounds(self, batch: Batch) -> None:
-        """Of its tokens on each group and in a row, of rows, and of who runs; all who are gone give back their blocks."""
+        """Of tokens on each group and in a row, of rows, and of who runs; all who are gone give back their blocks."""
         config = self.scheduler.config
         assert batch.rows
         assert all(row.is_decode for row in batch.rows[: batch.num_decodes])
@@ -436,10 +436,8 @@ class Drive:
         self._deals = batch.deals
         for row in batch.rows:
             self._check_shards(row)
-        held = [0] * self.scheduler.memory.num_groups
-        for group, _ in self._owner:
-            held[group] += 1
-        assert [pool.num_used for pool in self.scheduler.memory.pools] == held
+        held = Counter(group for group, _ in self._owner)
+        assert all(pool.num_used == held[group] for group, pool in enumerate(self.scheduler.memory.pools))
 
     def _check_shards(self, row: Row) -> None:
         """A row lies on neighbouring groups, each with the blocks for its shard and not one more, or of a dealt request
