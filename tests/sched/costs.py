@@ -2,6 +2,7 @@
 
 import json
 from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
 
 from hypothesis import strategies as st
@@ -63,15 +64,8 @@ def changed(file: JsonFile, path: str, value: Any) -> str:
 
 def rising(count: int, scale: float) -> st.SearchStrategy[tuple[float, ...]]:
     """Columns of ``count`` seconds that never fall, flat parts included."""
-
-    def summed(steps: list[float]) -> tuple[float, ...]:
-        total, values = 0.0, []
-        for step in steps:
-            total += step * scale
-            values.append(total)
-        return tuple(values)
-
-    return st.lists(st.just(0.0) | st.floats(1e-3, 1.0), min_size=count, max_size=count).map(summed)
+    steps = st.lists(st.just(0.0) | st.floats(1e-3, 1.0), min_size=count, max_size=count)
+    return steps.map(lambda drawn: tuple(accumulate(step * scale for step in drawn)))
 
 
 def sizes(high: int) -> st.SearchStrategy[tuple[float, ...]]:

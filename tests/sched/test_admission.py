@@ -11,7 +11,7 @@ from medha.errors import ConfigError, DeadlineError
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import make_predictor, new_scheduler
+from tests.sched.virtual import finish, make_predictor, new_scheduler
 
 
 def make_scheduler(admission: str = "refuse", **options: Any) -> Scheduler:
@@ -111,8 +111,7 @@ def order_of_first_chunks(scheduler: Scheduler, *, until_s: float = 1e9) -> list
         seen.update(dict.fromkeys(row.slot for row in batch.rows if not row.is_decode))
         assert prediction is not None
         now_s += prediction.seconds
-        results = [(row.slot, 1, True) for row in batch.rows if row.samples]
-        scheduler.complete(batch, now_s, results, prediction.seconds)
+        finish(scheduler, batch, now_s, prediction.seconds, ended=seen)
     return list(seen)
 
 

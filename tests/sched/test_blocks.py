@@ -13,10 +13,6 @@ def blocks_of(extents: list[Extent]) -> list[int]:
     return [block for extent in extents for block in range(extent.first, extent.first + extent.count)]
 
 
-def num_extents(blocks: list[int]) -> int:
-    return sum(i == 0 or blocks[i - 1] + 1 != block for i, block in enumerate(blocks))
-
-
 class PoolMachine(RuleBasedStateMachine):
     """Any sequence of allocations, reservations that lie included, and releases."""
 
@@ -90,7 +86,7 @@ def test_requests_whose_reservations_fit_get_one_extent_each(
         if left > 0:
             tables[slot] += blocks_of(pool.allocate(slot, min(count, left), reserved=left))
     assert [len(table) for table in tables.values()] == reserved
-    assert [num_extents(table) for table in tables.values()] == [1] * len(reserved)
+    assert all(table == [*range(table[0], table[0] + len(table))] for table in tables.values())
     assert pool.num_used == sum(reserved)
 
 

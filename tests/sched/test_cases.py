@@ -12,7 +12,7 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, new_scheduler
+from tests.sched.virtual import BLOCK, Drive, Job, finish, new_scheduler
 
 DEFAULT = SchedulerConfig()
 
@@ -67,7 +67,7 @@ STEP_S = 2.0
 
 
 class FullPool(Drive):
-    """Notes how full the pool is while requests wait, held and reserved, and who gave way.
+    """Notes how full the pool is while requests wait, held and reserved.
 
     What every batch may take and what it may not is checked by :class:`Drive`: a block that two hold, one that is freed
     too early, a deadlock.
@@ -77,10 +77,8 @@ class FullPool(Drive):
         super().__init__(scheduler, jobs, lambda batch: STEP_S, busy=lambda real_s: 0.0)  # which teaches nothing
         self.held: list[int] = []
         self.reserved: list[int] = []
-        self.num_preempted = 0
 
     def on_schedule(self, batch: Batch | None) -> None:
-        self.num_preempted += len(self.decision.preempted)
         if batch is not None and self.scheduler.num_waiting:
             self.held.append(self.scheduler.memory.num_used)
             requests = [self.live[row.slot].request for row in batch.rows]
@@ -90,20 +88,18 @@ class FullPool(Drive):
 @pytest.mark.parametrize("overcommit", [False, True])
 def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -> None:
     random = np.random.default_rng(9)
-    jobs = [
-        Job(at_s, int(random.integers(20, 200)), int(random.integers(20, 200)))
-        for at_s in np.arange(0.0, HOUR_S, 20.0 * STEP_S).tolist()
-    ]
+    arrivals_s = np.arange(0.0, HOUR_S, 20.0 * STEP_S).tolist()
+    jobs = [Job(at_s, *random.integers(20, 200, 2).tolist()) for at_s in arrivals_s]
     drive = FullPool(new_scheduler(num_blocks=NUM_BLOCKS, overcommit=overcommit), jobs).run()
     assert drive.now_s > HOUR_S
     assert len(drive.finish_s) == len(jobs)
     assert len(drive.held) > 0.9 * HOUR_S / STEP_S  # somebody waits for memory nearly all the time
     if overcommit:
         assert np.mean(drive.held) > 0.8 * NUM_BLOCKS and max(drive.held) == NUM_BLOCKS
-        assert drive.num_preempted > 20
+        assert len(drive.gave_way) > 20
     else:
         assert np.mean(drive.reserved) > 0.85 * NUM_BLOCKS  # some is kept free for who was passed over
-        assert drive.num_preempted == 0
+        assert not drive.gave_way
     ends_s = np.sort(list(drive.finish_s.values()))
     assert np.diff(ends_s, prepend=0.0).max() < 300 * STEP_S  # the longest output, and some
 
@@ -122,5 +118,5 @@ def test_requests_whose_deadline_has_passed_are_served(policy: str) -> None:
         served = set()
         while (batch := scheduler.schedule(1.0).batch) is not None:
             served |= {row.slot for row in batch.rows if row.samples}
-            scheduler.complete(batch, 1.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.1)
+            finish(scheduler, batch, 1.0, 0.1, ended=served)
     assert served == {0, 1, 2, 3}

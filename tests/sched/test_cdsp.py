@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -137,12 +138,7 @@ def a_case(random: np.random.Generator) -> tuple[ChunkTimes, int, int, list[floa
     sizes = sorted(random.choice(sizes, int(random.integers(1, len(sizes) + 1)), replace=False).tolist())
     rows = []
     for size in sizes:  # some of them get no faster with more groups, and their history is read at any price
-        a, b, d, e = (
-            random.uniform(0, 0.3),
-            random.uniform(2e-5, 8e-5),
-            random.uniform(0, 2e-9),
-            random.uniform(0, 2e-7),
-        )
+        a, b, d, e = random.uniform((0, 2e-5, 0, 0), (0.3, 8e-5, 2e-9, 2e-7)).tolist()
         rows.append((a, b / size ** random.uniform(0, 1), d * random.uniform(1, 2.5) / size, d / size, e))
     times = ChunkTimes(tuple(sizes), tuple(rows), groups_per_node=int(random.choice([2, 4, 8])))
     queue_s = (random.uniform(0, 4, count) * (random.random(count) < 0.7)).tolist()
@@ -159,19 +155,14 @@ def test_the_search_finds_the_best_of_all_plans() -> None:
         plan = planner.plan(prompt, queue_s, rate)
         assert plan.ttft_s == pytest.approx(min(t for t, _ in plans), rel=1e-6), (times, queue_s, prompt, rate)
         lengths.append(len(plan.chunks))
-        check(plan, prompt, planner, queue_s)
+        # What any plan keeps to; and it takes what it says when it is played.
+        assert sum(chunk.num_tokens for chunk in plan.chunks) == prompt
+        for one, after in pairwise(plan.chunks):
+            assert after.first <= one.first and one.first + one.size <= after.first + after.size
+            assert one.size < after.size and one.num_tokens >= PIECES * one.size
+        planner.occupy(queue_s, plan.chunks)
+        assert queue_s[plan.chunks[-1].first] == pytest.approx(plan.ttft_s, rel=1e-9)
     assert min(lengths) == 1 and max(lengths) >= 3 and sum(n > 1 for n in lengths) > 100
-
-
-def check(plan: Plan, prompt: int, planner: Planner, queue_s: list[float]) -> None:
-    """What any plan keeps to; and it takes what it says when it is played."""
-    assert sum(chunk.num_tokens for chunk in plan.chunks) == prompt
-    for one, after in zip(plan.chunks, plan.chunks[1:], strict=False):
-        assert after.first <= one.first and one.first + one.size <= after.first + after.size
-        assert one.size < after.size and one.num_tokens >= PIECES * one.size
-    free_s = list(queue_s)
-    planner.occupy(free_s, plan.chunks)
-    assert free_s[plan.chunks[-1].first] == pytest.approx(plan.ttft_s, rel=1e-9)
 
 
 def test_one_size_is_fixed_groups() -> None:

@@ -1,7 +1,5 @@
 """The packer of CDSP: tasks on lanes, queue times that follow what happens, memory, cancels, who is planned first."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,6 @@ from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
-from medha.sched.lanes import CdspPacker
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.replica import find_model
 from tools.best_rates import best_rate, played_ttft_s
@@ -36,7 +33,6 @@ class Driver:
     """Runs batches as they come, every third for the predicted time, the next for a share of it more, the last of three
     for twice that share."""
 
-    rate: float | RateTable = 0.3
     num_blocks: int = 4096
     slower: float = 0.0
     options: dict[str, object] = field(default_factory=dict)
@@ -46,17 +42,12 @@ class Driver:
     def __post_init__(self) -> None:
         config = SchedulerConfig("cdsp", prefix_caching=False, **self.options)  # type: ignore[arg-type]
         sizes = {"num_blocks": self.num_blocks, "block_size": BLOCK, "num_groups": 8}
-        planner = Planner(self.times, 8, max_chunks=config.max_chunks, rates=self.rate)
+        planner = Planner(self.times, 8, max_chunks=config.max_chunks, rates=0.3)
         predictor = Predictor(PREDICTOR, max_tokens=1 << 18)
         self.scheduler = Scheduler(config, planner, predictor=predictor, max_prompt_tokens=1 << 18, **sizes)
         self.now_s, self.ran = 0.0, list[tuple[Batch, float, float]]()  # batch, from, to
         self.events: list[tuple[float, int, Batch, float]] = []
         self.closed: dict[int, float] = {}
-
-    @property
-    def packer(self) -> CdspPacker:
-        assert isinstance(self.scheduler.packer, CdspPacker)
-        return self.scheduler.packer
 
     def add(self, slot: int, prompt: int, slo: SLO | None = None) -> None:
         self.scheduler.add(SchedulerRequest(slot, prompt, 1, self.now_s, slo))
@@ -94,22 +85,14 @@ def load(random: np.random.Generator, count: int, every_s: float) -> tuple[list[
     return arrivals_s, random.integers(1, 120_000, count).tolist()
 
 
-def played(driver: Driver, arrivals_s: list[float], prompts: list[int]) -> list[float]:
-    """TTFT of each request."""
-    for slot, (arrival_s, prompt) in enumerate(zip(arrivals_s, prompts, strict=True)):
-        driver.until(arrival_s)
-        driver.add(slot, prompt)
-    driver.finish()
-    return [driver.closed[slot] - arrival_s for slot, arrival_s in enumerate(arrivals_s)]
-
-
 def tasks_of(driver: Driver) -> list[Any]:
     """Those in flight, then the others."""
-    return [*driver.packer._running, *driver.packer._waiting]
+    return [*driver.scheduler.packer._running, *driver.scheduler.packer._waiting]
 
 
-def check_ran(driver: Driver, prompts: list[int]) -> None:
+def finish_and_check(driver: Driver, prompts: list[int]) -> None:
     """No two batches at once on a group; each prompt whole and in order, on growing runs; nothing of memory is left."""
+    driver.finish()
     until_s, done, runs = [0.0] * 8, [0] * len(prompts), dict[int, range]()
     for batch, from_s, to_s in driver.ran:
         (row,) = batch.rows
@@ -139,8 +122,10 @@ def test_any_load_comes_to_its_end(options: dict[str, object], num_blocks: int) 
         random = np.random.default_rng(seed)
         arrivals_s, prompts = load(random, 40, float(random.choice([0.05, 0.5, 2.0])))
         driver = Driver(num_blocks=num_blocks, slower=float(random.choice([0.0, 0.5, -0.3])), options=options)
-        played(driver, arrivals_s, prompts)
-        check_ran(driver, prompts)
+        for slot, (arrival_s, prompt) in enumerate(zip(arrivals_s, prompts, strict=True)):
+            driver.until(arrival_s)
+            driver.add(slot, prompt)
+        finish_and_check(driver, prompts)
         most = max(most, max(prompts))
     assert most > 6 * 70 * BLOCK  # one of them needs nearly all of the small memory
 
@@ -176,19 +161,18 @@ def test_queue_times_follow_what_happens() -> None:
         factor = driver.scheduler.predictor.factor("prefill")  # type: ignore[union-attr]
         free_s = [arrival_s] * 8
         for task in tasks_of(driver):
-            is_running = task in driver.packer._running
+            is_running = task in driver.scheduler.packer._running
             began_s = task.start_s if is_running else max(free_s[group] for group in task.chunk.groups)
             num_late += began_s + task.seconds * factor < arrival_s
             end_s = began_s + task.seconds * factor
             for group in task.chunk.groups:
                 free_s[group] = max(end_s, 2 * arrival_s - end_s)
-        ours = driver.packer._queue_s(arrival_s, factor)
+        ours = driver.scheduler.packer._queue_s(arrival_s, factor)
         assert ours == pytest.approx([(one - arrival_s) / factor for one in free_s], abs=1e-4)
         driver.add(slot, prompt)
-    driver.finish()
+    finish_and_check(driver, prompts)
     assert num_late
     assert 1.2 < driver.scheduler.predictor.factor("prefill") < 1.8  # type: ignore[union-attr]
-    check_ran(driver, prompts)
 
 
 @pytest.mark.parametrize("num_blocks", [2, 3, 10])
@@ -200,8 +184,7 @@ def test_what_is_accepted_is_planned_and_what_fills_the_pools_is_refused(num_blo
     prompts = [most, most // 8, 1, most - 1]
     for slot, prompt in enumerate(prompts):
         driver.add(slot, prompt)
-    driver.finish()
-    check_ran(driver, prompts)
+    finish_and_check(driver, prompts)
     with pytest.raises(ValueError, match=f"needs {most + 1} KV tokens, at most {most} fit"):
         driver.add(9, most + 1)
 
@@ -223,9 +206,8 @@ def test_who_would_queue_behind_a_chunk_that_does_not_end_is_planned_anew() -> N
     driver.until(2.1 * late_s)
     driver.fill()
     assert driver.ran[-1][0].rows[0].slot == 9
-    driver.finish()
+    finish_and_check(driver, prompts)
     assert driver.closed[9] < 3 * late_s < 99 * late_s < driver.closed[0]
-    check_ran(driver, prompts)
 
 
 def test_cancelling_at_any_time() -> None:
@@ -236,11 +218,11 @@ def test_cancelling_at_any_time() -> None:
             driver.add(slot, prompt)
         for _ in range(after):
             driver.step()
-        full_s = sum(driver.packer._queue_s(driver.now_s, 1.0))
+        full_s = sum(driver.scheduler.packer._queue_s(driver.now_s, 1.0))
         closed = [slot for slot in (1, 3, 5) for slot in driver.scheduler.cancel(slot)]
         driver.fill()
         if closed:  # their queue time is given back
-            assert sum(driver.packer._queue_s(driver.now_s, 1.0)) < 0.9 * full_s
+            assert sum(driver.scheduler.packer._queue_s(driver.now_s, 1.0)) < 0.9 * full_s
         for slot in closed:  # the slot is used again at once
             driver.add(slot, 30_000)
         driver.finish()
@@ -314,17 +296,10 @@ def test_a_table_is_for_one_machine_model_and_layout(tmp_path: Path) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("prefix_caching", True),
-        ("overcommit", True),
-        ("num_swap_blocks", 5),
-        ("async_scheduling", True),
-        ("chunk_size", 512),
-        ("depth", 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("prefix_caching", True), ("overcommit", True), ("num_swap_blocks", 5), ("async_scheduling", True),
+    ("chunk_size", 512), ("depth", 2),
+])  # fmt: skip
 def test_what_dealt_chunks_do_not_have_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value!r} with scheduler='cdsp'; accepted: without it"):
         SchedulerConfig("cdsp", **{name: value})  # type: ignore[arg-type]
@@ -349,10 +324,9 @@ def test_what_is_refused_elsewhere() -> None:
     scheduler = Driver(num_blocks=10).scheduler
     with pytest.raises(ValueError, match="needs 20481 KV tokens, at most 18416 fit"):
         scheduler.add(SchedulerRequest(0, 20_481, 1, 0.0))
-    with pytest.raises(ValueError, match="one new token, and no prefix ids"):
-        scheduler.add(SchedulerRequest(0, 100, 2, 0.0))
-    with pytest.raises(ValueError, match="one new token, and no prefix ids"):
-        scheduler.add(SchedulerRequest(0, 100, 1, 0.0, prefix=b"x" * 16))
+    for wrong in (SchedulerRequest(0, 100, 2, 0.0), SchedulerRequest(0, 100, 1, 0.0, prefix=b"x" * 16)):
+        with pytest.raises(ValueError, match="one new token, and no prefix ids"):
+            scheduler.add(wrong)
     with pytest.raises(ConfigError, match="max_num_seqs=7 with scheduler='cdsp'; accepted: 8 at least"):
         Driver(options={"max_num_seqs": 7})
     Driver(options={"max_num_seqs": 8})

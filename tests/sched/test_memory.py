@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,9 +43,8 @@ def test_reservations(num_tokens: int, blocks: list[int], num_firsts: int) -> No
 
 @pytest.mark.parametrize("tokens", [6, 36])
 def test_a_share_of_no_whole_blocks_or_beyond_the_pool_is_refused(tokens: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^max_kv_per_group={tokens}; accepted: a multiple of the block size 4, at mo"
-    ):
+    message = rf"^max_kv_per_group={tokens}; accepted: a multiple of the block size 4, at mo"
+    with pytest.raises(ValueError, match=message):
         KVMemory(SchedulerConfig(max_kv_per_group=tokens), num_blocks=8, block_size=4, num_groups=2)
 
 
@@ -243,36 +243,25 @@ MemoryMachine.TestCase.settings = settings(max_examples=200, stateful_step_count
 TestMemoryMachine = MemoryMachine.TestCase
 
 
-# -- mutations --------------------------------------------------------------------------------------------
+is_safe = KVMemory._is_safe
 
 
-def grants_everything(patch: pytest.MonkeyPatch) -> None:
+def grants_everything(memory: KVMemory, taker: Any, needs: dict[int, int], **_: Any) -> bool:
     """Mutation: whoever finds blocks free gets them."""
-    patch.setattr(
-        KVMemory,
-        "_is_safe",
-        lambda self, taker, needs, **_: all(blocks <= self.pools[group].num_free for group, blocks in needs.items()),
-    )
+    return all(blocks <= memory.pools[group].num_free for group, blocks in needs.items())
 
 
-def ignores_decodes(patch: pytest.MonkeyPatch) -> None:
+def ignores_decodes(memory: KVMemory, *args: Any, **options: Any) -> bool:
     """Mutation: nothing is set aside for decodes."""
-    safe_with = KVMemory._is_safe
-
-    def is_safe_without(self: KVMemory, *args: Any, **kwargs: Any) -> bool:
-        before, self._set_aside = self._set_aside, [0] * self.num_groups
-        safe = safe_with(self, *args, **kwargs)
-        self._set_aside = before
-        return safe
-
-    patch.setattr(KVMemory, "_is_safe", is_safe_without)
+    with mock.patch.object(memory, "_set_aside", [0] * memory.num_groups):
+        return is_safe(memory, *args, **options)
 
 
-@pytest.mark.parametrize("mutate", [grants_everything, ignores_decodes])
+@pytest.mark.parametrize("mutation", [grants_everything, ignores_decodes])
 def test_a_drive_notices_a_banker_who_gives_too_much(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    mutation: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch)
+    monkeypatch.setattr(KVMemory, "_is_safe", mutation)
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(worlds(any_scheduler=True))

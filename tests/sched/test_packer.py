@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from medha.sched.packer import MedhaPacker
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import BLOCK, POLICIES, Drive, Job, make_predictor, make_scheduler, new_scheduler, worlds
+from tests.sched.virtual import BLOCK, POLICIES, Drive, Job, Steps, make_scheduler, new_scheduler, step, worlds
 
 
 class Checked(Drive):
@@ -28,34 +28,27 @@ class Checked(Drive):
         assert isinstance(scheduler.packer, MedhaPacker)
         self.packer, self.config = scheduler.packer, scheduler.config
         self.num_shared = 0  # batches with a chunk on several groups
-        self.starts: dict[int, dict[int, int]] = {}  # by slot and group: where its shard begins
 
-    def on_schedule(self, batch: Batch | None) -> None:
-        if batch is None:
-            return
+    def _check_batch(self, batch: Batch) -> None:
+        super()._check_batch(batch)
         prediction = self.decision.prediction
         assert prediction is not None and 0 < prediction.seconds < math.inf
-        for row in batch.rows:
-            if row.position == 0:
-                self.starts[row.slot] = {}
-            self.starts[row.slot].setdefault(row.writer, row.position)
         self.num_shared += any(row.is_shared and not row.is_decode for row in batch.rows)
         for group in range(self.scheduler.memory.num_groups):
-            chunks = [row for row in batch.rows if row.concerns(group) and not row.is_decode]
-            assert sum(row.q_len for row in batch.rows if row.concerns(group)) <= self.config.max_batch_tokens
-            self.check_one_long(chunks)
-            self.check_budget(group, chunks)
+            rows = [row for row in batch.rows if row.concerns(group)]
+            self.check_one_long(rows)
+            self.check_budget(group, rows)
 
-    def check_one_long(self, chunks: list[Row]) -> None:
+    def check_one_long(self, rows: list[Row]) -> None:
         """Never two long prefills in a batch and group."""
-        prompts = [self.live[row.slot].num_prefill for row in chunks]
+        prompts = [self.live[row.slot].num_prefill for row in rows if not row.is_decode]
         assert sum(num_prompt >= self.config.long_threshold for num_prompt in prompts) <= 1
 
-    def check_budget(self, group: int, chunks: list[Row]) -> None:
+    def check_budget(self, group: int, rows: list[Row]) -> None:
         """The budget is kept, but for a single chunk of the least size, or for decodes alone."""
         time = self.packer._groups[group]
-        decodes, works = self.works(group, chunks)
-        assert time.tick.seconds == pytest.approx(self.packer.predictor.predict([*decodes, *works]))
+        works = [self.work_of(row, group) for row in rows]
+        assert time.tick.seconds == pytest.approx(self.packer.predictor.predict(works))
         if time.tick.seconds <= time.budget_s:
             return
         if time.tick.seconds <= 1.01 * time.budget_s:
@@ -64,20 +57,15 @@ class Checked(Drive):
             return  # decodes alone, to which chunks add nothing
         if time.tick.seconds < max(other.tick.seconds for other in self.packer._groups):
             return  # it would be idle for as long as another group, which is held to the rule, takes
-        assert len(chunks) == 1
-        assert chunks[0].q_len <= self.config.min_chunk
+        chunks = [row for row in rows if not row.is_decode]
+        assert len(chunks) == 1 and chunks[0].q_len <= self.config.min_chunk
 
-    def works(self, group: int, chunks: list[Row]) -> tuple[list[Work], list[Work]]:
-        """What the group has, from the rows alone."""
-
-        def work(row: Row) -> Work:
-            starts = self.starts[row.slot]
-            kv = starts.get(group + 1, row.position) - starts[group]
-            run = row.span if row.is_shared else None
-            return Work(row.q_len, kv, row.is_decode, run, row.samples and (row.is_decode or group == row.group))
-
-        batch = self.scheduler.in_flight[-1]
-        return [work(row) for row in batch.rows if row.concerns(group) and row.is_decode], [work(r) for r in chunks]
+    def work_of(self, row: Row, group: int) -> Work:
+        """What a group has of a row."""
+        starts = self._shards[row.slot]  # position at which each begins, by group
+        kv = starts.get(group + 1, row.position) - starts[group]
+        run = row.span if row.is_shared else None
+        return Work(row.q_len, kv, row.is_decode, run, row.samples and (row.is_decode or group == row.group))
 
 
 def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) -> Callable[[Batch], float]:
@@ -92,9 +80,9 @@ def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) 
     return seconds
 
 
-def play(world: dict[str, Any], drive: type[Drive] = Checked, **options: Any) -> Drive:
+def play(world: dict[str, Any]) -> Checked:
     scheduler = make_scheduler(world)
-    return drive(scheduler, world["load"], noisy(scheduler, world["seed"]), **options).run()
+    return Checked(scheduler, world["load"], noisy(scheduler, world["seed"])).run()
 
 
 # -- any load ---------------------------------------------------------------------------------------------
@@ -119,57 +107,34 @@ def test_any_load_ends_within_budget_and_leaves_nothing(world: dict[str, Any]) -
 def test_what_a_chunk_over_several_groups_is_given_on_top_keeps_the_budget(seed: int) -> None:
     """The guard's share first, the rest of the batch on top: on the groups before the last it attends as one chunk."""
     config = SchedulerConfig(
-        policy="fcfs",
-        max_num_seqs=8,
-        depth=2,
-        max_kv_per_group=848,
-        t_target_s=1.0,
-        late_share=0.5,
-        patience_s=0.5,
-        min_chunk=8,
-        chunk_granularity=1,
-        long_threshold=1000,
-        overcommit=True,
-    )
+        policy="fcfs", max_num_seqs=8, depth=2, max_kv_per_group=848, t_target_s=1.0, late_share=0.5, patience_s=0.5,
+        min_chunk=8, chunk_granularity=1, long_threshold=1000, overcommit=True,
+    )  # fmt: skip
     load = [Job(1.5, 964, 3, 2), Job(0.8, 2499, 4, 1), Job(6.0, 932, 3, 2), Job(6.7, 2467, 4, 2)]
     played = play({"config": config, "num_groups": 3, "num_blocks": 106, "load": load, "seed": seed})
     assert played.num_shared
 
 
-def two_long(patch: pytest.MonkeyPatch) -> None:
-    """Mutation: no request counts as long."""
-    patch.setattr(MedhaPacker, "_is_long", lambda self, state: False)
+tick, largest, give = Predictor.tick, Tick.largest_chunk, MedhaPacker._give
 
 
-def free_decodes(patch: pytest.MonkeyPatch) -> None:
-    """Mutation: decodes take no time."""
-    tick = Predictor.tick
-    patch.setattr(Predictor, "tick", lambda self, decodes=(), chunks=(): tick(self, (), chunks))
+def doubled(self: Tick, kv: int, budget_s: float, most: int, *args: Any, **options: Any) -> int:
+    return min(2 * largest(self, kv, budget_s, most, *args, **options), most)
 
 
-def doubled_chunks(patch: pytest.MonkeyPatch) -> None:
-    """Mutation: twice what fits."""
-    largest = Tick.largest_chunk
-    patch.setattr(
-        Tick,
-        "largest_chunk",
-        lambda self, kv, budget_s, most, *args, **options: min(
-            2 * largest(self, kv, budget_s, most, *args, **options), most
-        ),
-    )
+MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "no request counts as long": (MedhaPacker, "_is_long", lambda self, state: False),
+    "decodes take no time": (Predictor, "tick", lambda self, decodes=(), chunks=(): tick(self, (), chunks)),
+    "twice what fits": (Tick, "largest_chunk", doubled),
+    "a chunk that does not fit is never given": (
+        MedhaPacker, "_give", lambda self, *args, may_exceed: give(self, *args, may_exceed=False)
+    ),
+}  # fmt: skip
 
 
-def no_progress(patch: pytest.MonkeyPatch) -> None:
-    """Mutation: a chunk that does not fit is never given."""
-    give = MedhaPacker._give
-    patch.setattr(MedhaPacker, "_give", lambda self, *args, may_exceed: give(self, *args, may_exceed=False))
-
-
-@pytest.mark.parametrize("mutate", [two_long, free_decodes, doubled_chunks, no_progress])
-def test_the_property_notices_a_packer_that_breaks_a_rule(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_property_notices_a_packer_that_breaks_a_rule(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTATIONS[mutation])
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(worlds(thresholds=(100,)))
@@ -198,13 +163,6 @@ def chunks_of(batch: Batch | None) -> list[tuple[int, int]]:
     return [] if batch is None else [(row.slot, row.q_len) for row in batch.rows if not row.is_decode]
 
 
-def finish(scheduler: Scheduler, batch: Batch | None, *, now_s: float = 0.0, ended: Sequence[int] = ()) -> None:
-    """The batch is done as predicted; nothing is learned."""
-    assert batch is not None
-    results = [(row.slot, 1, row.slot in ended) for row in batch.rows if row.samples]
-    scheduler.complete(batch, now_s, results, math.nan)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
     """More than are looked at in one round, as many as there are places; the order is that of plain Python."""
@@ -225,17 +183,14 @@ def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
 
 def test_chunks_fall_as_kv_grows() -> None:
     """As the issue wants it shown: one prompt alone, from its first token to the 60,000th."""
-    scheduler = plain(t_target_s=0.5)
-    add(scheduler, 0, 60_000)
-    sizes = []
-    while (batch := scheduler.schedule(0.0).batch) is not None:
-        sizes += [q_len for _, q_len in chunks_of(batch)]
-        finish(scheduler, batch, ended=[0])
-    *whole, _ = sizes  # the last ends the prompt
+    steps, whole = Steps(plain(t_target_s=0.5), (60_000, 1), is_still=True), []
+    while not steps.times_s[0]:
+        whole += [q_len for _, q_len in chunks_of(steps.step()[0])]
+    del whole[-1]  # which ends the prompt
     assert whole == sorted(whole, reverse=True)
     assert whole[0] > 5 * whole[-1] > 0
     assert len(set(whole)) > 5
-    assert min(whole) >= scheduler.config.min_chunk
+    assert min(whole) >= steps.scheduler.config.min_chunk
 
 
 def test_a_refused_request_never_blocks_those_behind_it() -> None:
@@ -247,7 +202,7 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
 
     scheduler = plain(num_blocks=20)
     add(scheduler, 0, 16, 250)
-    finish(scheduler, scheduler.schedule(0.0).batch)
+    step(scheduler)
     add(scheduler, 1, 160)
     add(scheduler, 2, 16)
     decision = scheduler.schedule(0.0)
@@ -256,7 +211,7 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
     scheduler = plain(max_num_seqs=2, policy="srpt", chunk_size=64)
     add(scheduler, 0, 500)
     add(scheduler, 1, 400)
-    finish(scheduler, scheduler.schedule(0.0).batch)
+    step(scheduler)
     add(scheduler, 2, 10)
     assert chunks_of(scheduler.schedule(0.0).batch) == [(1, 64), (0, 64)]
 
@@ -269,26 +224,24 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
 def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
     """Group 0 has less to read, but a decode whose TPOT leaves no time for a chunk; group 1 reads a long one."""
     scheduler = plain(num_groups=2, max_kv_per_group=32_000, policy="srpt", interactive_share=0.0)
-    alone_s = make_predictor(kvp=2).predict([Work(1, 16, is_decode=True)])
+    alone_s = scheduler.predictor.predict([Work(1, 16, is_decode=True)])
     add(scheduler, 0, 16, 50, slo=SLO(tpot_s=1.01 * alone_s))
-    finish(scheduler, scheduler.schedule(0.0).batch)
+    step(scheduler)
     add(scheduler, 1, 5000)
-    finish(scheduler, scheduler.schedule(0.0).batch)
+    step(scheduler)
     add(scheduler, 2, 100)
-    batch = scheduler.schedule(0.0).batch
-    assert batch is not None
-    assert [(row.slot, row.group) for row in batch.rows] == [(0, 0), (2, 1), (1, 1)]
+    assert [(row.slot, row.group) for row in step(scheduler).rows] == [(0, 0), (2, 1), (1, 1)]
 
 
 def test_the_late_and_the_passed_over_are_guarded() -> None:
     """While a decode holds all memory; what is due at 2 s is not late at 2 s."""
     scheduler = plain(num_blocks=1, late_share=0.1, patience_s=4.0)
     add(scheduler, 0, 1, BLOCK)
-    finish(scheduler, scheduler.schedule(0.0).batch)
+    step(scheduler)
     add(scheduler, 1, 8, slo=SLO(2.0))
     add(scheduler, 2, 8, slo=SLO(100.0), arrival_s=1.0)
     for now_s, guarded in ((2.0, [False, False]), (2.5, [True, False]), (5.0, [True, True])):
-        finish(scheduler, scheduler.schedule(now_s).batch)
+        step(scheduler, now_s)
         assert scheduler._queue.column("guarded").tolist() == guarded
 
 
@@ -297,20 +250,16 @@ def test_the_late_and_the_passed_over_are_guarded() -> None:
 
 def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its_kv() -> None:
     """It grows before its shard is full, and an efficient chunk fits to the end."""
-    predictor = make_predictor(kvp=2)
+    predictor = new_scheduler(num_groups=2).predictor
     fits = efficient_kv(predictor, 0.2, 64)
     config = SchedulerConfig(quantum_s=0.2, rho_max=0.0, max_kv_per_group=3 * fits // 2 // BLOCK * BLOCK)
     scheduler = new_scheduler(config, num_blocks=8 * fits // BLOCK, num_groups=2, predictor=predictor)
-    shards: dict[int, int] = {}
-    sizes: list[int] = []
-    scheduler.add(SchedulerRequest(0, 19 * fits // 10, 1, 0.0))
-    while (decision := scheduler.schedule(0.0)).batch is not None:
-        (row,) = decision.batch.rows
+    steps, shards = Steps(scheduler, (19 * fits // 10, 1), is_still=True), dict[int, int]()
+    while not steps.times_s[0]:
+        batch, seconds = steps.step()
+        (row,) = batch.rows
         shards.setdefault(row.writer, row.position)
-        sizes.append(row.q_len)
-        assert decision.prediction is not None and decision.prediction.seconds <= config.quantum_s
-        results = [(0, 1, True)] if row.samples else []
-        scheduler.complete(decision.batch, 0.0, results, decision.prediction.seconds)
+        assert seconds <= config.quantum_s
     assert shards[1] % BLOCK == 0 and fits * 0.9 < shards[1] < fits
     assert shards[1] < config.max_kv_per_group
 
@@ -319,16 +268,8 @@ def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its
 def test_a_long_request_that_is_alone_lies_evenly_on_all_groups(jobs: list[tuple[int, int]], widths: set[int]) -> None:
     """It would fit one. Where another one waits each has a group to itself, and a short one gains nothing."""
     scheduler = new_scheduler(num_blocks=64_000, num_groups=2, quantum_s=1.0)
-    for slot, sizes in enumerate(jobs):
-        scheduler.add(SchedulerRequest(slot, *sizes, 0.0))
-    shards: dict[int, dict[int, int]] = {slot: {} for slot in range(len(jobs))}
-    seen, left = set(), dict(enumerate(sizes[1] for sizes in jobs))
-    while (batch := scheduler.schedule(0.0).batch) is not None:
-        for row in batch.rows:
-            seen.add(row.num_groups)
-            shards[row.slot].setdefault(row.writer, row.position)
-            left[row.slot] -= row.samples
-        finish(scheduler, batch, ended=[slot for slot, num_left in left.items() if not num_left])
-    assert seen == widths and scheduler.memory.num_used == 0
+    drive = Drive(scheduler, [Job(0.0, *sizes) for sizes in jobs], lambda batch: 0.0).run()
+    rows = [row for batch in drive.batches for row in batch.rows]
+    assert {row.num_groups for row in rows} == widths and scheduler.memory.num_used == 0
     if 2 in widths:
-        assert shards[0][1] == pytest.approx(24_004, abs=2048)
+        assert next(row.position for row in rows if row.writer) == pytest.approx(24_004, abs=2048)

@@ -42,9 +42,7 @@ def slots_of(requests: list[Waiting]) -> Ints:
     return (np.arange(len(requests)) * 7 + 3) % 1009
 
 
-def order(
-    ranking: Ranking, columns: Columns, *, slots: Ints, now_s: float, first: int | None = None
-) -> np.ndarray[Any, np.dtype[np.intp]]:
+def order(ranking: Ranking, columns: Columns, *, slots: Ints, now_s: float, first: int | None = None) -> Ints:
     """As that of a queue of one tenant, of whose requests none is relegated."""
     if not len(columns):
         return np.empty(0, np.intp)
@@ -71,19 +69,11 @@ PLAIN: dict[str, Callable[[Waiting, float], float]] = {
 }
 
 
-@given(
-    st.lists(
-        st.builds(
-            Waiting,
-            arrival_s=st.floats(0, 1e5),
-            deadline_s=st.floats(1e-3, 1e5),
-            work_total_s=st.floats(1e-3, 1e5),
-            work_left_s=st.floats(0, 1e5),
-        ),
-        max_size=8,
-    ),
-    st.floats(0, 2e5),
-)
+TIMES, LENGTHS = st.floats(0, 1e5), st.floats(1e-3, 1e5)
+ANY = st.builds(Waiting, arrival_s=TIMES, deadline_s=LENGTHS, work_total_s=LENGTHS, work_left_s=TIMES)
+
+
+@given(st.lists(ANY, max_size=8), st.floats(0, 2e5))
 def test_keys_are_those_of_plain_python(requests: list[Waiting], now_s: float) -> None:
     assert list(BUILT_IN) == list(PLAIN)
     for name, plain in PLAIN.items():
@@ -164,12 +154,8 @@ def test_of_many_the_first_are_those_of_sorting_all(seed: int) -> None:
     random = np.random.default_rng(seed)
     count = int(random.integers(1, 6000))
     classes = (random.random(count) < random.choice([0.001, 0.05, 0.9, 1.0])).astype(np.int64)
-    kinds = [
-        random.random(count),
-        np.ones(count),
-        random.choice([0.0, 1.0, np.inf], count),
-        np.sort(random.random(count)),
-    ]
+    own, few = random.random(count), random.choice([0.0, 1.0, np.inf], count)
+    kinds = [own, np.ones(count), few, np.sort(random.random(count))]
     by = (classes, *(kinds[i] for i in random.integers(0, 4, 2)), random.permutation(count))
     for among in (None, random.random(count) < 0.02, random.random(count) < 0.9, np.arange(count) % 8 > 3):
         rows = np.arange(count) if among is None else np.flatnonzero(among)
@@ -180,15 +166,6 @@ def test_of_many_the_first_are_those_of_sorting_all(seed: int) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Policies that are wrong
-
-
-def run(policy: Callable[[Columns, float], object], count: int = 10) -> PolicyError:
-    requests = [Waiting(arrival_s=float(i)) for i in range(count)]
-    ranking = Ranking("mine", policy, by_class=True)  # type: ignore[arg-type]
-    with pytest.raises(PolicyError) as caught:
-        order(ranking, columns_of(requests), slots=np.arange(count) + 100, now_s=0.0)
-    assert caught.value.policy == "mine"
-    return caught.value
 
 
 def nan_at(*rows: int) -> Policy:
@@ -206,30 +183,26 @@ def writes(columns: Columns, now_s: float) -> Floats:
     return columns.work_left_s
 
 
+KEYS = "accepted: float64 of shape (10,)"
+
+
 @pytest.mark.parametrize(
     ("policy", "fault"),
     [
         (nan_at(*range(2, 9)), "ValueError: 7 of 10 keys are NaN"),
         (fails_on_4, "KeyError: 'no such tenant'"),
         (writes, "ValueError: assignment destination is read-only"),
+        (lambda columns, now_s: np.zeros(len(columns) + 1), f"TypeError: returned float64 of shape (11,); {KEYS}"),
+        (lambda columns, now_s: np.float64(0.0), f"TypeError: returned float64; {KEYS}"),
+        (lambda columns, now_s: columns.priority, f"TypeError: returned int64 of shape (10,); {KEYS}"),
+        (lambda columns, now_s: None, f"TypeError: returned NoneType; {KEYS}"),
     ],
 )
-def test_what_a_policy_does_wrong_is_named(policy: Policy, fault: str) -> None:
-    assert str(run(policy)) == f"policy mine: {fault}"
-
-
-@pytest.mark.parametrize(
-    ("returned", "shown"),
-    [
-        (lambda c: np.zeros(len(c) + 1), "float64 of shape (11,)"),
-        (lambda c: np.float64(0.0), "float64"),
-        (lambda c: c.priority, "int64 of shape (10,)"),
-        (lambda c: None, "NoneType"),
-    ],
-)
-def test_a_wrong_return_value_is_named(returned: Callable[[Columns], object], shown: str) -> None:
-    error = run(lambda columns, now_s: returned(columns))
-    assert f"policy mine: TypeError: returned {shown}; accepted: float64 of shape (10,)" in str(error)
+def test_what_a_policy_does_wrong_is_named(policy: Callable[[Columns, float], Any], fault: str) -> None:
+    requests = [Waiting(arrival_s=float(i)) for i in range(10)]
+    with pytest.raises(PolicyError) as caught:
+        order(Ranking("mine", policy, by_class=True), columns_of(requests), slots=np.arange(10) + 100, now_s=0.0)
+    assert caught.value.policy == "mine" and str(caught.value) == f"policy mine: {fault}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,7 +211,7 @@ def test_a_wrong_return_value_is_named(returned: Callable[[Columns], object], sh
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "my_policies"
+    package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "good.py").write_text("def newest(columns, now_s):\n    return -columns.arrival_s\n")
@@ -247,9 +220,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("modules")
-@pytest.mark.parametrize(
-    ("spec", "rows"), [("my_policies.good:newest", [2, 1, 0]), ("priority:my_policies.good:newest", [0, 2, 1])]
-)
+@pytest.mark.parametrize(("spec", "rows"), [("mine.good:newest", [2, 1, 0]), ("priority:mine.good:newest", [0, 2, 1])])
 def test_a_policy_of_the_users_loads_from_its_module(spec: str, rows: list[int]) -> None:
     ranking = load_policy(spec)
     requests = [Waiting(arrival_s=0.0, priority=0), Waiting(arrival_s=1.0), Waiting(arrival_s=2.0)]
@@ -271,14 +242,8 @@ ACCEPTED = "accepted: edf, fcfs, ilrs, lars, lrs, sjf, srpt, priority, priority:
         ("", f"policy=''; {ACCEPTED}"),
         ("priority:priority:edf", "policy='priority:priority:edf'; accepted: priority once"),
         (3, f"policy=3; {ACCEPTED}, or a function of (columns, now_s)"),
-        (
-            "my_policies.good:newst",
-            "policy='my_policies.good:newst': my_policies.good has no function 'newst'; did you",
-        ),
-        (
-            "my_policies.needy:x",
-            "cannot import 'my_policies.needy': ModuleNotFoundError: No module named 'no_such_pack",
-        ),
+        ("mine.good:newst", "policy='mine.good:newst': mine.good has no function 'newst'; did you"),
+        ("mine.needy:x", "cannot import 'mine.needy': ModuleNotFoundError: No module named 'no_such_pack"),
         (":x", "policy=':x': cannot import '': ValueError: Empty module name"),
     ],
 )

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.engine.prefix import PrefixIds
@@ -18,29 +17,7 @@ from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, by_tokens, new_scheduler
-
-
-class Watched(Drive):
-    """A drive that keeps who gave way, and checks that it was somebody who may."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.gave_way: list[int] = []  # by job, in order
-        self.num_decodes = self.num_swapped = 0
-
-    def on_schedule(self, batch: Batch | None) -> None:
-        by_class = str(self.scheduler.config.policy).startswith("priority")
-        self.num_swapped += sum(p.swapped_tokens > 0 for p in self.decision.preempted)
-        started = [live for live in self.live.values() if live.num_scheduled or live.num_preempted]
-        first = min(started, key=lambda live: (live.request.arrival_s, live.request.slot), default=None)
-        for preempted in self.decision.preempted:
-            live = self.live[preempted.slot]
-            self.gave_way.append(live.job)
-            self.num_decodes += live.num_tokens > 0
-            assert self.scheduler.config.overcommit or by_class
-            if not by_class:
-                assert live is not first, "the oldest never gives way"
+from tests.sched.virtual import BLOCK, Drive, Job, by_tokens, finish, new_scheduler, next_batch
 
 
 def make(num_blocks: int, **options: Any) -> Scheduler:
@@ -48,8 +25,8 @@ def make(num_blocks: int, **options: Any) -> Scheduler:
     return new_scheduler(num_blocks=num_blocks, **options)
 
 
-def play(scheduler: Scheduler, load: Sequence[Job], seconds: float = 0.1) -> Watched:
-    return Watched(scheduler, load, lambda batch: seconds).run()
+def play(scheduler: Scheduler, load: Sequence[Job]) -> Drive:
+    return Drive(scheduler, load, lambda batch: 0.1).run()
 
 
 def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
@@ -88,14 +65,8 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     assert slots(preemption.of_lower_class(four)) == [5, 2]
 
 
-AHEAD = [
-    {},
-    {"depth": 2},
-    {"depth": 3},
-    {"async_scheduling": True},
-    {"async_scheduling": True, "depth": 3},
-    {"async_scheduling": True, "num_swap_blocks": 50},
-]
+ASYNC = {"async_scheduling": True}
+AHEAD = [{}, {"depth": 2}, {"depth": 3}, ASYNC, {**ASYNC, "depth": 3}, {**ASYNC, "num_swap_blocks": 50}]
 """How far batches are made ahead: with async scheduling some token of a decode is always in flight."""
 
 
@@ -155,9 +126,7 @@ def test_what_others_hold_as_well_is_not_lost() -> None:
     for slot in range(2):
         scheduler.add(SchedulerRequest(slot, 320 - 50 * slot, 40, 0.0, prefix=ids[: len(ids) - 48 * slot]))
         while slot not in scheduler._queue.decoding:
-            batch = scheduler.schedule(0.0).batch
-            assert batch is not None
-            scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.1)
+            finish(scheduler, next_batch(scheduler), 0.0, 0.1)
     first, second = scheduler._queue.running.values()
     assert second.num_cached == 256
     scheduler.memory.note(0, first.num_computed_tokens)
@@ -180,7 +149,7 @@ def step(scheduler: Scheduler, count: int = 1) -> list[int]:
         decision = scheduler.schedule(0.0)
         gone += [preempted.slot for preempted in decision.preempted]
         if (batch := decision.batch) is not None:
-            scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.1)
+            finish(scheduler, batch, 0.0, 0.1)
     return gone
 
 
@@ -271,5 +240,5 @@ def test_a_class_that_asked_for_room_is_not_forgotten() -> None:
         gone += [preempted.slot for preempted in decision.preempted]
         in_flight.append(decision.batch)
         if (batch := in_flight.pop(0)) is not None:
-            scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.1)
+            finish(scheduler, batch, 0.0, 0.1)
     assert gone == [0]

@@ -1,12 +1,11 @@
 """Shared prefixes: whoever attends finds in every block what its own tokens would have left there."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,9 +22,23 @@ from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, Live, make_scheduler, new_scheduler, pairs, worlds
+from tests.sched.virtual import BLOCK, Drive, Job, Live, make_scheduler, new_scheduler, pairs, step, worlds
 
 IDS = PrefixIds(16, key=b"of tests")
+
+
+def chain_of(*tokens: Any) -> Chain:
+    """Ids of the units of tokens, given in parts one behind the other."""
+    return Chain(IDS.of(np.concatenate(tokens).astype(np.int32)))
+
+
+def read_first(
+    memory: KVMemory, slot: int, chain: Chain, num_read: int, num_tokens: int, *, group: int = 0, samples: bool = False
+) -> None:
+    """A request of ``num_tokens`` in all begins with a row of so many, which others may share from then on."""
+    memory.start(slot, group, num_tokens, chain)
+    memory.begin(Row(slot, 0, num_read, False, samples, group))
+    memory.note(slot, num_read)
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,6 @@ class Sharing(Drive):
 
     def _prefix(self, slot: int, index: int) -> bytes:
         job = self.jobs[index]
-        assert isinstance(job, Asking)
         document, own = random.Random(job.document), random.Random(1000 + index if job.own is None else job.own)
         shared = [document.randrange(1000) for _ in range(min(job.num_shared, job.num_prompt))]
         self.tokens[slot] = shared + [own.randrange(1000) for _ in range(job.num_prompt - len(shared))]
@@ -82,13 +94,10 @@ class Sharing(Drive):
 
     def _extend(self, slot: int) -> None:
         job = self.jobs[self.live[slot].job]
-        assert isinstance(job, Asking)
         ids = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)[16 * self.num_units[slot] :]
         if ids:
             self.num_units[slot] += len(ids) // 16
             self.scheduler.extend(slot, ids)
-            for observer in self._observers:
-                observer.extended(slot, ids)
 
     def _check_batch(self, batch: Batch) -> None:
         if self.reset_every and not batch.batch_id % self.reset_every:
@@ -97,8 +106,6 @@ class Sharing(Drive):
         for swap, block, host_block in pairs(batch.swaps_out):
             self.host[swap.group, host_block] = list(self.cells[swap.group, block])
         self._to_swap.clear()
-        assert sorted(batch.frees) == sorted(self._to_free)
-        self._to_free.clear()
         for slot in batch.frees:
             self.tables.pop(slot, None)
         for extent in batch.extents:
@@ -143,7 +150,6 @@ class Sharing(Drive):
 
     def _content(self, slot: int, position: int) -> int:
         job = self.jobs[self.live[slot].job]
-        assert isinstance(job, Asking)
         tokens = self.tokens[slot][: position + 1]
         while len(tokens) <= position:  # it is on its way
             tokens.append(drawn(tokens))
@@ -161,9 +167,6 @@ class Sharing(Drive):
                 block, offset = divmod(at - start, self.size)
                 assert self.cells[group, blocks[block]][offset] == self._content(row.slot, at)
             position = end
-
-    def _check_swaps(self, batch: Batch) -> None:
-        raise AssertionError("not asked here")
 
     def _cancel(self, index: int) -> None:
         for slot, live in list(self.live.items()):
@@ -195,19 +198,13 @@ def sharing(draw: st.DrawFn) -> dict[str, Any]:
         )
         for job in world["load"]
     ]
-    again = [
-        replace(job, arrival_s=job.arrival_s + draw(st.floats(0, 60))) for job in shared[:4] * draw(st.integers(1, 3))
-    ]
+    firsts = shared[:4] * draw(st.integers(1, 3))
+    again = [replace(job, arrival_s=job.arrival_s + draw(st.floats(0, 60))) for job in firsts]
     longest = replace(max(shared, key=lambda job: job.num_kv_tokens), document=2, slo=None, cancel_s=None)
     takes = [replace(longest, arrival_s=at) for at in draw(st.lists(st.floats(0, 60), max_size=3))]  # what is kept
-    num_swap_blocks = draw(st.sampled_from([0, 3, 40, 400]))
-    return {
-        **world,
-        "load": [*shared, *again, *takes],
-        "config": replace(world["config"], num_swap_blocks=num_swap_blocks),
-        "block_size": draw(st.sampled_from([BLOCK, 64, 8])),
-        "reset_every": draw(st.sampled_from([0, 0, 3, 20])),
-    }
+    config = replace(world["config"], num_swap_blocks=draw(st.sampled_from([0, 3, 40, 400])))
+    sizes = {"block_size": draw(st.sampled_from([BLOCK, 64, 8])), "reset_every": draw(st.sampled_from([0, 0, 3, 20]))}
+    return {**world, **sizes, "config": config, "load": [*shared, *again, *takes]}
 
 
 def play(world: dict[str, Any]) -> Sharing:
@@ -279,7 +276,7 @@ def test_a_block_goes_to_the_host_if_the_chance_that_it_is_wanted_outweighs_the_
             config = SchedulerConfig(num_swap_blocks=8, swap_block_s=1.0)
             block_s: Callable[[int], float] = lambda depth, cost_s=cost_s: cost_s * (depth >= 1)  # noqa: E731
             memory = KVMemory(config, num_blocks=5, block_size=16, prefix_cost_s=block_s)
-            chain = Chain(IDS.of(np.arange(64, dtype=np.int32)))
+            chain = chain_of(np.arange(64))
             for turn in range(num_uses):
                 memory.start(turn, 0, 65, chain, memory.hit_of(chain, 64, 65))
                 if not turn:
@@ -345,10 +342,8 @@ def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
     for turn in range(10):
         slots, num_runs = range(8 * turn, 8 * turn + 8), 0
         for slot in slots:
-            tokens = np.random.default_rng(slot).integers(0, 1000, 160).astype(np.int32)
-            memory.start(slot, 0, 160, Chain(IDS.of(tokens[:80])))
-            memory.take(Row(slot, 0, 80, False, True))
-            memory.note(slot, 80)
+            chain = chain_of(np.random.default_rng(slot).integers(0, 1000, 80))
+            read_first(memory, slot, chain, 80, 160, samples=True)
         for position in range(80, 160):
             for slot in slots:
                 memory.take(Row(slot, position, 1, True, True))
@@ -363,22 +358,16 @@ def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:
     tokens = np.arange(200_000, dtype=np.int32)
     scheduler.add(SchedulerRequest(0, 200_000, 1, 0.0, SLO(ttft_s=1.0), prefix=IDS.of(tokens)))
     for _ in range(65):
-        leads = scheduler.schedule(9.0).batch
-        assert leads is not None
-        scheduler.complete(leads, 9.0, [], 0.01)
+        leads = step(scheduler, 9.0, 0.01)
     assert leads.rows[0].kv_len > 100_000
     scheduler.add(SchedulerRequest(1, 100_000, 1, 0.0, prefix=IDS.of(tokens[:100_000])))
-    batch = scheduler.schedule(9.0).batch
-    assert batch is not None
-    assert batch.shared == (Shared(1, 0, 0, 99_984),)
+    assert step(scheduler, 9.0).shared == (Shared(1, 0, 0, 99_984),)
 
 
 def test_a_block_that_is_forgotten_while_it_fills_is_not_found_again() -> None:
     memory = KVMemory(SchedulerConfig(), num_blocks=8, block_size=64)
-    chain = Chain(IDS.of(np.arange(256, dtype=np.int32)))
-    memory.start(0, 0, 257, chain)
-    memory.take(Row(0, 0, 48, False, False))
-    memory.note(0, 48)
+    chain = chain_of(np.arange(256))
+    read_first(memory, 0, chain, 48, 257)
     memory.forget_prefixes()
     memory.take(Row(0, 48, 208, False, False))
     memory.note(0, 256)
@@ -390,8 +379,7 @@ def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it()
     """Two read the same 64 tokens on one group at once, then different ones on the next; whoever goes on with one's
     finds all of its blocks, and the other's are there as well."""
     memory = KVMemory(SchedulerConfig(max_kv_per_group=64), num_blocks=8, block_size=16, num_groups=2)
-    same, tokens = np.arange(64), (np.arange(100, 148), np.arange(200, 248))
-    chains = [Chain(IDS.of(np.concatenate([same, own]).astype(np.int32))) for own in tokens]
+    chains = [chain_of(np.arange(64), np.arange(at, at + 48)) for at in (100, 200)]
     for slot in (0, 1):
         memory.start(slot, 0, 113, chains[slot])
         memory.take(Row(slot, 0, 64, False, False))
@@ -413,9 +401,9 @@ def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it()
 
 def two_at_once(memory: KVMemory, groups: Sequence[int]) -> list[Any]:
     """Two requests read the same 64 tokens at once, each on its group, and then 26 of its own; the tokens of each."""
-    tokens = [np.concatenate([np.arange(64), np.arange(at, at + 40)]).astype(np.int32) for at in (100, 200)]
+    tokens = [np.concatenate([np.arange(64), np.arange(at, at + 40)]) for at in (100, 200)]
     for slot, group in enumerate(groups):
-        memory.start(slot, group, 90, Chain(IDS.of(tokens[slot])))
+        memory.start(slot, group, 90, chain_of(tokens[slot]))
         memory.begin(Row(slot, 0, 90, False, True, group))
     for slot in (0, 1):
         memory.note(slot, 90)
@@ -430,7 +418,7 @@ def test_a_hit_is_of_one_of_two_that_have_computed_the_same(num_groups: int) -> 
     tokens = two_at_once(memory, (num_groups - 1, 0))
     for slot in (0, 1):
         memory.release(slot)
-    chain = Chain(IDS.of(np.concatenate([tokens[1], np.arange(300, 500)]).astype(np.int32)))
+    chain = chain_of(tokens[1], np.arange(300, 500))
     hit = memory.hit_of(chain, 280, 281)
     assert hit.num_tokens(32) == 80 and {path for path, _ in hit.parts} == {hit.tail}
     memory.start(2, hit.shards[0][0], 281, chain, hit)
@@ -445,10 +433,8 @@ def test_the_names_of_what_a_waiting_request_counts_on_are_kept_too() -> None:
     """Who waits goes on with the second, whose first blocks are known as the first's; what a third has left goes before
     these, though it was used later."""
     memory = KVMemory(SchedulerConfig(), num_blocks=13, block_size=32)
-    chain = Chain(IDS.of(two_at_once(memory, (0, 0))[1]))
-    memory.start(3, 0, 90, Chain(IDS.of(np.arange(500, 590, dtype=np.int32))))
-    memory.begin(Row(3, 0, 90, False, True))
-    memory.note(3, 90)
+    chain = chain_of(two_at_once(memory, (0, 0))[1])
+    read_first(memory, 3, chain_of(np.arange(500, 590)), 90, 90, samples=True)
     assert memory.prefix.watch(2, chain, 90) == 80
     for slot in (0, 1, 3):
         memory.release(slot)
@@ -459,10 +445,8 @@ def test_the_names_of_what_a_waiting_request_counts_on_are_kept_too() -> None:
 def test_a_hit_holds_no_blocks_that_are_set_aside_for_decodes() -> None:
     """Nobody holds them, and they lie on a group on which the row behind the hit needs nothing."""
     memory = KVMemory(SchedulerConfig(max_kv_per_group=32), num_blocks=2, block_size=16, num_groups=3)
-    chain = Chain(IDS.of(np.arange(48, dtype=np.int32)))
-    memory.start(0, 1, 64, chain)
-    memory.begin(Row(0, 0, 32, False, False, 1))
-    memory.note(0, 32)
+    chain = chain_of(np.arange(48))
+    read_first(memory, 0, chain, 32, 64, group=1)
     memory.release(0)
     hit, row = memory.hit_of(chain, 47, 64), Row(2, 32, 8, False, False, 1, 2)
     memory.start(2, 1, 64, chain, hit)
@@ -503,11 +487,9 @@ def test_what_a_waiting_request_counts_on_survives_pressure(is_waited_for: bool)
 def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool) -> None:
     """Another prefix takes what room is left there; a request that is swapped out takes all."""
     memory = KVMemory(SchedulerConfig(num_swap_blocks=4), num_blocks=8, block_size=16)
-    chains = [Chain(IDS.of(np.arange(at, at + 48, dtype=np.int32))) for at in (0, 100)]
+    chains = [chain_of(np.arange(at, at + 48)) for at in (0, 100)]
     for slot, chain in enumerate(chains):
-        memory.start(slot, 0, 48, chain)
-        memory.take(Row(slot, 0, 48, False, False))
-        memory.note(slot, 48)
+        read_first(memory, slot, chain, 48, 48)
         memory.release(slot)
         memory.prefix.make_free(0, 8)
         memory.batch(0)
@@ -524,9 +506,9 @@ def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool)
 
 def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
     memory = KVMemory(SchedulerConfig(), num_blocks=8, block_size=16)
-    ids = IDS.of(np.arange(64, dtype=np.int32))
+    chain = chain_of(np.arange(64))
     for turn in range(1000):
-        memory.start(turn, 0, 65, Chain(ids), memory.hit_of(Chain(ids), 64, 65))
+        memory.start(turn, 0, 65, chain, memory.hit_of(chain, 64, 65))
         if not turn:
             memory.take(Row(turn, 0, 64, False, False))
             memory.note(turn, 64)
@@ -534,7 +516,7 @@ def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
         memory.release(turn)
         assert memory.prefix.num_idle == [4] and memory.num_used == 0
     assert len(memory.prefix._heaps[0]) < 100
-    waiting = [memory.prefix.watch(slot, Chain(ids), 63) for slot in range(5)]
+    waiting = [memory.prefix.watch(slot, chain, 63) for slot in range(5)]
     assert waiting == [48] * 5
     for slot in range(5):
         memory.prefix.forget(slot)
@@ -558,19 +540,12 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
     ids = IDS.of(np.arange(320, dtype=np.int32))
     for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
         scheduler.add(SchedulerRequest(slot, 320, 280, 0.0, prefix=ids))
-    held: list[int] = []
-
-    def holds(cache: PrefixCache, path: Path, end: int, slot: int) -> None:
-        held.append(end)
-        hold(cache, path, end, slot)
-
-    monkeypatch.setattr(PrefixCache, "hold", holds)
+    held = mock.Mock(wraps=scheduler.memory.prefix.hold)
+    monkeypatch.setattr(scheduler.memory.prefix, "hold", held)
     for turn in range(20):
-        batch = scheduler.schedule(float(turn)).batch
-        assert batch is not None
-        scheduler.complete(batch, turn + 0.5, [(row.slot, 1, False) for row in batch.rows if row.samples], 0.5)
+        step(scheduler, float(turn), 0.5)
     assert len(scheduler._queue.waiting) == 31
-    assert 20 <= len(held) <= 20 * 4
+    assert 20 <= held.call_count <= 20 * 4
 
 
 @pytest.mark.parametrize("is_out", [True, False])
@@ -584,11 +559,7 @@ def test_a_reset_is_of_what_is_on_the_host_as_well(is_out: bool) -> None:
     def run_until(slot: int, is_over: bool = False) -> list[Batch]:
         batches = []
         while (slot in scheduler._queue) if is_over else (slot not in scheduler._queue.decoding):
-            batch = scheduler.schedule(0.0).batch
-            assert batch is not None
-            ends = [(row.slot, 1, row.slot != 0) for row in batch.rows if row.samples]
-            scheduler.complete(batch, 0.0, ends, 0.01)
-            batches.append(batch)
+            batches.append(step(scheduler, 0.0, 0.01, ended=(1, 2)))
         return batches
 
     run_until(0)

@@ -1,7 +1,5 @@
 """Chunk budgets by need: the quantum follows from the machine; chunks are efficient where no objective forbids it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,10 +13,11 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import MODEL, Steps, make_predictor, new_scheduler
+from tests.sched.virtual import MODEL, Steps, make_predictor, new_scheduler, next_batch
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
+QUANTUM_S, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
 
 
 def rates_behind(kv_before: int) -> dict[int, float]:
@@ -51,10 +50,9 @@ def chunks_of_one(slo: SLO | None = None) -> list[tuple[int, int]]:
 
 
 def test_the_quantum_is_what_the_least_efficient_chunk_takes() -> None:
-    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
     rates = {size: rate for size, rate in rates_behind(0).items() if size >= 256}
     size = next(size for size, rate in rates.items() if rate >= 0.85 * max(rates.values()))
-    assert quantum_s == PREDICTOR.tick().with_chunk(size, 0)
+    assert PREDICTOR.tick().with_chunk(size, 0) == QUANTUM_S
     for option in ("quantum_s", "t_target_s"):
         given_s, least = chunk_rules(SchedulerConfig(**{option: 0.125}), PREDICTOR)  # type: ignore[arg-type]
         assert (given_s, least(0), least(10**6)) == (0.125, 64, 64)
@@ -80,24 +78,20 @@ def test_a_class_goes_first_by_default() -> None:
     scheduler = on_one_group(max_batch_tokens=64, max_num_seqs=2)
     for slot, (tokens, priority) in enumerate([(40, 2), (60, 0), (50, 1)]):
         scheduler.add(SchedulerRequest(slot, tokens, 4, 0.0, priority=priority))
-    batch = scheduler.schedule(0.0).batch
-    assert batch is not None and batch.rows[0].slot == 1
+    assert next_batch(scheduler).rows[0].slot == 1
 
 
 def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
     """Beside decodes that never end the seconds of one kind bound those of the other, and tokens come more quickly."""
-    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
     means_s = []
     for share in (0.0, 0.05, 0.2):
-        steps = Steps(on_one_group(interactive_share=share))
-        for slot in range(4):
-            steps.add(slot, 64, 1 << 16)
+        steps = Steps(on_one_group(interactive_share=share), *[(64, 1 << 16)] * 4)
         steps.add(9, 300_000)
         seconds = {True: 0.0, False: 0.0}  # of batches with a chunk of the long prompt, and without
         while not steps.times_s[9]:
             batch, taken_s = steps.step()
             seconds[any(row.slot == 9 for row in batch.rows)] += taken_s
-        first_s = 4 * quantum_s * (share > 0)  # there from the start
+        first_s = 4 * QUANTUM_S * (share > 0)  # there from the start
         least_s, most_s = (part * share * seconds[True] + first_s for part in (0.95, 1.0))
         assert least_s <= seconds[False] <= most_s + 1.0  # and the first prompts
         means_s.append(steps.now_s / len(steps.times_s[0]))
@@ -143,19 +137,17 @@ def batches_of_shorts(scheduler: Scheduler) -> tuple[int, float, float]:
 
 def test_a_prompt_that_comes_first_in_any_case_pays_nothing_for_a_batch_of_its_own() -> None:
     """Nor is it held back by what others have spent; unless somebody is guarded, for whose bound the share counts."""
-    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
     num_own, without_s, with_s = batches_of_shorts(on_one_group(interactive_share=0.02, rho_max=0.0))
-    assert num_own == 80 and without_s > 0.02 * with_s + 4 * quantum_s
+    assert num_own == 80 and without_s > 0.02 * with_s + 4 * QUANTUM_S
     num_own, without_s, with_s = batches_of_shorts(on_one_group(interactive_share=0.02, rho_max=0.0, patience_s=1e-6))
-    assert num_own < 80 and without_s <= 0.02 * with_s + 4 * quantum_s
+    assert num_own < 80 and without_s <= 0.02 * with_s + 4 * QUANTUM_S
 
 
 @pytest.mark.parametrize("option", ["t_target_s", "quantum_s"])
 def test_decodes_of_several_groups_share_batches_of_half_the_time_that_is_set(option: str) -> None:
     """No batch leaves out the prompt of a group, which would be idle; after the decode batches take all the time."""
-    steps = Steps(on_two_groups(rho_max=0.0, interactive_share=0.2, **{option: 0.4}), is_still=True)
-    for slot, lengths in enumerate([(300_000, 1), (300_000, 1), (16, 30)]):
-        steps.add(slot, *lengths)
+    scheduler = on_two_groups(rho_max=0.0, interactive_share=0.2, **{option: 0.4})
+    steps = Steps(scheduler, (300_000, 1), (300_000, 1), (16, 30), is_still=True)
     found: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(60):
         batch, seconds = steps.step()
@@ -201,18 +193,20 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
     assert len(busy) > 1.5 * len(alone)
 
 
-def test_no_batch_takes_longer_where_that_gains_nothing() -> None:
-    quantum_s, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
-    alone = batches_of_a_document(on_one_group(), [])
-    assert all(seconds <= quantum_s or tokens <= 64 for _, seconds, tokens in alone)
+@pytest.mark.parametrize(
+    ("options", "most_s"), [({}, QUANTUM_S), ({"quantum_s": 0.1}, 0.1), ({"t_target_s": 0.1}, 0.1)]
+)
+def test_no_batch_takes_longer_where_that_gains_nothing_or_a_time_is_given(
+    options: dict[str, float], most_s: float
+) -> None:
+    alone = batches_of_a_document(on_one_group(**options), [])
+    assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= most_s
 
 
 def test_prompts_one_after_the_other_take_such_batches_too() -> None:
     """Nobody's first token waits for them: a batch goes on behind the first that ends for a quantum at most."""
     quantum_s, _ = chunk_rules(SchedulerConfig(max_batch_tokens=GPU.max_tokens), GPU)
-    steps = Steps(on_one_group(GPU, max_batch_tokens=GPU.max_tokens))
-    for slot in range(4):
-        steps.add(slot, 60_000)
+    steps = Steps(on_one_group(GPU, max_batch_tokens=GPU.max_tokens), *[(60_000, 1)] * 4)
     longest_s, ends_s = 0.0, list[float]()
     while len(ends_s) < 4:
         batch, seconds = steps.step()
@@ -224,12 +218,6 @@ def test_prompts_one_after_the_other_take_such_batches_too() -> None:
     assert 3.5 * quantum_s < longest_s <= 4 * quantum_s
     alone_s = steps.scheduler.prefill_left_s(0, 60_000)
     assert all(end_s < (place + 1.1) * alone_s for place, end_s in enumerate(ends_s))
-
-
-@pytest.mark.parametrize("option", [{"quantum_s": 0.1}, {"t_target_s": 0.1}])
-def test_a_time_that_is_given_holds_for_a_prompt_that_is_alone_too(option: dict[str, float]) -> None:
-    alone = batches_of_a_document(on_one_group(**option), [])
-    assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= 0.1
 
 
 def test_work_left_is_that_at_the_budget_in_force() -> None:
@@ -258,9 +246,7 @@ def test_work_left_is_that_at_the_budget_in_force() -> None:
 
 def test_what_a_prompt_yields_on_a_group_goes_back_to_it_where_the_rest_is_too_little_for_a_chunk() -> None:
     depth = efficient_kv(PREDICTOR, 0.3, 64)
-    steps = Steps(on_two_groups(t_target_s=0.4), is_still=True)
-    for slot in range(2):
-        steps.add(slot, depth + 5000)
+    steps = Steps(on_two_groups(t_target_s=0.4), *[(depth + 5000, 1)] * 2, is_still=True)
     num_done = num_shared = 0
     while num_done < depth + 1000:
         if num_done > depth:
@@ -275,9 +261,8 @@ def test_what_a_prompt_yields_on_a_group_goes_back_to_it_where_the_rest_is_too_l
 def test_a_group_computes_for_as_long_as_the_slowest() -> None:
     """A chunk behind a long context takes several quanta; a prompt that begins on another group reads meanwhile."""
     depth = efficient_kv(PREDICTOR, 0.9, 64)
-    steps = Steps(on_two_groups(interactive_share=0.0), is_still=True)
-    for slot in range(2):  # one that is alone would be spread
-        steps.add(slot, depth + 5000)
+    two = [(depth + 5000, 1)] * 2  # one that is alone would be spread
+    steps = Steps(on_two_groups(interactive_share=0.0), *two, is_still=True)
     position = 0
     while position < depth:
         position = steps.step()[0].rows[0].kv_len
@@ -299,10 +284,9 @@ def test_a_group_computes_for_as_long_as_the_slowest() -> None:
 def test_a_prompt_is_spread_where_it_holds_nobody_up(lengths: list[int], num_blocks: int, widths: list[int]) -> None:
     """By the quantum alone each of 30,000 tokens would be: of four both groups would read one after the other, and each
     from the first group on."""
-    steps = Steps(on_two_groups(num_blocks, max_prompt_tokens=32_000), is_still=True)
+    requests = ((length, 2) for length in lengths)
+    steps = Steps(on_two_groups(num_blocks, max_prompt_tokens=32_000), *requests, is_still=True)
     assert 15_000 < steps.scheduler.memory.spread_kv < 20_000
-    for slot, length in enumerate(lengths):
-        steps.add(slot, length, 2)
     found: dict[int, int] = {}
     num_on = [0, 0]
     while len(found) < len(lengths):

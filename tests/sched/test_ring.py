@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,6 @@ from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import ConfigError
-from medha.sched.packer import MedhaPacker
 from medha.sched.scheduler import complete_config
 from tests.sched.virtual import BLOCK, Drive, Job, make_predictor, make_scheduler, new_scheduler, worlds
 
@@ -22,51 +22,33 @@ def dealt(world: dict[str, Any]) -> dict[str, Any]:
 
 def test_all_come_to_their_end() -> None:
     """Under any load, with history that moves; the drive holds each group to what it is dealt."""
-    num_dealt, num_shifts = [], []
+    drives: list[Drive] = []
 
     @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(worlds())
     def ends(world: dict[str, Any]) -> None:
-        drive = Drive(make_scheduler(dealt(world)), world["load"], lambda batch: 0.1).run()
-        num_dealt.append(drive.num_dealt)
-        num_shifts.append(drive.num_shifts)
+        drives.append(Drive(make_scheduler(dealt(world)), world["load"], lambda batch: 0.1).run())
 
     ends()
     # What is drawn depends on the modules that are loaded, as Hypothesis takes constants from them.
-    assert sum(map(bool, num_dealt)) > 20 and sum(num_shifts) > 0
+    assert sum(drive.num_dealt > 0 for drive in drives) > 20 and any(drive.num_shifts for drive in drives)
 
 
 def test_small_chunks_are_gathered_and_large_ones_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is that of the less predicted seconds, and history is moved where the last group gets ahead."""
-    asked, prefers = list[tuple[int, ...]](), MedhaPacker._prefers_ring
-
-    def prefers_ring(self: MedhaPacker, *chunk: int) -> bool:
-        asked.append(chunk)
-        return prefers(self, *chunk)
-
-    monkeypatch.setattr(MedhaPacker, "_prefers_ring", prefers_ring)
     options = {"ring": True, "max_kv_per_group": 4096, "chunk_size": 64, "max_batch_tokens": 2048}
     scheduler = new_scheduler(num_groups=2, num_blocks=1000, max_prompt_tokens=3000, **options)
-    drive = Drive(scheduler, [Job(0.0, 8000, 20)], lambda batch: 0.1)
-    seen: list[tuple[int, int, bool]] = []
-    drive.on_schedule = lambda batch: seen.extend(  # type: ignore[method-assign]
-        (row.position, row.q_len, row.is_dealt) for row in (batch.chunks if batch else ()) if row.is_shared
-    )
-    drive.run()
+    asked = mock.Mock(wraps=scheduler.packer._prefers_ring)
+    monkeypatch.setattr(scheduler.packer, "_prefers_ring", asked)
+    drive = Drive(scheduler, [Job(0.0, 8000, 20)], lambda batch: 0.1).run()
+    seen = [row for batch in drive.batches for row in batch.chunks if row.is_shared]
     tick = make_predictor(max_tokens=2048, kvp=2).tick()
-    for position, q_len, is_dealt in seen:
-        own = -(-q_len // 2)
-        ring_s = tick.with_chunk(own, position + (q_len - own) // 2, ring=2)
-        gather_s = tick.with_chunk(q_len, position // 2, run=(0, 1))
-        assert is_dealt == (ring_s < gather_s), (position, q_len)
-    assert seen and len(set(asked)) > 100
-
-
-def with_step_s(step_s: float) -> Predictor:
-    """A predictor of two groups on which each step of a ring takes so long."""
-    found = make_predictor(kvp=2).coefficients
-    assert found.ring is not None
-    return Predictor(replace(found, ring=replace(found.ring, step_s=step_s)), max_tokens=2048)
+    for row in seen:
+        own = -(-row.q_len // 2)
+        ring_s = tick.with_chunk(own, row.position + (row.q_len - own) // 2, ring=2)
+        gather_s = tick.with_chunk(row.q_len, row.position // 2, run=(0, 1))
+        assert row.is_dealt == (ring_s < gather_s), row
+    assert seen and len({call.args for call in asked.call_args_list}) > 100
 
 
 @pytest.mark.parametrize("step_s", [1e-4, 10.0])
@@ -74,15 +56,16 @@ def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
     """And then counts with the seconds that it takes so; elsewhere all is as without rings."""
     seen: dict[bool, list[str]] = {}
     left_s: dict[bool, list[float]] = {}
+    found = make_predictor(kvp=2).coefficients
+    found = replace(found, ring=replace(found.ring, step_s=step_s))
     for ring in (False, True):
-        predictor = with_step_s(step_s)  # anew, as it learns
+        predictor = Predictor(found, max_tokens=2048)  # anew, as it learns
+        alone_on_one_s = PrefillTimes(predictor, budgeted_chunk(SchedulerConfig(), predictor)).total_s(4000)
         scheduler = new_scheduler(predictor=predictor, num_blocks=1000, num_groups=2, ring=ring, max_kv_per_group=4096)
-        seen[ring] = []
         left_s[ring] = [scheduler.prefill_left_s(done, 8000) for done in (0, 4000)]
-        assert scheduler.prefill_left_s(0, 4000) == pytest.approx(predictor_s(predictor, 4000))  # on one group
-        drive = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1)
-        drive.on_schedule = lambda batch, seen=seen[ring]: seen.append(str(batch))  # type: ignore[method-assign,misc]
-        drive.run()
+        assert scheduler.prefill_left_s(0, 4000) == pytest.approx(alone_on_one_s)
+        drive = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1).run()
+        seen[ring] = drive.log
     if step_s > 1:
         assert (seen[True], left_s[True]) == (seen[False], left_s[False])
         return
@@ -91,26 +74,15 @@ def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
         assert 0.45 * alone_s < dealt_s < 0.75 * alone_s
 
 
-def predictor_s(predictor: Predictor, num_tokens: int) -> float:
-    """Seconds of a prompt that runs alone on a group, as the scheduler would chunk it."""
-    return PrefillTimes(predictor, budgeted_chunk(SchedulerConfig(), predictor)).total_s(num_tokens)
+@pytest.mark.parametrize(("name", "value"), [("prefix_caching", True), ("overcommit", True), ("num_swap_blocks", 3)])
+def test_what_dealt_requests_do_not_have(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r} with ring; accepted: without it"):
+        SchedulerConfig(ring=True, **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scheduler": "sarathi"}, "ring with scheduler='sarathi'; accepted: medha"),
-        ({"prefix_caching": True}, "prefix_caching=True with ring; accepted: without it"),
-        ({"overcommit": True}, "overcommit=True with ring; accepted: without it"),
-        ({"num_swap_blocks": 3}, "num_swap_blocks=3 with ring; accepted: without it"),
-    ],
-)
-def test_what_dealt_requests_do_not_have(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SchedulerConfig(ring=True, **options)
-
-
-def test_a_chunk_has_two_tokens_a_group() -> None:
+def test_a_ring_is_for_one_scheduler_and_its_chunks_have_two_tokens_a_group() -> None:
+    with pytest.raises(ConfigError, match="ring with scheduler='sarathi'; accepted: medha"):
+        SchedulerConfig("sarathi", ring=True)
     config = SchedulerConfig(ring=True, chunk_size=7)
     sizes = {"longest": 1000, "num_blocks": 100, "block_size": BLOCK}
     with pytest.raises(ConfigError, match="chunk_size=7 with ring on 4 groups; accepted: 8 at least"):

@@ -23,16 +23,9 @@ CHUNKED = ("medha", "sarathi", "vllm")
 
 def two_stages(scheduler: str, *, stream: bool) -> Replica:
     """Llama-3 8B on two A100s; batches are bounded by tokens alone."""
-    config = SchedulerConfig(
-        scheduler, chunk_size=CHUNK, max_batch_tokens=CHUNK, t_target_s=60.0, late_share=0.0, stream=stream
-    )
-    return Replica(
-        replace(load_spec("a100-80g"), control_s=0.0),
-        find_model("llama-3-8b"),
-        ParallelConfig(spp=2),
-        config,
-        max_model_len=1 << 15,
-    )
+    options = {"chunk_size": CHUNK, "max_batch_tokens": CHUNK, "t_target_s": 60.0, "late_share": 0.0, "stream": stream}
+    spec, config = replace(load_spec("a100-80g"), control_s=0.0), SchedulerConfig(scheduler, **options)
+    return Replica(spec, find_model("llama-3-8b"), ParallelConfig(spp=2), config, max_model_len=1 << 15)
 
 
 def play(replica: Replica, num_prompts: int) -> tuple[Outcome, list[Segment]]:
@@ -47,12 +40,8 @@ def play(replica: Replica, num_prompts: int) -> tuple[Outcome, list[Segment]]:
 
 def stage_seconds(replica: Replica) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Of each chunk of a prompt on each stage, as predicted: [stages, chunks]."""
-    return np.array(
-        [
-            [stage.predict([Work(CHUNK, i * CHUNK, False, None, i == NUM_CHUNKS - 1)]) for i in range(NUM_CHUNKS)]
-            for stage in replica.stages()
-        ]
-    )
+    chunks = [Work(CHUNK, i * CHUNK, False, None, i == NUM_CHUNKS - 1) for i in range(NUM_CHUNKS)]
+    return np.array([[stage.predict([chunk]) for chunk in chunks] for stage in replica.stages()])
 
 
 @pytest.mark.parametrize("scheduler", CHUNKED)

@@ -13,7 +13,7 @@ from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sim.replica import find_model
-from tests.sched.virtual import Drive, Job, by_tokens, new_scheduler
+from tests.sched.virtual import Drive, Job, by_tokens, new_scheduler, next_batch, step
 
 
 @pytest.mark.parametrize("num_tokens", [150, 300])
@@ -31,14 +31,11 @@ def test_a_decision_while_nothing_can_enter(num_waiting: int) -> None:
     """One request holds the pool and is in flight: only the first of the order are looked at."""
     scheduler = new_scheduler(num_blocks=100, max_batch_tokens=512, depth=2)
     scheduler.add(SchedulerRequest(0, 1000, 600, 0.0))
-    now_s, rows = 0.0, []
-    while not any(row.is_decode for row in rows):
+    now_s = 0.0
+    while 0 not in scheduler._queue.decoding:
         now_s += 0.1
-        batch = scheduler.schedule(now_s).batch
-        assert batch is not None
-        rows = list(batch.rows)
-        if not rows[0].is_decode:
-            scheduler.complete(batch, now_s, [(row.slot, 1, False) for row in rows if row.samples], 0.1)
+        step(scheduler, now_s, 0.1)
+    assert next_batch(scheduler, now_s).num_decodes
     for slot in range(1, num_waiting + 1):
         scheduler.add(SchedulerRequest(slot, 1000, 100, now_s))
     asked = []

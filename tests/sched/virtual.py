@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Self
 
@@ -21,18 +21,7 @@ from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import FREE
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=32_000,
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_layers=8,
-    num_heads=16,
-    num_kv_heads=4,
-    head_dim=64,
-    max_position_embeddings=1 << 24,
-    rope=RopeConfig(),
-)
+MODEL = ModelConfig("LlamaForCausalLM", 32_000, 1024, 2816, 8, 16, 4, 64, 1 << 24, RopeConfig())
 """A small model, for predicted times of the size that a CPU has: 1,000 tokens take about a second."""
 
 
@@ -78,15 +67,10 @@ def jobs(
     tokens = draw(st.integers(1, max_new))
     ttft_s = draw(st.none() | st.floats(0.01, 30.0))
     tpot_s = draw(st.none() | st.floats(0.01, 1.0))
-    return Job(
-        draw(times),
-        num_prompt,
-        tokens,
-        draw(st.integers(1, tokens)),
-        SLO(ttft_s, tpot_s) if ttft_s or tpot_s else None,
-        draw(st.integers(0, 3)),
-        draw(st.none() | st.none() | times) if cancels else None,
-    )
+    slo = SLO(ttft_s, tpot_s) if ttft_s or tpot_s else None
+    arrival_s, num_new, priority = draw(times), draw(st.integers(1, tokens)), draw(st.integers(0, 3))
+    cancel_s = draw(st.none() | st.none() | times) if cancels else None
+    return Job(arrival_s, num_prompt, tokens, num_new, slo, priority, cancel_s)
 
 
 POLICIES = (*BUILT_IN, "priority", "priority:edf")
@@ -130,13 +114,8 @@ def worlds(
         overcommit=draw(st.sampled_from([False, False, False, True])),
         **options,
     )
-    return {
-        "config": config,
-        "num_groups": num_groups,
-        "num_blocks": share * draw(st.sampled_from([1, 2, 8])),
-        "load": load,
-        "seed": draw(st.integers(0, 2**32)),
-    }
+    num_blocks, seed = share * draw(st.sampled_from([1, 2, 8])), draw(st.integers(0, 2**32))
+    return {"config": config, "num_groups": num_groups, "num_blocks": num_blocks, "load": load, "seed": seed}
 
 
 def new_scheduler(
@@ -157,6 +136,28 @@ def make_scheduler(world: dict[str, Any]) -> Scheduler:
     return new_scheduler(world["config"], **sizes, max_prompt_tokens=3000)
 
 
+def next_batch(scheduler: Scheduler, now_s: float = 0.0) -> Batch:
+    """The next one; there has to be one."""
+    batch = scheduler.schedule(now_s).batch
+    assert batch is not None
+    return batch
+
+
+def finish(
+    scheduler: Scheduler, batch: Batch, now_s: float = 0.0, busy_s: float = 0.0, *, ended: Container[int] = ()
+) -> tuple[int, ...]:
+    """A batch is done, and each row that samples has yielded a token: the last one of those that have ``ended``."""
+    results = [(row.slot, 1, row.slot in ended) for row in batch.rows if row.samples]
+    return scheduler.complete(batch, now_s, results, busy_s)
+
+
+def step(scheduler: Scheduler, now_s: float = 0.0, busy_s: float = 0.0, *, ended: Container[int] = ()) -> Batch:
+    """The next one, done at once."""
+    batch = next_batch(scheduler, now_s)
+    finish(scheduler, batch, now_s, busy_s, ended=ended)
+    return batch
+
+
 Seconds = Callable[[Batch], float]
 
 
@@ -164,14 +165,19 @@ class Steps:
     """Runs batches one after the other, each for the predicted time; a request ends with its last token,
     and nothing is learned.
 
-    With ``is_still`` the clock stays at 0.
+    Args:
+        scheduler: one that predicts.
+        lengths: prompt and new tokens of requests that are there from the start, in slots from 0 on.
+        is_still: the clock stays at 0.
     """
 
-    def __init__(self, scheduler: Scheduler, *, is_still: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, *lengths: tuple[int, int], is_still: bool = False) -> None:
         self.scheduler, self.is_still, self.now_s = scheduler, is_still, 0.0
         self.decision = Decision()
         self.times_s: dict[int, list[float]] = {}  # of each request's tokens, by slot
         self._max_new: dict[int, int] = {}
+        for slot, (num_prompt, max_new) in enumerate(lengths):
+            self.add(slot, num_prompt, max_new)
 
     def add(
         self, slot: int, num_prompt: int, max_new: int = 1, slo: SLO | None = None, *, arrival_s: float | None = None
@@ -237,25 +243,20 @@ class Drive:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        jobs: Sequence[Job],
-        seconds: Seconds | None,
-        *,
-        busy: Callable[[float], float] = lambda real_s: real_s,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        self.scheduler = scheduler
-        self.jobs = jobs
-        self.now_s = 0.0
+        self, scheduler: Scheduler, jobs: Sequence[Job], seconds: Seconds | None, *,
+        busy: Callable[[float], float] = lambda real_s: real_s, observers: Sequence[Observer] = (),
+    ) -> None:  # fmt: skip
+        self.scheduler, self.jobs, self.now_s = scheduler, jobs, 0.0
         self.live: dict[int, Live] = {}
         self.first_token_s: dict[int, float] = {}  # by job
         self.finish_s: dict[int, float] = {}
         self.token_s: defaultdict[int, list[float]] = defaultdict(list)  # of all its tokens, by job
         self.log: list[str] = []  # batches, and what closed
-        self.num_batches = 0
+        self.batches: list[Batch] = []
+        self.gave_way: list[int] = []  # by job, in order
+        self.num_decodes = self.num_swapped = 0  # of these
         self.decision = Decision()
-        self._seconds, self._busy, self._observers = seconds or self._predicted, busy, observers
+        self._seconds, self._busy, self._observers = seconds, busy, observers
         arrivals = [(job.arrival_s, False, index) for index, job in enumerate(jobs)]
         cancels = [(max(j.cancel_s, j.arrival_s), True, i) for i, j in enumerate(jobs) if j.cancel_s is not None]
         self._events = sorted([*arrivals, *cancels])
@@ -267,7 +268,6 @@ class Drive:
         self._deals: Sequence[Deal] = ()
         self.num_dealt = self.num_shifts = 0
         self._host: dict[tuple[int, int], int] = {}  # slot that holds each (group, host block)
-        self._swaps: dict[int, list[tuple[int, int]]] = {}  # host blocks of those swapped out
         self._to_swap: set[int] = set()  # slots whose blocks go with the next batch
         self._swapped_for_none: set[int] = set()  # slots whose blocks do though they were closed
 
@@ -287,7 +287,7 @@ class Drive:
                 _, is_cancel, job = events.popleft()
                 (self._cancel if is_cancel else self._add)(job)
             self._schedule()
-            assert self.num_batches <= most, "a livelock"
+            assert len(self.batches) <= most, "a livelock"
             next_event_s = events[0][0] if events else math.inf
             next_end_s = self._in_flight[0][1] if self._in_flight else math.inf
             if min(next_event_s, next_end_s) == math.inf:
@@ -333,20 +333,23 @@ class Drive:
                 is_idle = not self.scheduler.in_flight
                 assert not (is_idle and (self.scheduler.num_waiting or self.scheduler.num_running)), "a deadlock"
                 return
+            self._check_bounds(batch)
             self._check_batch(batch)
-            self.num_batches += 1
+            self.batches.append(batch)
             self.log.append(f"{self.now_s} {batch}")
-            seconds = self._seconds(batch)
+            seconds = self._seconds(batch) if self._seconds else self.decision.prediction.seconds
             start_s = max(self.now_s, self._in_flight[-1][1]) if self._in_flight else self.now_s
             self._in_flight.append((batch, start_s + seconds, seconds))
 
-    def _predicted(self, batch: Batch) -> float:
-        assert self.decision.prediction is not None
-        return self.decision.prediction.seconds
-
     def _preempt(self, preempted: Sequence[Preempted]) -> None:
+        """Who gave way is somebody who may: with classes anybody, with overcommit alone anybody but the oldest."""
+        config = self.scheduler.config
+        started = [one for one in self.live.values() if one.num_scheduled or one.num_preempted]
+        by_class = str(config.policy).startswith("priority")
+        oldest = min(started, key=lambda one: (one.request.arrival_s, one.request.slot), default=None)
         for slot, lost_s, swapped_tokens in map(astuple, preempted):
             live = self.live[slot]
+            assert by_class or (config.overcommit and live is not oldest), "the oldest never gives way"
             assert not live.num_in_flight and not live.ended and not live.on_host and live.num_scheduled
             if swapped_tokens:
                 assert swapped_tokens == live.num_scheduled and lost_s >= 0
@@ -357,6 +360,9 @@ class Drive:
                 live.num_scheduled = 0
             live.num_prefill = live.request.num_prompt_tokens + live.num_tokens
             live.num_preempted += 1
+            self.gave_way.append(live.job)
+            self.num_decodes += live.num_tokens > 0
+            self.num_swapped += swapped_tokens > 0
             self._to_free.append(slot)
 
     def _complete(self) -> None:
@@ -399,17 +405,29 @@ class Drive:
 
     # -- rules of any scheduler ------------------------------------------------------------------------------------
 
-    def _check_batch(self, batch: Batch) -> None:
-        num_decodes = batch.num_decodes
+    def _check_bounds(self, batch: Batch) -> None:
+        """Of tokens on each group and in a row, of rows, and of who runs; all who are gone give back their blocks."""
+        config = self.scheduler.config
         assert batch.rows
-        assert all(row.is_decode for row in batch.rows[:num_decodes])
+        assert all(row.is_decode for row in batch.rows[: batch.num_decodes])
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
-        assert self.scheduler.num_running <= self.scheduler.config.max_num_seqs
+        assert self.scheduler.num_running <= config.max_num_seqs
+        assert sorted(batch.frees) == sorted(self._to_free)
+        self._to_free.clear()
+        if not config.stream:  # a prompt has one chunk in flight
+            chunks = [row.slot for sent in self.scheduler.in_flight for row in sent.chunks]
+            assert len(chunks) == len(set(chunks))
+        if config.scheduler in ("static", "orca"):
+            return
+        for group in range(self.scheduler.memory.num_groups):
+            assert sum(row.tokens_on(group) for row in batch.rows if row.concerns(group)) <= config.max_batch_tokens
+        most = config.chunk_size or config.max_batch_tokens
+        assert all(row.is_dealt or row.q_len <= most for row in batch.rows)
+
+    def _check_batch(self, batch: Batch) -> None:
         self._check_swaps(batch)
         for row in batch.rows:
             self._check_row(row)
-        assert sorted(batch.frees) == sorted(self._to_free)
-        self._to_free.clear()
         self._owner = {block: slot for block, slot in self._owner.items() if slot not in batch.frees}
         for extent in batch.extents:
             for block in range(extent.first, extent.first + extent.count):
@@ -418,10 +436,8 @@ class Drive:
         self._deals = batch.deals
         for row in batch.rows:
             self._check_shards(row)
-        held = [0] * self.scheduler.memory.num_groups
-        for group, _ in self._owner:
-            held[group] += 1
-        assert [pool.num_used for pool in self.scheduler.memory.pools] == held
+        held = Counter(group for group, _ in self._owner)
+        assert all(pool.num_used == held[group] for group, pool in enumerate(self.scheduler.memory.pools))
 
     def _check_shards(self, row: Row) -> None:
         """A row lies on neighbouring groups, each with the blocks for its shard and not one more, or of a dealt request
@@ -478,7 +494,6 @@ class Drive:
             if slot not in self._swapped_for_none:
                 assert place not in self._host, "a batch that reads host blocks gives them to nobody"
                 self._host[place] = slot
-                self._swaps.setdefault(slot, []).append(place)
         assert out.keys() == self._to_swap | self._swapped_for_none
         assert all(blocks == [place for place, s in self._owner.items() if s == slot] for slot, blocks in out.items())
         self._to_swap.clear()
@@ -488,18 +503,18 @@ class Drive:
         for slot, moves in back.items():
             live, extents = self.live[slot], [extent for extent in batch.extents if extent.slot == slot]
             blocks = [(e.group, block) for e in extents for block in range(e.first, e.first + e.count)]
-            assert live.on_host and self._swaps[slot] == [host for _, host in moves]
+            kept = [place for place, holder in self._host.items() if holder == slot]
+            assert live.on_host and kept == [host for _, host in moves]
             assert [place for place, _ in moves] == blocks[: len(moves)]
             assert len(moves) == -(-live.num_scheduled // memory.block_size)
             assert {(row.group, row.num_groups) for row in batch.rows if row.slot == slot} == {(extents[0].group, 1)}
-            assert {group for group, _ in (*blocks, *self._swaps[slot])} == {extents[0].group}
+            assert {group for group, _ in (*blocks, *kept)} == {extents[0].group}
             live.on_host = False
             self._forget_host(slot)
         held = Counter(group for group, _ in self._host)
         assert [host.pool.num_used for host in memory.hosts] == [held[group] for group in range(len(memory.hosts))]
 
     def _forget_host(self, slot: int) -> None:
-        self._swaps.pop(slot, None)
         self._host = {block: holder for block, holder in self._host.items() if holder != slot}
 
     def _check_row(self, row: Row) -> None:
@@ -521,7 +536,6 @@ class Drive:
         memory = scheduler.memory
         assert memory.num_used == 0 and not self._host
         assert all(host.num_free == host.pool.num_blocks for host in memory.hosts)
-        assert memory.overcommit or can_start(
-            memory, 0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True
-        )
+        longest = (memory.max_request_tokens, memory.max_kv_per_group)
+        assert memory.overcommit or can_start(memory, 0, *longest, set_aside=True)
         assert set(self.finish_s) >= {i for i, job in enumerate(self.jobs) if job.cancel_s is None}
