@@ -19,14 +19,13 @@ from medha.attention.interface import AttentionBackend, AttentionRows, LayerShap
 from medha.attention.torch_backend import TorchBackend
 from medha.verify.kernels import dense_attention, largest_error
 from medha.worker.shard import choose_backend
-from tests.attention.reference import assert_rows_close, visible
+from tests.attention.reference import QKV, Result, assert_rows_close, visible
 from tests.cuda.kernels import make_api
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(4, 4), (4, 2), (8, 1), (6, 2)]
 HEAD_DIMS = [16, 64, 80, 128]
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ seeds = st.integers(0, 2**31)
 
 def build(
     model: Model, batch: list[Shape], *, page_size: int = 1, seed: int = 0, device: torch.device = CPU
-) -> tuple[Tensors, AttentionRows]:
+) -> tuple[QKV, AttentionRows]:
     """Random queries and a pool in which the runs of all rows lie in random order, with gaps; all but a row's last
     are made whole pages."""
     whole = [[-(-count // page_size) * page_size for count in shape.runs] for shape in batch]
@@ -113,9 +112,7 @@ def make_flashinfer(*, block_size: int = 256, num_sms: int = 4, has_fa3: bool = 
     return FlashInferBackend(make_api(), block_size=block_size, num_sms=num_sms, has_fa3=has_fa3)
 
 
-def run(
-    qkv: Tensors, rows: AttentionRows, backend: AttentionBackend | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(qkv: QKV, rows: AttentionRows, backend: AttentionBackend | None = None) -> Result:
     backend = backend or TorchBackend()
     return backend.run(*qkv, backend.plan(rows))
 
