@@ -39,8 +39,7 @@ def chunk_s(model: Predictor, tokens: int, kv: int = 0) -> float:
 changed = functools.partial(changed_file, A100)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Specs
+# -- specs -----------------------------------------------------------------------------------------------------
 
 
 def test_the_specs_that_come_along() -> None:
@@ -96,8 +95,7 @@ def test_a_spec_of_ones_own(tmp_path: Path) -> None:
         load_spec(tmp_path / "q")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Costs
+# -- costs -----------------------------------------------------------------------------------------------------
 
 
 def test_coefficients_are_of_the_stage() -> None:
@@ -203,8 +201,7 @@ def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
         assert rise == pytest.approx(32e6 * slope, rel=0.02)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
+# -- memory ----------------------------------------------------------------------------------------------------
 
 
 TIED = replace(LLAMA_8B, tie_word_embeddings=True, qk_norm=True, o_bias=True, qkv_bias=True)

@@ -47,8 +47,7 @@ def columns(requests: Requests) -> dict[str, bytes]:
     return {name: column.tobytes() for name, column in vars(requests).items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rules of any load
+# -- rules of any load -----------------------------------------------------------------------------------------
 
 
 class Watched(Pipeline):
@@ -232,8 +231,7 @@ def test_the_hash_seed_is_nothing(tmp_path: Path) -> None:
     assert written[0] == written[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Closed forms
+# -- closed forms ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", [256, 512])

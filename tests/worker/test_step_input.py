@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 import torch
 
-from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.interface import LayerShape
 from medha.batch import Batch, Extent, Row, Shared, append_extent
 from medha.sched.blocks import facing
 from medha.worker.kv_cache import KVCache
@@ -158,15 +158,11 @@ def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
     assert list(zip(step.drawn_rows, step.drawn_tokens.tolist(), step.drawn_slots.tolist(), strict=True)) == drawn
     assert step.is_of_decodes == all(row.is_decode and not row.is_shared for row in rows)
     for part, is_shared in ((step.own, False), (step.shared, True)):
-        check_part(part, [row for row in rows if row.is_shared == is_shared], group, live)
-
-
-def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: dict[int, Request]) -> None:
-    assert (part is None) == (not rows)
-    for i, row in enumerate(rows):
-        assert part is not None
-        assert visible(part, i)[0].tolist() == live[row.slot].tokens(group)
-        assert (part.q_len[i], part.causal[i]) == (row.q_len, row.writer == group)
+        its_rows = [row for row in rows if row.is_shared == is_shared]
+        assert (part is None) == (not its_rows)
+        for i, row in enumerate(its_rows):
+            assert visible(part, i)[0].tolist() == live[row.slot].tokens(group)
+            assert (part.q_len[i], part.causal[i]) == (row.q_len, row.writer == group)
 
 
 @pytest.mark.parametrize("host_cache", [HostCache, Late], ids=["now", "late"])
