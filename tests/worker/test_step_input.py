@@ -8,7 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
 import pytest
 import torch
@@ -131,12 +131,8 @@ class Decodes(Plans):
         ready = [item for item in self.live.items() if 0 < len(item[1].values) < MOST_TOKENS]
         if not ready or self.rng.random() < 0.1:
             return super().batch(batch_id)
-        rows, new = [], []
-        for slot, request in ready:
-            row, its_new = self._row(slot, request, grows=False, decodes=True)
-            rows.append(row)
-            new += its_new
-        return Batch(batch_id, tuple(rows), tuple(new))
+        rows, new = zip(*(self._row(*item, grows=False, decodes=True) for item in ready), strict=True)
+        return Batch(batch_id, rows, tuple(chain(*new)))
 
 
 def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
