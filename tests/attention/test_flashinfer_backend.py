@@ -81,9 +81,7 @@ def test_a_page_table_of_more_than_32_bits_is_refused() -> None:
         ([(1, 300), (90, 4000), (300, 600)], True, ["decode", "fa2", "fa3"]),
     ],
 )
-def test_chunks_run_in_fa3_where_it_ends_first(
-    chunks: list[tuple[int, int]], has_fa3: bool, kernels: list[str]
-) -> None:
+def test_chunks_run_in_fa3_if_it_ends_first(chunks: list[tuple[int, int]], has_fa3: bool, kernels: list[str]) -> None:
     q_lens, lengths = ([*part] for part in zip(*chunks, strict=True))
     qkv, rows = in_blocks(lengths, 64, q_lens=q_lens)
     backend = make_flashinfer(num_sms=7, has_fa3=has_fa3)
@@ -235,14 +233,9 @@ def test_flashinfer_on_a_gpu(num_heads: int, num_kv_heads: int, head_dim: int, d
     backend, why = choose_backend("flashinfer", shape, device, block_size=256)
     assert isinstance(backend, FlashInferBackend), why
     model = Model(num_heads, num_kv_heads, head_dim, dtype, head_major=False)
-    batch = [
-        *(Shape(1, (n,), True) for n in (1, 63, 64, 65, 300)),
-        Shape(1, (768, 512, 2), True),
-        Shape(40, (512, 256, 30), True),
-        Shape(4096, (4096,), True),
-        Shape(5, (), False),
-        Shape(9, (256, 80), False),
-    ]
+    batch = [Shape(1, runs, True) for runs in ((1,), (63,), (64,), (65,), (300,), (768, 512, 2))]
+    batch += [Shape(40, (512, 256, 30), True), Shape(4096, (4096,), True)]
+    batch += [Shape(5, (), False), Shape(9, (256, 80), False)]
     for seed in range(3):
         qkv, rows = build(model, batch, page_size=256, seed=seed, device=device)
         plan = backend.plan(rows)

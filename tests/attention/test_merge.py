@@ -61,9 +61,7 @@ def check(parts: list[Result], whole: Result) -> None:
     dtype=st.sampled_from(DTYPES),
     scale=st.sampled_from([0.3, 1.0, 8.0, 100.0]),
 )
-def test_any_split_equals_the_whole(
-    num_shards: int, num_keys: int, seed: int, dtype: torch.dtype, scale: float
-) -> None:
+def test_any_split_is_the_whole(num_shards: int, num_keys: int, seed: int, dtype: torch.dtype, scale: float) -> None:
     check(*shards(num_shards, num_keys, seed=seed, dtype=dtype, scale=scale))
 
 

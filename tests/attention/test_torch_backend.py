@@ -62,11 +62,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 models = st.builds(
     lambda heads, *rest: Model(*heads, *rest),
-    st.sampled_from(HEADS),
-    st.sampled_from(HEAD_DIMS),
-    st.sampled_from(DTYPES),
-    st.booleans(),
-    st.sampled_from([1.0, 4.0]),
+    *map(st.sampled_from, (HEADS, HEAD_DIMS, DTYPES, [False, True], [1.0, 4.0])),
 )
 batches = st.lists(shapes(), min_size=1, max_size=4)
 seeds = st.integers(0, 2**31)
@@ -130,9 +126,7 @@ BACKENDS = {
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(model=models, batch=batches, page_size=st.sampled_from([1, 16, 64]), seed=seeds)
-def test_any_batch_matches_dense_attention(
-    name: str, model: Model, batch: list[Shape], page_size: int, seed: int
-) -> None:
+def test_any_batch_is_dense_attention(name: str, model: Model, batch: list[Shape], page_size: int, seed: int) -> None:
     qkv, rows = build(model, batch, page_size=page_size, seed=seed)
     before = [x.clone() for x in qkv]
     assert_rows_close(run(qkv, rows, BACKENDS[name]()), qkv, rows)
@@ -271,15 +265,9 @@ def test_the_plain_fallback(max_scores: int | None, model: Model, batch: list[Sh
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_cuda_kernels(heads: tuple[int, int], head_dim: int, head_major: bool, dtype: torch.dtype) -> None:
-    batch = [
-        *(Shape(1, (n,), True) for n in (1, 63, 64, 65, 300)),
-        Shape(1, (700, 41, 2), True),
-        Shape(40, (50, 20, 9, 30), True),
-        Shape(128, (128,), True),
-        Shape(70, (1000, 200), True),
-        Shape(5, (), False),
-        Shape(9, (0, 33, 80), False),
-    ]
+    batch = [Shape(1, runs, True) for runs in ((1,), (63,), (64,), (65,), (300,), (700, 41, 2))]
+    batch += [Shape(40, (50, 20, 9, 30), True), Shape(128, (128,), True), Shape(70, (1000, 200), True)]
+    batch += [Shape(5, (), False), Shape(9, (0, 33, 80), False)]
     for seed in range(3):
         model = Model(*heads, head_dim, dtype, head_major)
         qkv, rows = build(model, batch, seed=seed, device=torch.device("cuda"))
