@@ -37,9 +37,7 @@ def trace(qps: float, count: int) -> Trace:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"improvement_rate": 0.0, "max_chunks": 1}, {"sp_sizes": (8,)}, {"sp_sizes": (2, 8)}],
-    ids=lambda options: str(options),
+    "options", [{}, {"improvement_rate": 0.0, "max_chunks": 1}, {"sp_sizes": (8,)}, {"sp_sizes": (2, 8)}], ids=str
 )
 def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> None:
     load, one = trace(2.0, 150), replica(**options)

@@ -70,19 +70,14 @@ def with_graphs(
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
-    block_size=st.sampled_from([16, 48, 256]),
     sizes=st.sets(st.integers(1, 8), min_size=1),
     chosen=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    block_size=st.sampled_from([16, 48, 256]),
     async_scheduling=st.booleans(),
     chunk_size=st.sampled_from([60, 200]),
 )
-def test_tokens_are_those_of_eager_execution(
-    case: Case, block_size: int, sizes: set[int], chosen: list[int], async_scheduling: bool, chunk_size: int
-) -> None:
-    engine, maker = with_graphs(
-        case, sizes=sorted(sizes), block_size=block_size, num_blocks=240, chunk_size=chunk_size,
-        async_scheduling=async_scheduling,
-    )  # fmt: skip
+def test_tokens_are_those_of_eager_execution(case: Case, sizes: set[int], chosen: list[int], **options: int) -> None:
+    engine, maker = with_graphs(case, sizes=sorted(sizes), num_blocks=240, **options)
     got = run_to_end(engine, [case.prompts[i] for i in chosen], NUM_TOKENS)
     assert got == [case.expected[i] for i in chosen]
     assert maker.captured == sorted(sizes, reverse=True)

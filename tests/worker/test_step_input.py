@@ -39,9 +39,8 @@ class Request:
 
     def shard(self, group: int) -> slice:
         """Positions that lie on a group."""
-        return slice(
-            self.starts.get(group, 0), self.starts.get(group + 1, len(self.values) if self.blocks[group] else 0)
-        )
+        end = len(self.values) if self.blocks[group] else 0
+        return slice(self.starts.get(group, 0), self.starts.get(group + 1, end))
 
     def tokens(self, group: int) -> list[int]:
         """The pool tokens at which they lie."""
