@@ -18,10 +18,12 @@ from medha.verify.kernels import largest_error
 # The CPU kernel exponentiates 16-bit inputs less finely: 6e-5 measured.
 LSE_ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Result = tuple[torch.Tensor, torch.Tensor]
+"""(out, lse)."""
 
-def masked_attention(
-    q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, mask_LS: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+def masked_attention(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, mask_LS: torch.Tensor) -> Result:
     """Attention of each query over the keys that its mask row names.
 
     Returns:
@@ -45,13 +47,7 @@ def visible(rows: AttentionRows, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     return index_S, mask_LS.tril(kv_len - q_len) if rows.causal[row] else mask_LS
 
 
-def assert_rows_close(
-    result: tuple[torch.Tensor, torch.Tensor],
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rows: AttentionRows,
-    *,
-    lse_atol: float | None = None,
-) -> None:
+def assert_rows_close(result: Result, qkv: QKV, rows: AttentionRows, *, lse_atol: float | None = None) -> None:
     """Hold (out_TNH, lse_TN) of a ragged batch over a pool to the rule at the top of this file, row by row."""
     lse_atol = LSE_ATOL[result[0].dtype] if lse_atol is None else lse_atol
     (out_TNH, lse_TN), (q_TNH, k_PKH, v_PKH) = result, qkv
@@ -63,12 +59,7 @@ def assert_rows_close(
         _assert_close((out_TNH[at], lse_TN[at]), (q_TNH[at], k_PKH[index_S], v_PKH[index_S]), mask_LS, lse_atol)
 
 
-def _assert_close(
-    result: tuple[torch.Tensor, torch.Tensor],
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor,
-    lse_atol: float,
-) -> None:
+def _assert_close(result: Result, qkv: QKV, mask: torch.Tensor, lse_atol: float) -> None:
     if mask.shape[1] == 0:
         assert not result[0].any() and bool((result[1] == -torch.inf).all())
         return

@@ -4,16 +4,14 @@ tests/attention/test_torch_backend.py holds it to dense attention over any batch
 """
 
 import os
-import stat
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from medha.attention.cpu_backend import CpuBackend
-from medha.attention.interface import LayerShape
+from medha.attention.interface import AttentionRows, LayerShape
 from medha.cpu import library
 from medha.errors import ConfigError
 from medha.worker.shard import choose_backend
@@ -34,6 +32,10 @@ def test_every_width_of_vector(width: int, anew: pytest.MonkeyPatch) -> None:
         assert_rows_close(run(qkv, rows, CpuBackend()), qkv, rows)
 
 
+def one_row(q_len: int, kv_len: int, table: np.ndarray) -> AttentionRows:
+    return AttentionRows.of(np.array([q_len]), np.array([kv_len]), np.array([True]), [table], 16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_neither_company_nor_threads_nor_chunks_change_a_bit(dtype: torch.dtype) -> None:
     """A prompt of 700 tokens in chunks, beside decodes, over scattered pages, is the prompt read whole."""
@@ -45,10 +47,10 @@ def test_neither_company_nor_threads_nor_chunks_change_a_bit(dtype: torch.dtype)
         assert all(torch.equal(x, y) for x, y in zip(run(qkv, rows, CpuBackend()), whole, strict=True))
     table = rows.pages[rows.page_indptr[0] : rows.page_indptr[1]]
     for first, end in ((0, 100), (100, 164), (164, 700)):
-        chunk = type(rows).of(*_row(end - first, end), [table], 16)
+        chunk = one_row(end - first, end, table)
         for x, y in zip(run((qkv[0][first:end], *qkv[1:]), chunk, CpuBackend()), whole, strict=True):
             assert torch.equal(x, y[first:end])
-    alone = type(rows).of(*_row(1, 5000), [rows.pages[rows.page_indptr[1] : rows.page_indptr[2]]], 16)
+    alone = one_row(1, 5000, rows.pages[rows.page_indptr[1] : rows.page_indptr[2]])
     assert torch.equal(run((qkv[0][700:701], *qkv[1:]), alone, CpuBackend())[0], whole[0][700:701])
 
 
@@ -66,17 +68,7 @@ def test_more_keys_than_one_sum_takes() -> None:
     assert_rows_close(run(qkv, rows, CpuBackend()), qkv, rows)
 
 
-def _row(q_len: int, kv_len: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    return np.array([q_len]), np.array([kv_len]), np.array([True])
-
-
 # -- where it cannot be built ------------------------------------------------------------------------------------------
-
-
-def compiler(folder: Path, script: str) -> None:
-    path = folder / "c++"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +87,8 @@ def test_torch_serves_where_it_cannot_be_built(
     anew.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     anew.setenv("PATH", str(tmp_path) if script is None else f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     if script is not None:
-        compiler(tmp_path, script)
+        (tmp_path / "c++").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "c++").chmod(0o700)
     backend, said = choose_backend("auto", SHAPE, CPU)
     assert backend.name == "torch"
     with pytest.raises(ConfigError, match=f"attention_backend='cpu'.*{why}.*accepted here: auto, torch"):

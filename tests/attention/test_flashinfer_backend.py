@@ -5,7 +5,7 @@ That its results are attention is shown with the other backend's.
 
 import gc
 import importlib.util
-from threading import Thread, current_thread
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +19,8 @@ from medha.attention.staging import to_device
 from medha.attention.torch_backend import TorchBackend
 from medha.errors import ConfigError
 from medha.worker.shard import choose_backend
-from tests.attention.reference import assert_rows_close
-from tests.attention.test_torch_backend import Model, Shape, Tensors, build, make_flashinfer, run
+from tests.attention.reference import QKV, assert_rows_close
+from tests.attention.test_torch_backend import Model, Shape, build, make_flashinfer, run
 from tests.cuda.kernels import import_flashinfer
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ MODEL = Model(4, 2, 64)
 
 def in_blocks(
     lengths: list[int], block_size: int, *, q_lens: list[int] | None = None, model: Model = MODEL
-) -> tuple[Tensors, AttentionRows]:
+) -> tuple[QKV, AttentionRows]:
     """Causal rows of so many keys, each in two runs of blocks."""
     shapes = [
         Shape(q_len, (length // 2 // block_size * block_size, length - length // 2 // block_size * block_size), True)
@@ -81,9 +81,7 @@ def test_a_page_table_of_more_than_32_bits_is_refused() -> None:
         ([(1, 300), (90, 4000), (300, 600)], True, ["decode", "fa2", "fa3"]),
     ],
 )
-def test_chunks_run_in_fa3_where_it_ends_first(
-    chunks: list[tuple[int, int]], has_fa3: bool, kernels: list[str]
-) -> None:
+def test_chunks_run_in_fa3_if_it_ends_first(chunks: list[tuple[int, int]], has_fa3: bool, kernels: list[str]) -> None:
     q_lens, lengths = ([*part] for part in zip(*chunks, strict=True))
     qkv, rows = in_blocks(lengths, 64, q_lens=q_lens)
     backend = make_flashinfer(num_sms=7, has_fa3=has_fa3)
@@ -152,31 +150,30 @@ HEADS_OF_80, FLOAT32 = LayerShape(8, 2, 80, torch.bfloat16), LayerShape(8, 2, 64
 NO_HEADS_OF_80 = "flashinfer has no kernel for heads of 80 (it has 64, 128, 256)"
 NO_FLOAT32 = "flashinfer has no kernel for float32 (it has float16, bfloat16)"
 NOT_INSTALLED = "flashinfer needs the package flashinfer-python (pip install 'medha[cuda]')"
+NO_NVCC = "flashinfer's kernels could not be built: Could not find nvcc"
+TOO_OLD = "flashinfer needs a GPU of compute capability 7.5 or later"
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "installed", "want"),
+    ("name", "shape", "machine", "want"),
     [
-        ("auto", SHAPE, True, ("flashinfer", "what it needs is here")),
-        ("auto", SHAPE, False, ("torch", NOT_INSTALLED)),
-        ("torch", SHAPE, True, ("torch", "as asked for")),
-        ("auto", HEADS_OF_80, True, ("torch", NO_HEADS_OF_80)),
-        ("flashinfer", HEADS_OF_80, True, ("torch", NO_HEADS_OF_80)),
-        ("flashinfer", FLOAT32, True, ("torch", NO_FLOAT32)),
+        ("auto", SHAPE, {}, ("flashinfer", "what it needs is here")),
+        ("auto", SHAPE, {"installed": False}, ("torch", NOT_INSTALLED)),
+        ("torch", SHAPE, {}, ("torch", "as asked for")),
+        ("auto", HEADS_OF_80, {}, ("torch", NO_HEADS_OF_80)),
+        ("flashinfer", HEADS_OF_80, {}, ("torch", NO_HEADS_OF_80)),
+        ("flashinfer", FLOAT32, {}, ("torch", NO_FLOAT32)),
+        ("auto", SHAPE, {"wrong": "Could not find nvcc"}, ("torch", NO_NVCC)),
+        ("flashinfer", SHAPE, {"wrong": "Could not find nvcc"}, ("torch", NO_NVCC)),
+        ("auto", SHAPE, {"capability": (7, 0)}, ("torch", TOO_OLD)),
     ],
 )
 def test_the_choice_on_cuda(
-    name: str, shape: LayerShape, installed: bool, want: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    name: str, shape: LayerShape, machine: dict[str, Any], want: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, why = choose_on(monkeypatch, name, shape, installed=installed)
+    backend, why = choose_on(monkeypatch, name, shape, **machine)
     assert (backend.name, why) == want
     assert backend.name == "torch" or backend.block_size == 128
-
-
-@pytest.mark.parametrize("name", ["auto", "flashinfer"])
-def test_torch_serves_where_kernels_cannot_be_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, why = choose_on(monkeypatch, name, SHAPE, wrong="Could not find nvcc")
-    assert (backend.name, why) == ("torch", "flashinfer's kernels could not be built: Could not find nvcc")
 
 
 @pytest.mark.parametrize("broken", ["FA2", "FA3"])
@@ -184,35 +181,25 @@ def test_all_ranks_do_without_what_one_cannot_build(broken: str, monkeypatch: py
     store = HashStore()
 
     def build_kernels(self: FlashInferBackend, shape: LayerShape, device: torch.device) -> str | None:
-        wrong = "Could not find nvcc" if current_thread().name == "1" else None
+        wrong = "Could not find nvcc" if device.index == 1 else None
         self.no_fa3 = wrong if broken == "FA3" else None
         return wrong if broken == "FA2" else None
 
-    def choose(rank: int) -> None:
+    def choose(rank: int) -> Any:
         launch, monitor = SimpleNamespace(rank=rank, world_size=2), SimpleNamespace(has_failure=False)
         job = SimpleNamespace(store=store, launch=launch, monitor=monitor)
         ranks: Any = SimpleNamespace(rank=rank, job=job, config=SimpleNamespace(world_size=2))
-        found[rank] = choose_backend("auto", SHAPE, CUDA, block_size=128, ranks=ranks)
+        return choose_backend("auto", SHAPE, torch.device("cuda", rank), block_size=128, ranks=ranks)
 
-    found: dict[int, Any] = {}
     choose_on(monkeypatch, "auto", SHAPE)
     monkeypatch.setattr(FlashInferBackend, "build_kernels", build_kernels)
-    threads = [Thread(target=choose, args=[rank], name=str(rank)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for backend, why in (found[0], found[1]):
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(choose, range(2)))
+    for backend, why in found:
         if broken == "FA2":
-            said = "flashinfer's kernels could not be built: Could not find nvcc (rank 1)"
-            assert (backend.name, why) == ("torch", said)
+            assert (backend.name, why) == ("torch", f"{NO_NVCC} (rank 1)")
         else:
             assert (backend.name, backend.no_fa3) == ("flashinfer", "Could not find nvcc (rank 1)")
-
-
-def test_an_old_gpu_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, why = choose_on(monkeypatch, "auto", SHAPE, capability=(7, 0))
-    assert (backend.name, why) == ("torch", "flashinfer needs a GPU of compute capability 7.5 or later")
 
 
 def test_what_was_chosen_is_told() -> None:
@@ -246,14 +233,9 @@ def test_flashinfer_on_a_gpu(num_heads: int, num_kv_heads: int, head_dim: int, d
     backend, why = choose_backend("flashinfer", shape, device, block_size=256)
     assert isinstance(backend, FlashInferBackend), why
     model = Model(num_heads, num_kv_heads, head_dim, dtype, head_major=False)
-    batch = [
-        *(Shape(1, (n,), True) for n in (1, 63, 64, 65, 300)),
-        Shape(1, (768, 512, 2), True),
-        Shape(40, (512, 256, 30), True),
-        Shape(4096, (4096,), True),
-        Shape(5, (), False),
-        Shape(9, (256, 80), False),
-    ]
+    batch = [Shape(1, runs, True) for runs in ((1,), (63,), (64,), (65,), (300,), (768, 512, 2))]
+    batch += [Shape(40, (512, 256, 30), True), Shape(4096, (4096,), True)]
+    batch += [Shape(5, (), False), Shape(9, (256, 80), False)]
     for seed in range(3):
         qkv, rows = build(model, batch, page_size=256, seed=seed, device=device)
         plan = backend.plan(rows)

@@ -40,26 +40,18 @@ def parts_of_longest(split: KVSplit, rows: Rows) -> int:
     return int(tiles[longest - piece.first]) * -(-rows[longest][1] // piece.part_pages)
 
 
-def launches(most_rows: int = 40) -> st.SearchStrategy[Rows]:
-    """Decodes alone or chunks alone, some of them over long contexts."""
-    pages = st.integers(1, 60) | st.integers(1, 5000) | st.just(40_000)
-    decodes = st.lists(st.tuples(st.just(1), pages), min_size=1, max_size=6 * most_rows)
-    chunks = st.lists(st.tuples(st.integers(2, 600) | st.just(2048), pages), min_size=1, max_size=most_rows)
-    return decodes | chunks
-
-
+# Launches have decodes alone or chunks alone, some of them over long contexts.
+PAGES = st.integers(1, 60) | st.integers(1, 5000) | st.just(40_000)
+DECODES = st.lists(st.tuples(st.just(1), PAGES), min_size=1, max_size=240)
+CHUNKS = st.lists(st.tuples(st.integers(2, 600) | st.just(2048), PAGES), min_size=1, max_size=40)
 SPLITS = st.builds(
     lambda kv, group, head_dim, sms, page: KVSplit(LayerShape(kv * group, kv, head_dim, torch.float16), sms, page),
-    st.sampled_from((1, 2, 4, 8, 32)),
-    st.sampled_from((1, 2, 4, 8, 16)),
-    st.sampled_from((64, 128, 256)),
-    st.sampled_from((16, 66, 108, 132)),
-    st.sampled_from((16, 64, 256)),
+    *map(st.sampled_from, ((1, 2, 4, 8, 32), (1, 2, 4, 8, 16), (64, 128, 256), (16, 66, 108, 132), (16, 64, 256))),
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(SPLITS, launches())
+@given(SPLITS, DECODES | CHUNKS)
 def test_the_longest_row_fills_the_gpu(split: KVSplit, rows: Rows) -> None:
     """Or is cut as far as it can be, or its parts are short beside what the others give the GPU to do."""
     found = pieces(split, rows)

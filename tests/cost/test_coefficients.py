@@ -5,14 +5,13 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from medha.cost.coefficients import Coefficients, Curve, DecodeAttention, Line
 from medha.errors import ConfigError
 from tests.sched.costs import KEY, PLAIN, changed, coefficients
 
 
-@settings(deadline=None)
 @given(coefficients())
 def test_json_gives_back_the_same(stage: Coefficients) -> None:
     assert Coefficients.from_json(stage.to_json()) == stage

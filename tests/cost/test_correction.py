@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.cost.predictor import Correction, Kind
@@ -27,14 +27,12 @@ def run(correction: Correction, truth: float, steps: int, *, depth: int = 1, noi
     return factors
 
 
-@settings(deadline=None)
 @given(st.floats(-1, 1), st.integers(1, 16))
 def test_a_wrong_start_is_corrected_within_200_steps(exponent: float, depth: int) -> None:
     truth = 10.0**exponent
     assert run(Correction(), truth, 200, depth=depth)[-1] == pytest.approx(truth, rel=1e-3)
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1.3, 1 / 1.3]), st.integers(1, 16), st.integers(100, 300))
 def test_a_change_of_speed_is_followed_from_one_side(change: float, depth: int, before: int) -> None:
     correction = Correction()
@@ -56,7 +54,6 @@ def test_bad_observations_are_ignored(bad: float) -> None:
     assert correction.learned == before and before["prefill"][1] == 200
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["decode", "mixed", "prefill"]), st.floats(), st.floats())))
 def test_the_factor_is_always_a_positive_number(observations: list[tuple[Kind, float, float]]) -> None:
     correction = Correction()

@@ -39,8 +39,7 @@ def chunk_s(model: Predictor, tokens: int, kv: int = 0) -> float:
 changed = functools.partial(changed_file, A100)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Specs
+# -- specs -----------------------------------------------------------------------------------------------------
 
 
 def test_the_specs_that_come_along() -> None:
@@ -96,8 +95,7 @@ def test_a_spec_of_ones_own(tmp_path: Path) -> None:
         load_spec(tmp_path / "q")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Costs
+# -- costs -----------------------------------------------------------------------------------------------------
 
 
 def test_coefficients_are_of_the_stage() -> None:
@@ -130,45 +128,41 @@ def test_links_are_of_the_network_where_ranks_span_nodes() -> None:
     assert links(16) == [A100.node_all_reduce.bytes_per_s, None, None]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
+def test_a_layout_that_does_not_split_the_model_is_refused() -> None:
+    for parallel, message in (
         (ParallelConfig(spp=33), "spp=33 stages for 32 layers; accepted: 1 to 32"),
         (ParallelConfig(tp=3), "tp=3 does not divide 32 query heads"),
-    ],
-)
-def test_a_layout_that_does_not_split_the_model_is_refused(parallel: ParallelConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        stage_coefficients(A100, LLAMA_8B, parallel, 0)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            stage_coefficients(A100, LLAMA_8B, parallel, 0)
 
 
-def with_backend(name: str) -> HardwareSpec:
-    return replace(A100, attention=replace(A100.attention, splits_kv=name == "split-kv"))
+BACKENDS = {
+    name: replace(A100, attention=replace(A100.attention, splits_kv=splits_kv))
+    for name, splits_kv in (("split-kv", True), ("no-split-kv", False))
+}
+COSTS = {
+    (name, degrees): predictor(spec, LLAMA_8B, ParallelConfig(*degrees), 0)
+    for name, spec in BACKENDS.items()
+    for degrees in ((1, 1, 1), (2, 2, 2), (8, 4, 4))
+}
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([ParallelConfig(*degrees) for degrees in ((1, 1, 1), (2, 2, 2), (8, 4, 4))]),
-    st.sampled_from(["split-kv", "no-split-kv"]),
+    st.sampled_from(sorted(COSTS)),
     st.integers(1, 16383),
     st.integers(1, 4096),
     st.integers(0, 10_000_000),
     st.integers(1, 1_000_000),
 )
-def test_never_cheaper_with_more_tokens_or_kv(
-    parallel: ParallelConfig, backend: str, tokens: int, more_tokens: int, kv: int, more_kv: int
-) -> None:
-    costs = cached_predictor(parallel, backend)
+def test_never_cheaper_with_more_tokens_or_kv(of: Any, tokens: int, more_tokens: int, kv: int, more_kv: int) -> None:
+    costs = COSTS[of]
     more = min(tokens + more_tokens, 16384)
     assert 0 < chunk_s(costs, tokens, kv) <= chunk_s(costs, more, kv)
     assert chunk_s(costs, tokens, kv) <= chunk_s(costs, tokens, kv + more_kv)
     few = tokens % 128 + 1
     assert costs.predict([Work(1, kv, True)] * few) <= costs.predict([Work(1, kv + more_kv, True)] * few)
-
-
-@functools.cache
-def cached_predictor(parallel: ParallelConfig, backend: str) -> Predictor:
-    return predictor(with_backend(backend), LLAMA_8B, parallel, 0)
 
 
 def test_prefills_of_llama_3_8b_on_an_a100() -> None:
@@ -190,10 +184,9 @@ def test_ten_million_tokens_lie_on_the_line() -> None:
     assert long - short == pytest.approx(read_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("backend", ["split-kv", "no-split-kv"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
-    spec = with_backend(backend)
-    costs = predictor(spec, LLAMA_8B, ParallelConfig(), 0)
+    spec, costs = BACKENDS[backend], COSTS[backend, (1, 1, 1)]
     for tokens in (48, 200, 777, 3000, 11_111):
         first = float(first_chunk_s(spec, tokens, heads=32, head_dim=128))
         slope = float(chunk_slope_s(spec, tokens, heads=32, kv_heads=8, head_dim=128))
@@ -203,8 +196,7 @@ def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
         assert rise == pytest.approx(32e6 * slope, rel=0.02)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
+# -- memory ----------------------------------------------------------------------------------------------------
 
 
 TIED = replace(LLAMA_8B, tie_word_embeddings=True, qk_norm=True, o_bias=True, qkv_bias=True)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, Link, MixedAttention
@@ -27,7 +27,6 @@ def ticks(draw: st.DrawFn) -> Tick:
     return tick
 
 
-@settings(deadline=None)
 @given(ticks(), st.integers(1, 255), LENGTHS, LENGTHS, RUNS)
 def test_more_tokens_and_more_kv_never_cost_less(tick: Tick, q_len: int, kv: int, more: int, run: None) -> None:
     seconds = tick.with_chunk(q_len, kv, run=run)
@@ -39,7 +38,6 @@ def test_more_tokens_and_more_kv_never_cost_less(tick: Tick, q_len: int, kv: int
     assert seconds <= tick.with_chunk(q_len, kv, run=run, samples=True) * slack
 
 
-@settings(deadline=None)
 @given(ticks(), LENGTHS, st.floats(0, 3.0), st.integers(0, 200), st.sampled_from([1, 7, 16]), RUNS, st.booleans())
 def test_the_largest_chunk_is_what_trying_all_would_find(
     tick: Tick, kv: int, share: float, most: int, granularity: int, run: None, samples: bool

@@ -14,7 +14,6 @@ from medha.cli.command import run_app
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.improvement import LoadWindow, RateTable
-from medha.sim.outcome import Outcome
 from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.synth import synthesize
@@ -37,14 +36,8 @@ def trace(qps: float, count: int) -> Trace:
     return replace(drawn, output_tokens=np.ones_like(drawn.output_tokens))
 
 
-def ttft_s(outcome: Outcome) -> list[float]:
-    return (outcome.requests.first_token_s - outcome.trace.arrival_s).tolist()
-
-
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"improvement_rate": 0.0, "max_chunks": 1}, {"sp_sizes": (8,)}, {"sp_sizes": (2, 8)}],
-    ids=lambda options: str(options),
+    "options", [{}, {"improvement_rate": 0.0, "max_chunks": 1}, {"sp_sizes": (8,)}, {"sp_sizes": (2, 8)}], ids=str
 )
 def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> None:
     load, one = trace(2.0, 150), replica(**options)
@@ -52,7 +45,7 @@ def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> Non
     outcome = Simulation(scheduler, pipeline, load).run()
     arrivals_s, prompts = load.arrival_s.tolist(), load.prompt_tokens.tolist()
     said = played_ttft_s(scheduler.planner, arrivals_s, prompts, LoadWindow(float(one.scheduler.improvement_rate)))
-    assert ttft_s(outcome) == pytest.approx(said.tolist(), rel=1e-4)  # a chunk may be a token longer, by rounding
+    assert outcome.times.ttft_s == pytest.approx(said, rel=1e-4)  # a chunk may be a token longer, by rounding
     assert outcome.num_batches > len(load) or "max_chunks" in options or options.get("sp_sizes") == (8,)
     assert scheduler.memory.num_used == 0
 
@@ -67,7 +60,7 @@ def test_fixed_groups_are_servers_that_take_turns() -> None:
         end_s = max(heapq.heappop(servers), arrival_s) + times.seconds(8, 0, prompt)
         heapq.heappush(servers, end_s)
         expected.append(end_s - arrival_s)
-    assert ttft_s(Simulation(scheduler, pipeline, load).run()) == pytest.approx(expected)
+    assert Simulation(scheduler, pipeline, load).run().times.ttft_s == pytest.approx(expected)
 
 
 def test_a_stop_and_small_memory() -> None:
@@ -77,7 +70,7 @@ def test_a_stop_and_small_memory() -> None:
     outcome = Simulation(*replica(num_blocks=80).build(), load).run()
     assert not np.isnan(outcome.requests.finish_s).any()
     assert 0.2 < max(outcome.usage) <= 1.0
-    assert ttft_s(outcome) != ttft_s(Simulation(*replica().build(), load).run())
+    assert (outcome.times.ttft_s != Simulation(*replica().build(), load).run().times.ttft_s).any()
 
 
 def test_the_command_compares_it_with_medha(command: Command, tmp_path: Path) -> None:

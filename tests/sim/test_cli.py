@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -47,15 +48,11 @@ def test_bare_it_compares_two_policies_in_seconds(command: Command, monkeypatch:
     assert done.code == 0
     assert done.out.startswith(f"{BARE_TEXT}\nllama-3-8b on 8 x h100-80g")
     assert "priority, 0.3 requests/s" in done.out and "fcfs, 0.3 requests/s" in done.out
-    given: list[dict[str, Any]] = []
-
-    def stop(options: dict[str, Any]) -> None:
-        given.append(options)
-        raise ConfigError("enough")
-
-    monkeypatch.setattr("medha.sim.study.systems_of", stop)
+    systems_of = Mock(side_effect=ConfigError("enough"))
+    monkeypatch.setattr("medha.sim.study.systems_of", systems_of)
     assert [command("simulate", *arguments).code for arguments in ((), BARE_TEXT.split()[2:])] == [2, 2]
-    assert given[0] == given[1]
+    bare, as_printed = systems_of.call_args_list
+    assert bare == as_printed
 
 
 def test_the_same_seed_gives_the_same_bytes(command: Command, tmp_path: Path) -> None:

@@ -14,25 +14,21 @@ class Late(HostCache):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.queued: deque[Callable[[], Wait]] = deque()
-        self._num_issued = self._num_done = 0
 
     def move(self, *runs: Any) -> list[Wait]:
         assert not self.queued, "the compute of every batch comes after all of its copies, and so do later batches"
         return super().move(*runs)
 
     def _move(self, *what: Any) -> Wait:
-        self.queued.append(partial(super()._move, *what))
-        self._num_issued += 1
-        number = self._num_issued
+        copy = partial(super()._move, *what)
+        self.queued.append(copy)
 
         def wait() -> None:
-            while self._num_done < number:
+            while copy in self.queued:
                 self.queued.popleft()()
-                self._num_done += 1
 
         return wait
 
     def finish(self) -> None:
         while self.queued:
             self.queued.popleft()()
-            self._num_done += 1

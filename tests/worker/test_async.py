@@ -18,9 +18,9 @@ from tests.serving import NUM_TOKENS, Case
 Rows = list[tuple[int, int]]
 
 
-def lagging(case: Case, **scheduler: int) -> Engine:
+def lagging(case: Case, *, async_scheduling: bool = True, **scheduler: int) -> Engine:
     options = {"chunk_size": 50, "max_batch_tokens": 96, "num_blocks": 100, "block_size": 16} | scheduler
-    return make_engine(case.decoder, async_scheduling=True, **options)
+    return make_engine(case.decoder, async_scheduling=async_scheduling, **options)
 
 
 # -- the scheduler ---------------------------------------------------------------------------------------------
@@ -126,9 +126,7 @@ CHOICES: dict[str, list[Any]] = {
 )
 def test_any_sampling_gives_the_same_outputs(case: Case, chosen: dict[str, Any], stop_at: int) -> None:
     def outputs(is_async: bool, stop: list[int]) -> list[object]:
-        engine = make_engine(
-            case.decoder, async_scheduling=is_async, chunk_size=50, max_batch_tokens=96, num_blocks=100, block_size=16
-        )
+        engine = lagging(case, async_scheduling=is_async)
         params = SamplingParams(**chosen, stop_token_ids=stop, max_tokens=8, seed=11, output_kind="final_only")
         for i, prompt in enumerate(case.prompts[:4]):
             engine.add_request(str(i), prompt, params)

@@ -8,15 +8,13 @@ from medha.worker import kv_cache
 from medha.worker.kv_cache import KVCache
 
 
-def make_cache(
-    num_blocks: int = 12, block_size: int = 4, *, num_layers: int = 2, dtype: torch.dtype = torch.float32
-) -> KVCache:
-    shape = {"num_layers": num_layers, "num_blocks": num_blocks, "block_size": block_size}
+def make_cache(*, num_layers: int = 2, dtype: torch.dtype = torch.float32) -> KVCache:
+    shape = {"num_layers": num_layers, "num_blocks": 12, "block_size": 4}
     return KVCache(LayerShape(2, 2, 8, dtype), **shape, device=torch.device("cpu"))
 
 
 def test_pools_have_the_logical_shape_and_heads_outermost_on_the_cpu() -> None:
-    cache = make_cache(12, 4, num_layers=3)
+    cache = make_cache(num_layers=3)
     assert len(cache.k) == len(cache.v) == 3
     for pool in (*cache.k, *cache.v):
         assert pool.shape == (48, 2, 8)

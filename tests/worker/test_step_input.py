@@ -8,12 +8,12 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
 import pytest
 import torch
 
-from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.interface import LayerShape
 from medha.batch import Batch, Extent, Row, Shared, append_extent
 from medha.sched.blocks import facing
 from medha.worker.kv_cache import KVCache
@@ -39,9 +39,8 @@ class Request:
 
     def shard(self, group: int) -> slice:
         """Positions that lie on a group."""
-        return slice(
-            self.starts.get(group, 0), self.starts.get(group + 1, len(self.values) if self.blocks[group] else 0)
-        )
+        end = len(self.values) if self.blocks[group] else 0
+        return slice(self.starts.get(group, 0), self.starts.get(group + 1, end))
 
     def tokens(self, group: int) -> list[int]:
         """The pool tokens at which they lie."""
@@ -131,12 +130,8 @@ class Decodes(Plans):
         ready = [item for item in self.live.items() if 0 < len(item[1].values) < MOST_TOKENS]
         if not ready or self.rng.random() < 0.1:
             return super().batch(batch_id)
-        rows, new = [], []
-        for slot, request in ready:
-            row, its_new = self._row(slot, request, grows=False, decodes=True)
-            rows.append(row)
-            new += its_new
-        return Batch(batch_id, tuple(rows), tuple(new))
+        rows, new = zip(*(self._row(*item, grows=False, decodes=True) for item in ready), strict=True)
+        return Batch(batch_id, rows, tuple(chain(*new)))
 
 
 def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
@@ -158,15 +153,11 @@ def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
     assert list(zip(step.drawn_rows, step.drawn_tokens.tolist(), step.drawn_slots.tolist(), strict=True)) == drawn
     assert step.is_of_decodes == all(row.is_decode and not row.is_shared for row in rows)
     for part, is_shared in ((step.own, False), (step.shared, True)):
-        check_part(part, [row for row in rows if row.is_shared == is_shared], group, live)
-
-
-def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: dict[int, Request]) -> None:
-    assert (part is None) == (not rows)
-    for i, row in enumerate(rows):
-        assert part is not None
-        assert visible(part, i)[0].tolist() == live[row.slot].tokens(group)
-        assert (part.q_len[i], part.causal[i]) == (row.q_len, row.writer == group)
+        its_rows = [row for row in rows if row.is_shared == is_shared]
+        assert (part is None) == (not its_rows)
+        for i, row in enumerate(its_rows):
+            assert visible(part, i)[0].tolist() == live[row.slot].tokens(group)
+            assert (part.q_len[i], part.causal[i]) == (row.q_len, row.writer == group)
 
 
 @pytest.mark.parametrize("host_cache", [HostCache, Late], ids=["now", "late"])

@@ -128,9 +128,7 @@ def test_compute_that_does_not_wait_is_noticed(bytes_model: Model, monkeypatch: 
         run(bytes_model.engine(**(SMALL | SWAP), host_cache=Late), GREEDY)
 
 
-def test_what_comes_after_an_interrupt_comes_after_its_copies(
-    bytes_model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_after_an_interrupt_comes_after_its_copies(bytes_model: Model) -> None:
     """It struck when copies had begun, and before the compute that would have waited for them."""
     engine = bytes_model.engine(**(SMALL | SWAP), host_cache=Late)
     eager = Runner._eager
@@ -141,7 +139,7 @@ def test_what_comes_after_an_interrupt_comes_after_its_copies(
             raise KeyboardInterrupt
         return eager(runner, step, copies)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "_eager", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(engine, GREEDY)
