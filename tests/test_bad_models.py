@@ -14,17 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import medha.worker.shard
-from medha import LLM
-from medha.errors import (
-    ConfigError,
-    ModelLoadError,
-    NonFiniteLogitsError,
-    TokenizerError,
-    UnsupportedModelError,
-    ValidationError,
-    WeightsError,
-    exit_code,
-)
+from medha import LLM, errors
+from medha.errors import ConfigError, WeightsError, exit_code
 from tests.serving import GREEDY, Model
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 4, "block_size": 64}
@@ -57,17 +48,17 @@ REFUSED: dict[str, tuple[Callable[[Path], object] | dict[str, Any], type[Excepti
     "unknown policy": ({"policy": "larz"}, ConfigError, ["policy='larz'; accepted: edf, fcfs", "; did you mean lars?"]),
     "unknown architecture": (
         lambda folder: edit_json(folder / "config.json", architectures=["GPT2LMHeadModel"]),
-        UnsupportedModelError,
+        errors.UnsupportedModelError,
         ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"],
     ),
     "corrupt tokenizer.json": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        TokenizerError,
+        errors.TokenizerError,
         ["tokenizer.json"],
     ),
     "tokenizer larger than the embedding": (
         lambda folder: edit_json(folder / "config.json", vocab_size=255),
-        TokenizerError,
+        errors.TokenizerError,
         ["ids up to 255", "the embedding has 255 rows"],
     ),
     "truncated": (
@@ -87,7 +78,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object] | dict[str, Any], type[Excepti
     ),
     "hub id without network": (
         {"model": "nobody/nothing-of-that-name"},
-        ModelLoadError,
+        errors.ModelLoadError,
         ["nobody/nothing-of-that-name", "no such folder here"],
     ),
 }
@@ -125,7 +116,7 @@ def test_nan_in_the_weights_loads_and_fails_each_request(folder: Path) -> None:
     with LLM(folder, **OPTIONS) as llm:
         outputs = llm.generate(["a", "b"], GREEDY)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error"]
-    assert all(isinstance(output.error, NonFiniteLogitsError) for output in outputs)
+    assert all(isinstance(output.error, errors.NonFiniteLogitsError) for output in outputs)
 
 
 def test_code_in_the_folder_is_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,7 +137,7 @@ def test_code_in_the_folder_is_ignored(folder: Path, caplog: pytest.LogCaptureFi
 def test_bad_chat_template_fails_chats_alone(folder: Path, template: str, reason: str) -> None:
     edit_json(folder / "tokenizer_config.json", chat_template=template)
     with LLM(folder, **OPTIONS) as llm:
-        with pytest.raises(ValidationError, match=reason) as caught:
+        with pytest.raises(errors.ValidationError, match=reason) as caught:
             llm.chat([{"role": "user", "content": "hi"}])
         assert caught.value.param == "messages"
         assert llm.generate("a", GREEDY)[0].finished

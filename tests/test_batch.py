@@ -35,22 +35,14 @@ SWAPPED = Batch(
     swaps_in=(Swap(0, 3, 2, 3),),
 )
 INT32 = st.integers(-(2**31), 2**31 - 1)
-EXTENTS = st.lists(st.builds(Extent, INT32, INT32, INT32, INT32), max_size=4).map(tuple)
-SWAPS = st.lists(st.builds(Swap, INT32, INT32, INT32, INT32), max_size=4).map(tuple)
+FOUR = (INT32, INT32, INT32, INT32)
+EXTENTS, SWAPS = (st.lists(st.builds(kind, *FOUR), max_size=4).map(tuple) for kind in (Extent, Swap))
+SHARES, COPIES = (st.lists(st.builds(kind, *FOUR), max_size=2).map(tuple) for kind in (Shared, Copy))
+ROW = st.builds(Row, INT32, INT32, INT32, st.booleans(), st.booleans(), INT32, INT32, st.just(False))
+ROWS, FREES = (st.lists(one, max_size=4).map(tuple) for one in (ROW, INT32))
 NONE = st.just(())
-ROWS = st.builds(Row, INT32, INT32, INT32, st.booleans(), st.booleans(), INT32, INT32, st.just(False))
 BATCHES = st.builds(
-    Batch,
-    INT32,
-    st.lists(ROWS, max_size=4).map(tuple),
-    EXTENTS,
-    st.lists(INT32, max_size=4).map(tuple),
-    NONE | SWAPS,
-    NONE | SWAPS,
-    NONE | st.lists(st.builds(Shared, INT32, INT32, INT32, INT32), max_size=2).map(tuple),
-    NONE | st.lists(st.builds(Copy, INT32, INT32, INT32, INT32), max_size=2).map(tuple),
-    NONE,
-    st.none(),
+    Batch, INT32, ROWS, EXTENTS, FREES, NONE | SWAPS, NONE | SWAPS, NONE | SHARES, NONE | COPIES, NONE, st.none()
 )
 DEALT = Batch(
     batch_id=11,

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,13 @@ from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig,
 from medha.config.engine_config import FOREIGN_OPTIONS, OPTION_ALIASES
 from medha.config.fields import parse_size
 from medha.errors import ConfigError
+
+
+def refusal(model: Any = "m", **options: Any) -> str:
+    """What is said of a configuration that is refused."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat(model, **options)
+    return str(caught.value)
 
 
 def test_defaults() -> None:
@@ -59,8 +67,7 @@ def test_aliases() -> None:
         assert EngineConfig.from_flat("m", **{alias: value}) == EngineConfig.from_flat("m", **{name: value})
         assert EngineConfig.from_flat("m", **{alias: value}) != EngineConfig.from_flat("m")
         for twice in ({name: 77, alias: 77}, {alias: 77, name: 78}):
-            with pytest.raises(ConfigError, match=rf"^{name} is given twice"):
-                EngineConfig.from_flat("m", **twice)
+            assert refusal(**twice).startswith(f"{name} is given twice")
     assert EngineConfig.from_flat("m", context_length="128K").max_model_len == 131072
     assert EngineConfig.from_flat("m", dtype="half").dtype == "float16"
 
@@ -90,13 +97,11 @@ def test_what_asks_for_nothing_is_noted(name: str, value: Any, caplog: pytest.Lo
     ],
 )
 def test_what_others_do_is_refused_by_its_name(name: str, value: Any, reason: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EngineConfig.from_flat("m", **{name: value})
-    assert str(caught.value) == f"{name}={value!r} is not among medha's options: {reason}"
+    assert refusal(**{name: value}) == f"{name}={value!r} is not among medha's options: {reason}"
 
 
 def test_no_option_is_here_and_elsewhere() -> None:
-    assert not set(FOREIGN_OPTIONS) & {*OPTION_ALIASES, *BAD_VALUES, "policy"}
+    assert not set(FOREIGN_OPTIONS) & {*OPTION_ALIASES, *VALUES, "policy"}
 
 
 def test_max_kv_per_group_is_taken_in_whole_blocks(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,15 +132,12 @@ def test_the_time_of_a_batch_in_words(options: dict[str, Any], has_tpot: bool, t
 
 
 def test_an_unknown_option_is_refused_with_what_is_near() -> None:
-    known = "known: " + ", ".join(sorted({*ACCEPTED, "policy", "plan_order"}))
+    known = "known: " + ", ".join(sorted({*VALUES, "policy", "plan_order"}))
     hints = {"chunk_sise": "did you mean chunk_size?", "num_blocks": "did you mean num_kv_blocks?", "zzz": known}
     for wrong, hint in hints.items():
-        with pytest.raises(ConfigError) as caught:
-            EngineConfig.from_flat("m", **{wrong: 3})
-        assert str(caught.value) == f"unknown option {wrong}=3; {hint}"
+        assert refusal(**{wrong: 3}) == f"unknown option {wrong}=3; {hint}"
     for section in ("cache", "parallel"):
-        with pytest.raises(ConfigError, match=f"^unknown option {section}=None"):
-            EngineConfig.from_flat("m", **{section: None})
+        assert refusal(**{section: None}).startswith(f"unknown option {section}=None")
 
 
 NAN, INF = math.nan, math.inf
@@ -161,59 +163,42 @@ NO_INTEGER = (0, -1, 2**63, 1.0, INF, *NO_NUMBER)
 NO_LENGTH = (*(value for value in NO_INTEGER if value != "1"), "0", "-1", "1.5e3", "many")
 NO_SECONDS = (0, -1, -0.5, INF, -INF, *NO_NUMBER)
 NO_SHARE = (-0.1, 1, 1.0, INF, *NO_NUMBER)
-BAD_VALUES: dict[str, tuple[Any, ...]] = {
-    **{name: (*NO_INTEGER, None, most + 1) for name, most in INTEGERS.items()},
-    **{name: (*NO_LENGTH, None, most + 1) for name, most in LENGTHS.items()},
-    **{name: (*NO_INTEGER, most + 1) for name, most in OPTIONAL.items()},
-    **{name: (*NO_LENGTH, most + 1) for name, most in OPTIONAL_LENGTHS.items()},
-    **{name: (None, "", words.split()[-1].upper(), 1) for name, words in WORDS.items()},
-    **dict.fromkeys(("overcommit", "ring", "stream", "cuda_graphs"), (None, 0, 1, "yes", NAN)),
-    **dict.fromkeys(("deadline_floor_s", "deadline_factor"), (*NO_SECONDS, None)),
-    **dict.fromkeys(("rho_max", "late_share", "interactive_share"), NO_SHARE),
-    **dict.fromkeys(("tokenizer", "revision", "profile"), (3, True, "", ["a"])),
-    "kv_memory": (0, -1, 2**60 + 1, 1.0, NAN, True, [1], "4 of GiB", "-1", "0", ""),
-    "swap_space": (-1, 2**30 + 1, None, -1.0, NAN, INF, "4 gib of", "-1", "", True, [1]),
-    "gpu_memory_utilization": (0, -0.5, 1.01, INF, None, *NO_NUMBER),
-    **dict.fromkeys(("t_target_s", "quantum_s"), NO_SECONDS),
-    "patience_s": (0, -1, -INF, None, *NO_NUMBER),
-    "dist_timeout": (0, 0.5, -1, 86401, NAN, INF, "120", None),
-    "seed": (None, 1.0, 2**63, *NO_NUMBER),
-    "decode_replicas": (None, -1, 4097, *NO_NUMBER),
-    "device": (None, "", "gpu", "cuda:", "cuda:-1", "cuda:0 ", "mps", 0, "cpu\n"),
-    **dict.fromkeys(("async_scheduling", "prefix_caching"), (0, 1, "on")),
-    "rope_scaling": (3, True, ["yarn"], NAN),
-    "hf_overrides": (3, True, "{}", [("a", 1)]),
-    "sp_sizes": [(3,), (2, 1), (), 2],
-    "improvement_rate": [1.5, 1.0, -0.1, True],
-    "max_chunks": [0, "x"],
-    "tenant_weights": (3, True, "{}", {"a": 0}, {"a": -1.0}, {"a": NAN}, {"a": INF}, {"a": "1"}, {1: 1.0}),
-}
-ACCEPTED: dict[str, tuple[Any, ...]] = {
-    **{name: (1, most) for name, most in INTEGERS.items()},
-    **{name: (1, most, "8k") for name, most in LENGTHS.items()},
-    **{name: (1, most, None) for name, most in OPTIONAL.items()},
-    **{name: (256, most, None, "1K") for name, most in OPTIONAL_LENGTHS.items()},
-    **{name: tuple(words.split()) for name, words in WORDS.items()},
-    **dict.fromkeys(("overcommit", "ring", "stream", "cuda_graphs"), (True, False)),
-    **dict.fromkeys(("deadline_floor_s", "deadline_factor"), (1e-9, 1, 1e9)),
-    **dict.fromkeys(("rho_max", "late_share", "interactive_share"), (0, 0.4, 0.99)),
-    **dict.fromkeys(("tokenizer", "revision", "profile"), (None, "a")),
-    "kv_memory": (1, None, 2**60, "1MiB"),
-    "swap_space": (0, 1, 2**30, 4.0, 0.0, "4GiB", "0", "4"),
-    "gpu_memory_utilization": (1, 1.0, 1e-9),
-    **dict.fromkeys(("t_target_s", "quantum_s"), (0.02, 1, None)),
-    "patience_s": (1, INF),
-    "dist_timeout": (1, 120.0, 86400),
-    "seed": (0, -1, 2**63 - 1),
-    "decode_replicas": (0, 1, 4096),
-    "device": ("auto", "cpu", "cuda", "cuda:0", "cuda:15"),
-    **dict.fromkeys(("async_scheduling", "prefix_caching"), (True, False, None)),
-    "rope_scaling": (None, "yarn", {"rope_type": "linear", "factor": 2.0}),
-    "hf_overrides": (None, {}, {"rope_theta": 1e6}),
-    "tenant_weights": (None, {}, {"a": 1, "": 0.5}),
-    "sp_sizes": (None, (1,), (2, 8), "1,4"),
-    "improvement_rate": (0, 0.5, "0.2", "rates.json"),
-    "max_chunks": (None, 1, 4),
+# What each option refuses, and what it accepts.
+VALUES: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+    **{name: ((*NO_INTEGER, None, most + 1), (1, most)) for name, most in INTEGERS.items()},
+    **{name: ((*NO_LENGTH, None, most + 1), (1, most, "8k")) for name, most in LENGTHS.items()},
+    **{name: ((*NO_INTEGER, most + 1), (1, most, None)) for name, most in OPTIONAL.items()},
+    **{name: ((*NO_LENGTH, most + 1), (256, most, None, "1K")) for name, most in OPTIONAL_LENGTHS.items()},
+    **{name: ((None, "", words.split()[-1].upper(), 1), words.split()) for name, words in WORDS.items()},
+    **dict.fromkeys(("overcommit", "ring", "stream", "cuda_graphs"), ((None, 0, 1, "yes", NAN), (True, False))),
+    **dict.fromkeys(("deadline_floor_s", "deadline_factor"), ((*NO_SECONDS, None), (1e-9, 1, 1e9))),
+    **dict.fromkeys(("rho_max", "late_share", "interactive_share"), (NO_SHARE, (0, 0.4, 0.99))),
+    **dict.fromkeys(("tokenizer", "revision", "profile"), ((3, True, "", ["a"]), (None, "a"))),
+    "kv_memory": ((0, -1, 2**60 + 1, 1.0, NAN, True, [1], "4 of GiB", "-1", "0", ""), (1, None, 2**60, "1MiB")),
+    "swap_space": (
+        (-1, 2**30 + 1, None, -1.0, NAN, INF, "4 gib of", "-1", "", True, [1]),
+        (0, 1, 2**30, 4.0, 0.0, "4GiB", "0", "4"),
+    ),
+    "gpu_memory_utilization": ((0, -0.5, 1.01, INF, None, *NO_NUMBER), (1, 1.0, 1e-9)),
+    **dict.fromkeys(("t_target_s", "quantum_s"), (NO_SECONDS, (0.02, 1, None))),
+    "patience_s": ((0, -1, -INF, None, *NO_NUMBER), (1, INF)),
+    "dist_timeout": ((0, 0.5, -1, 86401, NAN, INF, "120", None), (1, 120.0, 86400)),
+    "seed": ((None, 1.0, 2**63, *NO_NUMBER), (0, -1, 2**63 - 1)),
+    "decode_replicas": ((None, -1, 4097, *NO_NUMBER), (0, 1, 4096)),
+    "device": (
+        (None, "", "gpu", "cuda:", "cuda:-1", "cuda:0 ", "mps", 0, "cpu\n"),
+        ("auto", "cpu", "cuda", "cuda:0", "cuda:15"),
+    ),
+    **dict.fromkeys(("async_scheduling", "prefix_caching"), ((0, 1, "on"), (True, False, None))),
+    "rope_scaling": ((3, True, ["yarn"], NAN), (None, "yarn", {"rope_type": "linear", "factor": 2.0})),
+    "hf_overrides": ((3, True, "{}", [("a", 1)]), (None, {}, {"rope_theta": 1e6})),
+    "sp_sizes": ([(3,), (2, 1), (), 2], (None, (1,), (2, 8), "1,4")),
+    "improvement_rate": ((1.5, 1.0, -0.1, True), (0, 0.5, "0.2", "rates.json")),
+    "max_chunks": ((0, "x"), (None, 1, 4)),
+    "tenant_weights": (
+        (3, True, "{}", {"a": 0}, {"a": -1.0}, {"a": NAN}, {"a": INF}, {"a": "1"}, {1: 1.0}),
+        (None, {}, {"a": 1, "": 0.5}),
+    ),
 }
 
 
@@ -224,29 +209,26 @@ def test_the_tables_cover_every_option() -> None:
     renamed |= {"swap_bytes": "swap_space"}
     names = {renamed.get(name, name) for name in flat} - {"model", "cache", "parallel"}
     names -= {"num_swap_blocks", "swap_block_s"}  # which an engine finds out
-    assert set(BAD_VALUES) == set(ACCEPTED) == names - {"policy", "plan_order"}  # which the scheduler reads
+    assert set(VALUES) == names - {"policy", "plan_order"}  # which the scheduler reads
 
 
-@pytest.mark.parametrize("name", BAD_VALUES)
+@pytest.mark.parametrize("name", VALUES)
 def test_values(name: str) -> None:
-    for value in BAD_VALUES[name]:
-        with pytest.raises(ConfigError) as caught:
-            EngineConfig.from_flat("m", **{name: value})
-        assert str(caught.value).startswith(f"{name}={value!r}; accepted: ")
-    configs = {repr(EngineConfig.from_flat("m", **{name: value})) for value in ACCEPTED[name]}
+    refused, accepted = VALUES[name]
+    for value in refused:
+        assert refusal(**{name: value}).startswith(f"{name}={value!r}; accepted: ")
+    configs = {repr(EngineConfig.from_flat("m", **{name: value})) for value in accepted}
     assert len(configs) > 1  # it lands somewhere
 
 
 @pytest.mark.parametrize("model", [None, "", 3, ["a"], b"a"])
 def test_bad_model(model: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EngineConfig.from_flat(model)
-    assert str(caught.value) == f"model={model!r}; accepted: a folder or a hub id"
+    assert refusal(model) == f"model={model!r}; accepted: a folder or a hub id"
 
 
 def test_sizes_of_the_pool() -> None:
-    with pytest.raises(ConfigError, match=r"^num_kv_blocks and kv_memory both size the KV pool; give one of them$"):
-        EngineConfig.from_flat("m", num_kv_blocks=4, kv_memory=1 << 20)
+    said = "num_kv_blocks and kv_memory both size the KV pool; give one of them"
+    assert refusal(num_kv_blocks=4, kv_memory=1 << 20) == said
     llama3_8b = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 8192, RopeConfig(theta=500000.0))
     assert llama3_8b.kv_bytes_per_token(2) == 128 * 1024
 

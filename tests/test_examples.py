@@ -53,12 +53,8 @@ def test_batch_file() -> None:
     command, environment = ["bash", str(EXAMPLES / "batch_file.sh")], ENVIRONMENT | {"PYTHON": sys.executable}
     lines = lines_of(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S))
     answers = {row["id"]: row for row in (json.loads(line) for line in lines if re.fullmatch(r"\{.*\}", line))}
-    assert {name: row["text"] for name, row in answers.items()} == {
-        "ada": " 31-plum.",
-        "bruno": " 58-fern",
-        "ids": "!ab",
-        "later": " 07-jade.",
-    }
+    said = {"ada": " 31-plum.", "bruno": " 58-fern", "ids": "!ab", "later": " 07-jade."}
+    assert {name: row["text"] for name, row in answers.items()} == said
     assert len(answers["bruno"]["logprobs"]) == 8
     assert all(row["error"] is None for row in answers.values())
 

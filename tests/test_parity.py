@@ -73,12 +73,7 @@ def test_matches_transformers(family: str, tied: bool, tmp_path: Path) -> None:
 
 
 # Seeds at which every gap exceeds MIN_GAP, where 0 is not one.
-SEEDS: dict[tuple[str, bool], int] = {
-    ("llama-linear", False): 1,
-    ("llama-bias", True): 1,
-    ("mistral", True): 2,
-    ("qwen3", True): 1,
-}
+SEEDS = {("llama-linear", False): 1, ("llama-bias", True): 1, ("mistral", True): 2, ("qwen3", True): 1}
 
 
 def test_medha_is_closer_to_float64(tmp_path: Path) -> None:

@@ -10,26 +10,20 @@ import medha
 
 SIGNATURES = {
     "LLM.__init__": "model, *, timeline=None, journal=None, **options",
-    "LLM.follow": "",
+    **dict.fromkeys(("LLM.follow", "LLM.get_tokenizer", "LLM.reset_prefix_cache", "LLM.close"), ""),
     "LLM.generate": "prompts, sampling_params=None, *, slo=None, priority='normal', tenant='', use_tqdm=True",
     "LLM.chat": (
         "messages, sampling_params=None, *, slo=None, priority='normal', tenant='', use_tqdm=True, "
         "add_generation_prompt=True, tools=None, chat_template_kwargs=None"
     ),
     "LLM.stream": "prompt, sampling_params=None, *, slo=None",
-    "LLM.get_tokenizer": "",
-    "LLM.reset_prefix_cache": "",
     "LLM.get_default_sampling_params": "",
-    "LLM.close": "",
-    "Engine.describe": "",
+    **dict.fromkeys(("Engine.describe", "Engine.now", "Engine.abort_all", "Engine.reset_prefix_cache"), ""),
     "Engine.prefills": "min_tokens=1",
     "Engine.record": "journal",
     "Engine.explain": "request_id",
-    "Engine.now": "",
     "Engine.add_request": "request_id, prompt, params=None, *, slo=None, priority='normal', tenant='', arrival_s=None",
     "Engine.abort": "request_id",
-    "Engine.abort_all": "",
-    "Engine.reset_prefix_cache": "",
     "Engine.step": "wait_s=None",
     "SamplingParams.resolve": "defaults",
     "SamplingParams.capped": "max_tokens",

@@ -20,12 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shape = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
         for path, dtype in ((folder, torch.float16), (exact, torch.float32)):
             make_checkpoint(path, "llama", seed=seed, dtype=dtype, **shape)
-        others = [
-            serve(exact, dtype="float32"),
-            serve(folder, dtype="float32"),
-            serve(folder, attention_backend="torch"),
-        ]
-        if others == [serve(folder)] * len(others):
+        others = serve(exact, dtype="float32"), serve(folder, dtype="float32"), serve(folder, attention_backend="torch")
+        if others == (serve(folder),) * len(others):
             return folder
     raise AssertionError("rounding decides tokens with every seed")
 

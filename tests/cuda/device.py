@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -134,7 +134,7 @@ class Device:
         self.works: list[Any] = []  # torch's own handle does not keep them alive
         self.host_s = time.monotonic()  # when the host last launched something or waited
         self.capturing: Graph | None = None
-        self.comm: dict[str, Stream] = {}
+        self.comm = defaultdict[str, Stream](lambda: Stream(self))  # of communicators
         self.default = Stream(self)
         self.capture_stream = Stream(self)
         self.own_current = threading.local()

@@ -213,13 +213,6 @@ def unchanged(device: Device, seen: torch.Tensor, source: torch.Tensor) -> None:
         device.fault("pinned", "memory was overwritten before the copy from it had run")
 
 
-def comm_stream(device: Device, name: str) -> Stream:
-    """The stream of a communicator."""
-    if name not in device.comm:
-        device.comm[name] = Stream(device)
-    return device.comm[name]
-
-
 def _batch_of_transfers(device: Device, ops: list[Any]) -> list[Any]:
     """``dist.batch_isend_irecv``: one kernel on a stream of the group's, which ends when all transfers have."""
     raws = [(op.op, op.tensor.raw, op.group_peer, op.group) for op in ops]
@@ -232,7 +225,7 @@ def _batch_of_transfers(device: Device, ops: list[Any]) -> list[Any]:
                 work.wait()
 
     sent, received = ([op.tensor for op in ops if op.op is kind] for kind in (dist.isend, dist.irecv))
-    stream = comm_stream(device, ops[0].group.group_name)
+    stream = device.comm[ops[0].group.group_name]
     return [launch_beside(device, stream, "transfers", run, sent, received, elsewhere=True)]
 
 
@@ -242,7 +235,7 @@ def _collective(device: Device, func: Any, name: str, args: Any, kwargs: Any) ->
         dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x)
     )
     # As NCCL's: each pair of ranks has a stream of its own, where it is not one of several transfers of a batch.
-    stream = comm_stream(device, f"{group.group_name} {args[2] if name in ('send', 'recv_') else ''}")
+    stream = device.comm[f"{group.group_name} {args[2] if name in ('send', 'recv_') else ''}"]
     raw_args = tree_map(lambda x: x.raw if isinstance(x, Emulated) else x, args)
     first, *rest = ([x for x in tree_flatten(arg)[0] if isinstance(x, Emulated)] for arg in args)
     others = [x for part in rest for x in part]

@@ -13,7 +13,7 @@ import medha.parallel.spp
 from medha.batch import Batch, Row
 from medha.parallel.spp import Digests, StagePipe
 from tests.cuda.device import CUDA, Device, DeviceError
-from tests.cuda.tensors import Emulated, comm_stream, launch_beside
+from tests.cuda.tensors import Emulated, launch_beside
 
 BATCHES = [Batch(i, (Row(0, 4 * i, 4, is_decode=False, samples=False),)) for i in range(6)]
 PIPE: dict[str, Any] = {"dim": 8, "dtype": torch.float16, "device": CUDA, "num_buffers": 3}
@@ -22,7 +22,7 @@ PIPE: dict[str, Any] = {"dim": 8, "dtype": torch.float16, "device": CUDA, "num_b
 def make_pipe(device: Device, patch: pytest.MonkeyPatch) -> StagePipe:
     """A pipe of a last stage, to which each batch comes as its id; receives are kernels of a stream of their own."""
     number, digests = iter(BATCHES), iter(BATCHES)
-    stream = comm_stream(device, "receives")
+    stream = device.comm["receives"]
 
     def irecv(tensor: torch.Tensor, *, src: int, group: Any, tag: int = 0) -> Any:
         if not isinstance(tensor, Emulated):
@@ -72,7 +72,7 @@ def test_compute_does_not_wait_for_sends_until_their_buffers_are_used_again(
 ) -> None:
     """And what goes is this rank's share, as it was when it was sent."""
     arrived: list[list[float]] = []
-    stream = comm_stream(device, "sends")
+    stream = device.comm["sends"]
 
     def isend(tensor: torch.Tensor, *, dst: int, group: Any, tag: int = 0) -> Any:
         if not isinstance(tensor, Emulated):

@@ -6,21 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from examples.reproduce import load as harness
 from examples.reproduce.figures.capacity import Capacity, capacity, stretches_s, sustains
 from examples.reproduce.figures.fragmentation import active, demands, swing
-from examples.reproduce.load import (
-    LONG_TOKENS,
-    MIX,
-    MIX_1,
-    SHORT,
-    Bounded,
-    Load,
-    Served,
-    System,
-    curve,
-    ratio_says,
-    serve,
-)
+from examples.reproduce.load import LONG_TOKENS, MIX, MIX_1, SHORT, Bounded, Load, Served, System, serve
 from examples.reproduce.result import Options
 from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_2048, WHOLE
 from examples.reproduce.timing import MODELS, kv_bytes, prefill_flops
@@ -73,9 +62,9 @@ def test_quantiles_that_are_censored() -> None:
     assert play.ttft_quantile(0.5) == Bounded(6.5, is_least=True)  # of 1, 3, and two that are at least 10 and 90
     assert str(play.ttft_quantile(0.5)) == "at least 6.5 s" and str(Bounded(1234.5)) == "1,234 s"
     assert play.ttft_quantile(0.5, np.array([True, False, True, False])) == Bounded(2)
-    assert curve(play.ttft_s)[0] == 1.0 and curve(play.ttft_s)[-1] is None
+    assert harness.curve(play.ttft_s)[0] == 1.0 and harness.curve(play.ttft_s)[-1] is None
     known, least = Bounded(1), Bounded(1, is_least=True)
-    says = [ratio_says(a, b) for a in (known, least) for b in (known, least)]
+    says = [harness.ratio_says(a, b) for a in (known, least) for b in (known, least)]
     assert says == ["", "at most ", "at least ", "of two lower bounds "]
 
 

@@ -136,16 +136,9 @@ def test_batches_are_the_best_of_all_ways(seed: int) -> None:
 
 def situation(**changes: float) -> Situation:
     most = costs().most_tokens([0] * 8)
-    base = {
-        "num_instances": 8,
-        "most_idle": 8,
-        "idle_prompt_tokens": most,
-        "prompt_tokens": most,
-        "claim_tokens": 10_000_000,
-        "decode_left_s": 1.0,
-        "decode_rate": 0.0,
-    }
-    return Situation(**{**base, **changes})  # type: ignore[arg-type]
+    base = {"num_instances": 8, "most_idle": 8, "idle_prompt_tokens": most, "prompt_tokens": most}
+    base |= {"claim_tokens": 10_000_000, "decode_left_s": 1.0, "decode_rate": 0.0}
+    return Situation(**base | changes)  # type: ignore[arg-type]
 
 
 def queue_of(*prompts: int) -> list[Pending]:
