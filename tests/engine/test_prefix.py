@@ -12,7 +12,7 @@ from medha.engine.prefix import PrefixIds
 from medha.engine.replay import replay
 from medha.errors import NonFiniteLogitsError, ValidationError
 from medha.worker.swap import HostCache
-from tests.engine.test_engine import poison
+from tests.engines import poison
 from tests.serving import ANSWER, GREEDY, Model, finish, greedy_of, question, random_ids
 
 OPTIONS: dict[str, Any] = {"quantum_s": 0.25, "num_kv_blocks": 48, "block_size": 64, "chunk_size": 128}
