@@ -229,12 +229,7 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
         Arrival("future", "hello", DELTA, arrival_s=1000.0),
     ]
     lines = OutputLines(engine, arrivals, [file := io.StringIO()])
-
-    def serve() -> None:
-        for piece in drive(engine, arrivals):
-            lines.add(piece)
-
-    thread = threading.Thread(target=serve, daemon=True)
+    thread = threading.Thread(target=lambda: list(map(lines.add, drive(engine, arrivals))), daemon=True)
     thread.start()
     assert stuck.wait(20.0)
     lines.fail("rank 1 is stopped")
