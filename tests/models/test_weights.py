@@ -45,34 +45,32 @@ def write_index(folder: Path, weight_map: Any) -> None:
 # -- reading ---------------------------------------------------------------------------------------------------
 
 
+def assert_reads(folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, str]) -> None:
+    """A folder holds these tensors and no others, each in its file, and reads each once."""
+    with Checkpoint(folder) as checkpoint:
+        found = {name: (info.shape, info.file) for name, info in checkpoint.tensors.items()}
+        assert found == {name: (tuple(tensor.shape), files[name]) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(checkpoint.read(name), tensor, rtol=0, atol=0)  # and of one dtype
+        assert checkpoint.bytes_read == sum(t.numel() * t.element_size() for t in tensors.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_single_file(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = random_tensors(make_config(), dtype)
     save_file(tensors, tmp_path / FILE)
-    with Checkpoint(tmp_path) as checkpoint:
-        assert sorted(checkpoint.tensors) == sorted(tensors)
-        for name, tensor in tensors.items():
-            info = checkpoint.tensors[name]
-            assert (info.shape, info.file) == (tuple(tensor.shape), FILE)
-            torch.testing.assert_close(checkpoint.read(name), tensor, rtol=0, atol=0)
-        assert checkpoint.bytes_read == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert_reads(tmp_path, tensors, dict.fromkeys(tensors, FILE))
 
 
 def test_shards_with_and_without_index(tmp_path: Path) -> None:
     tensors = random_tensors(make_config())
-    names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, tmp_path / file)
-    for indexed in (False, True):
-        if indexed:
-            write_index(tmp_path, {name: file for file, part in shards.items() for name in part})
-        with Checkpoint(tmp_path) as checkpoint:
-            assert {name: checkpoint.tensors[name].file for name in checkpoint.tensors} == {
-                name: file for file, part in shards.items() for name in part
-            }
-            for name, tensor in tensors.items():
-                assert torch.equal(checkpoint.read(name), tensor)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    files = {name: shards[i % 2] for i, name in enumerate(sorted(tensors))}
+    for shard in shards:
+        save_file({name: tensors[name] for name in tensors if files[name] == shard}, tmp_path / shard)
+    assert_reads(tmp_path, tensors, files)
+    write_index(tmp_path, files)
+    assert_reads(tmp_path, tensors, files)
 
 
 def test_slices_read_only_their_bytes_and_outlive_the_file_handle(tmp_path: Path) -> None:
@@ -93,8 +91,7 @@ def test_slices_read_only_their_bytes_and_outlive_the_file_handle(tmp_path: Path
 def test_consolidated_is_skipped(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / "model-00001-of-00001.safetensors")
     save_file({"tok_embeddings.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    with Checkpoint(tmp_path) as checkpoint:
-        assert list(checkpoint.tensors) == ["w"]
+    assert_reads(tmp_path, {"w": torch.zeros(1)}, {"w": "model-00001-of-00001.safetensors"})
 
 
 def test_hub_cache_links_out_of_the_folder(tmp_path: Path) -> None:
@@ -103,8 +100,7 @@ def test_hub_cache_links_out_of_the_folder(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "blobs" / "0123")
     (tmp_path / "snapshot" / "a.safetensors").symlink_to("../blobs/0123")
     write_index(tmp_path / "snapshot", {"w": "a.safetensors"})
-    with Checkpoint(tmp_path / "snapshot") as checkpoint:
-        assert torch.equal(checkpoint.read("w"), torch.ones(2))
+    assert_reads(tmp_path / "snapshot", {"w": torch.ones(2)}, {"w": "a.safetensors"})
 
 
 @pytest.mark.parametrize("when", ["before the first read", "between two reads"])
