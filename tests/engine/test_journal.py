@@ -181,9 +181,6 @@ def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
         Journal(sched, io.StringIO())
 
 
-# -- any load ---------------------------------------------------------------------------------------------
-
-
 def test_a_last_line_that_was_cut_off_is_left_out(
     recorded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

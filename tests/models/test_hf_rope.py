@@ -28,16 +28,12 @@ def test_both_generations_read_alike(tmp_path: Path) -> None:
         assert new.rope.theta == 5e5
 
 
+NO_ORIGINAL = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
 PARITY: dict[str, Fields] = {
     "default": {},
     "linear": {"rope_scaling": {"type": "linear", "factor": 2.5}, "rope_theta": 1e6},
     "llama3": {"rope_scaling": LLAMA3, "rope_theta": 5e5},
-    "llama3 v5, no original": {
-        "rope_parameters": {
-            "rope_theta": 5e5,
-            **{key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"},
-        }
-    },
+    "llama3 v5, no original": {"rope_parameters": {"rope_theta": 5e5, **NO_ORIGINAL}},
     "yarn": {"rope_scaling": YARN},
     "yarn, no original": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     "yarn, outer original": {"rope_scaling": YARN, "original_max_position_embeddings": 1024},
