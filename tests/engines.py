@@ -184,15 +184,26 @@ def run_with_logits(
     engine: Engine, prompts: Sequence[list[int]], num_tokens: int
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """As :func:`run_to_end`, with the logits that chose each token, [num_tokens, V] a prompt."""
+    with pytest.MonkeyPatch.context() as patch:
+        logits = poison(patch)  # nobody: it records them
+        tokens = run_to_end(engine, prompts, num_tokens)
+    return tokens, [torch.stack(logits[i]) for i in range(len(prompts))]  # request i draws with seed i
+
+
+def poison(
+    patch: pytest.MonkeyPatch, *, seed: int = -1, index: int = 0, value: float = 0.0
+) -> dict[int, list[torch.Tensor]]:
+    """Make one logit of one request's token bad, if any draws with that seed; returns where all logits are recorded
+    from now on, by the seed of the request."""
     logits: dict[int, list[torch.Tensor]] = {}
     original = medha.worker.runner.draw
 
-    def recording(logits_SV, slots, *rest):  # type: ignore[no-untyped-def]
-        for row, slot in zip(logits_SV, slots, strict=True):
+    def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any, *rest: Any) -> Any:
+        for row, slot, i in zip(logits_SV, slots, indices, strict=True):
             logits.setdefault(slot.seed, []).append(row.clone())
-        return original(logits_SV, slots, *rest)
+            if (slot.seed, i) == (seed, index):
+                row[11] = value
+        return original(logits_SV, slots, indices, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(medha.worker.runner, "draw", recording)
-        tokens = run_to_end(engine, prompts, num_tokens)
-    return tokens, [torch.stack(logits[i]) for i in range(len(prompts))]  # request i draws with seed i
+    patch.setattr(medha.worker.runner, "draw", poisoned)
+    return logits

@@ -1,6 +1,7 @@
 """The driver: arrivals in time, refusals, stops, a dying engine, and putting deltas together."""
 
 import io
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -25,27 +26,20 @@ from tests.serving import Model
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
 
 
-class VirtualClock:
-    """Advances by a millisecond whenever it is read, and by sleeping."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def __call__(self) -> float:
-        self.time += 0.001
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        assert 0 <= seconds <= 0.1
-        self.time += seconds
-
-
 @pytest.fixture
 def engine(needle: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """An engine on a clock of its own, which must be empty again at the end."""
-    clock = VirtualClock()
-    monkeypatch.setattr(medha.engine.arrivals.time, "sleep", clock.sleep)
-    engine = needle.engine(clock=clock, max_model_len=256, num_blocks=8, block_size=256, chunk_size=32)
+    """An engine on a clock that advances by a millisecond whenever it is read, and by sleeping; which must be empty
+    again at the end."""
+    milliseconds = itertools.count(100_000)
+
+    def sleep(seconds: float) -> None:
+        assert 0 <= seconds <= 0.1
+        for _ in range(round(1000 * seconds)):
+            next(milliseconds)
+
+    monkeypatch.setattr(medha.engine.arrivals.time, "sleep", sleep)
+    sizes = {"max_model_len": 256, "num_blocks": 8, "block_size": 256, "chunk_size": 32}
+    engine = needle.engine(clock=lambda: next(milliseconds) / 1000, **sizes)
     yield engine
     assert not engine.has_unfinished
     assert engine.scheduler.memory.num_used == 0
@@ -229,12 +223,7 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
         Arrival("future", "hello", DELTA, arrival_s=1000.0),
     ]
     lines = OutputLines(engine, arrivals, [file := io.StringIO()])
-
-    def serve() -> None:
-        for piece in drive(engine, arrivals):
-            lines.add(piece)
-
-    thread = threading.Thread(target=serve, daemon=True)
+    thread = threading.Thread(target=lambda: list(map(lines.add, drive(engine, arrivals))), daemon=True)
     thread.start()
     assert stuck.wait(20.0)
     lines.fail("rank 1 is stopped")

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,14 @@ def wait(waits: HandOvers, *requests: SchedulerRequest) -> list[tuple[int, int]]
     return [(request.slot, batch.shared[0].group) for request, batch in waits.grants()]
 
 
+def arrive(waits: HandOvers, *slots: int, instance: int = 0, wanted: bool = True) -> DecodeInstance:
+    """What comes to an instance, the first if not told, is there."""
+    its = waits.instances[instance]
+    for slot in slots:
+        its.scheduler.arrived(its.coming.pop(slot), wanted=wanted)
+    return its
+
+
 def test_a_grant_says_which_blocks_take_the_kv() -> None:
     waits = hand_overs(8)
     waits.waiting[3] = request(3, 40, 30)
@@ -52,10 +61,8 @@ def test_a_grant_says_which_blocks_take_the_kv() -> None:
     assert asked == request(3, 40, 30)
     assert batch == Batch(0, (), (Extent(3, 0, 3, 1),), shared=(Shared(3, 1, 0, 40),))
     assert batch == Batch.from_ints(batch.to_ints())
-    (instance,) = waits.instances
-    assert (instance.scheduler.memory.num_used, waits.waiting) == (3, {})
-    instance.scheduler.arrived(instance.coming.pop(3), wanted=True)
-    decode = instance.scheduler.schedule(0.0).batch
+    assert (waits.instances[0].scheduler.memory.num_used, waits.waiting) == (3, {})
+    decode = arrive(waits, 3).scheduler.schedule(0.0).batch
     assert str(decode.rows[0]) == "slot 3 decode [40]"
     assert (decode.batch_id, decode.num_decodes) == (1, 1)
 
@@ -66,9 +73,7 @@ def test_the_instance_with_most_room_for_each_of_its_requests_is_next() -> None:
     assert wait(waits, request(0, 32)) == [(0, 2)]  # 30 > 20; then 30 - 3 = 27
     assert wait(waits, request(1, 10 * BLOCK)) == [(1, 2)]  # then 27 - 11 = 16
     assert wait(waits, request(2, 32)) == [(2, 1)]  # 20 > 16
-    second = waits.instances[1]
-    for slot in (0, 1):
-        second.scheduler.arrived(second.coming.pop(slot), wanted=True)
+    second = arrive(waits, 0, 1, instance=1)
     assert second.freeness == pytest.approx((30 - 12) / 2)  # what has arrived counts as what it holds
     assert waits.instances[0].freeness == pytest.approx(20 - 3)
     assert wait(waits, request(3, 32)) == [(3, 1)]
@@ -78,8 +83,7 @@ def test_there_is_no_grant_without_room_for_the_whole_claim_and_nobody_overtakes
     waits = hand_overs(10)
     assert wait(waits, request(0, 64, 49)) == [(0, 1)]  # 7 blocks in the end, 4 now
     assert wait(waits, request(1, 33, 17), request(2, 16, 2)) == []  # 4 of the 3 that nobody claims
-    (instance,) = waits.instances
-    instance.scheduler.arrived(instance.coming.pop(0), wanted=True)
+    instance = arrive(waits, 0)
     assert list(waits.grants()) == []
     assert instance.scheduler.cancel(0) == (0,)
     assert wait(waits) == [(1, 1), (2, 1)]
@@ -88,17 +92,14 @@ def test_there_is_no_grant_without_room_for_the_whole_claim_and_nobody_overtakes
 def test_an_instance_takes_over_so_many_at_once_and_runs_so_many() -> None:
     waits = hand_overs(99, most=2, max_num_seqs=3)
     assert wait(waits, *(request(slot, 16) for slot in range(5))) == [(0, 1), (1, 1)]
-    (instance,) = waits.instances
-    for slot in (0, 1):
-        instance.scheduler.arrived(instance.coming.pop(slot), wanted=True)
+    arrive(waits, 0, 1)
     assert wait(waits) == [(2, 1)]
 
 
 def test_one_that_ended_on_the_way_gives_its_blocks_back() -> None:
     waits = hand_overs(10)
     assert wait(waits, request(0, 64)) == [(0, 1)]
-    (instance,) = waits.instances
-    instance.scheduler.arrived(instance.coming.pop(0), wanted=False)
+    instance = arrive(waits, 0, wanted=False)
     assert (instance.scheduler.memory.num_used, instance.scheduler.num_running) == (0, 0)
     waits.waiting[0] = request(0, 16)
     ((_, batch),) = waits.grants()
@@ -108,10 +109,8 @@ def test_one_that_ended_on_the_way_gives_its_blocks_back() -> None:
 def lanes(num_blocks: int, num_groups: int) -> Scheduler:
     config = SchedulerConfig("cdsp", improvement_rate=0.1)
     planner = Planner(ChunkTimes((1, 2), TIMES.coefficients[:2]), num_groups, rates=0.1)
-    predictor = make_predictor(kvp=num_groups)
-    return Scheduler(
-        config, planner, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups, predictor=predictor
-    )
+    sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": BLOCK, "num_groups": num_groups}
+    return Scheduler(config, planner, **sizes, predictor=make_predictor(kvp=num_groups))
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -172,14 +171,9 @@ def test_everybody_ends_behind_a_decode_pool_that_is_full_for_a_minute(on_lanes:
     those that wait fill the prefill groups as well; then nobody starts until it has ended."""
     num_blocks, draw = 300, random.Random(0)
     prefills = lanes(24, 2) if on_lanes else scheduler(24, num_groups=2)
-    costs = [make_predictor()]
     times = prefills.planner.times if prefills.planner is not None else None
-    play = Play(
-        (prefills, Pipeline(costs, 2, chunk_times=times)),
-        [(scheduler(num_blocks), Pipeline([SLOW]))],
-        1,
-        (1e-5, 1e-5),
-    )
+    pipeline = Pipeline([make_predictor()], 2, chunk_times=times)
+    play = Play((prefills, pipeline), [(scheduler(num_blocks), Pipeline([SLOW]))], 1, (1e-5, 1e-5))
     longest = request(0, 40, num_blocks * BLOCK - 39)
     others = [SchedulerRequest(slot, draw.randint(1, 150), draw.randint(2, 60), 1.0 + slot) for slot in range(1, 40)]
     play.run([longest, *others])

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-import medha.worker.runner
 from medha.engine.arrivals import Joiner
 from medha.engine.engine import Engine
 from medha.errors import DeadlineError, EngineDeadError, NonFiniteLogitsError, ValidationError
@@ -15,7 +15,7 @@ from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.sched.decision import Decision
 from tests.checkpoints import reference_logits
-from tests.engines import drained
+from tests.engines import drained, poison
 from tests.sched.virtual import make_predictor
 from tests.serving import (
     ANSWER,
@@ -30,6 +30,7 @@ from tests.serving import (
     serve_one,
 )
 
+Tokens = list[list[int]]
 NUM_TOKENS = 6
 PROMPTS = [random_ids(length, seed=4) for length in (40, 3, 70, 25)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
@@ -37,7 +38,7 @@ SMALL = {"quantum_s": 0.25, "chunk_size": 16, "max_batch_tokens": 24, "block_siz
 
 
 @pytest.fixture(scope="module")
-def expected(bytes_model: Model) -> list[list[int]]:
+def expected(bytes_model: Model) -> Tokens:
     """Greedy tokens of transformers for PROMPTS, clear of rounding."""
     return greedy_of(bytes_model.reference, PROMPTS, NUM_TOKENS)
 
@@ -57,7 +58,7 @@ def step_forever(engine: Engine, outputs: dict[str, RequestOutput]) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_output_kinds(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
+def test_output_kinds(bytes_model: Model, expected: Tokens, depth: int) -> None:
     seen: dict[str, dict[str, list[RequestOutput]]] = {}
     for kind in ("cumulative", "delta", "final_only"):
         engine = bytes_model.engine(depth=depth, **SMALL)
@@ -135,7 +136,7 @@ def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, kind: str
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_abort_ends_all_completions(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
+def test_abort_ends_all_completions(bytes_model: Model, expected: Tokens, depth: int) -> None:
     engine = bytes_model.engine(**SMALL, depth=depth)
     engine.add_request("a", PROMPTS[0], replace(DRAWN, output_kind="delta"))
     engine.add_request("b", PROMPTS[1], PARAMS)
@@ -220,15 +221,15 @@ def test_max_tokens_is_capped_to_the_room(bytes_model: Model, caplog: pytest.Log
     assert "max_tokens=100 is capped to 5" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["no tokenizer", "detokenize=False"])
-def test_no_text(bytes_model: Model, expected: list[list[int]], how: str) -> None:
-    engine = bytes_model.engine(with_tokenizer=how != "no tokenizer")
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=how != "detokenize=False")
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_no_text(bytes_model: Model, expected: Tokens, with_tokenizer: bool) -> None:
+    engine = bytes_model.engine(with_tokenizer=with_tokenizer)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=not with_tokenizer)
     completion = serve_one(engine, PROMPTS[0], params).outputs[0]
     assert completion.text is None
     assert completion.token_ids == expected[0]
     assert len(completion.logprobs) == NUM_TOKENS
-    if how == "no tokenizer":
+    if not with_tokenizer:
         assert {entry.decoded_token for step in completion.logprobs for entry in step.values()} == {None}
 
 
@@ -238,7 +239,7 @@ def test_no_text(bytes_model: Model, expected: list[list[int]], how: str) -> Non
 @pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 2}, {"depth": 4}, {"async_scheduling": True}], ids=str)
 @pytest.mark.parametrize("victim", ["0", "2", "3"])
 def test_abort_at_any_step_harms_nobody(
-    bytes_model: Model, expected: list[list[int]], options: dict[str, int], victim: str
+    bytes_model: Model, expected: Tokens, options: dict[str, int], victim: str
 ) -> None:
     """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
     reasons = []
@@ -278,9 +279,7 @@ def test_abort_flushes_text(needle: Model) -> None:
     assert output.outputs[0].text == bytes(output.outputs[0].token_ids).decode() == " 7429-"
 
 
-def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(
-    bytes_model: Model, expected: list[list[int]]
-) -> None:
+def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(bytes_model: Model, expected: Tokens) -> None:
     engine = bytes_model.engine(depth=4, **SMALL)
     engine.add_request("0", PROMPTS[0], PARAMS)
     engine.step()
@@ -292,7 +291,7 @@ def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(
     assert_empty(engine)
 
 
-# -- metrics ---------------------------------------------------------------------------------------------------
+# -- times, admission and log-probabilities --------------------------------------------------------------------
 
 
 def test_metrics(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,9 +324,6 @@ def test_metrics(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (c.arrival, c.queue_time, c.ttft, c.tpot, c.met_slo) == (0.5, 7.5, 8.5, 1.0, None)
 
 
-# -- where the TTFT went ---------------------------------------------------------------------------------------
-
-
 def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model) -> None:
     engine = bytes_model.engine(**SMALL)
     engine.add_request("0", PROMPTS[0], PARAMS)
@@ -342,18 +338,10 @@ def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model)
         engine.explain("0")
 
 
-# -- admission -------------------------------------------------------------------------------------------------
-
-
-def admitting_engine(model: Model, admission: str) -> Engine:
-    """The paper's scheduler, whose predictor takes the model for a larger one: seconds for a prompt."""
-    predictor = make_predictor(max_tokens=64)
-    options = {"scheduler": "medha", "admission": admission, "max_batch_tokens": 64, "min_chunk": 16}
-    return model.engine(block_size=16, predictor=predictor, **options)
-
-
-def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expected: list[list[int]]) -> None:
-    engine = admitting_engine(bytes_model, "refuse")
+def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expected: Tokens) -> None:
+    """By a predictor that takes the model for a larger one: seconds for a prompt."""
+    options = {"scheduler": "medha", "admission": "refuse", "max_batch_tokens": 64, "min_chunk": 16}
+    engine = bytes_model.engine(block_size=16, predictor=make_predictor(max_tokens=64), **options)
     engine.add_request("fine", PROMPTS[1], PARAMS, slo=SLO(ttft_s=600.0))
     with pytest.raises(DeadlineError) as caught:
         engine.add_request("hopeless", PROMPTS[0], PARAMS, slo=SLO(ttft_s=1e-3))
@@ -367,9 +355,6 @@ def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expecte
     engine.add_request("hopeless", PROMPTS[0], PARAMS)
     outputs = finish(engine)
     assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {"fine": expected[1], "hopeless": expected[0]}
-
-
-# -- sampling --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
@@ -397,26 +382,10 @@ def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: flo
 # -- failures --------------------------------------------------------------------------------------------------
 
 
-def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) -> dict[int, list[torch.Tensor]]:
-    """Make one logit of one request's token bad; returns where all logits are recorded, by the seed of the request."""
-    logits: dict[int, list[torch.Tensor]] = {}
-    original = medha.worker.runner.draw
-
-    def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any, greedy: Any) -> Any:
-        for row, slot, i in zip(logits_SV, slots, indices, strict=True):
-            logits.setdefault(slot.seed, []).append(row.clone())
-            if (slot.seed, i) == (seed, index):
-                row[11] = value
-        return original(logits_SV, slots, indices, greedy)
-
-    patch.setattr(medha.worker.runner, "draw", poisoned)
-    return logits
-
-
 @pytest.mark.parametrize(("value", "is_async"), [(torch.nan, False), (torch.nan, True), (torch.inf, False)])
 @pytest.mark.parametrize("index", [0, 2, NUM_TOKENS - 1])
 def test_bad_logits_of_one_request(
-    bytes_model: Model, expected: list[list[int]], index: int, value: float, is_async: bool
+    bytes_model: Model, expected: Tokens, index: int, value: float, is_async: bool
 ) -> None:
     runs = []
     for victim in (2, -1):
@@ -441,7 +410,7 @@ def test_bad_logits_of_one_request(
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("at", [0, 1, 6, 9])
 def test_a_step_that_fails_ends_everything(
-    bytes_model: Model, expected: list[list[int]], at: int, depth: int, monkeypatch: pytest.MonkeyPatch
+    bytes_model: Model, expected: Tokens, at: int, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = bytes_model.engine(depth=depth, max_num_seqs=3, **SMALL)
     cause = RuntimeError("out of everything")
@@ -477,29 +446,23 @@ def test_death_by_the_tokenizer_still_returns_the_tokens(needle: Model, monkeypa
         engine.add_request(i, question(), GREEDY)
     while not engine.step():
         pass
-
-    def broken(*_: object) -> str:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("medha.engine.request.Detokenizer.push", broken)
-    monkeypatch.setattr("medha.engine.request.Detokenizer.finish", broken)
+    for name in ("push", "finish"):
+        monkeypatch.setattr(f"medha.engine.request.Detokenizer.{name}", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(EngineDeadError, match="ZeroDivisionError") as caught:
         engine.step()
     assert [o.request_id for o in caught.value.outputs] == ["a", "b"]
     assert all(o.outputs[0].token_ids[:1] == [ord(" ")] for o in caught.value.outputs)
 
 
-def test_a_scheduler_that_runs_nothing_is_an_error_and_not_a_hang(
-    bytes_model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_that_runs_nothing_is_an_error_and_not_a_hang(bytes_model: Model) -> None:
     engine = bytes_model.engine()
     engine.add_request("one", PROMPTS[0], PARAMS)
-    monkeypatch.setattr(engine.scheduler, "schedule", lambda now_s: Decision())
+    engine.scheduler.schedule = lambda now_s: Decision()
     with pytest.raises(EngineDeadError, match="the scheduler runs none of the unfinished requests:\n1 unfinished"):
         engine.step()
 
 
-def test_duplicate_id_in_flight(bytes_model: Model, expected: list[list[int]]) -> None:
+def test_duplicate_id_in_flight(bytes_model: Model, expected: Tokens) -> None:
     engine = bytes_model.engine()
     engine.add_request("one", PROMPTS[0], PARAMS)
     with pytest.raises(ValidationError, match="request_id='one' is in flight already") as caught:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,25 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch, Row
-from medha.config import SchedulerConfig
 from medha.engine.explain import Explainer, explained
 from medha.outputs import Explanation
 from medha.params import SLO
 from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import Drive, Job, Seconds, by_tokens, jobs, make_predictor, new_scheduler
-
-PREDICTOR = make_predictor(kvp=3)
+from tests.sched.virtual import Drive, Job, by_tokens, make_scheduler, new_scheduler, worlds
 
 
 class Watched(Drive):
     """A drive that feeds an explainer."""
 
-    def __init__(
-        self, scheduler: Scheduler, load: Sequence[Job], seconds: Seconds | None, *, slack: float = 1.0
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, *args: Any, **options: Any) -> None:
         self.explainer = Explainer(scheduler.memory.num_groups, scheduler.predictor)
-        super().__init__(scheduler, load, seconds, busy=lambda real_s: real_s * slack, observers=[self.explainer])
+        super().__init__(scheduler, *args, **options, observers=[self.explainer])
         self.explained: dict[int, Explanation] = {}
         self.beside: dict[int, set[str]] = {}  # by job: who had a chunk in a batch since it arrived
 
@@ -43,7 +39,8 @@ class Watched(Drive):
 
 
 def check(drive: Watched) -> None:
-    """The parts of each explanation sum to the TTFT, and it names others that ran meanwhile, largest first."""
+    """Every first token is explained: parts that sum to the TTFT, and others that ran meanwhile, largest first."""
+    assert set(drive.explained) == set(drive.first_token_s)
     for job, found in drive.explained.items():
         ttft_s = drive.first_token_s[job] - drive.jobs[job].arrival_s
         assert found.has_first_token and found.request_id == f"job {job}"
@@ -57,36 +54,16 @@ def check(drive: Watched) -> None:
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_the_parts_sum_to_the_ttft_whatever_runs(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(["medha", "medha", "medha", "sarathi", "orca", "vllm", "static"]))
-    load = data.draw(st.lists(jobs(max_prompt=1500, max_new=4), min_size=1, max_size=8))
-    num_groups = data.draw(st.integers(1, 3))
-    longest = -(-max(job.num_kv_tokens for job in load) // 16)
-    share = -(-longest // num_groups)
-    policies = ["fcfs", "srpt", "edf", "lars", "priority"]
-    config = SchedulerConfig(
-        name,
-        data.draw(st.sampled_from(policies)),
-        max_num_seqs=data.draw(st.integers(1, 6)),
-        depth=data.draw(st.integers(1, 3)),
-        long_threshold=500,
-        max_kv_per_group=16 * share,
-    )
-    num_blocks = share * data.draw(st.sampled_from([1, 2, 8]))
-    predictor = PREDICTOR.uncorrected()
-    sched = new_scheduler(config, num_blocks=num_blocks, num_groups=num_groups, predictor=predictor)
-    noise = data.draw(st.randoms(use_true_random=False))
+@given(worlds(any_scheduler=True), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+def test_the_parts_sum_to_the_ttft_whatever_runs(world: dict[str, Any], noise: Random, slack: float) -> None:
+    """The stage is busy for a part of each batch only."""
 
     def seconds(batch: Batch) -> float:
         return (0.01 + 1e-3 * batch.num_tokens) * noise.uniform(0.5, 2.0)
 
-    # The stage is busy for a part of each batch only; the factors stay as they are so that the reckoning knows them.
-    drive = Watched(sched, load, seconds, slack=data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])))
-    predictor.observe = lambda *_, **__: True  # type: ignore[method-assign]
-    drive.run()
-    assert set(drive.explained) == set(drive.first_token_s)
-    check(drive)
+    sched = make_scheduler(world)
+    sched.predictor.observe = lambda *_, **__: True  # the factors stay as they are so that the reckoning knows them
+    check(Watched(sched, world["load"], seconds, busy=lambda real_s: real_s * slack).run())
 
 
 # -- scenarios --------------------------------------------------------------------------------------------

@@ -181,9 +181,6 @@ def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
         Journal(sched, io.StringIO())
 
 
-# -- any load ---------------------------------------------------------------------------------------------
-
-
 def test_a_last_line_that_was_cut_off_is_left_out(
     recorded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,9 +188,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(
     path.write_text("\n".join(recorded)[:-5])
     cut, whole = replay(path), replay(recorded)
     assert cut.mismatch is None and cut.num_calls == whole.num_calls - 1
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path} is truncated: its last line, which lacks its end, is left out"
-    ]
+    assert caplog.messages == [f"{path} is truncated: its last line, which lacks its end, is left out"]
     path.write_text(recorded[0][:-5])
     with pytest.raises(ConfigError, match=r"cut\.jsonl is not a medha journal, or is truncated in its first line"):
         replay(path)

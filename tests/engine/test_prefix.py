@@ -1,6 +1,5 @@
 """The prefix cache from the front door: the same tokens with and without it, and what is not computed again."""
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from medha.engine.prefix import PrefixIds
 from medha.engine.replay import replay
 from medha.errors import NonFiniteLogitsError, ValidationError
 from medha.worker.swap import HostCache
-from tests.engine.test_engine import poison
+from tests.engines import poison
 from tests.serving import ANSWER, GREEDY, Model, finish, greedy_of, question, random_ids
 
 OPTIONS: dict[str, Any] = {"quantum_s": 0.25, "num_kv_blocks": 48, "block_size": 64, "chunk_size": 128}
@@ -55,27 +54,38 @@ def test_tokens_are_those_of_transformers_whatever_is_shared(bytes_model: Model)
 
 @pytest.mark.parametrize("options", [{}, {"overcommit": True}, {"block_size": 16, "num_kv_blocks": 80}], ids=str)
 def test_what_went_to_the_host_is_not_computed_again(
-    bytes_model: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    bytes_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
+    """And a journal replays every hit, and what was read back."""
     monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 1e-9)
     prompts = [random_ids(900, seed=seed) for seed in range(4)]
     expected = greedy_of(bytes_model.reference, prompts, 8)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    document, journal = random_ids(400, seed=8), tmp_path / "journal"
     for swap_space in (0, "64MiB"):
-        with make(bytes_model, **({"num_kv_blocks": 20, "swap_space": swap_space} | options)) as llm:
+        with make(bytes_model, **({"num_kv_blocks": 20, "swap_space": swap_space} | options), journal=journal) as llm:
             cached = []
             for turn in (0, 1, 2, 0, 3, 1, 0, 0):
                 (output,) = llm.generate({"prompt_token_ids": prompts[turn]}, params)
                 assert output.outputs[0].token_ids == expected[turn]
                 cached.append(output.num_cached_tokens)
-            both = llm.generate([{"prompt_token_ids": prompts[turn]} for turn in (2, 2)], params)
-            assert [one.outputs[0].token_ids for one in both] == [expected[2]] * 2
+            for turns in ((1, 1), (2, 2), (3, 2, 0)):
+                outputs = llm.generate([{"prompt_token_ids": prompts[turn]} for turn in turns], params)
+                assert [one.outputs[0].token_ids for one in outputs] == [expected[turn] for turn in turns]
+                cached.append(min(one.num_cached_tokens for one in outputs))
+            for n in (400, 390):
+                outputs = llm.generate([{"prompt_token_ids": [*document[:n], seed]} for seed in range(3)], GREEDY)
+            assert min(one.num_cached_tokens for one in outputs) >= 384
             memory = llm.engine.scheduler.memory
             assert memory.num_used == 0
             llm.reset_prefix_cache()
             assert all(pool.num_used == 0 for pool in (*memory.pools, *(host.pool for host in memory.hosts)))
-        assert cached[-1] == 896
-        assert [num >= 832 for num in cached[3:7]] == ([True, False, True, True] if swap_space else [False] * 4)
+            llm.generate({"prompt_token_ids": document}, GREEDY)
+        found = replay(journal)
+        assert found.mismatch is None and found.num_batches > 10
+        assert cached[7] == 896
+        known = [num >= 832 for num in (*cached[3:7], cached[8])]
+        assert known == ([True, False, True, True, True] if swap_space else [False] * 5)
 
 
 def test_completions_of_one_prompt_are_drawn_as_without_it(bytes_model: Model) -> None:
@@ -144,27 +154,6 @@ def test_what_led_to_bad_logits_is_not_shared(bytes_model: Model, monkeypatch: p
         params = SamplingParams(temperature=1.0, seed=3, max_tokens=8)
         assert isinstance(llm.generate({"prompt_token_ids": ids}, params)[0].error, NonFiniteLogitsError)
         assert [llm.generate({"prompt_token_ids": ids}, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 192]
-
-
-@pytest.mark.parametrize("overcommit", [False, True])
-def test_a_journal_replays_every_hit_and_what_was_read_back(
-    bytes_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overcommit: bool
-) -> None:
-    monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 1e-9)
-    journal = tmp_path / "journal"
-    options = OPTIONS | {"num_kv_blocks": 20, "swap_space": "64MiB", "overcommit": overcommit}
-    with LLM(str(bytes_model.folder), **options, journal=journal) as llm:
-        for seeds, least in (((0,), 0), ((1,), 0), ((2,), 0), ((0,), 832), ((1, 1), 832), ((3, 2, 0), 0)):
-            outputs = llm.generate([{"prompt_token_ids": random_ids(900, seed=seed)} for seed in seeds], GREEDY)
-            assert all(one.num_cached_tokens >= least for one in outputs)
-        document = random_ids(400, seed=8)
-        for n in (400, 390):
-            outputs = llm.generate([{"prompt_token_ids": [*document[:n], seed]} for seed in range(3)], GREEDY)
-        assert min(one.num_cached_tokens for one in outputs) >= 384
-        llm.reset_prefix_cache()
-        llm.generate({"prompt_token_ids": document}, GREEDY)
-    found = replay(io.StringIO(journal.read_text()))
-    assert found.mismatch is None and found.num_batches > 10
 
 
 def test_ids_name_all_tokens_up_to_there() -> None:

@@ -10,7 +10,8 @@ from medha.config import ModelConfig
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
 
-LLAMA: dict[str, Any] = {
+Fields = dict[str, Any]
+LLAMA: Fields = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 128,
@@ -22,8 +23,8 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 REMOVE = type  # no JSON has it, and tests that are given it have equal names in every process
-YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-LLAMA3: dict[str, Any] = {
+YARN: Fields = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LLAMA3: Fields = {
     "rope_type": "llama3",
     "factor": 8.0,
     "original_max_position_embeddings": 1024,
@@ -32,18 +33,18 @@ LLAMA3: dict[str, Any] = {
 }
 
 
-def family(name: str, **changes: Any) -> dict[str, Any]:
+def family(name: str, **changes: Any) -> Fields:
     architecture = {"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[name]
     return {"architectures": [architecture], "model_type": name, **changes}
 
 
-def load(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> ModelConfig:
+def load(folder: Path, changes: Fields | None = None, **options: Any) -> ModelConfig:
     raw = {key: value for key, value in {**LLAMA, **(changes or {})}.items() if value is not REMOVE}
     (folder / "config.json").write_text(json.dumps(raw))
     return load_model_config(folder, **options)
 
 
-def refused(folder: Path, error: type[ConfigError], changes: dict[str, Any], parts: list[str], **options: Any) -> None:
+def refused(folder: Path, error: type[ConfigError], changes: Fields, parts: list[str], **options: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         load(folder, changes, **options)
     assert type(caught.value) is error, caught.value

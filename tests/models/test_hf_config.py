@@ -12,7 +12,7 @@ from medha.config import RopeConfig
 from medha.errors import ConfigError, UnsupportedModelError
 from medha.models.folder import read_json_object
 from medha.models.hf_config import _NEUTRAL_VALUES, load_generation_config, load_model_config
-from tests.models.hf_folders import LLAMA, REMOVE, YARN, family, load, refused
+from tests.models.hf_folders import LLAMA, REMOVE, YARN, Fields, family, load, refused
 
 TWO_KINDS = ["full_attention", "sliding_attention"]
 
@@ -54,10 +54,8 @@ def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
     ("changes", "expected"),
     [
         ({}, {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rope": RopeConfig()}),
-        (
-            {},
-            {"vocab_size": 128, "intermediate_size": 96, "bos_token_id": 1, "eos_token_ids": (2,), "dtype": "float32"},
-        ),
+        ({}, {"vocab_size": 128, "intermediate_size": 96, "dtype": "float32"}),
+        ({}, {"bos_token_id": 1, "eos_token_ids": (2,)}),
         ({"num_key_value_heads": REMOVE}, {"num_kv_heads": 4}),
         ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
         (family("mistral", sliding_window=None, num_key_value_heads=None), {"num_kv_heads": 4}),
@@ -83,7 +81,7 @@ def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
         ({"vocab_size": 2}, {"bos_token_id": 1, "eos_token_ids": ()}),
     ],
 )
-def test_fields_and_defaults(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fields_and_defaults(tmp_path: Path, changes: Fields, expected: Fields) -> None:
     config = load(tmp_path, changes)
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -102,7 +100,7 @@ def test_fields_and_defaults(tmp_path: Path, changes: dict[str, Any], expected: 
     ],
     ids=str,
 )
-def test_unsupported(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+def test_unsupported(tmp_path: Path, changes: Fields, parts: list[str]) -> None:
     refused(tmp_path, UnsupportedModelError, changes, ["config.json", *parts], max_model_len=1)
 
 
@@ -145,7 +143,7 @@ def test_wrong_dimension(tmp_path: Path, field: str) -> None:
         ({"layer_types": ["full_attention"]}, ["layer_types=", "a list of 2 names"]),
     ],
 )
-def test_wrong_field(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+def test_wrong_field(tmp_path: Path, changes: Fields, parts: list[str]) -> None:
     refused(tmp_path, ConfigError, changes, ["config.json", *parts])
 
 
@@ -177,7 +175,7 @@ def test_what_transformers_saves_reads_back(tmp_path: Path, kind: str, explicit:
         ({"dual_chunk_attention_config": {"chunk_size": 4096}}, 4096),
     ],
 )
-def test_window_in_effect(tmp_path: Path, changes: dict[str, Any], window: int) -> None:
+def test_window_in_effect(tmp_path: Path, changes: Fields, window: int) -> None:
     refused(tmp_path, UnsupportedModelError, changes, [str(window), f"--max-model-len {window} or less", "8192"])
     refused(tmp_path, UnsupportedModelError, changes, ["window"], max_model_len=window + 1)
     assert load(tmp_path, changes, max_model_len=window).max_position_embeddings == 8192
@@ -195,7 +193,7 @@ def test_window_in_effect(tmp_path: Path, changes: dict[str, Any], window: int) 
         family("qwen3", use_sliding_window=True, sliding_window=512, layer_types=["full_attention"] * 2),
     ],
 )
-def test_window_without_effect(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_window_without_effect(tmp_path: Path, changes: Fields) -> None:
     assert load(tmp_path, changes).max_position_embeddings == 8192
 
 
@@ -221,9 +219,7 @@ def test_window_without_effect(tmp_path: Path, changes: dict[str, Any]) -> None:
         ({"architectures": ["CustomForCausalLM"]}, {"architectures": ["LlamaForCausalLM"]}, {}),
     ],
 )
-def test_overrides(
-    tmp_path: Path, changes: dict[str, Any], overrides: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_overrides(tmp_path: Path, changes: Fields, overrides: Fields, expected: Fields) -> None:
     config = load(tmp_path, changes, hf_overrides=overrides)
     for name, value in expected.items():
         assert getattr(config if hasattr(config, name) else config.rope, name) == value
@@ -238,14 +234,14 @@ def test_overrides(
         ({"rope_parameters": {"rope_type": "yarn"}}, ["hf_overrides: rope_parameters: factor is missing"]),
     ],
 )
-def test_wrong_overrides(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -> None:
+def test_wrong_overrides(tmp_path: Path, overrides: Fields, parts: list[str]) -> None:
     refused(tmp_path, ConfigError, {}, ["hf_overrides", *parts], hf_overrides=overrides)
 
 
 # -- generation_config.json (A18) ------------------------------------------------------------------------------
 
 
-def generation(folder: Path, raw: dict[str, Any]) -> tuple[dict[str, float | int], tuple[int, ...]]:
+def generation(folder: Path, raw: Fields) -> tuple[dict[str, float | int], tuple[int, ...]]:
     (folder / "generation_config.json").write_text(json.dumps(raw))
     return load_generation_config(folder, 128)
 
@@ -267,7 +263,7 @@ DRAWS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0, "repetition_
         ({"temperature": 0}, {"temperature": 0.0}, ()),
     ],
 )
-def test_generation_defaults(tmp_path: Path, raw: dict[str, Any], sampling: dict[str, float], eos: Any) -> None:
+def test_generation_defaults(tmp_path: Path, raw: Fields, sampling: dict[str, float], eos: Any) -> None:
     assert load_generation_config(tmp_path, 128) == ({}, ())
     assert generation(tmp_path, raw) == (sampling, eos)
 

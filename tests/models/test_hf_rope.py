@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from medha.config import RopeConfig
 from medha.errors import ConfigError, UnsupportedModelError
 from medha.models.layers import cos_sin, inverse_frequencies
-from tests.models.hf_folders import LLAMA, LLAMA3, YARN, family, load, refused
+from tests.models.hf_folders import LLAMA, LLAMA3, YARN, Fields, family, load, refused
 
 
 def test_both_generations_read_alike(tmp_path: Path) -> None:
@@ -28,16 +28,12 @@ def test_both_generations_read_alike(tmp_path: Path) -> None:
         assert new.rope.theta == 5e5
 
 
-PARITY: dict[str, dict[str, Any]] = {
+NO_ORIGINAL = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+PARITY: dict[str, Fields] = {
     "default": {},
     "linear": {"rope_scaling": {"type": "linear", "factor": 2.5}, "rope_theta": 1e6},
     "llama3": {"rope_scaling": LLAMA3, "rope_theta": 5e5},
-    "llama3 v5, no original": {
-        "rope_parameters": {
-            "rope_theta": 5e5,
-            **{key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"},
-        }
-    },
+    "llama3 v5, no original": {"rope_parameters": {"rope_theta": 5e5, **NO_ORIGINAL}},
     "yarn": {"rope_scaling": YARN},
     "yarn, no original": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     "yarn, outer original": {"rope_scaling": YARN, "original_max_position_embeddings": 1024},
@@ -83,7 +79,7 @@ def test_parity_with_transformers(tmp_path: Path, case: str) -> None:
             assert (got.dtype, got.shape) == (torch.float32, (300, head_dim // 2))
             # transformers' angles are float32: 300 rad times what its inverse frequencies are off by.
             torch.testing.assert_close(torch.cat([got, got], dim=-1), want[0], rtol=0, atol=2e-4)
-    parameters: dict[str, Any] = dict(theirs.rope_parameters or {})
+    parameters: Fields = dict(theirs.rope_parameters or {})
     assert ours.rope_type == parameters["rope_type"]
     assert ours.theta == parameters["rope_theta"]
     for name in ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast"):
@@ -92,7 +88,7 @@ def test_parity_with_transformers(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear"}], ids=lambda rope: rope["rope_type"])
-def test_wrong_factor(tmp_path: Path, rope: dict[str, Any]) -> None:
+def test_wrong_factor(tmp_path: Path, rope: Fields) -> None:
     for factor in (0.5, True, "4", float("nan"), 10**400):
         parts = [f"rope_scaling: factor={repr(factor)[:90]}", "accepted: a finite number from 1"]
         refused(tmp_path, ConfigError, {"rope_scaling": {**rope, "factor": factor}}, parts)
@@ -134,7 +130,7 @@ def test_wrong_rope(tmp_path: Path, rope: Any, parts: list[str]) -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["'full_attention'", "by layer"]),
     ],
 )
-def test_unsupported_rope(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+def test_unsupported_rope(tmp_path: Path, changes: Fields, parts: list[str]) -> None:
     refused(tmp_path, UnsupportedModelError, changes, parts)
 
 
@@ -147,7 +143,7 @@ def test_unsupported_rope(tmp_path: Path, changes: dict[str, Any], parts: list[s
         {"rope_scaling": {**YARN, "rope_theta": 1e4}, "rope_parameters": {**YARN, "rope_theta": 1e6}},
     ],
 )
-def test_generations_disagree(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_generations_disagree(tmp_path: Path, changes: Fields) -> None:
     refused(tmp_path, ConfigError, changes, ["config.json: rope_", "disagree"])
 
 
@@ -157,6 +153,8 @@ def test_keys_of_another_type_have_no_effect(tmp_path: Path) -> None:
 
 
 # -- rope_scaling as an option ---------------------------------------------------------------------------------
+
+MISTRAL = family("mistral", sliding_window=None, max_position_embeddings=32768)
 
 
 @pytest.mark.parametrize(
@@ -173,20 +171,11 @@ def test_keys_of_another_type_have_no_effect(tmp_path: Path) -> None:
         ({}, {"rope_type": "yarn", "factor": 4.0}, None, ("yarn", 4.0, 8192, 32768)),
         ({}, {"type": "yarn"}, 32768, ("yarn", 4.0, 8192, 32768)),
         ({}, LLAMA3, None, ("llama3", 8.0, 1024, 8192)),
-        (
-            family("mistral", sliding_window=None, max_position_embeddings=32768),
-            "yarn",
-            10_000_000,
-            ("yarn", 10_000_000 / 32768, 32768, 10_000_000),
-        ),
+        (MISTRAL, "yarn", 10_000_000, ("yarn", 10_000_000 / 32768, 32768, 10_000_000)),
     ],
 )
 def test_scaling_option(
-    tmp_path: Path,
-    changes: dict[str, Any],
-    scaling: Any,
-    max_model_len: int | None,
-    expected: tuple[str, float, int | None, int],
+    tmp_path: Path, changes: Fields, scaling: Any, max_model_len: int | None, expected: tuple[Any, ...]
 ) -> None:
     config = load(tmp_path, {"rope_theta": 5e5, **changes}, rope_scaling=scaling, max_model_len=max_model_len)
     rope = config.rope

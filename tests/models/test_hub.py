@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -11,15 +12,11 @@ from medha.errors import ModelLoadError
 from medha.models.folder import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
 
 
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **options: object) -> str:
-        pytest.fail(f"the hub was asked for {args}")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **_: pytest.fail(f"asked for {args}"))
 
 
-@pytest.mark.usefixtures("no_hub")
 def test_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert resolve_model(str(tmp_path)) == tmp_path
@@ -31,7 +28,6 @@ def test_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert resolve_model("~/org") == tmp_path / "org"
 
 
-@pytest.mark.usefixtures("no_hub")
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -56,42 +52,30 @@ def test_wrong_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mo
     assert "hub id such as org/name" in str(caught.value)
 
 
-@pytest.mark.usefixtures("no_hub")
 def test_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deny(path: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "scandir", deny)  # a chmod would not stop root
+    denied = PermissionError(13, "Permission denied", str(tmp_path))
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=denied))  # a chmod would not stop root
     with pytest.raises(ModelLoadError, match=r"cannot be read.*Permission denied"):
         resolve_model(str(tmp_path))
 
 
 def test_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, dict[str, object]]] = []
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda model, **options: calls.append((model, options)) or str(tmp_path)
-    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download := Mock(return_value=str(tmp_path)))
     assert resolve_model("org/name-1.5", revision="v2") == tmp_path
     patterns = {"allow_patterns": list(ALLOW_PATTERNS), "ignore_patterns": list(IGNORE_PATTERNS)}
-    assert calls == [("org/name-1.5", {"revision": "v2", **patterns})]
+    download.assert_called_once_with("org/name-1.5", revision="v2", **patterns)
 
 
 def test_patterns() -> None:
     wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "additional_chat_templates/tool.jinja"]
     others = ["pytorch_model.bin", "modeling_custom.py", "original/model.safetensors"]
-    assert (
-        list(filter_repo_objects([*wanted, *others], allow_patterns=ALLOW_PATTERNS, ignore_patterns=IGNORE_PATTERNS))
-        == wanted
-    )
+    patterns = {"allow_patterns": ALLOW_PATTERNS, "ignore_patterns": IGNORE_PATTERNS}
+    assert list(filter_repo_objects([*wanted, *others], **patterns)) == wanted
 
 
 def test_hub_failure_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = KeyError("etag")  # whatever class the hub raises
-
-    def fail(*args: object, **options: object) -> str:
-        raise failure
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=failure))
     with pytest.raises(ModelLoadError, match=r"'org/name' at revision 'v2': .*KeyError.*accepted") as caught:
         resolve_model("org/name", revision="v2")
     assert caught.value.__cause__ is failure

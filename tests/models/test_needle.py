@@ -18,6 +18,7 @@ from medha.models.needle import (
     needle_weights,
     write_needle,
 )
+from tests.serving import Model
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,18 +28,13 @@ ONE_HOT_GAP = 35.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle(tmp_path_factory.mktemp("needle") / "deep" / "model")
+def model(needle: Model) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(needle.folder)
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(folder)
+def tokenizer(needle: Model) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(needle.folder)
 
 
 def greedy(model: Any, ids: list[int], max_tokens: int) -> list[int]:
@@ -74,20 +70,14 @@ def layer1_scores(weights: dict[str, torch.Tensor], head: int, distances: np.nda
     return scores / HEAD_DIM**0.5
 
 
-# --- the folder ------------------------------------------------------------------------------------------------------
-
-
-def test_folder_has_the_files_of_a_model_and_writing_again_replaces_them(folder: Path, tmp_path: Path) -> None:
+def test_folder_has_the_files_of_a_model_and_writing_again_replaces_them(needle: Model, tmp_path: Path) -> None:
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    out = write_needle(tmp_path)
+    folder, out = needle.folder, write_needle(tmp_path / "deep" / "model")
     for name in names:
         (out / name).write_bytes(b"broken")
     write_needle(out)
     assert {file.name for file in folder.iterdir()} == {file.name for file in out.iterdir()} == names
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in names)
-
-
-# --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
 TEXTS = ["", "  two  spaces\r\n\ttab é ü 日本語 🙂 <s> </s> Ġ Ċ \x00\x7f\xad", "".join(map(chr, range(0x200)))]
@@ -101,9 +91,6 @@ def test_tokenizer_ids_are_bytes_and_round_trip(tokenizer: Any, text: str) -> No
     assert len(tokenizer) == 256 and tokenizer.all_special_tokens == []
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("num_tokens", [1023, 4096])
 def test_transformers_finds_the_needle(model: Any, tokenizer: Any, num_tokens: int, depth: float) -> None:
@@ -111,9 +98,6 @@ def test_transformers_finds_the_needle(model: Any, tokenizer: Any, num_tokens: i
     ids = tokenizer(hay.prompt).input_ids
     assert len(ids) == num_tokens
     assert tokenizer.decode(greedy(model, ids, 32)) == hay.answer == " 7429-amber.\n"
-
-
-# --- haystacks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_tokens", [87, 88, 500, 100_000])
@@ -136,9 +120,6 @@ def test_haystack_is_exact_deterministic_and_varied(num_tokens: int, depth: floa
 def test_haystack_that_has_no_room_for_its_fact() -> None:
     with pytest.raises(ValueError, match="num_tokens=50; accepted: 87 or more"):
         make_haystack(50)
-
-
-# --- the numbers the construction rests on ---------------------------------------------------------------------------
 
 
 def test_layer_1_gap_at_every_distance_to_10m() -> None:

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from medha.config import RopeConfig
 from medha.models.layers import cos_sin, inverse_frequencies, rotate
 
-# -- far positions ---------------------------------------------------------------------------------------------
-
 
 def exact_angle(position: int, theta: float, i: int, head_dim: int) -> float:
     """Position times theta ** (-2 i / head_dim) modulo a whole turn, in 60 digits."""
@@ -49,9 +47,6 @@ def test_chunks_of_any_size_agree_to_the_bit(start: int, pieces: list[int], head
     whole = cos_sin(positions, inv_freq, 1.1)
     parts = [cos_sin(piece, inv_freq, 1.1) for piece in positions.split(pieces)]
     assert torch.equal(torch.cat(parts), whole)
-
-
-# -- rotation --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

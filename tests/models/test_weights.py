@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from medha.models.decoder import build_decoder
 from medha.models.weights import INDEX_NAME, Checkpoint, check_tensors, expected_tensors, load_parameters
 
 FILE = "model.safetensors"
+# A vocabulary of 32, hidden 16, inner 24, 2 layers, 4 heads over 2 KV heads of dimension 4, 64 positions.
+CONFIG = ModelConfig("LlamaForCausalLM", 32, 16, 24, 2, 4, 2, 4, 64, RopeConfig())
 
 
 def refused(folder: Path, *parts: str) -> str:
@@ -25,12 +28,6 @@ def refused(folder: Path, *parts: str) -> str:
     said = str(caught.value)
     assert all(part in said for part in parts) and len(said) < 1500, said
     return said
-
-
-def make_config(**changes: Any) -> ModelConfig:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
-    sizes |= {"num_kv_heads": 2, "head_dim": 4, "max_position_embeddings": 64}
-    return ModelConfig(**{"architecture": "LlamaForCausalLM", "rope": RopeConfig(), **sizes, **changes})
 
 
 def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -45,34 +42,32 @@ def write_index(folder: Path, weight_map: Any) -> None:
 # -- reading ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_single_file(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = random_tensors(make_config(), dtype)
-    save_file(tensors, tmp_path / FILE)
-    with Checkpoint(tmp_path) as checkpoint:
-        assert sorted(checkpoint.tensors) == sorted(tensors)
+def assert_reads(folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, str]) -> None:
+    """A folder holds these tensors and no others, each in its file, and reads each once."""
+    with Checkpoint(folder) as checkpoint:
+        found = {name: (info.shape, info.file) for name, info in checkpoint.tensors.items()}
+        assert found == {name: (tuple(tensor.shape), files[name]) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            info = checkpoint.tensors[name]
-            assert (info.shape, info.file) == (tuple(tensor.shape), FILE)
-            torch.testing.assert_close(checkpoint.read(name), tensor, rtol=0, atol=0)
+            torch.testing.assert_close(checkpoint.read(name), tensor, rtol=0, atol=0)  # and of one dtype
         assert checkpoint.bytes_read == sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_single_file(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = random_tensors(CONFIG, dtype)
+    save_file(tensors, tmp_path / FILE)
+    assert_reads(tmp_path, tensors, dict.fromkeys(tensors, FILE))
+
+
 def test_shards_with_and_without_index(tmp_path: Path) -> None:
-    tensors = random_tensors(make_config())
-    names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, tmp_path / file)
-    for indexed in (False, True):
-        if indexed:
-            write_index(tmp_path, {name: file for file, part in shards.items() for name in part})
-        with Checkpoint(tmp_path) as checkpoint:
-            assert {name: checkpoint.tensors[name].file for name in checkpoint.tensors} == {
-                name: file for file, part in shards.items() for name in part
-            }
-            for name, tensor in tensors.items():
-                assert torch.equal(checkpoint.read(name), tensor)
+    tensors = random_tensors(CONFIG)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    files = {name: shards[i % 2] for i, name in enumerate(sorted(tensors))}
+    for shard in shards:
+        save_file({name: tensors[name] for name in tensors if files[name] == shard}, tmp_path / shard)
+    assert_reads(tmp_path, tensors, files)
+    write_index(tmp_path, files)
+    assert_reads(tmp_path, tensors, files)
 
 
 def test_slices_read_only_their_bytes_and_outlive_the_file_handle(tmp_path: Path) -> None:
@@ -93,8 +88,7 @@ def test_slices_read_only_their_bytes_and_outlive_the_file_handle(tmp_path: Path
 def test_consolidated_is_skipped(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / "model-00001-of-00001.safetensors")
     save_file({"tok_embeddings.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    with Checkpoint(tmp_path) as checkpoint:
-        assert list(checkpoint.tensors) == ["w"]
+    assert_reads(tmp_path, {"w": torch.zeros(1)}, {"w": "model-00001-of-00001.safetensors"})
 
 
 def test_hub_cache_links_out_of_the_folder(tmp_path: Path) -> None:
@@ -103,8 +97,7 @@ def test_hub_cache_links_out_of_the_folder(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "blobs" / "0123")
     (tmp_path / "snapshot" / "a.safetensors").symlink_to("../blobs/0123")
     write_index(tmp_path / "snapshot", {"w": "a.safetensors"})
-    with Checkpoint(tmp_path / "snapshot") as checkpoint:
-        assert torch.equal(checkpoint.read("w"), torch.ones(2))
+    assert_reads(tmp_path / "snapshot", {"w": torch.ones(2)}, {"w": "a.safetensors"})
 
 
 @pytest.mark.parametrize("when", ["before the first read", "between two reads"])
@@ -226,7 +219,7 @@ def test_no_weights(tmp_path: Path) -> None:
 
 
 def test_load_casts_in_place(tmp_path: Path) -> None:
-    config = make_config(qk_norm=True, head_dim=8)
+    config = replace(CONFIG, qk_norm=True, head_dim=8)
     tensors = random_tensors(config, torch.bfloat16)
     save_file(tensors, tmp_path / FILE)
     decoder = build_decoder(config, dtype=torch.float32, device=torch.device("cpu"))
@@ -242,8 +235,7 @@ def test_load_casts_in_place(tmp_path: Path) -> None:
 
 
 def test_one_error_lists_everything(tmp_path: Path) -> None:
-    config = make_config()
-    tensors = random_tensors(config)
+    tensors = random_tensors(CONFIG)
     del tensors["model.norm.weight"]
     tensors["extra"] = torch.zeros(1)
     tensors["model.embed_tokens.weight"] = torch.zeros(3, 16)
@@ -252,7 +244,7 @@ def test_one_error_lists_everything(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(24, 16).to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / FILE)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError) as caught:
-        check_tensors(checkpoint, config)
+        check_tensors(checkpoint, CONFIG)
     for part in (
         str(tmp_path),
         "1 tensors missing: model.norm.weight",
@@ -268,7 +260,7 @@ def test_one_error_lists_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_may_be_there_unread(tmp_path: Path, tied: bool) -> None:
-    config = make_config(tie_word_embeddings=tied)
+    config = replace(CONFIG, tie_word_embeddings=tied)
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2), "lm_head.weight": torch.zeros(32, 16)}
     save_file(random_tensors(config) | more, tmp_path / FILE)
     with Checkpoint(tmp_path) as checkpoint:
@@ -277,4 +269,4 @@ def test_what_may_be_there_unread(tmp_path: Path, tied: bool) -> None:
 
 def test_weights_beyond_memory_are_a_named_error() -> None:
     with pytest.raises(ConfigError, match=r"^the weights held here take \d{14} bytes on cpu, which does not give them"):
-        build_decoder(make_config(vocab_size=2**40), dtype=torch.bfloat16, device=torch.device("cpu"))
+        build_decoder(replace(CONFIG, vocab_size=2**40), dtype=torch.bfloat16, device=torch.device("cpu"))
