@@ -2,7 +2,7 @@
 
 from types import MethodType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ from medha.worker.runner import Runner
 @pytest.mark.parametrize("part", ["caller", "follower"])
 def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """NCCL ends a group when no graph is left that holds its collectives; the last barrier is gloo's."""
-    order: list[str] = []
+    dist = Mock()
 
     class Graph:
         def __del__(self) -> None:
-            order.append("graph")
+            dist.graph_ends()
 
     names = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
     groups = names | {"transfer_group": None}  # of decode instances alone
@@ -33,14 +33,10 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     runner.graphs, runner._layers = Graph(), Graph()
     runner.drop_graphs = MethodType(Runner.drop_graphs, runner)
     quiet = Mock()
-    dist = SimpleNamespace(
-        barrier=lambda *, group: order.append(f"barrier of {group}"),
-        destroy_process_group=lambda group: order.append(f"end of {group}"),
-    )
     monkeypatch.setattr(medha.parallel.mesh, "dist", dist)
     monkeypatch.setattr(medha.engine.distributed, "ControlReceiver", lambda *args, **kwargs: quiet)
     monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
     parts: dict[str, Any] = {"caller": DrivingRunner(runner, ranks, quiet), "follower": Follower(runner, ranks)}
     RankHandle(Mock(), None, runner, str, part=parts[part]).close()
-    ends = [f"end of {name}" for name in ("pipe", "gloo", "control", "merges")]
-    assert order == ["graph", "graph", "barrier of gloo", *ends]
+    ends = [call.destroy_process_group(name) for name in ("pipe", "gloo", "control", "merges")]
+    assert dist.mock_calls == [call.graph_ends(), call.graph_ends(), call.barrier(group="gloo"), *ends]

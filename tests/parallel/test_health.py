@@ -45,11 +45,11 @@ class Ranks:
 
     def monitor(self, rank: int, world_size: int, *, local_ranks: range = range(0), **options: Any) -> Monitor:
         """A monitor that watches and talks; what its main thread is about, it says itself."""
-
-        def end(message: str, speak: bool) -> None:
-            self.ended.setdefault(rank, (message, speak))
-
-        monitor = Monitor(place(rank, world_size, local_ranks, **options), name=lambda rank: f"rank {rank}", end=end)
+        monitor = Monitor(
+            place(rank, world_size, local_ranks, **options),
+            name=lambda rank: f"rank {rank}",
+            end=lambda message, speak: self.ended.setdefault(rank, (message, speak)),
+        )
         monitor.waits_for = lambda: "control"
         monitor.start()
         monitor.attach(self.server.clone())
