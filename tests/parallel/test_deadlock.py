@@ -157,16 +157,14 @@ def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput],
 class ToyModel:
     """Some layers of a decoder that mixes integers; rows are split over a tensor-parallel group and summed."""
 
-    def __init__(
-        self, layers: range, tp: int, tp_rank: int, all_reduce: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, layout: ParallelConfig, rank: int, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        _, stage, self._tp_rank = layout.coordinates(rank)
+        self.layers = layout.layers_of(stage, NUM_LAYERS)
         self.config = SimpleNamespace(rope=RopeConfig(), head_dim=DIM)
-        self.has_embedding = layers.start == 0
-        self.has_head = layers.stop == NUM_LAYERS
+        self.has_embedding = self.layers.start == 0
+        self.has_head = self.layers.stop == NUM_LAYERS
         self.head = None
-        self._layers = layers
-        self._tp, self._tp_rank = tp, tp_rank
-        self._all_reduce = all_reduce
+        self._tp, self._all_reduce = layout.tp, all_reduce
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         mine = torch.where(ids_T % self._tp == self._tp_rank, ids_T + 1, 0)
@@ -175,7 +173,7 @@ class ToyModel:
     def __call__(self, x_TD: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
         own = torch.arange(len(x_TD)) % self._tp == self._tp_rank
         k_TKH = (positions + 1.0)[:, None, None].expand(-1, 1, DIM)  # see toy_arithmetic
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self.layers):
             x_TKH = x_TD[:, None, :]
             mixed_TD = (attend(i, x_TKH, k_TKH, x_TKH)[:, 0] + 3 * x_TD + layer) % MODULUS
             x_TD = self._all_reduce(mixed_TD * own[:, None])
@@ -219,29 +217,31 @@ def toy_arithmetic() -> Iterator[None]:
         yield
 
 
-def num_blocks_of(workload: Workload, num_groups: int) -> int:
-    """Of each group's pool: the share of the longest request and what the workload spares."""
-    return -(-MAX_KV_TOKENS // (num_groups * BLOCK_SIZE)) + workload.spare_blocks
+def blocks_of_longest(layout: ParallelConfig) -> int:
+    """The share of the longest request in each group's pool, to which comes what the workload spares."""
+    return -(-MAX_KV_TOKENS // (layout.kvp * BLOCK_SIZE))
 
 
-def toy_runner(layers: range, *, num_blocks: int, tp: int, tp_rank: int, all_reduce: Any, **place: Any) -> Runner:
-    """Some layers; ``place`` is what :class:`Runner` takes by name."""
-    shape, size = LayerShape(1, 1, DIM, torch.float32), {"num_layers": len(layers), "num_blocks": num_blocks}
-    cache = KVCache(shape, **size, block_size=BLOCK_SIZE, device=torch.device("cpu"))
-    model: Any = ToyModel(layers, tp, tp_rank, all_reduce)
+def toy_runner(workload: Workload, layout: ParallelConfig, rank: int, all_reduce: Any, **place: Any) -> Runner:
+    """What a rank runs; ``place`` is what :class:`Runner` takes by name."""
+    model: Any = ToyModel(layout, rank, all_reduce)
+    shape, num_blocks = LayerShape(1, 1, DIM, torch.float32), blocks_of_longest(layout) + workload.spare_blocks
+    sizes = {"num_layers": len(model.layers), "num_blocks": num_blocks, "block_size": BLOCK_SIZE}
+    cache = KVCache(shape, **sizes, device=torch.device("cpu"))
     return Runner(model, cache, ToyAttention(), torch.device("cpu"), **place)
 
 
-def toy_engine(runner: Any, workload: Workload, depth: int, *, num_groups: int = 1) -> Engine:
+def toy_engine(runner: Any, workload: Workload, layout: ParallelConfig) -> Engine:
     scheduler = SchedulerConfig(
         "sarathi",
         max_num_seqs=workload.max_num_seqs,
         max_batch_tokens=workload.max_batch_tokens,
         chunk_size=min(workload.chunk_size, workload.max_batch_tokens),
-        depth=workload.depth or depth,
-        max_kv_per_group=-(-MAX_KV_TOKENS // (num_groups * BLOCK_SIZE)) * BLOCK_SIZE,
+        depth=workload.depth or (layout.spp + 1 if layout.spp > 1 else 1),
+        max_kv_per_group=blocks_of_longest(layout) * BLOCK_SIZE,
     )
-    sizes = {"num_blocks": num_blocks_of(workload, num_groups), "block_size": BLOCK_SIZE, "num_groups": num_groups}
+    num_blocks = blocks_of_longest(layout) + workload.spare_blocks
+    sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "num_groups": layout.kvp}
     limits = ModelLimits(TOY_VOCAB, 1000, eos_token_ids=(0,))
     ticks = itertools.count(0.0)
     return Engine(runner, Scheduler(scheduler, **sizes, predictor=by_tokens()), limits, clock=lambda: next(ticks))
@@ -249,11 +249,10 @@ def toy_engine(runner: Any, workload: Workload, depth: int, *, num_groups: int =
 
 def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
     """What each request gives if nobody aborts it."""
-    num_blocks = num_blocks_of(workload, 1)
-    runner = toy_runner(range(NUM_LAYERS), num_blocks=num_blocks, tp=1, tp_rank=0, all_reduce=lambda x: x)
     patient = dataclasses.replace(workload, arrivals=tuple(a._replace(abort_after=None) for a in workload.arrivals))
+    runner = toy_runner(patient, ParallelConfig(), 0, lambda x: x)
     with toy_arithmetic():
-        return drive(toy_engine(runner, patient, 1), patient)
+        return drive(toy_engine(runner, patient, ParallelConfig()), patient)
 
 
 def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
@@ -285,7 +284,7 @@ def on_ranks(
 
     def rank_main(rank: int) -> None:
         ranks = toy_ranks(transport, config, rank)
-        digests, share = Digests(ranks.report_group), {"tp": config.tp, "tp_rank": ranks.tp_rank}
+        digests = Digests(ranks.report_group)
         pipe = StagePipe(
             ranks.pipe_group,
             digests,
@@ -295,19 +294,14 @@ def on_ranks(
             dtype=torch.float32,
             device=torch.device("cpu"),
             num_buffers=limits.stage,
+            tp=config.tp,
+            tp_rank=ranks.tp_rank,
             all_gather=all_gather_over(ranks.tp_group),
-            **share,
         )
-        runner = toy_runner(
-            config.layers_of(ranks.stage, NUM_LAYERS),
-            num_blocks=num_blocks_of(workload, config.kvp),
-            all_reduce=all_reduce_over(ranks.tp_group) if config.tp > 1 else (lambda x: x),
-            pipe=pipe,
-            samples=ranks.is_sampler,
-            group=ranks.group,
-            merge=Merge(ranks.merge_group, digests, ranks=ranks.merge_group.members, own=ranks.group),
-            **share,
-        )
+        merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_group.members, own=ranks.group)
+        place = {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
+        all_reduce = all_reduce_over(ranks.tp_group) if config.tp > 1 else (lambda x: x)
+        runner = toy_runner(workload, config, rank, all_reduce, **place)
         if rank != 0:
             follower = Follower(runner, ranks)
             follower.call("generate", list)
@@ -315,7 +309,7 @@ def on_ranks(
             return
         sender = ControlSender(ranks.control_group, range(1, config.world_size))
         driving = DrivingRunner(runner, ranks, sender)
-        engine = toy_engine(driving, workload, config.spp + 1 if config.spp > 1 else 1, num_groups=config.kvp)
+        engine = toy_engine(driving, workload, config)
 
         def generate() -> list[RequestOutput]:
             asks_now_and_then = lambda step: step % 5 == 2 and driving.gather_records()  # noqa: E731

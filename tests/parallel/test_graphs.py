@@ -2,7 +2,7 @@
 
 from types import MethodType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -25,10 +25,8 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         def __del__(self) -> None:
             dist.graph_ends()
 
-    names = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
-    groups = names | {"transfer_group": None}  # of decode instances alone
-    places = {"first_stage_ranks": lambda group: [0, 1], "of_groups": lambda groups: [0, 1]}
-    ranks: Any = SimpleNamespace(config=ParallelConfig(tp=2), **places, **groups, monitor=Mock())
+    groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
+    ranks: Any = MagicMock(config=ParallelConfig(tp=2), **groups, transfer_group=None)  # without decode instances
     runner: Any = SimpleNamespace(model=None, recorder=Recorder(), device=torch.device("cpu"))
     runner.graphs, runner._layers = Graph(), Graph()
     runner.drop_graphs = MethodType(Runner.drop_graphs, runner)

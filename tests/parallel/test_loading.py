@@ -64,11 +64,10 @@ def test_each_rank_reads_only_its_part(
     assert whole <= sum(read for read, _ in answers) <= replicas * whole
 
 
-def test_dry_run_prints_rank_map_memory_and_longest_context(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
+def test_dry_run_prints_rank_map_memory_and_longest_context(folder: Path) -> None:
     console = Console(record=True, width=100)
     options = {"tp": 2, "spp": 3, "kv_memory": 1 << 20, "block_size": 64}
-    assert run_dry(EngineConfig.from_flat(str(tmp_path), **options), console) == 0
+    assert run_dry(EngineConfig.from_flat(str(folder), **options), console) == 0
     text = console.export_text()
     assert text.strip().startswith("LlamaForCausalLM on 6 ranks")
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()[:1].isdigit()]

@@ -15,15 +15,13 @@ from medha.worker.transfer import TransferLine
 from tests.engines import left_behind
 from tests.parallel.faults import STATES, Fault, Job, Start, command, states_of
 from tests.parallel.test_decode import GREEDY, PENALTIES, SIZES, wishes
-from tests.parallel.test_faults import check_ends, check_named, right_tokens, unfinished_lines
+from tests.parallel.test_faults import END_S, check_ends, check_named, right_tokens, unfinished_lines
 from tests.parallel.workers import WorkerPool, generate
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "medha": {"decode_replicas": 1, "decode_tp": 2},
     "cdsp": {"scheduler": "cdsp", "chunk_size": None, "kvp": 2, "decode_replicas": 1, "decode_tp": 1},
 }
-
-ENDS_S = 60.0  # a tenth of it, and less, where the machine is not loaded
 
 
 def take_a_while(transfers: TransferLine, *rest: Any) -> None:
@@ -83,7 +81,7 @@ def test_an_abort_in_any_state_leaves_nothing_behind(own_workers: WorkerPool, fo
         assert (len(tokens) > 0) == (state not in ("queued", "in a chunk")), state
         wanted = {str(at): tokens for at, tokens in enumerate(expected) if str(at) != aborted} | {"late": expected[0]}
         assert {name: tokens for name, (_, tokens) in ends.items()} == wanted
-        assert left == {} and gone_s < ENDS_S
+        assert left == {} and gone_s < END_S
 
 
 # -- a rank that fails, and a signal ---------------------------------------------------------------------------
@@ -164,7 +162,7 @@ def test_a_signal_ends_all_requests_and_all_ranks(model: Path, serve: Start, sch
     """While one is in each state: what is in flight runs to its end, and every rank ends well."""
     fault = Fault(0, "states", "terminate")
     job = serve(len(PLACES[scheduler]), REQUESTS, COMMANDS[scheduler], fault=fault, target=slowly)
-    codes = job.wait(ENDS_S, since_s=job.fault_s())
+    codes = job.wait(END_S, since_s=job.fault_s())
     assert codes == [143, *[0] * (len(codes) - 1)], job.stderr(0)
     unfinished = check_lines(model, job, may_lack=False)
     assert {line["finish_reason"] for line in unfinished.values()} == {"abort"}

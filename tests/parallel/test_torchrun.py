@@ -67,9 +67,7 @@ def verified(
         (["--tp", "2"], "kvp=1 x spp=1 x tp=2, 2 ranks, float32"),
     ],
 )
-def test_verify_says_that_all_is_well(
-    tmp_path: Path, start: Start, options: list[str], layout: str
-) -> None:
+def test_verify_says_that_all_is_well(tmp_path: Path, start: Start, options: list[str], layout: str) -> None:
     code, (out, *others), rows = verified(start, tmp_path, options)
     assert code == 0, out
     assert layout in out

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from medha import LLM, RequestOutput
 from medha.__main__ import app
 from medha.cli.command import run_app
-from medha.config import ParallelConfig
 from medha.parallel.kvp import Merge
-from medha.parallel.mesh import _destroy_all, make_merge_group
+from medha.parallel.mesh import _destroy_all
 from medha.parallel.own_ranks import reserved_port
 from medha.parallel.spp import Digests
 
@@ -101,10 +100,8 @@ def gloo() -> Iterator[None]:
 
 def merge_of_all() -> Merge:
     """Within :func:`gloo`: what merges between ranks, each of which is a group of its own."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=TIMEOUT_S))
-    assert group is not None
-    return Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank)
+    everyone = range(dist.get_world_size())
+    return Merge(dist.new_group(), Digests(dist.new_group()), ranks=everyone, own=dist.get_rank())
 
 
 def check_free(llm: LLM) -> None:
