@@ -1,5 +1,5 @@
-"""What crosses ranks comes back as it went: messages of the control stream, in one frame or in several, where garbage is
-an error; beside batches sampling state, sampled tokens, errors."""
+"""What crosses ranks comes back as it went: messages of the control stream, in one frame or in several, where garbage
+is an error; beside batches sampling state, sampled tokens, errors."""
 
 import json
 import zlib
