@@ -31,6 +31,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture(scope="session")
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    """A random Llama of three layers."""
+    return checkpoint(num_hidden_layers=3)
+
+
 @pytest.fixture(scope="module")
 def own_workers() -> Iterator[WorkerPool]:
     """Processes of one file alone. DTensor keeps a mesh by its ranks, with the names of its groups, also where all

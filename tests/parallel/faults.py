@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +52,23 @@ class Job:
 
     folder: Path
     processes: list[Any]
-    ended_s: dict[int, float] = field(default_factory=dict)  # monotonic time at which each was seen to have ended
 
-    def wait(self, limit_s: float = LIMIT_S, *, but: Sequence[int] = ()) -> list[int | None]:
-        """Wait for all ranks, or all but some; returns their exit codes, None for one that still runs."""
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            for rank, process in enumerate(self.processes):
-                if process.exitcode is not None:
-                    self.ended_s.setdefault(rank, time.monotonic())
-            if len(set(self.ended_s) - set(but)) == len(self.processes) - len(but):
-                break
-            time.sleep(0.02)
+    def wait(
+        self, limit_s: float = LIMIT_S, *, since_s: float | None = None, but: int | None = None
+    ) -> list[int | None]:
+        """Wait for all ranks, or all but one, so long from now or from a monotonic time on; returns their exit codes,
+        None for one that still runs."""
+        end_s = limit_s + (time.monotonic() if since_s is None else since_s)
+        for rank, process in enumerate(self.processes):
+            if rank != but:
+                process.join(max(0.0, end_s - time.monotonic()))
         return [process.exitcode for process in self.processes]
 
-    def end_well(self) -> None:
-        """Wait for all ranks; none of them may have failed."""
+    def end_well(self) -> list[str]:
+        """Wait for all ranks, none of which may have failed; returns what each printed."""
         codes = self.wait()
         assert set(codes) == {0}, "\n".join([str(codes), *map(self.stderr, range(len(codes)))])
+        return [self.stdout(rank) for rank in range(len(codes))]
 
     def stdout(self, rank: int) -> str:
         return (self.folder / f"stdout-{rank}").read_text()
@@ -91,9 +90,6 @@ class Job:
     def let_go(self) -> None:
         """End what a fault holds up."""
         (self.folder / "go").touch()
-
-    def seconds_to_end(self, rank: int) -> float:
-        return self.ended_s[rank] - self.fault_s()
 
 
 Start = Callable[..., Job]

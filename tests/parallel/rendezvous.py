@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,19 +217,18 @@ class Transport:
     def installed(self, world_size: int) -> Iterator[None]:
         """Within, the library's transfers, queues and threads are those of this model."""
         dist = SimpleNamespace(
-            isend=lambda tensor, *, dst, group, tag=0: self.isend(tensor, dst, group, tag),
-            irecv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag),
-            send=lambda tensor, *, dst, group, tag=0: self.isend(tensor, dst, group, tag).wait(),
-            recv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag).wait(),
-            P2POp=lambda op, tensor, peer, group: (op, tensor, peer, group),
-            batch_isend_irecv=lambda ops: [self._of_a_batch(*op) for op in ops],
+            isend=self.isend,
+            irecv=self.irecv,
+            send=lambda tensor, **to: self.isend(tensor, **to).wait(),
+            recv=lambda tensor, **of: self.irecv(tensor, **of).wait(),
+            P2POp=partial,
+            batch_isend_irecv=lambda ops: [op() for op in ops],
             all_reduce=lambda tensor, *, group: tensor.copy_(self.all_reduce(tensor, group)),
             all_gather_into_tensor=lambda everyone, mine, *, group: self.all_gather(everyone, mine, group).wait(),
             get_world_size=lambda group: len(group.members),
             barrier=lambda *_, **__: self._barrier(world_size),
             destroy_process_group=lambda *_: None,
         )
-        self._dist = dist
         with pytest.MonkeyPatch.context() as patch:
             for module in (wire, control, kvp, mesh, spp, tp):
                 patch.setattr(module, "dist", dist)
@@ -237,9 +237,6 @@ class Transport:
                 patch.setattr(module, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))
             patch.setattr(step, "Future", lambda: _Future(self))
             yield
-
-    def _of_a_batch(self, op: Any, tensor: torch.Tensor, peer: int, group: Group) -> Work:
-        return self.irecv(tensor, peer, group) if op is self._dist.irecv else self.isend(tensor, peer, group)
 
     def _thread(self, target: Callable[[], None], *, name: str, daemon: bool) -> Any:
         assert self._current is not None and daemon

@@ -38,10 +38,7 @@ def admit(folder: Path) -> list[tuple[list[int], list[int]]] | None:
     """On each rank: add a short and a long prompt while another request decodes, abort each after some chunks; rank 0
     returns the integers of each message and of each batch meanwhile."""
     with LLM(folder, **OPTIONS) as llm:
-        if llm.is_driver:
-            return [_admit_one(llm.engine, length) for length in (SHORT, NUM_TOKENS)]
-        llm.follow()
-        return None
+        return [_admit_one(llm.engine, length) for length in (SHORT, NUM_TOKENS)] if llm.is_driver else None
 
 
 def _admit_one(engine: Any, length: int) -> tuple[list[int], list[int]]:

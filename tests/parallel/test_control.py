@@ -1,28 +1,36 @@
-"""Messages of the control stream: what is sent is what arrives, in one frame or in several; garbage is an error."""
+"""What crosses ranks comes back as it went: messages of the control stream, in one frame or in several, where garbage
+is an error; beside batches sampling state, sampled tokens, errors."""
 
+import json
 import zlib
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import medha.parallel.control as control
-from medha.batch import Batch, Extent, Row
-from medha.errors import PlanDivergenceError
-from medha.parallel.control import ControlReceiver, ControlSender, Message, decode, encode
-from tests.parallel.rendezvous import Group, Transport
-
-NUMBERS = st.integers(0, 2**31 - 1)
-SMALL = st.integers(0, 2**30)
-BATCHES = st.builds(
-    Batch,
-    NUMBERS,
-    st.lists(st.builds(Row, NUMBERS, SMALL, SMALL, st.booleans(), st.booleans(), SMALL, SMALL), max_size=5).map(tuple),
-    st.lists(st.builds(Extent, NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=5).map(tuple),
-    st.lists(NUMBERS, max_size=5).map(tuple),
+from medha import errors
+from medha.batch import Batch, Row
+from medha.engine.wire import (
+    decode_report,
+    decode_sampling,
+    encode_report,
+    encode_sampling,
+    error_from_json,
+    error_to_json,
+    report_size,
 )
+from medha.errors import MedhaError, PlanDivergenceError, RequestError
+from medha.parallel.control import ControlReceiver, ControlSender, Message, decode, encode
+from medha.params import SamplingParams
+from medha.worker.sampling import Sampled, SlotSampling
+from medha.worker.step import StepResult
+from tests.parallel.rendezvous import Group, Transport
+from tests.test_batch import BATCHES
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -115,3 +123,99 @@ def test_a_flipped_bit_in_the_batch_is_a_divergence(batch: Batch, ids: list[int]
     assert str(caught.value) == (
         f"batch {ints[5]}: rank 0 sent a plan with digest {sent:08x}, {arrived:08x} has arrived"
     )
+
+
+# -- beside batches ---------------------------------------------------------------------------------------------
+
+IDS = st.integers(0, 2**31 - 1)
+FLOATS = st.floats(allow_nan=False)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 99),
+    temperature=st.none() | st.floats(0, 2),
+    top_k=st.none() | st.integers(0, 50),
+    top_p=st.none() | st.floats(0.1, 1.0),
+    min_p=st.none() | st.floats(0, 1),
+    repetition_penalty=st.none() | st.floats(0.5, 2),
+    presence_penalty=st.floats(-2, 2),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    stop=st.none() | st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=2),
+    stop_token_ids=st.none() | st.lists(IDS, max_size=3),
+    logit_bias=st.none() | st.dictionaries(IDS, st.floats(-100, 100), max_size=3),
+    allowed_token_ids=st.none() | st.lists(IDS, min_size=1, max_size=3),
+    logprobs=st.none() | st.integers(0, 5),
+    ignore_eos=st.booleans(),
+)
+
+
+def through_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+@given(
+    IDS,
+    PARAMS,
+    st.integers(0, 2**64),
+    st.lists(IDS, max_size=3).map(tuple),
+    st.lists(st.integers(0, 300), min_size=1, max_size=9),
+    st.lists(IDS, max_size=4),
+)
+def test_sampling_state(
+    slot: int, params: SamplingParams, seed: int, end_ids: tuple[int, ...], ids: list[int], output_ids: list[int]
+) -> None:
+    state = SlotSampling.of(params.resolve({}), seed, end_ids, np.array(ids, np.int32))
+    state.output_ids = output_ids
+    back_slot, back = decode_sampling(through_json(encode_sampling(slot, state)))
+    assert back_slot == slot
+    assert (back.params, back.seed, back.end_ids) == (state.params, seed, end_ids)
+    assert (back.num_prompt_tokens, back.output_ids) == (len(ids), output_ids)
+    if state.params.repetition_penalty == 1.0:
+        assert state.prompt_ids is back.prompt_ids is None
+    else:
+        assert back.prompt_ids is not None and state.prompt_ids is not None
+        assert back.prompt_ids.dtype == state.prompt_ids.dtype == torch.int32
+        assert back.prompt_ids.tolist() == state.prompt_ids.tolist() == sorted(set(ids))
+
+
+OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MedhaError)]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_every_error_of_ours_keeps_its_class(kind: type[MedhaError]) -> None:
+    error = kind("what is wrong")
+    vars(error).update({"param": "slo.ttft_s", "predicted_s": 2.5} if kind is errors.DeadlineError else {})
+    back = error_from_json(through_json(error_to_json(error)))
+    assert (type(back), str(back), vars(back)) == (kind, "what is wrong", vars(error))
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), OSError(2, "gone"), type("annotations", (Exception,), {})("y")])
+def test_an_error_that_is_not_ours_is_told_in_words(error: Exception) -> None:
+    back = error_from_json(through_json(error_to_json(error)))
+    assert type(back) is RequestError
+    assert str(back) == f"{type(error).__name__}: {error}"
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> tuple[StepResult, list[SlotSampling]]:
+    wanted = draw(st.lists(st.none() | st.integers(0, 4), max_size=6))
+    slots = [SlotSampling(SamplingParams(max_tokens=1, logprobs=num).resolve({}), 0, (), 1) for num in wanted]
+    sampled = []
+    for num in wanted:
+        finite = draw(st.booleans())
+        entry = st.tuples(IDS, FLOAT32, st.integers(1, 2**31 - 1))
+        given_num = 0 if num is None else draw(st.integers(1, 1 + num))  # fewer where the vocabulary is smaller
+        entries = tuple(draw(st.lists(entry, min_size=given_num, max_size=given_num)))
+        sampled.append(Sampled(draw(IDS), finite, None if num is None or not finite else entries))
+    rows = tuple(Row(i, 5, 1, True, True) for i in range(len(wanted)))
+    return StepResult(rows, sampled, draw(FLOATS)), slots
+
+
+@given(reports())
+def test_reports(report: tuple[StepResult, list[SlotSampling]]) -> None:
+    """Both ends know the size from the rows alone; numbers come back bit by bit."""
+    result, slots = report
+    ints = encode_report(result, slots)
+    assert ints.dtype == torch.float64
+    assert len(ints) == report_size(result.rows, slots)
+    assert decode_report(ints, result.rows, slots) == result

@@ -59,10 +59,6 @@ def ranks(kvp: int, spp: int, tp: int) -> ParallelConfig:
     return ParallelConfig(tp=tp, spp=spp, kvp=kvp)
 
 
-def name_of(layout: ParallelConfig) -> str:
-    return f"kvp{layout.kvp}-spp{layout.spp}-tp{layout.tp}"
-
-
 STAGES = (ranks(1, 2, 1), ranks(1, 3, 1), ranks(1, 2, 2))
 TENSOR = (ranks(1, 1, 2),)
 GROUPS = (ranks(2, 1, 1), ranks(3, 1, 1), ranks(2, 2, 1), ranks(2, 1, 2))
@@ -161,16 +157,14 @@ def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput],
 class ToyModel:
     """Some layers of a decoder that mixes integers; rows are split over a tensor-parallel group and summed."""
 
-    def __init__(
-        self, layers: range, tp: int, tp_rank: int, all_reduce: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, layout: ParallelConfig, rank: int, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        _, stage, self._tp_rank = layout.coordinates(rank)
+        self.layers = layout.layers_of(stage, NUM_LAYERS)
         self.config = SimpleNamespace(rope=RopeConfig(), head_dim=DIM)
-        self.has_embedding = layers.start == 0
-        self.has_head = layers.stop == NUM_LAYERS
+        self.has_embedding = self.layers.start == 0
+        self.has_head = self.layers.stop == NUM_LAYERS
         self.head = None
-        self._layers = layers
-        self._tp, self._tp_rank = tp, tp_rank
-        self._all_reduce = all_reduce
+        self._tp, self._all_reduce = layout.tp, all_reduce
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         mine = torch.where(ids_T % self._tp == self._tp_rank, ids_T + 1, 0)
@@ -179,7 +173,7 @@ class ToyModel:
     def __call__(self, x_TD: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
         own = torch.arange(len(x_TD)) % self._tp == self._tp_rank
         k_TKH = (positions + 1.0)[:, None, None].expand(-1, 1, DIM)  # see toy_arithmetic
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self.layers):
             x_TKH = x_TD[:, None, :]
             mixed_TD = (attend(i, x_TKH, k_TKH, x_TKH)[:, 0] + 3 * x_TD + layer) % MODULUS
             x_TD = self._all_reduce(mixed_TD * own[:, None])
@@ -223,29 +217,31 @@ def toy_arithmetic() -> Iterator[None]:
         yield
 
 
-def num_blocks_of(workload: Workload, num_groups: int) -> int:
-    """Of each group's pool: the share of the longest request and what the workload spares."""
-    return -(-MAX_KV_TOKENS // (num_groups * BLOCK_SIZE)) + workload.spare_blocks
+def blocks_of_longest(layout: ParallelConfig) -> int:
+    """The share of the longest request in each group's pool, to which comes what the workload spares."""
+    return -(-MAX_KV_TOKENS // (layout.kvp * BLOCK_SIZE))
 
 
-def toy_runner(layers: range, *, num_blocks: int, tp: int, tp_rank: int, all_reduce: Any, **place: Any) -> Runner:
-    """Some layers; ``place`` is what :class:`Runner` takes by name."""
-    shape, size = LayerShape(1, 1, DIM, torch.float32), {"num_layers": len(layers), "num_blocks": num_blocks}
-    cache = KVCache(shape, **size, block_size=BLOCK_SIZE, device=torch.device("cpu"))
-    model: Any = ToyModel(layers, tp, tp_rank, all_reduce)
+def toy_runner(workload: Workload, layout: ParallelConfig, rank: int, all_reduce: Any, **place: Any) -> Runner:
+    """What a rank runs; ``place`` is what :class:`Runner` takes by name."""
+    model: Any = ToyModel(layout, rank, all_reduce)
+    shape, num_blocks = LayerShape(1, 1, DIM, torch.float32), blocks_of_longest(layout) + workload.spare_blocks
+    sizes = {"num_layers": len(model.layers), "num_blocks": num_blocks, "block_size": BLOCK_SIZE}
+    cache = KVCache(shape, **sizes, device=torch.device("cpu"))
     return Runner(model, cache, ToyAttention(), torch.device("cpu"), **place)
 
 
-def toy_engine(runner: Any, workload: Workload, depth: int, *, num_groups: int = 1) -> Engine:
+def toy_engine(runner: Any, workload: Workload, layout: ParallelConfig) -> Engine:
     scheduler = SchedulerConfig(
         "sarathi",
         max_num_seqs=workload.max_num_seqs,
         max_batch_tokens=workload.max_batch_tokens,
         chunk_size=min(workload.chunk_size, workload.max_batch_tokens),
-        depth=workload.depth or depth,
-        max_kv_per_group=-(-MAX_KV_TOKENS // (num_groups * BLOCK_SIZE)) * BLOCK_SIZE,
+        depth=workload.depth or (layout.spp + 1 if layout.spp > 1 else 1),
+        max_kv_per_group=blocks_of_longest(layout) * BLOCK_SIZE,
     )
-    sizes = {"num_blocks": num_blocks_of(workload, num_groups), "block_size": BLOCK_SIZE, "num_groups": num_groups}
+    num_blocks = blocks_of_longest(layout) + workload.spare_blocks
+    sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "num_groups": layout.kvp}
     limits = ModelLimits(TOY_VOCAB, 1000, eos_token_ids=(0,))
     ticks = itertools.count(0.0)
     return Engine(runner, Scheduler(scheduler, **sizes, predictor=by_tokens()), limits, clock=lambda: next(ticks))
@@ -253,11 +249,10 @@ def toy_engine(runner: Any, workload: Workload, depth: int, *, num_groups: int =
 
 def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
     """What each request gives if nobody aborts it."""
-    num_blocks = num_blocks_of(workload, 1)
-    runner = toy_runner(range(NUM_LAYERS), num_blocks=num_blocks, tp=1, tp_rank=0, all_reduce=lambda x: x)
     patient = dataclasses.replace(workload, arrivals=tuple(a._replace(abort_after=None) for a in workload.arrivals))
+    runner = toy_runner(patient, ParallelConfig(), 0, lambda x: x)
     with toy_arithmetic():
-        return drive(toy_engine(runner, patient, 1), patient)
+        return drive(toy_engine(runner, patient, ParallelConfig()), patient)
 
 
 def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
@@ -289,7 +284,7 @@ def on_ranks(
 
     def rank_main(rank: int) -> None:
         ranks = toy_ranks(transport, config, rank)
-        digests, share = Digests(ranks.report_group), {"tp": config.tp, "tp_rank": ranks.tp_rank}
+        digests = Digests(ranks.report_group)
         pipe = StagePipe(
             ranks.pipe_group,
             digests,
@@ -299,19 +294,14 @@ def on_ranks(
             dtype=torch.float32,
             device=torch.device("cpu"),
             num_buffers=limits.stage,
+            tp=config.tp,
+            tp_rank=ranks.tp_rank,
             all_gather=all_gather_over(ranks.tp_group),
-            **share,
         )
-        runner = toy_runner(
-            config.layers_of(ranks.stage, NUM_LAYERS),
-            num_blocks=num_blocks_of(workload, config.kvp),
-            all_reduce=all_reduce_over(ranks.tp_group) if config.tp > 1 else (lambda x: x),
-            pipe=pipe,
-            samples=ranks.is_sampler,
-            group=ranks.group,
-            merge=Merge(ranks.merge_group, digests, ranks=ranks.merge_group.members, own=ranks.group),
-            **share,
-        )
+        merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_group.members, own=ranks.group)
+        place = {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
+        all_reduce = all_reduce_over(ranks.tp_group) if config.tp > 1 else (lambda x: x)
+        runner = toy_runner(workload, config, rank, all_reduce, **place)
         if rank != 0:
             follower = Follower(runner, ranks)
             follower.call("generate", list)
@@ -319,7 +309,7 @@ def on_ranks(
             return
         sender = ControlSender(ranks.control_group, range(1, config.world_size))
         driving = DrivingRunner(runner, ranks, sender)
-        engine = toy_engine(driving, workload, config.spp + 1 if config.spp > 1 else 1, num_groups=config.kvp)
+        engine = toy_engine(driving, workload, config)
 
         def generate() -> list[RequestOutput]:
             asks_now_and_then = lambda step: step % 5 == 2 and driving.gather_records()  # noqa: E731
@@ -341,7 +331,7 @@ def on_ranks(
 
 
 @pytest.mark.parametrize("max_examples", [12, pytest.param(300, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", [*LAYOUTS, ranks(1, 3, 2)], ids=name_of)
+@pytest.mark.parametrize("layout", [*LAYOUTS, ranks(1, 3, 2)], ids=str)
 def test_no_deadlock_without_buffers(layout: ParallelConfig, max_examples: int) -> None:
     @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(WORKLOADS, st.integers(0, 2**32), BUFFERS)
@@ -410,7 +400,7 @@ AMPLE = Buffers(stage=64, reports=64, messages=64, posted=4, frame_ints=1 << 17)
 CROSSED = Workload((Arrival(0, 20, 5, None), Arrival(0, 10, 5, None), Arrival(0, 10, 5, None)), 8, 8, 4, None)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_waiting_at_once_alone_is_no_deadlock(layout: ParallelConfig) -> None:
     """Receives are posted ahead and collectives have one order."""
     with pytest.MonkeyPatch.context() as patch:
@@ -480,7 +470,7 @@ def test_spans_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> No
         on_ranks(dataclasses.replace(CROSSED, depth=2), ranks(3, 1, 1), 0, AMPLE)
 
 
-@pytest.mark.parametrize("layout", [ranks(1, 3, 1), ranks(3, 1, 1), ranks(3, 2, 1), ranks(2, 2, 2)], ids=name_of)
+@pytest.mark.parametrize("layout", [ranks(1, 3, 1), ranks(3, 1, 1), ranks(3, 2, 1), ranks(2, 2, 2)], ids=str)
 def test_no_batch_is_encoded_twice_and_no_message_twice_for_a_group(layout: ParallelConfig) -> None:
     """However many ranks of a group are told the same; and the batch itself once, whatever goes with it to each."""
     control = medha.parallel.control
@@ -495,7 +485,7 @@ def test_no_batch_is_encoded_twice_and_no_message_twice_for_a_group(layout: Para
     assert [batch.batch_id for batch in plans] == list(range(len(plans)))
 
 
-@pytest.mark.parametrize("layout", GROUPS, ids=name_of)
+@pytest.mark.parametrize("layout", GROUPS, ids=str)
 def test_a_group_that_a_batch_does_not_concern_does_nothing(layout: ParallelConfig) -> None:
     """A request that fits one group: the ranks of the others read messages, are told its tokens as it may grow, and are
     asked for their records."""

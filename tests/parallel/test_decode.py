@@ -1,7 +1,7 @@
 """Decode instances in real gloo processes: tokens, who computes what, back pressure. How it ends: test_states.py."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.commands import wait_until
 from tests.engines import drained
-from tests.parallel.workers import WorkerPool, check_free, generate, num_ranks
+from tests.parallel.workers import WorkerPool, generate, num_ranks, serve
 
 LENGTHS = (1, 33, 150, 5, 90, 61, 2)
 SIZES = {"block_size": 16, "num_kv_blocks": 40, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
@@ -37,21 +37,6 @@ def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[list[int]], list[Sa
     return [random_prompt(length, seed=i) for i, length in enumerate(lengths)], params
 
 
-def serve(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> Any:
-    """On each rank: build the LLM and generate. Rank 0 says the tokens, the seconds that each waited for a decode
-    instance, and the tokens that each rank computed."""
-    with LLM(folder, **SIZES | options) as llm:
-        outputs = llm.generate(prompts, params)
-        if not llm.is_driver:
-            return None
-        check_free(llm)
-        tokens = [output.outputs[0].token_ids for output in outputs]
-        explained = [output.metrics.explanation for output in outputs]
-        waits = [0.0 if one is None else one.decode_wait_s for one in explained]
-        ranks = llm.engine.runner.gather_records() if llm.engine.hand_overs else []
-        return tokens, waits, [sum(batch.num_tokens for batch in rank.batches) for rank in ranks]
-
-
 LAYOUTS: list[dict[str, Any]] = [
     {"decode_tp": 2},
     {"kvp": 2, "max_kv_per_group": 80, "decode_tp": 1},
@@ -63,16 +48,10 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(num_hidden_layers=3)
-
-
 @cache
 def alone(folder: Path, *lengths: int) -> list[list[int]]:
     """Tokens of one rank."""
-    tokens: list[list[int]] = serve(folder, {}, *wishes(lengths))[0]
-    return tokens
+    return serve(folder, SIZES, wishes(lengths)).tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -81,9 +60,10 @@ def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
 ) -> None:
     expected = alone(folder, *LENGTHS)
     layout = {"decode_replicas": 1} | layout
-    tokens, waits, ran = own_workers.run(serve, num_ranks(layout), folder, layout, *wishes())[0]
-    assert tokens == expected
-    assert [wait > 0 for wait in waits] == [len(found) > 1 for found in expected]
+    served = own_workers.run(serve, num_ranks(layout), folder, SIZES | layout, wishes())
+    assert served[0].tokens == expected
+    explained, ran = [one.metrics.explanation for one in served[0].outputs], [rank.num_tokens for rank in served]
+    assert [one is not None and one.decode_wait_s > 0 for one in explained] == [len(found) > 1 for found in expected]
     decode_tp, behind = layout["decode_tp"], len(ran) - layout["decode_replicas"] * layout["decode_tp"]
     assert sum(ran[behind::decode_tp]) == sum(len(found) - 1 for found in expected)  # but the first token of each
     assert all(ran[rank] == ran[rank - (rank - behind) % decode_tp] for rank in range(behind, len(ran)))
@@ -108,7 +88,6 @@ def grow(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> An
     last one how many tokens of it every group computed, by the records of the ranks; and what each decode rank did."""
     with LLM(folder, **SIZES | options) as llm:
         if not llm.is_driver:
-            llm.follow()
             return None
         engine, chunks = llm.engine, list[int]()
         engine.on_step = lambda batch, *_: chunks.extend(
@@ -133,7 +112,7 @@ def test_a_plan_that_grows_over_one_two_and_four_groups_is_handed_over(own_worke
     options |= {"improvement_rate": 0.0, "num_kv_blocks": 60}
     prompts, _ = wishes(GROWING)
     params = [SamplingParams(**(PENALTIES, GREEDY, DRAWN)[i % 3], max_tokens=9) for i in range(len(GROWING))]
-    expected = serve(folder, {"num_kv_blocks": 60}, prompts, params)[0]
+    expected = serve(folder, SIZES | {"num_kv_blocks": 60}, (prompts, params)).tokens
     tokens, shares, decoded = own_workers.run(grow, 8, folder, options, prompts, params)[0]
     assert tokens == expected
     assert shares == [{0: 20}, {0: 30, 1: 30}, {0: 130, 1: 130, 2: 130, 3: 130}]
@@ -179,22 +158,18 @@ def test_decodes_go_on_beside_a_long_prefill(own_workers: WorkerPool, folder: Pa
     assert all(f'medha:kv_group_usage{{group="{group}",model_name="m"}}' in pages[0] for group in (0, 1))
 
 
-def share(folder: Path, options: dict[str, Any]) -> Any:
-    """On each rank: one prompt twice, then several completions of it; the tokens, and the cached tokens of each."""
-    one, several = SamplingParams(**PENALTIES, max_tokens=30), SamplingParams(**DRAWN, n=3, max_tokens=9)
-    with LLM(folder, **SIZES | options) as llm:
-        prompt = random_prompt(100, seed=3)
-        outputs = [output for params in (one, one, several) for output in llm.generate(prompt, params)]
-        cached = [output.metrics.num_cached_tokens for output in outputs]
-        return [[one.token_ids for one in output.outputs] for output in outputs], cached
-
-
 def test_prompts_are_shared_and_have_several_completions(own_workers: WorkerPool, folder: Path) -> None:
-    options = {"decode_replicas": 1, "decode_tp": 2, "prefix_caching": True}
-    expected = own_workers.run(share, 1, folder, {"prefix_caching": True})[0]
-    tokens, cached = own_workers.run(share, 3, folder, options)[0]
-    assert tokens == expected[0]
-    assert cached[:2] == [0, 96]
+    """One prompt twice, then several completions of it."""
+    one, several = SamplingParams(**PENALTIES, max_tokens=30), SamplingParams(**DRAWN, n=3, max_tokens=9)
+    calls = [(random_prompt(100, seed=3), params) for params in (one, one, several)]
+    layouts: list[dict[str, Any]] = [{}, {"decode_replicas": 1, "decode_tp": 2}]
+    expected, found = (
+        own_workers.run(serve, num_ranks(layout), folder, SIZES | {"prefix_caching": True} | layout, *calls)[0].outputs
+        for layout in layouts
+    )
+    for output, wanted in zip(found, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
+    assert [output.metrics.num_cached_tokens for output in found[:2]] == [0, 96]
 
 
 def profiled(folder: Path, options: dict[str, Any], profile: Path) -> Any:
@@ -231,8 +206,8 @@ def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
 ) -> None:
     """Requests wait for a decode instance, and prefills for the memory of those that wait."""
     options = {"decode_replicas": 1, "transfer_buffers": 1, "num_kv_blocks": 12} | layout
-    tokens, _, _ = own_workers.run(serve, num_ranks(options), folder, options, *wishes(MANY))[0]
-    assert tokens == alone(folder, *MANY)
+    served = own_workers.run(serve, num_ranks(options), folder, SIZES | options, wishes(MANY))[0]
+    assert served.tokens == alone(folder, *MANY)
 
 
 def refuse(folder: Path, options: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from types import MethodType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -19,28 +19,22 @@ from medha.worker.runner import Runner
 @pytest.mark.parametrize("part", ["caller", "follower"])
 def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """NCCL ends a group when no graph is left that holds its collectives; the last barrier is gloo's."""
-    order: list[str] = []
+    dist = Mock()
 
     class Graph:
         def __del__(self) -> None:
-            order.append("graph")
+            dist.graph_ends()
 
-    names = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
-    groups = names | {"transfer_group": None}  # of decode instances alone
-    places = {"first_stage_ranks": lambda group: [0, 1], "of_groups": lambda groups: [0, 1]}
-    ranks: Any = SimpleNamespace(config=ParallelConfig(tp=2), **places, **groups, monitor=Mock())
+    groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
+    ranks: Any = MagicMock(config=ParallelConfig(tp=2), **groups, transfer_group=None)  # without decode instances
     runner: Any = SimpleNamespace(model=None, recorder=Recorder(), device=torch.device("cpu"))
     runner.graphs, runner._layers = Graph(), Graph()
     runner.drop_graphs = MethodType(Runner.drop_graphs, runner)
     quiet = Mock()
-    dist = SimpleNamespace(
-        barrier=lambda *, group: order.append(f"barrier of {group}"),
-        destroy_process_group=lambda group: order.append(f"end of {group}"),
-    )
     monkeypatch.setattr(medha.parallel.mesh, "dist", dist)
     monkeypatch.setattr(medha.engine.distributed, "ControlReceiver", lambda *args, **kwargs: quiet)
     monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
     parts: dict[str, Any] = {"caller": DrivingRunner(runner, ranks, quiet), "follower": Follower(runner, ranks)}
     RankHandle(Mock(), None, runner, str, part=parts[part]).close()
-    ends = [f"end of {name}" for name in ("pipe", "gloo", "control", "merges")]
-    assert order == ["graph", "graph", "barrier of gloo", *ends]
+    ends = [call.destroy_process_group(name) for name in ("pipe", "gloo", "control", "merges")]
+    assert dist.mock_calls == [call.graph_ends(), call.graph_ends(), call.barrier(group="gloo"), *ends]

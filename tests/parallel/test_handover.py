@@ -33,10 +33,6 @@ def layout(decode_tp: int, tp: int = 1, spp: int = 1, kvp: int = 1, replicas: in
     return ParallelConfig(tp=tp, spp=spp, kvp=kvp, decode_replicas=replicas, decode_tp=decode_tp)
 
 
-def name_of(config: ParallelConfig) -> str:
-    return f"kvp{config.kvp}-spp{config.spp}-tp{config.tp}-to-{config.decode_replicas}xtp{config.decode_tp}"
-
-
 # -- where ranks are -------------------------------------------------------------------------------------------------
 
 
@@ -84,7 +80,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("config", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("config", LAYOUTS, ids=str)
 def test_every_decode_rank_gets_each_token_of_each_of_its_heads_once(config: ParallelConfig, num_kv_heads: int) -> None:
     held = [(group, 3 + 2 * group) for group in range(config.kvp)]
     target, num_tokens = config.kvp + 1, sum(count for _, count in held)
@@ -195,7 +191,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("num_buffers", [1, 3])
-@pytest.mark.parametrize(("config", "requests"), CASES, ids=[name_of(config) for config, _ in CASES])
+@pytest.mark.parametrize(("config", "requests"), CASES, ids=[str(config) for config, _ in CASES])
 def test_a_decode_instance_holds_what_the_prefill_ranks_held(
     workers: WorkerPool, config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_buffers: int
 ) -> None:

@@ -130,7 +130,7 @@ def serve_and_record(folder: Path, options: dict[str, Any], prompts: list[list[i
         return outputs
 
     with patch.object(Merge, "start", recorded):
-        return serve(folder, options, prompts, GREEDY), merges
+        return serve(folder, options, (prompts, GREEDY)).tokens, merges
 
 
 def check_merges(by_rank: list[Merges], num_groups: int) -> None:

@@ -1,18 +1,21 @@
-"""Every layout generates the tokens of transformers, in real gloo processes.
+"""Every layout generates the tokens of transformers, in real gloo processes, and those of one rank where a program has
+several LLMs.
 
 ``make test`` covers families and layouts pairwise; the full product is marked slow and runs with ``make test-full``.
 """
 
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medha import SamplingParams
+from medha import LLM, SamplingParams
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
-from tests.parallel.workers import WorkerPool, serve
+from tests.parallel.faults import Job, Start
+from tests.parallel.workers import WorkerPool, generate, serve
 
 LENGTHS = (1, 2, 33, 257, 700)
 NUM_TOKENS = 6
@@ -55,8 +58,8 @@ def check_layout(
     prompts, expected = reference(folder, family, tied, lengths, num_layers=max(3, spp))
     options = {"chunk_size": 97, "max_batch_tokens": 160, "block_size": 64, "num_kv_blocks": 40} | options
     options |= {"tp": tp, "spp": spp, "tp_forward": tp_forward, "async_scheduling": tp_forward == "local"}
-    answers = workers.run(serve, tp * spp, folder, options, prompts, GREEDY)
-    assert answers == [expected] + [[]] * (tp * spp - 1)
+    answers = workers.run(serve, tp * spp, folder, options, (prompts, GREEDY))
+    assert [served.tokens for served in answers] == [expected] + [[]] * (tp * spp - 1)
 
 
 def reference(
@@ -94,3 +97,50 @@ def test_two_stages_say_the_same_without_a_stream(workers: WorkerPool, tmp_path:
     """Micro-batches in a pipeline (``stream=False``)."""
     options = {"scheduler": "sarathi", "chunk_size": 32, "max_batch_tokens": 64, "stream": False}
     check_layout(workers, tmp_path, "llama", False, (1, 2, "local"), (1, 33, 200), **options)
+
+
+# -- several LLMs in one program of several ranks --------------------------------------------------------------
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = [random_prompt(length, seed=5) for length in (40, 3, 70)]
+OPTIONS: dict[str, Any] = {"num_kv_blocks": 16, "block_size": 16, "max_batch_tokens": 64}
+
+
+def served(folder: Path, **layout: Any) -> list[list[int]]:
+    return serve(folder, OPTIONS | layout, (PROMPTS, PARAMS)).tokens
+
+
+def in_turn(rank: int, folder: Path, layouts: list[dict[str, Any]]) -> None:
+    print(json.dumps([served(folder, **layout) for layout in layouts]), flush=True)
+
+
+def at_once(rank: int, folder: Path, closes: bool) -> None:
+    """Two LLMs are open, and the first one is closed first, or none."""
+    first, second = LLM(folder, **OPTIONS, tp=2), LLM(folder, **OPTIONS, spp=2)
+    said = [generate(llm, PROMPTS, PARAMS) for llm in (first, second, first)]
+    if closes:
+        first.close()
+    said.append(generate(second, PROMPTS, PARAMS))
+    if closes:
+        second.close()
+    print(json.dumps(said), flush=True)
+
+
+def said_by(job: Job) -> list[Any]:
+    return list(map(json.loads, job.end_well()))
+
+
+def test_layouts_that_change(checkpoint: Callable[..., Path], start: Start) -> None:
+    """Also with DTensor, which remembers a mesh by its ranks: the groups behind it must live on."""
+    expected = served(folder := checkpoint(num_hidden_layers=4))
+    layouts = [{"tp": 2, "tp_forward": "dtensor"}, {"spp": 2}, {"kvp": 2}, {"tp": 2, "tp_forward": "dtensor"}]
+    # outputs are rank 0's alone
+    assert said_by(start(2, in_turn, folder, layouts)) == [[expected] * len(layouts), [[]] * len(layouts)]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_two_at_once(checkpoint: Callable[..., Path], start: Start, closes: bool) -> None:
+    expected = served(folder := checkpoint(num_hidden_layers=4))
+    job = start(2, at_once, folder, closes)
+    assert said_by(job) == [[expected] * 4, [[]] * 4]
+    assert "Traceback" not in job.stderr(0) + job.stderr(1)

@@ -4,6 +4,7 @@ them can build: what one cannot none uses, and the first rank's log says which a
 import logging
 import os
 import re
+from contextlib import ExitStack
 from io import StringIO
 from math import prod
 from pathlib import Path
@@ -63,11 +64,10 @@ def test_each_rank_reads_only_its_part(
     assert whole <= sum(read for read, _ in answers) <= replicas * whole
 
 
-def test_dry_run_prints_rank_map_memory_and_longest_context(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
+def test_dry_run_prints_rank_map_memory_and_longest_context(folder: Path) -> None:
     console = Console(record=True, width=100)
     options = {"tp": 2, "spp": 3, "kv_memory": 1 << 20, "block_size": 64}
-    assert run_dry(EngineConfig.from_flat(str(tmp_path), **options), console) == 0
+    assert run_dry(EngineConfig.from_flat(str(folder), **options), console) == 0
     text = console.export_text()
     assert text.strip().startswith("LlamaForCausalLM on 6 ranks")
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()[:1].isdigit()]
@@ -82,25 +82,20 @@ def test_dry_run_prints_rank_map_memory_and_longest_context(tmp_path: Path) -> N
 def build(folder: Path, broken: int | None, options: dict[str, Any]) -> tuple[str, str, bool, str]:
     """On each rank, of which one may have no compiler: which attention serves, whose products, whether by fused norms
     and RoPE, and the log."""
-    handler, logger = logging.StreamHandler(said := StringIO()), logging.getLogger("medha")
-    with pytest.MonkeyPatch.context() as patch:
+    logger, said = logging.getLogger("medha"), StringIO()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(logger, "handlers", [logging.StreamHandler(said)])
+        patch.setattr(logger, "isEnabledFor", lambda level: True)
         if os.environ["RANK"] == str(broken):
             patch.setenv("PATH", "")
             patch.delenv("CXX", raising=False)
             library.cache_clear()
-        logger.addHandler(handler)
-        level = logger.level
-        logger.setLevel(logging.INFO)  # which forgets what the logger found to be off before
-        try:
-            with build_role(EngineConfig.from_flat(str(folder), num_kv_blocks=8, **options)) as role:
-                runner = role.runner
-                product = runner.model.model["layers"]["0"].self_attn._qkv
-                owner = getattr(product, "func", product).__module__
-                return runner.backend.name, owner, runner.model.fused is not None, said.getvalue()
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            library.cache_clear()
+            stack.callback(library.cache_clear)
+        with build_role(EngineConfig.from_flat(str(folder), num_kv_blocks=8, **options)) as role:
+            runner = role.runner
+            product = runner.model.model["layers"]["0"].self_attn._qkv
+            owner = getattr(product, "func", product).__module__
+            return runner.backend.name, owner, runner.model.fused is not None, said.getvalue()
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2}], ids=lambda layout: next(iter(layout)))

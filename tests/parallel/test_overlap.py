@@ -4,59 +4,42 @@ Judged from what each rank recorded, and where forwards end no sooner than what 
 in seconds: the machine may be busy with other things.
 """
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medha.config import EngineConfig
-from medha.engine.build import RankHandle, build_role
-from medha.params import SamplingParams
+from medha import LLM, SamplingParams
 from medha.records import RankRecords
 from medha.sched.scheduler import Scheduler
-from medha.timeline import Timeline
 from medha.worker.runner import Runner
+from tests.checkpoints import random_prompt
 from tests.commands import wait_until
 from tests.engines import drained
-from tests.models.hf_folders import LLAMA
 from tests.parallel.workers import WorkerPool
 
 NUM_CHUNKS = 20
 CHUNK_SIZE = 128
-SHAPE = LLAMA | {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
-SHAPE |= {"num_attention_heads": 8}
-
-
-def build(folder: Path, timeline: Timeline, **options: Any) -> RankHandle:
-    """A rank of a model of made-up weights, which keeps no prefix."""
-    config = EngineConfig.from_flat(str(folder), load_format="dummy", dtype="float32", prefix_caching=False, **options)
-    return build_role(config, timeline=timeline)
 
 
 def read_prompts(folder: Path, layout: dict[str, int]) -> list[list[RankRecords]]:
     """On each rank: prefill the same prompt twice; rank 0 returns the records of each."""
-    prompt = [i % 256 for i in range(NUM_CHUNKS * CHUNK_SIZE)]
+    prompt = random_prompt(NUM_CHUNKS * CHUNK_SIZE, seed=0)
     sizes = {"num_kv_blocks": 24, "chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE}
-    timeline, taken = Timeline(), list[list[RankRecords]]()
-    role = build(folder, timeline, scheduler="sarathi", **sizes, **layout)
-    if role.engine is not None:
-        for name in ("first", "second"):
-            role.engine.add_request(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True))
-            drained(role.engine)
-            timeline.collect()
-            known = sum(len(stages[0].batches) for stages in taken)
-            taken.append([one._replace(batches=one.batches[known:]) for _, one in sorted(timeline._ranks.items())])
-    role.close()
+    with LLM(folder, scheduler="sarathi", prefix_caching=False, **sizes, **layout) as llm:
+        taken = []
+        for name in ("first", "second") if llm.is_driver else ():
+            llm.engine.add_request(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+            drained(llm.engine)
+            taken.append(llm.engine.runner.gather_records())
     return taken
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(checkpoint: Callable[..., Path]) -> Path:
     """A model whose chunks take some milliseconds in each stage."""
-    folder = tmp_path_factory.mktemp("overlap")
-    (folder / "config.json").write_text(json.dumps(SHAPE))
-    return folder
+    return checkpoint(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
 
 
 def overlaps(stages: list[RankRecords]) -> list[bool]:
@@ -87,6 +70,7 @@ def test_without_depth_nothing_overlaps(workers: WorkerPool, folder: Path) -> No
 
 
 STEADY = range(8, 28)  # batches of decodes
+GATED = {"num_kv_blocks": 40, "max_num_seqs": 8, "async_scheduling": True, "prefix_caching": False}
 
 
 def decode_gated(folder: Path, layout: dict[str, int]) -> list[RankRecords]:
@@ -107,20 +91,18 @@ def decode_gated(folder: Path, layout: dict[str, int]) -> list[RankRecords]:
             wait_until(lambda: batch_id - 1 in begun, 60.0, told=lambda: f"no forward before {batch_id} is decided")
         return decision
 
-    timeline = Timeline()
-    role = build(folder, timeline, num_kv_blocks=40, max_num_seqs=8, async_scheduling=True, **layout)
-    part: Any = role.part
-    num_prepared = (part._receiver.arrived if role.engine is None else part._own._calls).qsize
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, LLM(folder, **GATED, **layout) as llm:
+        part: Any = llm._open_role.part
+        num_prepared = (part._own._calls if llm.is_driver else part._receiver.arrived).qsize
         patch.setattr(Runner, "run", gated_run)
         patch.setattr(Scheduler, "schedule", gated_schedule)
-        if role.engine is not None:
-            for index in range(4):
-                params = SamplingParams(max_tokens=2 * STEADY.stop, ignore_eos=True)
-                role.engine.add_request(str(index), [1 + index] * 9, params)
-            drained(role.engine)
-        role.close()
-    return [one for _, one in sorted(timeline._ranks.items())]
+        if not llm.is_driver:
+            return []
+        for index in range(4):
+            params = SamplingParams(max_tokens=2 * STEADY.stop, ignore_eos=True)
+            llm.engine.add_request(str(index), [1 + index] * 9, params)
+        drained(llm.engine)
+        return llm.engine.runner.gather_records()
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2}, {"spp": 2}], ids=str)

@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import pytest
 
-from medha import LLM, SamplingParams
+from medha import SamplingParams
 from medha.worker.swap import HostCache
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import WorkerPool, serve
 from tests.serving import random_ids
 
 LENGTHS = (40, 3, 70, 25, 90)
@@ -19,15 +19,11 @@ PENALTIES = SamplingParams(
 
 @patch.object(HostCache, "measure_block_s", lambda self: 0.0)  # what is decided is not to hang on a clock
 def generate(folder: Path, options: dict[str, Any], prompts: list[list[int]]) -> Any:
-    """On each rank: tokens; on rank 0 also how often somebody gave way, was swapped, seconds lost, tokens computed."""
-    with LLM(folder, **options) as llm:
-        num_tokens: list[int] = []
-        if llm.is_driver:
-            llm.engine.on_step = lambda batch, prediction, busy_s: num_tokens.append(batch.num_tokens)
-        outputs = llm.generate(prompts, PENALTIES)
-        names = ("num_preemptions", "num_swaps", "work_lost_s")
-        counts = [sum(getattr(output.metrics, name) for output in outputs) for name in names]
-    return [output.outputs[0].token_ids for output in outputs], counts, sum(num_tokens)
+    """On each rank: tokens; how often somebody gave way, was swapped, and seconds lost; tokens computed."""
+    served = serve(folder, options, (prompts, PENALTIES))
+    names = ("num_preemptions", "num_swaps", "work_lost_s")
+    counts = [sum(getattr(output.metrics, name) for output in served.outputs) for name in names]
+    return served.tokens, counts, served.num_tokens
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2, "max_kv_per_group": 80}], ids=str)

@@ -1,6 +1,6 @@
 """Dealt rows, planned by hand or by Medha's packer: tokens, hidden states, where keys lie, and seeded faults."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import chain
@@ -26,7 +26,7 @@ from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.parallel.dealing import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
-from tests.parallel.workers import WorkerPool, generate, gloo, merge_of_all
+from tests.parallel.workers import WorkerPool, generate, gloo, merge_of_all, serve
 
 NUM_TOKENS = 5
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
@@ -75,20 +75,27 @@ FAULTS = {fault.__name__: fault for fault in (wrong_piece, lost_shift, wrong_buf
 # -- on each rank ----------------------------------------------------------------------------------------------
 
 
-def serve(
+class Ran(NamedTuple):
+    """What a rank says of plans."""
+
+    tokens: list[list[int]]  # rank 0's alone
+    hidden: dict[int, torch.Tensor]  # of slot 0 by position
+    computed: list[int]  # tokens by batch
+    held: list[list[int]]  # tokens by batch, by slot
+
+
+def run_plans(
     folder: Path, options: dict[str, Any], prompts: list[list[int]], plans: list[Plan], params: list[Any], fault: str
-) -> Any:
-    """The tokens on rank 0; on each rank the hidden states of slot 0 by position, the tokens computed in each batch,
-    and those held of each slot behind it."""
-    hidden: dict[int, torch.Tensor] = {}
-    computed, held = [], []
+) -> Ran:
+    """On each rank: submit the batches of the plans, then decodes."""
+    ran = Ran([[] for _ in prompts], {}, [], [])
     eager, prepare = Runner._eager, step_input.Slots.prepare
 
     def watched(self: Runner, step: StepInput, copies: Any) -> Any:
         def keep(module: Any, args: Any, x_TD: torch.Tensor) -> None:
             tokens = [row.tokens_on(self.group) for row in step.batch.rows]
             at = np.repeat([row.slot for row in step.batch.rows], tokens) == 0
-            hidden.update(zip(step.positions[at].tolist(), x_TD[at].clone(), strict=True))
+            ran.hidden.update(zip(step.positions[at].tolist(), x_TD[at].clone(), strict=True))
 
         handle = self.model.register_forward_hook(keep)
         try:
@@ -98,8 +105,8 @@ def serve(
 
     def noted(self: step_input.Slots, batch: Batch) -> StepInput:
         step = prepare(self, batch)
-        computed.append(batch.num_tokens)
-        held.append(self.held[: len(prompts)].tolist())
+        ran.computed.append(batch.num_tokens)
+        ran.held.append(self.held[: len(prompts)].tolist())
         return step
 
     with pytest.MonkeyPatch.context() as patch:
@@ -108,18 +115,17 @@ def serve(
         patch.setattr(Runner, "_eager", watched)
         patch.setattr(step_input.Slots, "prepare", noted)
         with LLM(folder, **options) as llm:
-            tokens: list[list[int]] = [[] for _ in prompts]
             if llm.is_driver:
                 runner, hand = llm.engine.runner, Hand(plans)
                 for slot, prompt in enumerate(prompts):
                     ids = np.array(prompt, np.int32)
-                    runner.open(slot, ids, SlotSampling.of(params[slot].resolve({}), slot, (), ids), tokens[slot])
+                    runner.open(slot, ids, SlotSampling.of(params[slot].resolve({}), slot, (), ids), ran.tokens[slot])
                 pending = [runner.submit(batch) for batch in hand.prefills()]
                 steps = chain(pending, (runner.submit(hand.decode()) for _ in range(NUM_TOKENS - 1)))
                 for result in (step.result() for step in steps):
                     for row, sampled in zip(result.rows, result.sampled, strict=True):
-                        tokens[row.slot].append(sampled.token_id)
-    return tokens, hidden, computed, held
+                        ran.tokens[row.slot].append(sampled.token_id)
+    return ran
 
 
 def asked(lengths: Sequence[int]) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -135,15 +141,7 @@ def lengths_of(plans: list[Plan]) -> list[int]:
 @cache
 def plain(folder: Path, *lengths: int) -> list[list[int]]:
     """The tokens of one rank."""
-    with LLM(folder, block_size=BLOCK, num_kv_blocks=200) as llm:
-        return generate(llm, *asked(lengths))
-
-
-class Served(NamedTuple):
-    tokens: list[list[int]]
-    hidden: dict[int, torch.Tensor]  # of slot 0 by position
-    computed: list[list[int]]  # by rank, by batch
-    held: list[list[list[int]]]  # by rank, by batch, by slot
+    return serve(folder, {"block_size": BLOCK, "num_kv_blocks": 200}, asked(lengths)).tokens
 
 
 def run(
@@ -154,15 +152,12 @@ def run(
     fault: str = "",
     *,
     dtype: str = "float32",
-) -> Served:
-    """What a layout (kvp, spp, tp) says of the plans."""
+) -> list[Ran]:
+    """What the ranks of a layout (kvp, spp, tp) say of the plans."""
     kvp, spp, tp = layout
     prompts, params = asked(lengths_of(plans))
     options = {"kvp": kvp, "spp": spp, "tp": tp, "block_size": BLOCK, "num_kv_blocks": NUM_BLOCKS, "dtype": dtype}
-    answers = workers.run(serve, kvp * spp * tp, folder, options, prompts, plans, params, fault)
-    tokens, hidden, computed, held = zip(*answers, strict=True)
-    whole = {at: state for one in hidden[spp * tp - tp :: spp * tp] for at, state in one.items()}
-    return Served(tokens[0], whole, list(computed), list(held))
+    return workers.run(run_plans, kvp * spp * tp, folder, options, prompts, plans, params, fault)
 
 
 CASES = {
@@ -174,20 +169,15 @@ CASES = {
 }
 
 
-@pytest.fixture
-def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(num_hidden_layers=3)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_one_rank(workers: WorkerPool, folder: Path, case: str) -> None:
     plans, layout = CASES[case]
-    served = run(workers, folder, plans, layout)
-    assert served.tokens == plain(folder, *lengths_of(plans))
-    check_shares(served, plans, layout)
+    ranks = run(workers, folder, plans, layout)
+    assert ranks[0].tokens == plain(folder, *lengths_of(plans))
+    check_shares(ranks, plans, layout)
 
 
-def check_shares(served: Served, plans: list[Plan], layout: tuple[int, int, int]) -> None:
+def check_shares(ranks: list[Ran], plans: list[Plan], layout: tuple[int, int, int]) -> None:
     """Each rank computes an even share of a dealt chunk, and holds one of what is there behind it."""
     kvp, spp, tp = layout
     for at in range(max(map(len, plans))):
@@ -196,18 +186,18 @@ def check_shares(served: Served, plans: list[Plan], layout: tuple[int, int, int]
                 whole = sum(chunk.q_len for chunk in plan[: at + 1])
                 for group in range(plan[at].group, plan[at].group + plan[at].num_groups):
                     for rank in range(group * spp * tp, (group + 1) * spp * tp):
-                        assert abs(served.held[rank][at][slot] - whole / plan[at].num_groups) <= 3
+                        assert abs(ranks[rank].held[at][slot] - whole / plan[at].num_groups) <= 3
         chunks = [plan[at] for plan in plans if at < len(plan)]
         for group in range(kvp):
             here = [chunk for chunk in chunks if chunk.group <= group < chunk.group + chunk.num_groups]
             share = sum(chunk.q_len / (chunk.num_groups if chunk.is_dealt else 1) for chunk in here)
-            assert abs(served.computed[group * spp * tp][at] - share) <= len(here) * 1.5
+            assert abs(ranks[group * spp * tp].computed[at] - share) <= len(here) * 1.5
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_changes_tokens(workers: WorkerPool, folder: Path, fault: str) -> None:
     plans = [[Chunk(70, 0, 1), Chunk(90, 0, 2), Chunk(50, 0, 2)], [Chunk(65, 1, 1), Chunk(70, 0, 2)]]
-    assert run(workers, folder, plans, (2, 1, 1), fault).tokens != plain(folder, *lengths_of(plans))
+    assert run(workers, folder, plans, (2, 1, 1), fault)[0].tokens != plain(folder, *lengths_of(plans))
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.06)])
@@ -217,8 +207,8 @@ def test_hidden_states(workers: WorkerPool, folder: Path, dtype: str, most: floa
     for name, is_dealt in (("ring", True), ("merge", False)):
         plans = [[Chunk(100, 0, 1), Chunk(100, 0, 2, is_dealt), Chunk(120, 0, 2, is_dealt)]]
         (prompt,), _ = asked(lengths_of(plans))
-        hidden = run(workers, folder, plans, (2, 1, 1), dtype=dtype).hidden
-        found = torch.stack([hidden[at] for at in range(len(prompt))])
+        first, second = run(workers, folder, plans, (2, 1, 1), dtype=dtype)
+        found = torch.stack([(first.hidden | second.hidden)[at] for at in range(len(prompt))])
         want = exact_hidden(folder, prompt, getattr(torch, dtype))
         errors[name] = float((found - want).norm() / want.norm())
     assert errors["ring"] <= min(2 * errors["merge"], most), errors

@@ -1,30 +1,30 @@
-"""The command line under torchrun: the demo, two nodes, one speaker."""
+"""The commands on several ranks: the demo, ``medha.verify``, two nodes, one speaker."""
 
+import json
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from math import prod
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
+import medha.parallel.kvp as kvp
+from medha.attention.merge import merge_partials
 from medha.config import EngineConfig
 from medha.generate.layout import choose_layout
 from medha.parallel.launch import Launch
 from medha.parallel.own_ranks import reserved_port
 from medha.verify.demo import run_demo
-from tests.commands import ENVIRONMENT, LIMIT_S, parse, run_python, wait_until, write_lines
+from tests.commands import LIMIT_S, parse, run_python, wait_until, write_lines
+from tests.generate.test_generate import spawn
 from tests.parallel.faults import Start, command
 from tests.serving import Model
 
 LAYERS = ("--hf-overrides", '{"num_hidden_layers": 1}')
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
-
-
-OWN_RANKS = ("-m", "medha.generate", "--max-model-len", "4096", "--spp", "2")
+OWN_RANKS = ("--max-model-len", "4096", "--spp", "2")
 
 torchrun = partial(run_python, "-m", "torch.distributed.run")
 
@@ -34,13 +34,53 @@ def demo(rank: int) -> None:
 
 
 def test_the_demo_chooses_a_layout(start: Start) -> None:
-    job = start(2, demo)
-    job.end_well()
-    out = job.stdout(0)
+    out, other = start(2, demo).end_well()
     assert out.count("One document of 2,048 tokens") == 1
-    assert job.stdout(1) == ""  # one rank speaks
+    assert other == ""  # one rank speaks
     assert "Layout: spp=2 pipeline stages, tp=1 tensor-parallel ranks in each." in out
     assert out.endswith("6 of 6 answers right.\n")
+
+
+def verify(rank: int, arguments: list[str], mutated: bool) -> None:
+    """On each rank: the command, with log-sum-exps in base 2 in the library's merge between ranks."""
+    if mutated:
+        kvp.merge_partials = lambda parts, **_: merge_partials([(out, lse * 1.4426950408889634) for out, lse in parts])
+    command(rank, arguments, "medha.verify")
+
+
+def verified(
+    start: Start, folder: Path, options: list[str], *, mutated: bool = False
+) -> tuple[int, list[str], list[dict[str, str]]]:
+    """The code of rank 0, what each rank printed, and the rows of the report."""
+    arguments = ["--device", "cpu", "--needle-tokens", "512", "--output-json", str(folder / "report.json"), *options]
+    job = start(prod(map(int, options[1::2])), verify, arguments, mutated)
+    code, *others = job.wait()
+    assert code is not None and set(others) == {0}, job.stderr(0)
+    rows = json.loads((folder / "report.json").read_text())["checks"]
+    return code, [job.stdout(rank) for rank in range(len(job.processes))], rows
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        (["--kvp", "2", "--spp", "2"], "kvp=2 x spp=2 x tp=1, 4 ranks, float32"),
+        (["--tp", "2"], "kvp=1 x spp=1 x tp=2, 2 ranks, float32"),
+    ],
+)
+def test_verify_says_that_all_is_well(tmp_path: Path, start: Start, options: list[str], layout: str) -> None:
+    code, (out, *others), rows = verified(start, tmp_path, options)
+    assert code == 0, out
+    assert layout in out
+    assert set(others) == {""}  # one rank speaks
+    assert {row["verdict"] for row in rows} == {"pass"}
+    assert {"attention", "merge", "parity", "needle", "KV bytes"} <= {row["check"] for row in rows}
+
+
+def test_verify_finds_a_wrong_merge(tmp_path: Path, start: Start) -> None:
+    """What needs no other rank is well."""
+    code, (out, _), rows = verified(start, tmp_path, ["--kvp", "2"], mutated=True)
+    assert code != 0 and "FAIL" in out
+    assert {row["check"] for row in rows if row["verdict"] == "FAIL"} == {"parity"}
 
 
 def test_two_nodes(needle: Model, tmp_path: Path) -> None:
@@ -61,8 +101,7 @@ def test_two_nodes(needle: Model, tmp_path: Path) -> None:
 
 def test_a_layout_is_chosen_for_a_model(needle: Model, start: Start) -> None:
     job = start(2, command, [str(needle.folder), "--max-model-len", "512", "--prompt", PROMPT])
-    job.end_well()
-    assert job.stdout(0) == " 31.\n"
+    assert job.end_well()[0] == " 31.\n"
     assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in job.stderr(0)
     config = EngineConfig.from_flat(str(needle.folder))
     sizes = ((3, 3), (8, 8), (8, 2), (8, 6), (8, 2))  # the last two: nodes of 6 and of 2 ranks
@@ -97,7 +136,8 @@ ranks_of = partial(running, "medha.generate.follow")
 
 
 def test_an_error_of_ranks_that_the_command_starts_itself(needle: Model) -> None:
-    done = run_python(*OWN_RANKS, needle.folder, *LAYERS, "--prompt", PROMPT, "--log-level", "error")
+    words = ("-m", "medha.generate", *OWN_RANKS, needle.folder, *LAYERS, "--prompt", PROMPT)
+    done = run_python(*words, "--log-level", "error")
     assert done.returncode == 2
     assert done.stderr == "error: ParallelConfigError: spp=2 stages for 1 layers; accepted: 1 to 1\n"
     wait_until(lambda: not ranks_of(str(needle.folder)))
@@ -108,16 +148,12 @@ def test_own_ranks_end_with_the_first(needle: Model, tmp_path: Path, number: sig
     output = tmp_path / "out.jsonl"
     rows = [{"id": "a", "prompt": PROMPT}, {"id": "b", "prompt": "x", "max_tokens": 4000, "ignore_eos": True}]
     requests = write_lines(tmp_path / "requests.jsonl", *rows)
-    arguments = [*OWN_RANKS, needle.folder, "--requests", requests, "--output", output]
-    process = subprocess.Popen([sys.executable, *arguments], stdout=PIPE, stderr=PIPE, text=True, env=ENVIRONMENT)
-    try:
+    with spawn(*OWN_RANKS, needle.folder, "--requests", requests, "--output", output) as process:
         wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
         assert process.poll() is None, process.communicate()
         assert len(ranks_of(str(needle.folder))) == 1
         process.send_signal(number)
         process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
     assert process.returncode == code
     wait_until(lambda: not ranks_of(str(needle.folder)))
     lines = parse(output.read_text())

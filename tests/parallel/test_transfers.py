@@ -67,7 +67,7 @@ def count(folder: Path, layout: dict[str, int], most_bytes: int = MOST_BYTES) ->
         patch.setattr(kvp, "MOST_BYTES", most_bytes)
         patch.setattr(dist, "isend", counted)
         patch.setattr(dist.distributed_c10d, "isend", counted)
-        return serve(folder, OPTIONS | layout, PROMPTS, params), counts
+        return serve(folder, OPTIONS | layout, (PROMPTS, params)).tokens, counts
 
 
 @cache

@@ -4,7 +4,6 @@ Workers are forked from a server that has torch loaded. Each is started once and
 it sees the environment that torchrun would set.
 """
 
-import importlib
 import math
 import multiprocessing
 import os
@@ -16,17 +15,16 @@ from datetime import timedelta
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from medha import LLM
+from medha import LLM, RequestOutput
 from medha.__main__ import app
 from medha.cli.command import run_app
-from medha.config import ParallelConfig
 from medha.parallel.kvp import Merge
-from medha.parallel.mesh import _destroy_all, make_merge_group
+from medha.parallel.mesh import _destroy_all
 from medha.parallel.own_ranks import reserved_port
 from medha.parallel.spp import Digests
 
@@ -40,13 +38,13 @@ context.set_forkserver_preload(
 
 
 class WorkerPool:
-    """Processes that run functions named ``module:function`` as ranks of a job."""
+    """Processes that run functions of modules as ranks of a job."""
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, limit_s: float | None = None) -> list[Any]:
-        """Run ``function(*args)``, of a module, on every rank; returns what each rank returned, rank 0 first.
+        """Run ``function(*args)`` on every rank; returns what each rank returned, rank 0 first.
 
         Raises:
             AssertionError: a rank raised, with its traceback, or did not end in time (``TIMEOUT_S``, or ``limit_s``).
@@ -56,12 +54,11 @@ class WorkerPool:
             process = context.Process(target=_live, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
-        name = f"{function.__module__}:{function.__qualname__}"
         answers: list[tuple[bool, Any]] = []
         end_s = time.monotonic() + (limit_s or TIMEOUT_S)
         with reserved_port() as port:
             for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-                pipe.send((name, args, launch_environment(rank, world_size, port)))
+                pipe.send((function, args, launch_environment(rank, world_size, port)))
             for rank in range(world_size):
                 if not all(ok for ok, _ in answers):  # who waits for a rank that has failed waits for ever
                     end_s = min(end_s, time.monotonic() + _AFTER_FAILURE_S)
@@ -103,10 +100,8 @@ def gloo() -> Iterator[None]:
 
 def merge_of_all() -> Merge:
     """Within :func:`gloo`: what merges between ranks, each of which is a group of its own."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = make_merge_group(ParallelConfig(kvp=size), rank, timedelta(seconds=TIMEOUT_S))
-    assert group is not None
-    return Merge(group, Digests(dist.new_group(backend="gloo")), ranks=range(size), own=rank)
+    everyone = range(dist.get_world_size())
+    return Merge(dist.new_group(), Digests(dist.new_group()), ranks=everyone, own=dist.get_rank())
 
 
 def check_free(llm: LLM) -> None:
@@ -123,10 +118,24 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def serve(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> list[list[int]]:
-    """On each rank: build an LLM and :func:`generate`."""
+class Served(NamedTuple):
+    """What a rank says after :func:`serve`."""
+
+    outputs: list[RequestOutput]  # rank 0's alone
+    num_tokens: int  # that this rank computed
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in self.outputs]
+
+
+def serve(folder: Path, options: dict[str, Any], *calls: tuple[Any, Any]) -> Served:
+    """On each rank: build an LLM and generate for (prompts, parameters), call by call; no block is in use then."""
     with LLM(folder, **options) as llm:
-        return generate(llm, prompts, params)
+        outputs = [output for call in calls for output in llm.generate(*call)]
+        check_free(llm)
+        recorder = llm._open_role.runner.recorder
+    return Served(outputs, sum(batch.num_tokens for batch in recorder.take()))
 
 
 def num_ranks(layout: Mapping[str, Any]) -> int:
@@ -152,11 +161,10 @@ def _live(pipe: Connection) -> None:
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
-            name, args, environment = pipe.recv()
+            function, args, environment = pipe.recv()
             os.environ.update(environment)
-            module, _, function = name.partition(":")
             try:
-                answer = (True, getattr(importlib.import_module(module), function)(*args))
+                answer = (True, function(*args))
                 _destroy_all()  # the next job may have another world size, which no program of torchrun's ever sees
             except BaseException:
                 answer = (False, traceback.format_exc())
