@@ -107,9 +107,18 @@ def test_any_load_ends_within_budget_and_leaves_nothing(world: dict[str, Any]) -
 def test_what_a_chunk_over_several_groups_is_given_on_top_keeps_the_budget(seed: int) -> None:
     """The guard's share first, the rest of the batch on top: on the groups before the last it attends as one chunk."""
     config = SchedulerConfig(
-        policy="fcfs", max_num_seqs=8, depth=2, max_kv_per_group=848, t_target_s=1.0, late_share=0.5, patience_s=0.5,
-        min_chunk=8, chunk_granularity=1, long_threshold=1000, overcommit=True,
-    )  # fmt: skip
+        policy="fcfs",
+        max_num_seqs=8,
+        depth=2,
+        max_kv_per_group=848,
+        t_target_s=1.0,
+        late_share=0.5,
+        patience_s=0.5,
+        min_chunk=8,
+        chunk_granularity=1,
+        long_threshold=1000,
+        overcommit=True,
+    )
     load = [Job(1.5, 964, 3, 2), Job(0.8, 2499, 4, 1), Job(6.0, 932, 3, 2), Job(6.7, 2467, 4, 2)]
     played = play({"config": config, "num_groups": 3, "num_blocks": 106, "load": load, "seed": seed})
     assert played.num_shared

@@ -243,9 +243,14 @@ class Drive:
     """
 
     def __init__(
-        self, scheduler: Scheduler, jobs: Sequence[Job], seconds: Seconds | None, *,
-        busy: Callable[[float], float] = lambda real_s: real_s, observers: Sequence[Observer] = (),
-    ) -> None:  # fmt: skip
+        self,
+        scheduler: Scheduler,
+        jobs: Sequence[Job],
+        seconds: Seconds | None,
+        *,
+        busy: Callable[[float], float] = lambda real_s: real_s,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self.scheduler, self.jobs, self.now_s = scheduler, jobs, 0.0
         self.live: dict[int, Live] = {}
         self.first_token_s: dict[int, float] = {}  # by job
