@@ -24,6 +24,7 @@ from medha.bench.compare import start_peer
 from medha.bench.peers import PAGE
 from medha.bench.timing import in_turn
 from medha.models.folder import parse_json_object
+from medha.worker.shard import TORCH_DTYPES
 from medha.workload.io import read_trace
 from medha.workload.trace import HASHED_TOKENS, Trace
 from tools.command import main
@@ -50,20 +51,23 @@ def prefix_peer(
     divide_by: int = 8,
     num_kv_tokens: int = 1 << 20,
     engine_options: str = "{}",
+    dtype: str = "float32",
     runs: int = 3,
 ) -> None:
     """Serve the first requests of a trace by both engines in turn."""
+    if dtype not in TORCH_DTYPES:
+        raise typer.BadParameter(f"{dtype!r}; accepted: {', '.join(TORCH_DTYPES)}", param_hint="--dtype")
     rows = read_trace(trace, "mooncake").trace.first(num_requests)
     subject = random_llama(hf_overrides)
     model = subject.model_config(longest=1)
     prompts = prompts_of(rows, divide_by, model.vocab_size)
     outputs = [max(row.output_tokens // divide_by, 1) for row in rows.rows()]
     longest = max(len(ids) + number for ids, number in zip(prompts, outputs, strict=True))
-    settings: dict[str, Any] = {"dtype": "float32", "num_threads": 2, "enable_prefix_caching": True, "seed": 0}
-    settings |= {"kv_cache_memory_bytes": num_kv_tokens * model.kv_bytes_per_token(4), "max_model_len": longest}
+    settings: dict[str, Any] = {"dtype": dtype, "num_threads": 2, "enable_prefix_caching": True, "seed": 0}
+    settings |= {"kv_cache_memory_bytes": num_kv_tokens * model.kv_bytes_per_token(TORCH_DTYPES[dtype].itemsize), "max_model_len": longest}
     settings["engine_options"] = parse_json_object(engine_options.encode(errors="replace"), "engine_options")
     work = {"prompts": prompts, "num_outputs": outputs, "way": "anew"}
-    with subject.checkpoint(longest, dtype="float32", seed=0) as folder, ExitStack() as stack:
+    with subject.checkpoint(longest, dtype=dtype, seed=0) as folder, ExitStack() as stack:
         settings["model"] = folder
         pythons = {"medha": sys.executable, "vllm": peer_python}
         workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
