@@ -3,27 +3,29 @@
 One process serves a stream of short requests and some long ones with the paper's scheduler. Before, what steps cost is
 measured as ``medha profile --quick`` does; the engine predicts with that profile and so does the simulator, which gets
 the same arrivals, lengths and settings. A profile measures steps by themselves, one after the other. So the same
-requests are served once before, at other times, in a rehearsal: by how much its steps differ from their predictions, by
-kind, corrects those of the simulator, and what the engine takes beside a step, to schedule and to hand out tokens, is
-measured there and added to each simulated step. Nothing is taken from the run that is compared. How fast requests
-arrive follows from a simulation of all of them at once: they come within that time divided by the load.
+requests are served once before, at other times, in a rehearsal. By how much its steps differ from their predictions, by
+kind, corrects those of the simulator; what the engine takes beside a step of a kind, to schedule, take in prompts and
+hand out tokens, is added to each simulated one; and the first step after a pause takes as much longer than others as
+there (caches hold nothing of the model then, and cores that slept are slow). There are several runs, as the speed of a
+machine drifts: of each the rehearsal and the other runs teach that, so nothing is taken from what is compared. How
+fast requests arrive follows from a simulation of all of them at once: they come within that time divided by the load.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 from rich.console import Console
 
+from medha.batch import Batch
 from medha.bench.harness import Local, Subject, on_ranks
 from medha.bench.load import NotedStep, arrivals_of, serve_load, steps_noted
 from medha.bench.serve import CONVOY_MODEL
@@ -34,8 +36,9 @@ from medha.cost.coefficients import Coefficients
 from medha.cost.predictor import Predictor
 from medha.engine.engine import Engine
 from medha.profile.calibrate import QUICK, measure
+from medha.sched.memory import KVMemory
 from medha.sched.scheduler import Scheduler, complete_config
-from medha.sim.pipeline import Pipeline
+from medha.sim.pipeline import Passage, Pipeline
 from medha.sim.simulator import Simulation
 from medha.workload.metrics import Flags, Goodput, TokenTimes
 from medha.workload.trace import Trace
@@ -54,6 +57,41 @@ AIM = 0.10
 _BLOCK_SIZE = 256
 _NUM_WARM = 8
 _REHEARSAL = 1 << 20
+_PAUSE_S = 0.02
+"""A step that begins later than this after the one before was waited for."""
+
+
+class Rehearsed(NamedTuple):
+    """What steps cost beside what coefficients say, by kind."""
+
+    factors: Mapping[str, tuple[float, int]]  # on the seconds computed, and how many steps taught it
+    host_s: Mapping[str, float]  # beside what is computed
+    after_pause: float  # on the seconds computed by the first step after a pause
+
+
+NOTHING = Rehearsed({}, {}, 1.0)
+"""Steps cost what coefficients say."""
+
+
+@dataclass(eq=False, repr=False)
+class LivePipeline(Pipeline):
+    """One stage whose steps cost what a rehearsal taught."""
+
+    _: KW_ONLY
+    rehearsed: Rehearsed
+
+    def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
+        self._was_idle = now_s - self._free_s[0][0] > _PAUSE_S
+        passage = super().send(batch, memory, now_s)
+        return passage._replace(busy_s=passage.busy_s - self._host_s(batch))  # as the engine measures it
+
+    def _host_s(self, batch: Batch) -> float:
+        kind = "decode" if not batch.chunks else "mixed" if batch.num_decodes else "prefill"
+        return self.rehearsed.host_s.get(kind, 0.0)
+
+    def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:
+        factor = self.rehearsed.after_pause if self._was_idle else 1.0
+        return [seconds * factor + self._host_s(batch) for seconds in super()._seconds(batch, memory, groups)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +102,7 @@ class LiveOptions:
         num_short, num_long: requests.
         short_lens, long_lens: fewest and most prompt tokens; drawn evenly.
         output_lens: fewest and most output tokens; drawn evenly.
+        runs: how often they are served and simulated, each time with other arrivals.
         load: they arrive within the simulated time of all of them at once, divided by this.
         t_target_s: seconds of a batch.
         seed: of lengths, arrivals, prompts and weights.
@@ -75,6 +114,7 @@ class LiveOptions:
     short_lens: tuple[int, int] = (50, 500)
     long_lens: tuple[int, int] = (2000, 4000)
     output_lens: tuple[int, int] = (16, 48)
+    runs: int = 5
     load: float = 0.6
     t_target_s: float = 0.25
     seed: int = 0
@@ -129,14 +169,17 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
     warm = np.append(np.argmax(mix.prompt_tokens), np.arange(min(_NUM_WARM, len(mix))))
     serve(engine, Trace(np.zeros(len(warm)), mix.prompt_tokens[warm], mix.output_tokens[warm]), seed=seed)
     span_s = makespan_s(simulate(config, coefficients, mix)) / options.load
-    _, rehearsed = serve(engine, spread(mix, span_s, seed=seed + _REHEARSAL), seed=seed + _REHEARSAL)
-    overhead_s = statistics.median(step.host_s for step in rehearsed)  # few of them follow a pause
-    coefficients = replace(coefficients, host_s=coefficients.host_s + max(overhead_s, 0.0))
-    factors = factors_of(rehearsed)
-    span_s = makespan_s(simulate(config, coefficients, mix, factors)) / options.load
-    trace = spread(mix, span_s, seed=seed)
-    measured, _ = serve(engine, trace, seed=seed)
-    figures = figures_of(measured, simulate(config, coefficients, trace, factors), is_long)
+    _, steps = serve(engine, spread(mix, span_s, seed=seed + _REHEARSAL), seed=seed + _REHEARSAL)
+    rehearsed = taught_by(steps)
+    span_s = makespan_s(simulate(config, coefficients, mix, rehearsed)) / options.load
+    traces = [spread(mix, span_s, seed=number) for number in range(seed, seed + options.runs)]
+    served = [serve(engine, trace, seed=seed + number) for number, trace in enumerate(traces)]
+    simulated = []
+    for number, trace in enumerate(traces):
+        others = [step for other, (_, noted) in enumerate(served) if other != number for step in noted]
+        simulated.append(simulate(config, coefficients, trace, taught_by([*steps, *others])))
+    measured = joined([times for times, _ in served])
+    figures = figures_of(measured, joined(simulated), np.tile(is_long, options.runs))
     aimed = [(metric, share) for metric in ("TTFT", "TPOT") for share in ("median", "P90")]
     errors = {f"{metric} {share}": figures[f"{metric}, all"][share]["error"] for metric, share in aimed}
     return {
@@ -146,8 +189,9 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
         "model": asdict(local.model),
         "options": asdict(options),
         "span_s": span_s,
-        "overhead_s": overhead_s,
-        "factors": {kind: factor for kind, (factor, _) in factors.items()},
+        "host_s": rehearsed.host_s,
+        "factors": {kind: factor for kind, (factor, _) in rehearsed.factors.items()},
+        "after_pause": rehearsed.after_pause,
         **figures,
         "aims": against_aims(errors, dict.fromkeys(errors, AIM)),
         "notes": [
@@ -155,21 +199,31 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
             f"{options.num_long} of {options.long_lens[0]:,} to {options.long_lens[1]:,} within the span (Poisson), "
             f"{options.output_lens[0]} to {options.output_lens[1]} output tokens each; "
             f"load {options.load:g}; seed {seed}",
-            "steps cost what a profile measured now says, times the factors of a rehearsal, and the overhead of the "
-            "engine itself. One run.",
+            "steps cost what a profile measured now says, times the factors of a rehearsal, and what the engine takes "
+            f"beside them. {options.runs} runs, of which all requests count alike.",
         ],
     }
 
 
-def factors_of(steps: Sequence[NotedStep]) -> dict[str, tuple[float, int]]:
-    """By how much computed seconds are more than coefficients said, without their correction, of each kind of step; and
-    how many there were."""
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+def taught_by(steps: Sequence[NotedStep]) -> Rehearsed:
+    """By how much steps took longer than coefficients said, without their correction, and what came beside them."""
+    noted: dict[str, list[tuple[float, float, float]]] = defaultdict(list)  # seconds predicted, computed, beside
+    after: list[tuple[str, float, float]] = []  # of those after a pause
     for step in steps:
         if (said := step.prediction) is not None:
-            times[said.kind].append((said.seconds / said.factor, step.busy_s))
-    sums = {kind: np.sum(pairs, axis=0).tolist() for kind, pairs in times.items()}
-    return {kind: (taken_s / predicted_s, len(times[kind])) for kind, (predicted_s, taken_s) in sums.items()}
+            said_s = said.seconds / said.factor
+            if step.host_s > _PAUSE_S:
+                after.append((said.kind, said_s, step.busy_s))
+            else:
+                noted[said.kind].append((said_s, step.busy_s, step.host_s))
+    factors, host_s = {}, {}
+    for kind, rows in noted.items():
+        said_s, busy_s, beside_s = np.sum(rows, axis=0).tolist()
+        factors[kind] = busy_s / said_s, len(rows)
+        host_s[kind] = max(beside_s / len(rows), 0.0)
+    known = [(said_s * factors[kind][0], busy_s) for kind, said_s, busy_s in after if kind in factors]
+    as_others_s, took_s = np.sum(known, axis=0).tolist() if known else (1.0, 1.0)
+    return Rehearsed(factors, host_s, took_s / as_others_s)
 
 
 def serve(engine: Engine, trace: Trace, *, seed: int) -> tuple[TokenTimes, list[NotedStep]]:
@@ -201,7 +255,7 @@ def simulate(
     config: EngineConfig,
     coefficients: Coefficients,
     trace: Trace,
-    factors: Mapping[str, tuple[float, int]] | None = None,
+    rehearsed: Rehearsed = NOTHING,
 ) -> TokenTimes:
     """The requests in the simulator, one rank on the CPU.
 
@@ -209,15 +263,14 @@ def simulate(
         config: of the engine; it says how many KV blocks there are.
         coefficients: what its steps cost.
         trace: the requests.
-        factors: on the seconds of each kind of step, and how many steps taught it; None is 1.
+        rehearsed: what they cost beside that.
     """
     longest, num_blocks = config.max_model_len, config.cache.num_blocks
     assert longest is not None and num_blocks is not None, "a live run gives both"
     predictor, real = (Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens) for _ in range(2))
-    if factors:
-        known = {kind: (math.log(factor), count) for kind, (factor, count) in factors.items()}
-        for one in (predictor, real):
-            one.correction.learned |= known
+    known = {kind: (math.log(factor), count) for kind, (factor, count) in rehearsed.factors.items()}
+    for one in (predictor, real):
+        one.correction.learned |= known
     pool = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
     scheduler = Scheduler(
         complete_config(config.scheduler, predictor, config.parallel, longest=longest, **pool),
@@ -225,8 +278,14 @@ def simulate(
         max_prompt_tokens=longest,
         **pool,
     )
-    found = Simulation(scheduler, Pipeline([real]), trace).run().requests
+    found = Simulation(scheduler, LivePipeline([real], rehearsed=rehearsed), trace).run().requests
     return TokenTimes(trace.arrival_s, found.first_token_s, found.finish_s, trace.output_tokens)
+
+
+def joined(times: Sequence[TokenTimes]) -> TokenTimes:
+    """The requests of several runs."""
+    names = [one.name for one in fields(TokenTimes)]
+    return TokenTimes(**{name: np.concatenate([getattr(one, name) for one in times]) for name in names})
 
 
 def figures_of(measured: TokenTimes, simulated: TokenTimes, is_long: Flags) -> dict[str, Figures]:
@@ -240,13 +299,14 @@ def figures_of(measured: TokenTimes, simulated: TokenTimes, is_long: Flags) -> d
 
 
 def live_fidelity_command(
+    runs: Annotated[int, typer.Option(min=1, help="Of the same requests, with other arrivals.")] = 5,
     load: Annotated[float, typer.Option(min=0.01, help="Part of the simulated capacity that the stream takes.")] = 0.6,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths, prompts and weights.")] = 0,
     output_json: OutputJson = None,
 ) -> None:
     """Simulated against measured request times: the engine of this machine, within three minutes."""
     check_writable(output_json)
-    options = LiveOptions(load=load, seed=seed)
+    options = LiveOptions(runs=runs, load=load, seed=seed)
     with Console(stderr=True).status("profiling, rehearsing, serving"):
         report = live_fidelity(options)
     deliver(report, output_json)

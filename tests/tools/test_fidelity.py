@@ -10,19 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 
+from medha.bench.load import NotedStep
 from medha.cli.report import print_report
 from medha.config import EngineConfig
 from medha.cost.coefficients import Curve, ProfileKey
 from medha.cost.hardware import LinkRates
-from medha.cost.predictor import Predictor, Work
+from medha.cost.predictor import KINDS, Predictor, Work
 from medha.errors import ConfigError
+from medha.sched.decision import Prediction
 from tests.bench.shapes import TINY
 from tests.sched.costs import FREE
 from tests.tools import write
 from tools.command import run_tool
 from tools.fidelity import fidelity, fidelity_command, read_run
 from tools.kernels import fit_kernels, read_kernels
-from tools.live_fidelity import LIVE_LLAMA, LiveOptions, figures_of, live_fidelity, make_mix, simulate, spread
+from tools.live_fidelity import (
+    LIVE_LLAMA,
+    LiveOptions,
+    Rehearsed,
+    figures_of,
+    live_fidelity,
+    make_mix,
+    simulate,
+    spread,
+    taught_by,
+)
 
 LAYERS = 32
 HOST_S = 1e-3
@@ -285,6 +297,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 TOY = LiveOptions(
     num_short=4,
     num_long=1,
+    runs=2,
     short_lens=(5, 40),
     long_lens=(300, 400),
     output_lens=(3, 6),
@@ -304,13 +317,25 @@ def test_a_simulation_of_known_costs_and_its_comparison() -> None:
     assert figures["TTFT, long"]["P90"]["error"] == 0
     assert figures["TPOT, all"]["median"]["simulated_s"] == pytest.approx(0.01, rel=0.3)
     assert figures["TPOT, short"]["median"]["error"] == pytest.approx(-0.5)
-    twice = simulate(config, coefficients, trace[:1], dict.fromkeys(("prefill", "decode", "mixed"), (2.0, 10)))
-    assert twice.e2el_s == pytest.approx(2 * simulate(config, coefficients, trace[:1]).e2el_s)
+    doubled, one = dict.fromkeys(KINDS, (2.0, 10)), trace[:1]
+    twice = simulate(config, coefficients, one, Rehearsed(doubled, {}, 1.0))
+    assert twice.e2el_s == pytest.approx(2 * simulate(config, coefficients, one).e2el_s)
+    late = simulate(config, coefficients, one, Rehearsed(doubled, {"decode": 0.5}, 3.0))
+    assert late.ttft_s == pytest.approx(3 * twice.ttft_s)
+    assert late.tpot_s == pytest.approx(twice.tpot_s + 0.5)
+
+
+def test_what_a_rehearsal_teaches() -> None:
+    """Three decodes, before one of which the engine had nothing to do, and a chunk."""
+    said = [Prediction("decode", 0.5, 0.5, 1.0), Prediction("prefill", 1.0, 0.5, 1.0)]
+    rows = ((said[0], 2.0, 0.012), (said[0], 4.0, 0.004), (said[0], 6.0, 1.0), (said[1], 5.0, 0.002), (None, 9.0, 9.0))
+    found = taught_by([NotedStep(1, *row) for row in rows])
+    assert found == Rehearsed({"decode": (3.0, 2), "prefill": (2.5, 1)}, {"decode": 0.008, "prefill": 0.002}, 2.0)
 
 
 def test_a_toy_run_on_the_engine() -> None:
     report = live_fidelity(TOY)
-    assert report["overhead_s"] > 0
+    assert min(report["host_s"].values()) > 0 and report["after_pause"] > 0
     assert set(report["factors"]) <= {"prefill", "decode", "mixed"} and min(report["factors"].values()) > 0
     assert len(report["aims"]) == 4 and report["TTFT, short"]["P99"]["measured_s"] > 0
     print_report(json.loads(json.dumps(report, default=str)))
