@@ -19,8 +19,19 @@ NAN, INF = math.nan, math.inf
 # Case B6: every field at each of these. A field accepts those that FIELDS names, at its other fields' defaults, and
 # refuses the rest.
 PROBES = {
-    **{"nan": NAN, "inf": INF, "-inf": -INF, "-1": -1, "0": 0, "2**63": 2**63, "text": "1", "None": None, "True": True},
-    **{"1.5": 1.5, "list": [[]], "dict": {"a": 1}, "10**400": 10**400},
+    "nan": NAN,
+    "inf": INF,
+    "-inf": -INF,
+    "-1": -1,
+    "0": 0,
+    "2**63": 2**63,
+    "text": "1",
+    "None": None,
+    "True": True,
+    "1.5": 1.5,
+    "list": [[]],
+    "dict": {"a": 1},
+    "10**400": 10**400,
 }
 BOOLEANS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 PENALTIES = ("presence_penalty", "frequency_penalty")

@@ -296,10 +296,17 @@ def test_a_table_is_for_one_machine_model_and_layout(tmp_path: Path) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("prefix_caching", True), ("overcommit", True), ("num_swap_blocks", 5), ("async_scheduling", True),
-    ("chunk_size", 512), ("depth", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prefix_caching", True),
+        ("overcommit", True),
+        ("num_swap_blocks", 5),
+        ("async_scheduling", True),
+        ("chunk_size", 512),
+        ("depth", 2),
+    ],
+)
 def test_what_dealt_chunks_do_not_have_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value!r} with scheduler='cdsp'; accepted: without it"):
         SchedulerConfig("cdsp", **{name: value})  # type: ignore[arg-type]
