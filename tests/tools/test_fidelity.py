@@ -317,10 +317,10 @@ def test_a_simulation_of_known_costs_and_its_comparison() -> None:
     assert figures["TTFT, long"]["P90"]["error"] == 0
     assert figures["TPOT, all"]["median"]["simulated_s"] == pytest.approx(0.01, rel=0.3)
     assert figures["TPOT, short"]["median"]["error"] == pytest.approx(-0.5)
-    doubled, one = dict.fromkeys(KINDS, (2.0, 10)), trace[:1]
-    twice = simulate(config, coefficients, one, Rehearsed(doubled, {}, 1.0))
+    doubled, one = Rehearsed(dict.fromkeys(KINDS, (2.0, 10)), dict.fromkeys(KINDS, (1.5, 0.005)), {}, 1.0), trace[:1]
+    twice = simulate(config, coefficients, one, doubled)
     assert twice.e2el_s == pytest.approx(2 * simulate(config, coefficients, one).e2el_s)
-    late = simulate(config, coefficients, one, Rehearsed(doubled, {"decode": 0.5}, 3.0))
+    late = simulate(config, coefficients, one, doubled._replace(host_s={"decode": 0.5}, after_pause=3.0))
     assert late.ttft_s == pytest.approx(3 * twice.ttft_s)
     assert late.tpot_s == pytest.approx(twice.tpot_s + 0.5)
 
@@ -330,7 +330,11 @@ def test_what_a_rehearsal_teaches() -> None:
     said = [Prediction("decode", 0.5, 0.5, 1.0), Prediction("prefill", 1.0, 0.5, 1.0)]
     rows = ((said[0], 2.0, 0.012), (said[0], 4.0, 0.004), (said[0], 6.0, 1.0), (said[1], 5.0, 0.002), (None, 9.0, 9.0))
     found = taught_by([NotedStep(1, *row) for row in rows])
-    assert found == Rehearsed({"decode": (3.0, 2), "prefill": (2.5, 1)}, {"decode": 0.008, "prefill": 0.002}, 2.0)
+    assert found.factors == {"decode": (3.0, 2), "prefill": (2.5, 1)}
+    assert found.lines == {"decode": (3.0, 0.0), "prefill": (2.5, 0.0)}
+    assert found.host_s == {"decode": 0.008, "prefill": 0.002} and found.after_pause == 2.0
+    longer = [NotedStep(1, replace(said[0], seconds=said_s), 2 * said_s - 0.5, 0.0) for said_s in (0.5, 1.0) * 4]
+    assert taught_by(longer).lines["decode"] == pytest.approx((1.0, -0.5))
 
 
 def test_a_toy_run_on_the_engine() -> None:
