@@ -8,8 +8,10 @@ prompts of one length), each with exactly so many greedy tokens, and its package
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -137,6 +139,8 @@ def transformers(given: dict[str, Any]) -> Engine:
 
 def main() -> None:
     """Answer line after line until the input ends."""
+    if sys.platform == "linux":  # ends with who has started it, also while it is stopped
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]

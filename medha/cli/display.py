@@ -70,9 +70,11 @@ class Display:
         if self._bars is not None:
             self._bars.advance(self._count)
         if self.lines is not None:
-            name, text, note = map(one_line, (whole.request_id, shown_text(whole.outputs[0]), _note(whole)))
-            line = Text.assemble((name, "cyan"), "  ", text, (f"  [{note}]", "red" if whole.error else "dim"))
-            self.lines.print(line, soft_wrap=True)
+            for one in whole.outputs:
+                index = f"[{one.index}]" * (len(whole.outputs) > 1)
+                name, text, note = map(one_line, (whole.request_id + index, shown_text(one), _note(whole, one)))
+                line = Text.assemble((name, "cyan"), "  ", text, (f"  [{note}]", "red" if whole.error else "dim"))
+                self.lines.print(line, soft_wrap=True)
 
     def refresh(self) -> None:
         """Redraw, at most eight times a second; call after each step."""
@@ -130,7 +132,7 @@ class StreamedText(Display):
         if whole.outputs[0].token_ids:
             self._out.write("\n")
             self._out.flush()
-        logger.log(logging.ERROR if whole.error else logging.INFO, "%s", one_line(_note(whole)))
+        logger.log(logging.ERROR if whole.error else logging.INFO, "%s", one_line(_note(whole, whole.outputs[0])))
 
 
 def print_explanation(output: RequestOutput) -> None:
@@ -146,11 +148,11 @@ def shown_text(completion: CompletionOutput) -> str:
     return "".join(f"{token} " for token in completion.token_ids)
 
 
-def _note(output: RequestOutput) -> str:
-    """How a request ended, in a few words."""
+def _note(output: RequestOutput, completion: CompletionOutput) -> str:
+    """How a completion of a request ended, in a few words."""
     if output.error is not None:
         return f"{type(output.error).__name__}: {output.error}"
-    completion, metrics = output.outputs[0], output.metrics
+    metrics = output.metrics
     words = [f"{completion.finish_reason} after {len(completion.token_ids)} tokens"]
     for name, seconds in (("TTFT", metrics.ttft), ("TPOT", metrics.tpot)):
         if seconds is not None:

@@ -153,7 +153,7 @@ class SchedulerConfig:
     )
     interactive_share: float | None = _serving(
         None,
-        "Seconds of batches for decodes and prompts of up to four quanta, for one with longer prefills; one stage.",
+        "Seconds of batches for decodes and prompts of up to four quanta, for one with longer prefills.",
         SHARE,
         shown="0.08; 0 with lars, ilrs, lrs, edf and fcfs",
     )
@@ -273,7 +273,7 @@ class SchedulerConfig:
 
     @property
     def spare_share(self) -> float:
-        """``interactive_share``, where none is given that of the policy; 0 with several stages."""
+        """``interactive_share``, where none is given that of the policy; 0 where decodes skip batches."""
         published = 0.0 if self.policy in PUBLISHED else 0.08
         return 0.0 if self.period > 1 else published if self.interactive_share is None else self.interactive_share
 

@@ -229,8 +229,8 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
         return (q_indptr[task.row] + query / G) * N + (task.head + i / num) * G + query % G;
     };
     auto finish = [&](int64_t to, const float* sums, float top, float sum) {
-        lse[to] = sum > 0 ? (top + std::log2(sum)) * LN_2 : -INFINITY;
-        for (int64_t h = 0; h < H; h++) narrow(sum > 0 ? sums[h] / sum : 0.0f, out + to * H + h);
+        lse[to] = sum != 0 ? (top + std::log2(sum)) * LN_2 : -INFINITY;  // of NaN NaN
+        for (int64_t h = 0; h < H; h++) narrow(sum != 0 ? sums[h] / sum : 0.0f, out + to * H + h);
     };
 
 #pragma omp parallel num_threads(num_threads)
@@ -268,7 +268,7 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
             };
             auto end_window = [&] {
                 for (int i = 0; i < num; i++) {
-                    if (top[i] == -INFINITY) continue;
+                    if (top[i] == -INFINITY && sum[i] == 0) continue;
                     const float most = std::max(all_top[i], top[i]);
                     const float before = std::exp2(all_top[i] - most), now = std::exp2(top[i] - most);
                     for (int64_t h = i * H; h < (i + 1) * H; h++) all_sums[h] = all_sums[h] * before + sums[h] * now;
@@ -330,7 +330,7 @@ void attend(const T* q, const T* k, const T* v, int64_t q_stride, int64_t token_
                 for (int64_t p = 0; p < task.num_parts; p++) most = std::max(most, part[p * step + H]);
                 std::fill(sums, sums + H, 0.0f);
                 for (int64_t p = 0; p < task.num_parts; p++) {
-                    if (part[p * step + H] == -INFINITY) continue;
+                    if (part[p * step + H] == -INFINITY && part[p * step + H + 1] == 0) continue;
                     const float weight = std::exp2(part[p * step + H] - most);
                     total += weight * part[p * step + H + 1];
                     for (int64_t h = 0; h < H; h++) sums[h] += weight * part[p * step + h];

@@ -101,10 +101,10 @@ class Preparing:
         return begun
 
 
-def prompt_size(prompt: Any) -> int:
-    """Characters or ids of a prompt, or of the longest part of what it holds at any depth that a form has."""
-    if isinstance(prompt, Mapping):
-        return max(map(prompt_size, prompt.values()), default=0)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return max(map(prompt_size, prompt))
+def prompt_size(prompt: Any, depth: int = 64) -> int:
+    """Characters or ids of a prompt, or of the longest part of what it holds down to a depth that no form has."""
+    if isinstance(prompt, Mapping) and depth:
+        return max((prompt_size(value, depth - 1) for value in prompt.values()), default=0)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping) and depth:
+        return max(prompt_size(value, depth - 1) for value in prompt)
     return len(prompt) if getattr(prompt, "ndim", 1) > 0 and hasattr(prompt, "__len__") else 0

@@ -12,7 +12,7 @@ prefill budget, B that of one batch, and s the share: a guarded request with w s
 guarded that arrived before it, ends its prefill within (W + w) / s + B, whoever comes later; the policy's order runs as
 on a machine slower by at most 1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no
 place, the oldest keeps its turn, and what it did not get is owed to the guarded, up to one budget: the first bound
-grows by B / s.
+grows by B / s. Where that holds no chunk either, it gets the least efficient one, beyond the budget, and owes the rest.
 
 Departures from the paper, and why:
 
@@ -82,6 +82,7 @@ class GroupTime:
     limit_s: float  # what the present phase may fill
     decodes_s: float  # what the decodes take
     most_s: float  # for the whole batch, where an efficient chunk needs longer than the budget
+    last_s: float  # what prefills took in the batch before
     long_slot: int | None = None  # the long prefill in it, if any
 
 
@@ -100,6 +101,7 @@ class MedhaPacker(Packer):
         self._refused: list[int] = []
         self._asked: list[int] = []  # for whom somebody is left out of the batch, to give way when it is not in flight
         self._owed_s: list[float] = []
+        self._closed_from = len(PRIORITIES)  # by a guarded prefill that found no memory in the last batch
         self._spare_s = self._most_spare_s = _MOST_QUANTA * self._quantum_s  # for batches that leave out long prefills
         self._least_s = predictor.uncorrected().tick().with_chunk(1, 0)  # of a batch, whatever is in it
         self._groups: list[GroupTime] = []
@@ -115,7 +117,7 @@ class MedhaPacker(Packer):
             self._leave_out_decodes(queue, builder)
         builder.prefers_ring = self._prefers_ring
         builder.add_decodes()
-        self._groups, decodes = [], len(builder.rows)
+        before, self._groups, decodes = self._groups, [], len(builder.rows)
         lone_s = 0.0
         if queue.num_prefills and not (queue.decoding or self._is_set):  # until one ends a newcomer alone is held up
             kv = int(queue.column("num_computed_tokens").max())
@@ -130,7 +132,8 @@ class MedhaPacker(Packer):
             if self.config.quantum_s is None and budget_s < most_s:  # what an objective leaves is used
                 longer_s = most_s if most_s < math.inf else max(budget_s, lone_s)
                 budget_s = min(_MOST_QUANTA * self._quantum_s, longer_s)
-            self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, most_s))
+            last_s = before[index].tick.seconds - before[index].decodes_s if before else 0.0
+            self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, most_s, last_s))
         if queue.tenants.are_several and decodes:
             row_s = sum(group.decodes_s for group in self._groups) / decodes
             for row in builder.rows:
@@ -143,7 +146,9 @@ class MedhaPacker(Packer):
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             self._mark_guarded(queue, builder)
+            closed_from, builder.closed_from = builder.closed_from, min(builder.closed_from, self._closed_from)
             if favoured or shortens or not self._leave_out(queue, builder, decodes_s):
+                builder.closed_from = closed_from
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
                 self._spare_s = min(self._spare_s + share * prefills_s, self._most_spare_s)
@@ -273,15 +278,17 @@ class MedhaPacker(Packer):
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
         share, guarded = self.config.guarded_share, queue.column("guarded")
+        self._closed_from, is_turn, least_s = len(PRIORITIES), True, 0.0  # what a chunk beyond the budget takes is owed
         if not guarded.any():
             self._owed_s = []
             return
-        owed = self._owed_s or [0.0] * len(self._groups)
-        limits = []
+        owed, limits = self._owed_s or [0.0] * len(self._groups), []
         for group, owed_s in zip(self._groups, owed, strict=True):
             prefill_s = max(0.0, group.budget_s - group.decodes_s)
-            limits.append(min(prefill_s, owed_s + share * prefill_s))
+            earned_s = share * (prefill_s if owed_s >= 0 else max(prefill_s, group.last_s))
+            limits.append(min(prefill_s, owed_s + earned_s))
             group.limit_s = group.decodes_s + limits[-1]
+            is_turn &= limits[-1] >= prefill_s
         is_whole, lengths = all(g.limit_s >= g.budget_s for g in self._groups), queue.column("num_prompt_tokens")
         may_be_long = is_whole or np.count_nonzero(lengths >= self.config.long_threshold) < 2
         rows = sort_rows((queue.column("arrival_s"), queue.column("slot")), first=_FIRST, among=guarded)
@@ -292,13 +299,15 @@ class MedhaPacker(Packer):
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
             if self._give(state, queue, builder, may_exceed=False):
                 continue
+            if is_turn and state.slot not in builder.refused and self._give(state, queue, builder, may_exceed=True):
+                least_s = -math.inf
+                continue
             if state.slot not in builder.refused:
                 break
-            builder.closed_from = min(builder.closed_from, state.request.priority if self._ranking.by_class else 0)
-        self._owed_s = [
-            max(0.0, limit - (group.tick.seconds - group.decodes_s))
-            for group, limit in zip(self._groups, limits, strict=True)
-        ]
+            its = state.request.priority if self._ranking.by_class else 0
+            self._closed_from = builder.closed_from = min(builder.closed_from, its)
+        left_s = [most - (its.tick.seconds - its.decodes_s) for its, most in zip(self._groups, limits, strict=True)]
+        self._owed_s = [max(min(limit, least_s), left) for limit, left in zip(limits, left_s, strict=True)]
 
     def _serve_in_order(self, queue: Queue, builder: BatchBuilder) -> None:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""

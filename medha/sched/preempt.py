@@ -21,6 +21,7 @@ stays in the prefix cache; what nobody holds then counts as lost, as it is its m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 
 from medha.cost.predictor import Predictor
@@ -98,13 +99,11 @@ def oldest(states: Iterable[State]) -> State | None:
 
 def fewest(candidates: list[State], fits: Callable[[Collection[int]], bool]) -> list[State] | None:
     """The fewest candidates, from the front, without whose slots a request ``fits``; None if all are too few."""
-    gone: set[int] = set()
-    chosen: list[State] = []
-    while not fits(gone):
-        if len(chosen) == len(candidates):
-            return None
-        chosen.append(candidates[len(chosen)])
-        gone.add(chosen[-1].slot)
+    slots = [state.slot for state in candidates]
+    if not fits(set(slots)):
+        return None
+    count = bisect_left(range(len(slots)), True, key=lambda count: fits(set(slots[:count])))
+    chosen, gone = candidates[:count], set(slots[:count])
     for state in chosen[:-1]:
         if fits(gone - {state.slot}):
             gone.remove(state.slot)

@@ -139,8 +139,10 @@ class Queue:
         keys, before = keys_of(ranking, columns, now_s), [columns.priority] * ranking.by_class
         if last.any():
             keys = np.where(last, np.inf, keys)
+            before.append(last.astype(np.int64))
         if self.tenants.are_several:
-            before.append(self.tenants.ahead(self.column("tenant")).astype(np.int64))
+            classes = columns.priority if ranking.by_class else np.zeros_like(columns.priority)
+            before.append(self.tenants.ahead(self.column("tenant"), classes).astype(np.int64))
         return sort_rows((*before, keys, columns.arrival_s, self.column("slot")), first=first, among=among)
 
     def column(self, name: str) -> NDArray[Any]:

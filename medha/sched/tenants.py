@@ -15,6 +15,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from medha.params import PRIORITIES
+
 LEAD_S = 1.0
 """Seconds of compute, over its weight, by which a tenant may be ahead before its requests wait for those of others."""
 
@@ -58,8 +60,9 @@ class Tenants:
         """A tenant is served for so many predicted seconds."""
         self._had_s[number] += seconds / self._weight_of[number]
 
-    def ahead(self, tenants: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which requests, given by the tenants' numbers, wait for those of others."""
-        had_s = self._had_s[tenants]
-        is_ahead: NDArray[np.bool_] = had_s > had_s.min(initial=np.inf) + LEAD_S
+    def ahead(self, tenants: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which requests, given by the tenants' numbers, wait for those of others of their class."""
+        had_s, least_s = self._had_s[tenants], np.full(len(PRIORITIES), np.inf)
+        np.minimum.at(least_s, classes, had_s)
+        is_ahead: NDArray[np.bool_] = had_s > least_s[classes] + LEAD_S
         return is_ahead

@@ -127,10 +127,10 @@ class Front:
 
     def watch(self, limit_s: float) -> None:
         """End the process where requests wait and no batch completes; while it was stopped no time has passed."""
-        service, look_s, stuck_s, num_turns = self.service, min(1.0, limit_s / 4), 0.0, 0
-        while stuck_s < limit_s:
-            is_stuck = service.engine.num_unfinished > 0 and service.num_turns == num_turns
-            stuck_s, num_turns = stuck_s + look_s if is_stuck else 0.0, service.num_turns
+        service, look_s, stuck_s, num_steps = self.service, min(1.0, limit_s / 4), 0.0, 0
+        while not stuck_s >= limit_s:  # which may be nan
+            is_stuck = service.engine.num_unfinished > 0 and self._metrics.num_steps == num_steps
+            stuck_s, num_steps = stuck_s + look_s if is_stuck else 0.0, self._metrics.num_steps
             time.sleep(look_s)
         if service.ended is None:
             dead = EngineDeadError(f"no batch has completed for {limit_s:g} s")
@@ -200,7 +200,7 @@ class Front:
         named = _NAME.fullmatch(str(body.get("request_id") or ""))  # vLLM's other way to say it
         name = request.state.name or (named and named[0])
         asked = Asked(body, is_chat=is_chat, models=self.models, request_id=name)
-        self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"})
+        self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"} | asked.unused)
         key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
         task, left = asyncio.current_task(), asyncio.ensure_future(request.receive())  # as its body has been read
         assert task is not None, "a request is answered by a task"
@@ -263,7 +263,7 @@ class Front:
         return _json({"prompt": await self.service.in_thread(tokens, work)})
 
     def _list_models(self, request: Request, key: Key) -> Response:
-        wanted, length = request.path_params.get("name"), self.service.engine.limits.max_model_len
+        wanted, length = request.path_params.get("name") or None, self.service.engine.limits.max_model_len
         same = {"object": "model", "created": self._start_s, "owned_by": "medha", "root": self.models[0]}
         found = [{"id": one, **same, "max_model_len": length} for one in self.models if wanted in (None, one)]
         if not found:

@@ -37,7 +37,7 @@ class Key:
 
     def objectives(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
         """``slo``, ``priority`` and ``tenant`` of a request: what its body has, else its headers, in milliseconds, else
-        the key. :meth:`check` follows when they have been read."""
+        the key; a key's tenant is fixed. :meth:`check` follows when they have been read."""
         slo = {} if body.get("slo") is None else body["slo"]
         if isinstance(slo, dict):  # else it is refused where it is read
             texts = {name: headers.get(f"x-slo-{name[:4]}-ms") for name in ("ttft_s", "tpot_s")}
@@ -47,7 +47,7 @@ class Key:
                 raise not_accepted("slo", None, "milliseconds in x-slo-ttft-ms and x-slo-tpot-ms") from None
             slo = own | {name: value for name, value in slo.items() if value is not None}
         priority = self.priority if body.get("priority") is None else body["priority"]
-        return {"slo": slo, "priority": priority, "tenant": self.tenant}
+        return {"slo": slo, "priority": priority, "tenant": self.tenant or body.get("tenant")}
 
     def check(self, slo: SLO | None, priority: str) -> None:
         """Raise ValidationError where a request asks for more than the key allows."""
@@ -55,7 +55,7 @@ class Key:
             value, least = getattr(slo, name, None), getattr(self, f"least_{name}")
             if value is not None and least is not None and value < least:
                 raise not_accepted(f"slo.{name}", value, f"at least {least:g}, with this API key")
-        most = self.priority or ("normal" if self.key else PRIORITIES[0])
+        most = self.priority or ("normal" if self.tenant else PRIORITIES[0])
         if PRIORITIES.index(priority) < PRIORITIES.index(most):
             raise not_accepted("priority", priority, f"{most} or less urgent, with this API key")
 
@@ -70,7 +70,7 @@ def key_of(keys: Sequence[Key], authorization: str) -> Key | None:
 
 def load_keys(plain: Sequence[str], file: Path | None) -> list[Key]:
     """Keys of a command line, which have no limits, and of a TOML file; raises ConfigError."""
-    keys = [Key(key=text, priority=PRIORITIES[0]) for text in plain]
+    keys = [Key(key=text) for text in plain]
     if file is not None:
         try:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -82,8 +82,8 @@ def load_keys(plain: Sequence[str], file: Path | None) -> list[Key]:
             try:
                 keys.append(key := Key(tenant, **table))
                 key.check(SLO(key.ttft_s, key.tpot_s), key.priority or "normal")
-                if key.key is None:
-                    raise ConfigError('has no key; accepted: a table with key = "..."')
+                if key.key is None or not tenant:
+                    raise ConfigError('has no key or no name; accepted: a table with a name and key = "..."')
             except (TypeError, ConfigError, ValidationError) as error:
                 raise ConfigError(f"key file {file}: [{tenant}] {error}") from error
     if len({key.key for key in keys}) < len(keys):

@@ -65,6 +65,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._now = engine.now
+        self.num_steps = 0  # batches that are done
         self._token_s: dict[int, float] = {}  # when the last token of a slot was
         self._model, registry = model, CollectorRegistry()
         self.text: Callable[[], bytes] = partial(generate_latest, registry)  # what ``/metrics`` shows
@@ -98,6 +99,7 @@ class Metrics:
 
     def stepped(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         """Note a batch that is done; the engine's thread calls it."""
+        self.num_steps += 1
         self._step.observe(busy_s)
         self._prompt_tokens.inc(batch.num_tokens - batch.num_decodes + sum(one.num_tokens for one in batch.shared))
         now_s, sampling = self._now(), [row for row in batch.rows if row.samples]

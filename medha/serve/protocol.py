@@ -95,6 +95,7 @@ class Asked:
 
     Attributes:
         flags: how the answer is to come.
+        unused: fields that request lines have, and this kind of body does not.
         arrivals: one for each prompt.
     """
 
@@ -116,6 +117,8 @@ class Asked:
         if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
             raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
         shared = {name: fields[name] for name in PROMPT_OPTIONS + CHAT_OPTIONS * is_chat if name in fields}
+        unused = {*PROMPT_FORMS, *CHAT_OPTIONS, "arrival_s"} - {form, *shared}
+        self.unused = {name for name in unused if fields.get(name) is not None}
         forms = ["prompt_token_ids" if form == "prompt" and not isinstance(one, str) else form for one in prompts]
         prompts = [{form: one, **shared} for form, one in zip(forms, prompts, strict=True)]
         defaults: Json = {"output_kind": "delta" if flags.stream else "final_only"}

@@ -80,7 +80,6 @@ class Service:
     Attributes:
         is_draining: no new request is taken.
         ended: what whoever asks is told as nothing is served any more: why the engine failed, or that the server stops.
-        num_turns: how often the engine has done something, or had nothing to do.
         preparing: threads for what takes long; whoever ends the service closes it.
         on_end: called in the event loop with each request that has ended and its last output.
     """
@@ -89,7 +88,6 @@ class Service:
         self.engine = engine
         self.is_draining = False
         self.ended: EngineDeadError | ApiError | None = None
-        self.num_turns = 0
         self.preparing = Preparing(engine)
         self.on_end: Callable[[Request, RequestOutput], None] = lambda request, output: None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -175,7 +173,6 @@ class Service:
                         made.set_exception(error)
                 if self.engine.has_unfinished:
                     self.engine.advance(_IDLE_S)
-                self.num_turns += 1
                 self.flush()
         except Exception as error:
             dead = self.fail(error)

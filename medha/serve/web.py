@@ -34,8 +34,9 @@ def bound(host: str, port: int) -> socket.socket:
         if sys.platform == "linux":  # its connections have it from it
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * READER_S))
         listener.bind(address)
-    except OSError as error:
-        raise ConfigError(f"{host}:{port} cannot be listened at: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{host}:{port} cannot be listened at: {why}") from error
     return listener
 
 

@@ -83,9 +83,10 @@ def convert(
 @app.command()
 def stats(source: _In, output_json: OutputJson = None, from_format: _From = None, skip_invalid: _Skip = False) -> int:
     """Print rate, burstiness and lengths of a trace."""
-    from medha.cli.report import deliver
+    from medha.cli.report import check_writable, deliver
     from medha.workload.trace import trace_stats
 
+    check_writable(output_json)
     reading = _read(source, from_format, skip_invalid)
     report = {
         "format": reading.format,

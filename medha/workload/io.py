@@ -242,7 +242,7 @@ def write_trace(path: Path | str, trace: Trace) -> None:
     path = Path(path)
     if not len(trace):
         raise ConfigError(f"{path}: the trace has no requests; accepted: at least 1")
-    partial = path.with_name(path.name + ".partial")
+    partial = Path(f"{path}.partial")
     try:
         with partial.open("wb") as raw:
             packed = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.suffix == ".gz" else raw

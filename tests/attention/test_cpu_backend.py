@@ -68,6 +68,19 @@ def test_more_keys_than_one_sum_takes() -> None:
     assert_rows_close(run(qkv, rows, CpuBackend()), qkv, rows)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_len", [90, 40_000])
+def test_what_is_no_number_is_not_taken_for_no_key(kv_len: int, dtype: torch.dtype) -> None:
+    """Of one key, over which only those attend that come behind it; with few queries it is in one part of several."""
+    for q_len in (1, 70):
+        (q_TNH, k, v), rows = build(Model(8, 2, 64, dtype=dtype), [Shape(q_len, (kv_len,), True)], page_size=16)
+        at = int(rows.pages[rows.page_indptr[0]]) * 16 + 5
+        for pool in (k, v):
+            pool[at] = torch.nan
+        for found in run((q_TNH, k, v), rows, CpuBackend()):
+            assert found.isnan().all()
+
+
 # -- where it cannot be built ------------------------------------------------------------------------------------------
 
 

@@ -91,10 +91,15 @@ def test_a_line_for_each_request_that_ends() -> None:
         display.finish(output("a", "half and half\n" * 5, finished=True))
         display.finish(output("b", None, finished=True))
         display.finish(output("c", None, finished=True, error=ValidationError("bad\nprompt")))
+        several = output("d", "one", finished=True)
+        several.outputs.append(CompletionOutput(1, "other", [7], "length"))
+        display.finish(several)
     assert out.getvalue().splitlines() == [
         "a  " + "half and half⏎" * 5 + "  [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]",
         "b  7 8 9 10   [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]",
         "c  7 8 9 10   [ValidationError: bad·prompt]".replace("·", "⏎"),
+        "d[0]  one  [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]",
+        "d[1]  other  [length after 1 tokens, TTFT 250 ms, TPOT 1.00 s]",
     ]
 
 

@@ -188,6 +188,13 @@ def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) ->
     assert (prompt_size(prompt) > LONG_PROMPT) == is_long
 
 
+def test_a_prompt_that_is_nested_deeply_is_as_long_as_any() -> None:
+    deep: Any = "x" * (LONG_PROMPT + 1)
+    for _ in range(5000):
+        deep = {"a": deep}
+    assert prompt_size({"messages": [deep]}) < LONG_PROMPT  # it is refused where it is read
+
+
 def test_a_stop_returns_every_request(engine: Engine) -> None:
     outputs: list[RequestOutput] = []
     arrivals = [

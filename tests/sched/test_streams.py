@@ -62,6 +62,25 @@ def test_a_long_prompt_in_a_pool_full_of_chats(num_new: int, options: dict[str, 
     assert waits[0] == waits[1] < 45.0
 
 
+def test_a_context_so_deep_that_the_share_holds_no_chunk() -> None:
+    """Its least chunk takes longer than a batch; more short prompts than can be served come when most of it is read."""
+    coefficients = stage_coefficients(load_spec("h100-80g"), find_model("llama-3-8b"), ParallelConfig(), 0)
+    begin_s, num_tokens = 20.0, 220_000
+
+    def first_token_s(stream_s: float) -> float:
+        predictor = Predictor(coefficients, max_tokens=2048)
+        scheduler = new_scheduler(block_size=256, num_blocks=4000, predictor=predictor)
+        shorts = [Job(at_s, 3000, 2) for at_s in np.arange(begin_s, begin_s + stream_s, 0.05).tolist()]
+        return Drive(scheduler, [Job(0.0, num_tokens, 2), *shorts], None).run().first_token_s[0]
+
+    config = new_scheduler(predictor=Predictor(coefficients, max_tokens=2048)).config
+    left_s = first_token_s(0.0) - begin_s
+    bound_s = begin_s + config.patience_s + 1.1 * left_s / config.guarded_share + 1.0
+    assert left_s > 2.0
+    for stream_s in (40.0, 80.0):  # it would wait for 80, and 150
+        assert first_token_s(stream_s) < bound_s < begin_s + 1.4 * stream_s
+
+
 def test_without_the_guard_it_waits_for_as_long_as_chats_come() -> None:
     waits = [wait_beside_chats_s(chats_s, 30, overcommit=True, late_share=0.0) for chats_s in (30.0, 60.0)]
     assert waits[1] > 1.5 * waits[0]

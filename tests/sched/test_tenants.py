@@ -1,5 +1,6 @@
 """Fair shares of tenants: in seconds of compute, within a class, and only where several want to be served."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,12 @@ FLOOD: Load = [(0.0, 200, "a", 2)] * 400
 """Shorter prompts than the other tenant's, so that the policy alone would serve all of them before."""
 
 
-def test_a_flood_of_one_tenant_holds_another_up_by_the_lead_at_most() -> None:
-    load = [*FLOOD, *((1.0 + i, 400, "b", 2) for i in range(20))]
+@pytest.mark.parametrize("others", [[], [(0.0, 300, "c", 3)]])
+def test_a_flood_of_one_tenant_holds_another_up_by_the_lead_at_most(others: Load) -> None:
+    """Also where a third waits in a lower class, and so is served less than both."""
+    load = [*FLOOD, *((1.0 + i, 400, "b", 2) for i in range(20)), *others]
     ttfts = first_tokens(load)
-    waits = [ttfts[index] for index in range(len(FLOOD), len(load))]
+    waits = [ttfts[index] for index in range(len(FLOOD), len(FLOOD) + 20)]
     alone_s, batch_s = seconds_of(400), seconds_of(2048)
     assert max(waits) < LEAD_S + 2 * batch_s + 2 * alone_s
     assert np.median(waits) < 2 * batch_s + 2 * alone_s  # b is behind by then
@@ -70,16 +73,21 @@ def test_nobody_saves_up_and_accounts_end_with_the_last_request() -> None:
     a, b = tenants.enter("a"), tenants.enter("b")
     tenants.charge(a, 10.0)
     tenants.charge(b, 19.0)
-    assert tenants.ahead(np.array([a, b, a])).tolist() == [False, False, False]
+
+    def ahead(*of: int, classes: Sequence[int] = ()) -> list[bool]:
+        return tenants.ahead(np.array(of, np.int64), np.array(classes or [2] * len(of), np.int64)).tolist()
+
+    assert ahead(a, b, a) == [False, False, False]
     tenants.charge(a, 0.6)
-    assert tenants.ahead(np.array([a, b, a])).tolist() == [True, False, True]
-    assert tenants.ahead(np.array([a])).tolist() == [False]  # the other wants nothing now
-    assert tenants.ahead(np.array([], np.int64)).tolist() == []
+    assert ahead(a, b, a) == [True, False, True]
+    assert ahead(a, b, a, classes=[2, 2, 1]) == [True, False, False]  # of the class of the last nobody else wants any
+    assert ahead(a) == [False]  # the other wants nothing now
+    assert ahead() == []
     tenants.leave(b)
     assert not tenants.are_several
     late = tenants.enter("late")
-    assert tenants.ahead(np.array([a, late])).tolist() == [False, False]
+    assert ahead(a, late) == [False, False]
     tenants.leave(a)
     tenants.charge(late, 0.1)
-    assert tenants.enter("a") == a and tenants.ahead(np.array([a, late])).tolist() == [False, False]
+    assert tenants.enter("a") == a and ahead(a, late) == [False, False]
     assert [tenants.enter(str(i)) for i in range(20)] == list(range(3, 23))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from medha.errors import ConfigError
+from medha.errors import ConfigError, ValidationError
 from medha.parallel.own_ranks import reserved_port
+from medha.serve.keys import Key, load_keys
 from medha.serve.web import bound, listening
 from tests.commands import Command
 from tests.serve.process import Process, last_events, serving, streams_under_load
@@ -74,6 +75,8 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command)
     [
         ("[a]\nkey = 3", "[a] key=3; accepted: text that is not empty"),
         ("[a]", "[a] has no key"),
+        ('[""]\nkey = "x"', "has no key or no name"),
+        (["--host", "a..b"], "a..b:0 cannot be listened at: "),
         ('[a]\nkey = " "', "accepted: text that is not empty"),
         ('[a]\nkey = "x"\nttft_s = 1\nleast_ttft_s = 2', "[a] slo.ttft_s=1; accepted: at least 2"),
         ('[a]\nkey = "x"\ntenant = "b"', "[a] "),
@@ -94,6 +97,18 @@ def test_what_would_leave_a_server_open(command: Command, tmp_path: Path, given:
         keys.write_text(given)
     done = command("serve", "/nowhere", "--port", 0, *(["--key-file", keys] if keys.exists() else given))
     assert done.code == 2 and said in done.err
+
+
+def test_what_a_key_decides_of_a_request() -> None:
+    """One of a command line says nothing of it, one of a file its tenant, and its class unless the body does."""
+    plain, named = load_keys(["x"], None)[0], Key("a", key="y", priority="high")
+    body = {"tenant": "b"}
+    assert plain.objectives(body, {}) == {"slo": {"ttft_s": None, "tpot_s": None}, "priority": None, "tenant": "b"}
+    assert named.objectives(body, {}) | {"slo": 0} == {"slo": 0, "priority": "high", "tenant": "a"}
+    plain.check(None, "realtime")
+    for key, priority in ((named, "realtime"), (Key("b", key="z"), "high")):
+        with pytest.raises(ValidationError, match="or less urgent, with this API key"):
+            key.check(None, priority)
 
 
 def test_a_certificate_that_is_none(tmp_path: Path) -> None:

@@ -426,8 +426,9 @@ def test_fields_that_nobody_knows_are_counted_and_named_once(server: Server, cap
     for _ in range(2):
         assert server.post(PATH, asked(5, 1, usr="SECRET", slo=None, stream=False, explain=False, x=None))[0] == 200
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True, "top_logprobs": 1}
+    chat |= {"prompt": None, "arrival_s": 5}  # as of a request line; of None nothing is said
     assert server.post("/v1/chat/completions", chat)[0] == 200
-    assert re.search(r"medha:request_fields_ignored_total\{.*\} 4.0", server.get("/metrics")[1])
+    assert re.search(r"medha:request_fields_ignored_total\{.*\} 5.0", server.get("/metrics")[1])
     assert caplog.text.count("'usr' is ignored") == caplog.text.count("'x' is ignored") == 1
     assert server.post(PATH, asked(5, 1) | {f"{n}-{'z' * 500}": n for n in range(500)})[0] == 200
     assert caplog.text.count("is ignored") == 100 and "z" * 90 not in caplog.text and "SECRET" not in caplog.text

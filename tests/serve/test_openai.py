@@ -159,6 +159,9 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
             client.chat.completions.create(model="model", **fields)
     with pytest.raises(openai.BadRequestError, match="fewer than max_model_len"):
         client.completions.create(model="model", prompt=[1] * 9000, max_tokens=2)
+    asked: Any = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 50}
+    with pytest.raises(openai.BadRequestError, match=r"top_logprobs has a value .* accepted: an integer from 0 to 20"):
+        client.chat.completions.create(model="model", **asked)
 
 
 def test_the_needle_is_found_over_http(needle: Model) -> None:
