@@ -71,8 +71,8 @@ class Display:
             self._bars.advance(self._count)
         if self.lines is not None:
             for one in whole.outputs:
-                index = f"[{one.index}]" * (len(whole.outputs) > 1)
-                name, text, note = map(one_line, (whole.request_id + index, shown_text(one), _note(whole, one)))
+                name = whole.request_id + f"[{one.index}]" * (len(whole.outputs) > 1)
+                name, text, note = map(one_line, (name, shown_text(one), _note(whole, one)))
                 line = Text.assemble((name, "cyan"), "  ", text, (f"  [{note}]", "red" if whole.error else "dim"))
                 self.lines.print(line, soft_wrap=True)
 

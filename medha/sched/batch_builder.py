@@ -493,6 +493,8 @@ class BatchBuilder:
         share = min(-(-len(decoding) // self._period), self.tokens_left[0])
         if left_out:
             decoding = {slot: state for slot, state in decoding.items() if slot not in left_out}
+        if self.tokens_left[0] < len(decoding) / self._period:  # they take turns
+            decoding = dict(sorted(decoding.items(), key=lambda item: item[1].last_batch))
         block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
         rows, batch_id, foresees = self.rows, self.batch_id, self._queue.foresees
         newest = batch_id - self._period  # batch of which the token of a request in flight is known

@@ -101,7 +101,6 @@ class MedhaPacker(Packer):
         self._refused: list[int] = []
         self._asked: list[int] = []  # for whom somebody is left out of the batch, to give way when it is not in flight
         self._owed_s: list[float] = []
-        self._closed_from = len(PRIORITIES)  # by a guarded prefill that found no memory in the last batch
         self._spare_s = self._most_spare_s = _MOST_QUANTA * self._quantum_s  # for batches that leave out long prefills
         self._least_s = predictor.uncorrected().tick().with_chunk(1, 0)  # of a batch, whatever is in it
         self._groups: list[GroupTime] = []
@@ -146,9 +145,7 @@ class MedhaPacker(Packer):
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             self._mark_guarded(queue, builder)
-            closed_from, builder.closed_from = builder.closed_from, min(builder.closed_from, self._closed_from)
             if favoured or shortens or not self._leave_out(queue, builder, decodes_s):
-                builder.closed_from = closed_from
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
                 self._spare_s = min(self._spare_s + share * prefills_s, self._most_spare_s)
@@ -278,10 +275,10 @@ class MedhaPacker(Packer):
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
         share, guarded = self.config.guarded_share, queue.column("guarded")
-        self._closed_from, is_turn, least_s = len(PRIORITIES), True, 0.0  # what a chunk beyond the budget takes is owed
         if not guarded.any():
             self._owed_s = []
             return
+        is_turn, least_s = True, 0.0  # what a chunk beyond the budget takes is owed by them
         owed, limits = self._owed_s or [0.0] * len(self._groups), []
         for group, owed_s in zip(self._groups, owed, strict=True):
             prefill_s = max(0.0, group.budget_s - group.decodes_s)
@@ -304,8 +301,7 @@ class MedhaPacker(Packer):
                 continue
             if state.slot not in builder.refused:
                 break
-            its = state.request.priority if self._ranking.by_class else 0
-            self._closed_from = builder.closed_from = min(builder.closed_from, its)
+            builder.closed_from = min(builder.closed_from, state.request.priority if self._ranking.by_class else 0)
         left_s = [most - (its.tick.seconds - its.decodes_s) for its, most in zip(self._groups, limits, strict=True)]
         self._owed_s = [max(min(limit, least_s), left) for limit, left in zip(limits, left_s, strict=True)]
 

@@ -81,9 +81,7 @@ def _sums(gaps: Callable[[int], NDArray[np.float64]], count: int, duration_s: fl
     while duration_s is not None and drawn.sum() < duration_s:
         drawn = np.concatenate([drawn, gaps(_BLOCK)])
         if len(drawn) > MAX_REQUESTS:
-            raise ConfigError(
-                f"more than {MAX_REQUESTS} requests within duration_s={duration_s}; accepted: a higher burstiness"
-            )
+            raise ConfigError(f"duration_s={duration_s}: over {MAX_REQUESTS} requests; accepted: a higher burstiness")
     return np.cumsum(drawn)  # one sum from the first gap on, so that a shorter trace has the same bits
 
 

@@ -124,6 +124,15 @@ def test_a_relegated_request_comes_after_all_who_can_be_in_time(policy: str) -> 
     assert order_of_first_chunks(scheduler) == [1, 2, 3, 4, 5, 0]
 
 
+def test_also_after_those_of_a_tenant_that_is_ahead() -> None:
+    scheduler = make_scheduler("relegate", long_threshold=10_000, late_share=0)
+    scheduler.add(replace(request(0, 4000, ttft_s=0.01), tenant="behind"), 0.0)
+    for slot in range(1, 4):
+        scheduler.add(replace(request(slot, 4000, ttft_s=90.0), tenant="ahead"), 0.0)
+    scheduler._queue.tenants.charge(scheduler._queue.waiting[1].tenant, 5.0)
+    assert order_of_first_chunks(scheduler) == [1, 2, 3, 0]
+
+
 def test_the_guard_still_serves_a_relegated_request() -> None:
     """Under an overload that would never let it run."""
     scheduler = make_scheduler("relegate", patience_s=2.0, late_share=0.2)

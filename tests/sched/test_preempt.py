@@ -1,11 +1,14 @@
 """Who gives way when KV memory is short: overcommit and priority classes, on a virtual clock."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
@@ -14,7 +17,7 @@ from medha.sched.batch_builder import BatchBuilder
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
-from medha.sched.preempt import Preemption
+from medha.sched.preempt import Preemption, fewest
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import BLOCK, Drive, Job, by_tokens, finish, new_scheduler, next_batch
@@ -38,6 +41,27 @@ def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
     assert overcommitted.gave_way and 0 not in overcommitted.gave_way
     assert overcommitted.num_decodes == len(overcommitted.gave_way)
     assert overcommitted.first_token_s[2] < with_reservations.first_token_s[2]
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 60))
+def test_the_fewest_that_give_way(blocks: list[int], needed: int) -> None:
+    """As one more is tried after the other; many that are too few are told at once."""
+    states = [cast(State, SimpleNamespace(slot=slot)) for slot in range(len(blocks))]
+    asked = []
+
+    def fits(gone: Collection[int]) -> bool:
+        asked.append(set(gone))
+        return sum(blocks[slot] for slot in gone) >= needed
+
+    found, wanted = fewest(states, fits), set(range(next((n for n in range(13) if sum(blocks[:n]) >= needed), 13)))
+    assert len(asked) <= 1 + 4 + len(blocks)
+    if sum(blocks) < needed:
+        assert found is None and len(asked) == 1
+        return
+    for slot in sorted(wanted)[:-1]:
+        if sum(blocks[other] for other in wanted - {slot}) >= needed:
+            wanted.remove(slot)
+    assert found is not None and {state.slot for state in found} == wanted
 
 
 def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> None:

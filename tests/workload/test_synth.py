@@ -157,7 +157,7 @@ def test_uniform_arrivals_those_at_once_and_those_of_a_trace_are_exact() -> None
         ({"arrivals": "gamma", "burstiness": 0.0}, "burstiness=0.0; accepted"),
         (
             {"num_requests": None, "duration_s": 60.0, "burstiness": 1e-12},
-            "more than 20000000 requests within duration_s=60.0; accepted: a higher burstiness",
+            "duration_s=60.0: over 20000000 requests; accepted: a higher burstiness",
         ),
         ({"seed": -1}, "seed=-1; accepted: 0 or more"),
         ({"lengths": "sharegpt"}, "lengths='sharegpt'; accepted: sharegpt4-8k, medha-swe, .*, fixed:P,D, uniform"),
