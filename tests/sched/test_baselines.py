@@ -1,5 +1,6 @@
 """The classical schedulers: small scenarios whose batches are compared whole, the literature's example, any load."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,6 +30,12 @@ def test_static_starts_together_with_whole_prompts_and_lets_nobody_join() -> Non
     # 22 tokens in the first batch, though a batch has 16 elsewhere. Slot 1 ends at once, and its place stays empty.
     expected = ["0[0:20]. 1[0:2].", "0@20", "0@21", "2[0:5]. 3[0:1].", "2@5"]
     assert batches("static", *jobs, max_num_seqs=2) == expected
+
+
+def test_decodes_of_which_a_batch_holds_a_part_take_turns() -> None:
+    scheduler = new_scheduler("static", num_blocks=1000, max_batch_tokens=4, max_num_seqs=8)
+    drive = Drive(scheduler, [Job(0.0, 20, 30)] * 8, lambda batch: 1.0).run()
+    assert max(later - sooner for times in drive.token_s.values() for sooner, later in pairwise(times)) == 2.0
 
 
 def test_sarathi_decodes_first_and_prefills_share_what_is_left() -> None:
