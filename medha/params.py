@@ -23,7 +23,8 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 PRIORITIES = ("realtime", "high", "normal", "low")
 """Priority classes, most urgent first; they count where the policy is ``priority``."""
 
-MAX_LOGPROBS = 20
+LOGPROBS = integer(0, 20)
+"""What a request may ask for."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 
@@ -175,7 +176,7 @@ class SamplingParams:
     ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", BOOLEAN)
     min_tokens: int = _listed(0, "Least tokens to generate.", integer(0, 2**31 - 1))
     max_tokens: int | None = _listed(16, "Most tokens to generate.", integer(1, 2**31 - 1))
-    logprobs: int | None = _listed(None, "Log-probabilities per token in output lines.", integer(0, MAX_LOGPROBS))
+    logprobs: int | None = _listed(None, "Log-probabilities per token in output lines.", LOGPROBS)
     detokenize: bool = _unlisted(True, BOOLEAN)
     skip_special_tokens: bool = _unlisted(True, BOOLEAN)
     include_stop_str_in_output: bool = _unlisted(False, BOOLEAN)

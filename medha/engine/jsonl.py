@@ -29,7 +29,7 @@ from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
     CHAT_OPTIONS,
     FIELD_ALIASES,
-    MAX_LOGPROBS,
+    LOGPROBS,
     MOST_COMPLETIONS,
     PROMPT_FORMS,
     PROMPT_OPTIONS,
@@ -264,8 +264,8 @@ def count_logprobs(body: dict[str, Any]) -> dict[str, Any]:
     asks, top = body.get("logprobs"), body.get("top_logprobs") or 0
     if top and not asks:
         raise not_accepted("top_logprobs", top, "with logprobs true")
-    if not isinstance(top, int) or not 0 <= top <= MAX_LOGPROBS:
-        raise not_accepted("top_logprobs", top, f"an integer from 0 to {MAX_LOGPROBS}")
+    if not LOGPROBS.holds(top):
+        raise not_accepted("top_logprobs", top, LOGPROBS.accepted)
     return {**body, "logprobs": top if asks else None, "top_logprobs": None} if isinstance(asks, bool) else body
 
 
