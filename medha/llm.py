@@ -35,8 +35,8 @@ from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationErr
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
 from medha.params import CHAT_OPTIONS, SLO, SamplingParams
+from medha.records import Trace
 from medha.text import Tokenizer
-from medha.timeline import Timeline
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -50,7 +50,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     Args:
         model: local Hugging Face folder, or hub id.
-        timeline: records what runs, if given.
+        timeline: a :class:`medha.timeline.Timeline`, which records what runs.
         journal: file for what the scheduler is asked and decides, which ``medha replay`` reads; rank 0 writes it.
         options: any option of :class:`medha.config.EngineConfig` by its flat name, for example ``dtype``, ``device``,
             ``max_model_len``, ``kv_memory`` (bytes, or as ``"4GiB"``) or ``chunk_size``.
@@ -60,7 +60,7 @@ class LLM(AbstractContextManager["LLM"]):
     """
 
     def __init__(
-        self, model: str | Path, *, timeline: Timeline | None = None, journal: str | Path | None = None, **options: Any
+        self, model: str | Path, *, timeline: Trace | None = None, journal: str | Path | None = None, **options: Any
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         if journal is not None:

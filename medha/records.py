@@ -10,9 +10,9 @@ import json
 import platform
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from medha.batch import Batch
 
@@ -59,6 +59,22 @@ class RankRecords(NamedTuple):
     tp_rank: int
     batches: tuple[BatchRecord, ...]
     group: int = 0
+
+
+class Trace(Protocol):
+    """Is told what ran when; see :class:`medha.timeline.Timeline`, which writes it into a file."""
+
+    def record(
+        self,
+        batch: Batch,
+        start_s: float,
+        end_s: float,
+        names: Sequence[str],
+        slack_s: Sequence[float],
+        step_s: Mapping[str, float],
+    ) -> None: ...
+    def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None: ...
+    def close(self) -> None: ...
 
 
 class Recorder:

@@ -48,11 +48,11 @@ from medha.parallel.mesh import (
     wait_for_all,
 )
 from medha.parallel.shared_memory import Lines, share_lines
+from medha.records import Trace
 from medha.sched.cdsp import Planner
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
-from medha.timeline import Timeline
 from medha.worker.graphs import CudaGraphs, graph_sizes, piece_sizes
 from medha.worker.runner import Runner
 from medha.worker.shard import (
@@ -105,7 +105,7 @@ class RankHandle(AbstractContextManager["RankHandle"]):
         self.runner.drop_graphs()
 
 
-def build_role(config: EngineConfig, *, timeline: Timeline | None = None) -> RankHandle:
+def build_role(config: EngineConfig, *, timeline: Trace | None = None) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
 
     Every rank of a torchrun job calls this with the same configuration.
@@ -132,7 +132,7 @@ def build_role(config: EngineConfig, *, timeline: Timeline | None = None) -> Ran
     return role
 
 
-def _build(config: EngineConfig, job: Job | None, timeline: Timeline | None) -> RankHandle:
+def _build(config: EngineConfig, job: Job | None, timeline: Trace | None) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
     model_config = model_config_of(config, folder)

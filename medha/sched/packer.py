@@ -318,7 +318,9 @@ class MedhaPacker(Packer):
                     return
                 if state.ended or not state.prefilling:
                     continue
-                if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
+                left, kv = state.num_left, state.num_scheduled_tokens
+                is_least = left >= self.config.min_chunk and (is_cramped or not kv)  # it asks for what was asked for
+                if state.slot not in builder.chunked and (is_cramped if is_least else self._is_cramped(builder, left, kv)):
                     continue
                 if self._give(state, queue, builder, may_exceed=True):
                     has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
@@ -510,14 +512,15 @@ class MedhaPacker(Packer):
             for group, left, has_chunk in groups
         )
 
-    def _is_cramped(self, builder: BatchBuilder) -> bool:
-        """Whether there is surely no time for the smallest chunk, so that many requests need not be tried; False where
-        that is not sure: with several groups, and where tokens or the chunk size make chunks small."""
+    def _is_cramped(self, builder: BatchBuilder, num_left: int = 1 << 30, kv: int = 0) -> bool:
+        """Whether there is surely no time for the smallest chunk, of a prompt of which so much is left behind others, so
+        that many requests need not be tried; False where that is not sure: with several groups, and where tokens or the
+        chunk size make chunks small."""
         group, least = self._groups[0], self.config.min_chunk
         bounds = builder.tokens_left[0], self.predictor.max_tokens, self.config.chunk_size or least
         if len(self._groups) > 1 or not builder.has_chunk[0] or min(bounds) < least:
             return False
-        return group.tick.with_chunk(least, 0) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
+        return group.tick.with_chunk(min(least, num_left), kv) > group.limit_s * (1 + 1e-9)  # however it is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------
 

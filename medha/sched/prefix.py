@@ -226,8 +226,8 @@ class PrefixCache:
         named = [(self._known[chain[end * self.units_per_block]], end) for end in [hit.num_blocks] if end]
         for path, end in dict.fromkeys([*last.values(), *named]):
             _mark(path.counted_on, end, slot)
-            self._settle(path)
-            ends += [partial(_unmark, path.counted_on, end, slot), partial(self._settle, path)]
+            self._end_counts(path, end)
+            ends += [partial(_unmark, path.counted_on, end, slot), partial(self._end_counts, path, end)]
         further = self.units_per_block if hit.host_ids else hit.tail_tokens // self.unit + 1
         if (wanted := hit.num_blocks * self.units_per_block + further) <= min(most_tokens // self.unit, len(chain)):
             _mark(self._waits_for, one := chain[wanted], slot)
@@ -237,6 +237,11 @@ class PrefixCache:
             ends.append(partial(_unmark, marks, one, slot))
         self._watched[slot] = ends
         return hit.num_tokens(self.block_size)
+
+    def _end_counts(self, path: Path, end: int) -> None:
+        """Somebody counts on a path up to a block, or no more: only for its last one that changes when it goes."""
+        if end >= path.end:
+            self._settle(path)
 
     def forget(self, slot: int) -> None:
         """Watch for a request no more."""
