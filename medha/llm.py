@@ -12,7 +12,6 @@ import atexit
 import itertools
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -73,7 +72,7 @@ class LLM(AbstractContextManager["LLM"]):
             self._stack = stack.pop_all()  # what closing this leaves
         self._role: RankHandle | None = role
         if role.part is not None:
-            atexit.register(_close_at_exit, weakref.ref(self))
+            atexit.register(_close_at_exit, self)
         self._ids = map(str, itertools.count())
         self._calls = threading.RLock()  # over several ranks one call at a time
 
@@ -125,7 +124,7 @@ class LLM(AbstractContextManager["LLM"]):
         Raises:
             ValidationError: a prompt or parameter is wrong (``index``).
             EngineDeadError: a step failed; ``outputs`` holds what was produced.
-            KeyboardInterrupt: with ``outputs``: everything produced so far; the LLM can be used again.
+            KeyboardInterrupt: with ``outputs``: everything produced so far; on one rank the LLM can be used again.
         """
 
         def run() -> list[RequestOutput]:
@@ -205,8 +204,10 @@ class LLM(AbstractContextManager["LLM"]):
         self.__exit__(None, None, None)
 
     def __exit__(self, *exc: Any) -> None:
-        self._role = None
-        self._stack.__exit__(*exc)
+        is_alone = self._role is None or self._role.part is None or any(exc)
+        with nullcontext() if is_alone else self._calls:  # who calls in another thread comes to an end
+            self._role = None
+            self._stack.__exit__(*exc)
 
     @property
     def _open_role(self) -> RankHandle:
@@ -302,10 +303,10 @@ def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> li
         return prepared.result()
 
 
-def _close_at_exit(llm: weakref.ref[LLM]) -> None:
+def _close_at_exit(llm: LLM) -> None:
     """A program that ends without :meth:`LLM.close` closes all the same, unless it ends with an error."""
-    if (there := llm()) is not None and getattr(sys, "last_value", None) is None:
-        there.close()
+    if getattr(sys, "last_value", None) is None:
+        llm.close()
 
 
 def _present(outputs: Mapping[str, RequestOutput | None], box: Iterable[RequestOutput]) -> list[RequestOutput]:

@@ -32,10 +32,10 @@ MAX_STOP_CHARS = 256
 _UNSUPPORTED = """
     audio bad_words beam_search best_of chat_template continue_final_message documents echo extra_args flat_logprobs
     functions guided_choice guided_decoding guided_grammar guided_json guided_regex length_penalty logits_processors
-    logprob_token_ids modalities prompt_logprob_start prompt_logprob_token_ids prompt_logprobs repetition_detection
-    response_format return_token_ids return_tokens_as_token_ids skip_reading_prefix_cache
-    spaces_between_special_tokens stream_interval structured_outputs suffix thinking_token_budget tool_choice
-    truncate_prompt_tokens use_beam_search
+    logprob_token_ids modalities prompt_embeds prompt_logprob_start prompt_logprob_token_ids prompt_logprobs
+    reasoning_effort repetition_detection response_format return_token_ids return_tokens_as_token_ids
+    skip_reading_prefix_cache spaces_between_special_tokens stream_interval structured_outputs suffix
+    thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search watermarking
 """
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED.split())
 # Values by which clients say, in full, that they ask for none of it.
@@ -43,6 +43,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "best_of": (1,),
     "length_penalty": (1,),
     "modalities": (["text"],),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "tool_choice": ("none", "auto"),

@@ -52,9 +52,9 @@ _TABLE = """
     *worker: cpu models attention parallel
     *cli: cost.hardware parallel.launch models.folder
     *workload: cli
-    *engine: timeline sched worker text cost cli models attention parallel
+    *engine: sched worker text cost cli models attention parallel
     *sim: timeline sched cost workload cli models.hf_config
-    *llm: timeline engine parallel text cli.files
+    *llm: engine parallel text cli.files
     *profile: engine worker cost cli models attention parallel
     *verify: timeline engine worker cost cli models attention parallel
     *generate: timeline engine verify cli models parallel text worker.shard workload

@@ -29,7 +29,7 @@ def panels_of(report: dict[str, Any]) -> dict[str, NDArray[np.float64]]:
         columns = {name: [[row[key] for row in some] for key in names] for name, some in rows.items()}
     else:
         names = ("start_times", "ttfts", "input_lens")
-        runs = report.get("runs", [report])
+        runs = report["runs"] if isinstance(report.get("runs"), list) else [report]
         columns = {run.get("label", "medha"): [run[key] for key in names] for run in runs}
     return {name: np.array(some, np.float64) for name, some in columns.items()}  # None is NaN
 

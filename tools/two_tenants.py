@@ -39,7 +39,7 @@ def two_tenants(
     """Time short requests alone and beside a flood of long prompts, in turn."""
     subject = random_llama(hf_overrides)
     vocab_size = subject.model_config(longest=1).vocab_size
-    sides = {"alone": (num_threads // 2, 0), "beside": (num_threads, num_long)}  # threads, and long prompts
+    sides = {"alone": (max(num_threads // 2, 1), 0), "beside": (num_threads, num_long)}  # threads, and long prompts
     load = partial(long_and_short, vocab_size=vocab_size, long_len=long_len, num_short=num_short, rate=request_rate)
 
     def p99_s(side: str, engine: Engine, seeds: Iterator[int]) -> float:
@@ -48,7 +48,7 @@ def two_tenants(
         arrivals = load(run, long_at_s=[0.0] * flood, output_len=output_len)
         warm_up(engine, [one for one in arrivals if one.tenant == "short"][:4])
         outcomes = serve_load(engine, arrivals).outcomes
-        ttfts_s = [one.ttft_s for one in outcomes if one.ttft_s is not None and one.input_len < long_len]
+        ttfts_s = [one.ttft_s for one in outcomes if one.ttft_s is not None and one.request_id.startswith("short")]
         p50, p99 = np.percentile(ttfts_s, [50, 99]).tolist()
         print(json.dumps({"run": run, "side": side, "threads": threads, "p50_s": p50, "p99_s": p99}))
         return float(p99)

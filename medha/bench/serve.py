@@ -210,15 +210,17 @@ def convoy(options: ServeOptions) -> Report | None:
         subject = replace(subject, hf_overrides=CONVOY_MODEL | dict(subject.hf_overrides or {}))
     longest, block_size = options.long_len + _OUTPUT_LEN, given.get("block_size") or 256
     sizes = (_NUM_LONG, longest), (options.num_short, _SHORT_LENS[1] + _OUTPUT_LEN)
+    blocks = sum(n * -(-length // block_size) for n, length in sizes)
     return on_ranks(
         subject,
         lambda local: _convoy(local, options),
         longest=longest,
-        num_kv_blocks=given.get("num_kv_blocks") or sum(n * -(-length // block_size) for n, length in sizes),
+        num_kv_blocks=given.get("num_kv_blocks") or (None if given.get("kv_memory") else blocks),
         max_num_seqs=_NUM_LONG + options.num_short,
         long_threshold=min(8192, options.long_len),
         t_target_s=options.t_target_s or _BATCH_S,
-        depth=given.get("spp") or 1,  # one batch more would hide the host, and have new requests wait for it
+        # one batch more than stages would hide the host, and have new requests wait for it
+        depth=given.get("depth") or given.get("spp") or 1,
     )
 
 

@@ -127,7 +127,10 @@ class Worker:
         if not line:
             raise RankFailedError(f"{self._name} has ended: {self._process.wait()}")
         self._signal(signal.SIGSTOP)
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            answer = {"error": f"it answers {line[:80]!r}, which is not JSON"}
         if "error" in answer:
             raise ConfigError(f"{self._name}: {answer['error']}")
         return answer

@@ -45,6 +45,22 @@ def opened(path: Path) -> Iterator[TextIO]:
         yield file
 
 
+@contextmanager
+def replacing(path: Path, what: str) -> Iterator[Path]:
+    """Within, write a file that takes the place of a former one when it is whole. A device, a pipe or a link stays what
+    it is and is written to. ConfigError, which calls it ``what``, where it cannot be written."""
+    in_place = path.is_symlink() or (path.exists() and not path.is_file())
+    part = path if in_place else path.with_name(path.name + ".partial")
+    try:
+        yield part
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be written: {error.strerror}") from error
+    finally:
+        if not in_place:
+            part.unlink(missing_ok=True)
+
+
 def emptied(file: TextIO) -> TextIO:
     """A file of :func:`opened` without what an earlier run left; a device as it is."""
     if Path(file.name).is_file():

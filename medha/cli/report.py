@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from medha.cli.files import replacing
 from medha.cost.hardware import cpu_name
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
@@ -105,9 +106,8 @@ def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
     if path == STDOUT:
         sys.stdout.write(text)
     elif path is not None:
-        unfinished = path.with_name(path.name + ".partial")
-        unfinished.write_text(text)
-        unfinished.replace(path)
+        with replacing(path, "report file") as unfinished:
+            unfinished.write_text(text)
 
 
 def deliver(report: Mapping[str, Any], path: Path | None, *, shown: Mapping[str, Any] | None = None) -> None:
@@ -130,7 +130,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     mappings as a table; last its ``notes`` and its machine."""
     console = report_console()
     if heading := report.get("title") or report.get("benchmark"):
-        console.print(str(heading), style="bold", highlight=False)
+        console.print(str(heading), style="bold", highlight=False, markup=False)
     for name, value in report.items():
         if name not in _UNPRINTED:
             _print_entry(console, name, _plain(value))

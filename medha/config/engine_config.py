@@ -62,14 +62,14 @@ class EngineConfig:
     revision: str | None = _model(None, "Branch, tag or commit on the hub.", TEXT, shown="main")
     dtype: str = _model(
         "auto",
-        "auto (the checkpoint's), float32, bfloat16 or float16.",
+        "auto (of config.json, float32 where it has none), float32, bfloat16 or float16.",
         choice("auto", *DTYPES),
         read=text_read(lambda name: _DTYPE_ALIASES.get(name, name)),
     )
     device: str = _model(
         "auto",
         "auto (CUDA where there is one), cpu, cuda or cuda:N.",
-        Check("auto, cpu, cuda, cuda:N", lambda name: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(name)))),
+        Check("auto, cpu, cuda, cuda:N", lambda name: bool(re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d?))?", str(name)))),
     )
     attention_backend: str = _model(
         "auto",

@@ -50,7 +50,7 @@ class CacheConfig:
     """The paged KV cache.
 
     Give the size of the pool at most one way; by default it holds ``max_model_len`` tokens for every request that may
-    run, within half of the free memory.
+    run, within half of the memory that is free beside the weights.
     """
 
     block_size: int = _memory(256, "Tokens of a KV block.", FEW)

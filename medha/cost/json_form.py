@@ -15,7 +15,7 @@ _WORDS = {bool: "true or false", str: "a text", dict: "an object", tuple: "a lis
 _MAY_BE_0 = (
     *("wave_share", "host_s", "sample_s", "alpha_s", "bytes_per_token", "calls", "num_threads", "short_kv", "y"),
     *("a_s", "b_s", "first_s", "short_a_s", "short_b_s", "prefill_factor", "straggler_a_s", "straggler_b_s"),
-    *("control_s", "step_s", "ring_step_s"),
+    *("control_s", "step_s", "ring_step_s", "qps"),
 )
 _LEAST: dict[str, float] = {**dict.fromkeys(_MAY_BE_0, 0), "overlap_power": 1, "ranks": 2}
 
@@ -38,7 +38,7 @@ class JsonFile:
         """
         try:
             tree = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{source} is not JSON: {error}") from error
         head = (tree.pop("format", None), tree.pop("version", None)) if isinstance(tree, dict) else None
         if head != (cls.format, _VERSION):

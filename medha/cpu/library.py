@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -40,22 +41,21 @@ def lacks_products(dtype: torch.dtype) -> str | None:
 @cache
 def library() -> tuple[ctypes.CDLL | None, str | None]:
     """The kernels, compiled now if they have not been; or in words what is missing for that."""
-    compiler = next(
-        filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None
-    )
-    if compiler is None:
+    commands = filter(None, map(shlex.split, (os.environ.get("CXX", ""), "c++", "g++", "clang++")))
+    compiler, *given = next((command for command in commands if shutil.which(command[0])), [""])
+    if not compiler:
         return None, "a C++ compiler (c++, g++, clang++ or $CXX)"
     # Whether the CPU has tile registers (AMX) and the kernel gives them to this process, which this asks for.
-    flags = (*_FLAGS, f"-DMEDHA_MAY_TILE={int(torch.cpu._init_amx())}")
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medha"
+    flags = (*given, *_FLAGS, f"-DMEDHA_MAY_TILE={int(torch.cpu._init_amx())}")
     try:
+        kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medha"
         path = kept / f"cpu-{_name_of_build(compiler, flags)}.so"
         if not path.exists():
             kept.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=kept) as scratch:
                 made = Path(scratch) / path.name
                 command = [compiler, *flags, *map(str, _SOURCES), "-o", str(made)]
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
+                subprocess.run(command, check=True, capture_output=True, errors="replace", timeout=_BUILD_S)
                 made.replace(path)
         _keep_freed_memory()
         return ctypes.CDLL(str(path)), None
@@ -63,7 +63,7 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
         said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
         return None, f"a C++ compiler that takes {Path(__file__).parent.name}/*.cpp ({compiler}: {said[:200]})"
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        return None, f"its kernel, which {compiler} could not build in {kept} ({error})"
+        return None, f"its kernel, which {compiler} could not build or keep ({error})"
 
 
 def _keep_freed_memory() -> None:
@@ -100,7 +100,7 @@ def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
 
 def _name_of_build(compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=_BUILD_S
+        [compiler, "--version"], check=True, capture_output=True, errors="replace", timeout=_BUILD_S
     ).stdout
     facts = Path("/proc/cpuinfo")
     cpu = next((line for line in facts.open() if line.startswith(("flags", "Features"))), "") if facts.exists() else ""

@@ -157,7 +157,7 @@ inline Floats exp2_(Floats x) {
     power = power * rest + 6.93147203e-01f;
     power = power * rest + 1.0f;
     const Ints scaled = reinterpret_cast<Ints>(power) + (reinterpret_cast<Ints>(shifted) << 23);
-    return x < -126.0f ? Floats{} : reinterpret_cast<Floats>(scaled);
+    return x < -126.0f ? Floats{} : reinterpret_cast<Floats>(scaled) + (x - x);  // not a number where x is none
 }
 #endif
 

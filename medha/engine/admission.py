@@ -66,6 +66,8 @@ def prepare_request(
         check_type("slo", slo, SLO)
     check_priority(priority)
     check_type("tenant", tenant, str)
+    if len(tenant) > 200:
+        raise not_accepted("tenant", tenant, "at most 200 characters")
     text, ids = tokenise(prompt, tokenizer, limits.vocab_size)
     if len(ids) == 0:
         form, value, _ = prompt_form(prompt)

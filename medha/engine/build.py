@@ -91,7 +91,7 @@ class RankHandle(AbstractContextManager["RankHandle"]):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Leave the job; where an error ends this rank tell the others, which may be anywhere, and do not wait."""
-        if error is None or self.part is None:
+        if self.part is None or error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
             give_up(self.part.ranks.monitor, error)
@@ -134,7 +134,8 @@ def build_role(config: EngineConfig, *, timeline: Trace | None = None) -> RankHa
 
 def _build(config: EngineConfig, job: Job | None, timeline: Trace | None) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
-    folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
+    has_weights = config.load_format != "dummy"
+    folder = resolve_model(config.model, revision=config.revision, with_weights=has_weights)  # fetched once a node
     model_config = model_config_of(config, folder)
     launch = None if job is None else job.launch
     check_layout(config.parallel, model_config, 1 if launch is None else launch.world_size)
@@ -191,7 +192,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: Trace | None) -> Ran
     transfers = TransferLine(ranks, runner, shard) if ranks is not None and has_instances else None
     ends: dict[str, Any] = {"ahead": ahead, "transfers": transfers, "lines": lines}
     if ranks is not None and ranks.rank != 0:
-        follower = Follower(runner, ranks, decodes=decodes or not lanes, **ends)
+        follower = Follower(runner, ranks, decodes=decodes or not lanes, depth=config.scheduler.num_in_flight, **ends)
         return RankHandle(limits, tokenizer, runner, follower.describe, part=follower)
     gpu, longest = torch.cuda.get_device_name(device) if device.type == "cuda" else None, limits.max_model_len
     machine = {"hardware": spec_of_device(gpu, torch.get_num_threads()).name, "model": shape_name(model_config)}
@@ -317,7 +318,7 @@ def _this_program() -> str:
 def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[ModelLimits, Tokenizer | None]:
     """What requests are checked against, and the tokenizer."""
     sampling, eos = load_generation_config(folder, model.vocab_size)
-    text_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer)
+    text_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer, with_weights=False)
     tokenizer = load_tokenizer(text_folder)
     if tokenizer is None and config.tokenizer is not None:
         raise TokenizerError(f"tokenizer={config.tokenizer!r}: {text_folder} has no tokenizer.json")

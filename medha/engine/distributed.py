@@ -264,6 +264,8 @@ class DrivingRunner:
             RankFailedError: another rank failed before all had left.
         """
         with failures_named(self.ranks.monitor, activity="shutdown"):
+            if self._is_interrupted:  # the others are in the middle of a step
+                raise EngineDeadError("a step was interrupted")
             if self.timeline is not None:
                 self.timeline.close()
             self._own.submit(lambda: None).result()  # what runs still
@@ -287,15 +289,17 @@ class Follower:
     _: KW_ONLY
     decodes: InitVar[bool] = True  # this rank's group does
     ahead: InitVar[bool] = True  # as of DrivingRunner
+    depth: InitVar[int] = 1  # batches that rank 0 may send before this rank has run one
     transfers: TransferLine | None = None
     lines: InitVar[dict[int, Lines] | None] = None
 
-    def __post_init__(self, decodes: bool, ahead: bool, lines: dict[int, Lines] | None) -> None:
+    def __post_init__(self, decodes: bool, ahead: bool, depth: int, lines: dict[int, Lines] | None) -> None:
         ranks = self.ranks
         self._reports = ReportLine(ranks, self.runner, lines or {})
         self._tokens = TokenLine(ranks, self.runner, decodes=decodes and ahead)
         self._newest: Message | None = None
-        line, in_turn = lines[ranks.rank].control if lines else None, decodes and not ahead and ranks.config.spp == 1
+        line = lines[ranks.rank].control if lines else None
+        in_turn = decodes and not ahead and ranks.config.spp == depth == 1  # else a message may fill the line
         self._receiver = ControlReceiver(ranks.control_group, self._take, line, in_turn=in_turn)
 
     def describe(self) -> str:
@@ -370,6 +374,8 @@ class Follower:
 
     def stop(self) -> None:
         """Follow until rank 0 stops, then leave the process groups; raises as :meth:`call`."""
+        if self.ranks.monitor.has_failure:  # there is nobody to follow
+            raise RankFailedError(self.ranks.monitor.first_error() or "a rank has failed")
         self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()

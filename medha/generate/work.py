@@ -88,9 +88,10 @@ def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
 
     if not arrivals or (is_launched() and not Path(config.model).is_dir()):
         return arrivals  # a model from the hub: the other ranks wait for this one, and do not while it downloads
-    folder = resolve_model(config.model, revision=config.revision)
+    folder = resolve_model(config.model, revision=config.revision, with_weights=config.load_format != "dummy")
     model_config_of(config, folder)  # a model that cannot be served is said before what it lacks
-    tokenizer = load_tokenizer(folder if config.tokenizer is None else resolve_model(config.tokenizer))
+    text_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer, with_weights=False)
+    tokenizer = load_tokenizer(text_folder)
     if tokenizer is None:
         logger.warning("%s has no tokenizer.json: prompts and answers are token ids", config.tokenizer or config.model)
     errors = [None if arrival.error else _text_error(arrival, tokenizer) for arrival in arrivals]

@@ -20,7 +20,7 @@ from medha.config.fields import BOOLEAN, Check, integer
 from medha.errors import ConfigError, MedhaError, ModelLoadError, short_repr
 
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
-IGNORE_PATTERNS = ("*/*.safetensors",)  # weights in subfolders are other formats of the same model
+IGNORE_PATTERNS = ("*/*.safetensors", "consolidated*")  # other formats of the same weights
 
 _ACCEPTED = "accepted: a folder with config.json and *.safetensors, or a hub id such as org/name"
 _BOOLEAN = Check("true or false", BOOLEAN.holds)
@@ -30,14 +30,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 def resolve_model(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
     """The local folder of a model; where there is none of that name and it is a hub id (``org/name``), it is fetched:
     of a ``revision`` (branch, tag or commit), ``with_weights`` or without."""
-    path = Path(model).expanduser() if model.startswith("~") else Path(model)
     try:
+        path = Path(model).expanduser() if model.startswith("~") else Path(model)
         if path.is_dir() and model:
             with os.scandir(path):  # lists nothing; fails where the folder cannot be read
                 return path
         if path.is_symlink() or path.exists():
             raise ModelLoadError(f"model {model!r} is a file or a dangling symlink, not a folder; {_ACCEPTED}")
-    except (OSError, UnicodeError) as error:
+    except (OSError, RuntimeError, UnicodeError) as error:
         raise ModelLoadError(f"model {model!r} cannot be read: {error}; {_ACCEPTED}") from error
     if not _HUB_ID.fullmatch(model):
         raise ModelLoadError(f"model {model!r}: no such folder, and not a hub id; {_ACCEPTED}")

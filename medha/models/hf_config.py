@@ -1,8 +1,9 @@
 """Read ``config.json`` and ``generation_config.json`` of a Hugging Face model folder.
 
 Both generations of the format are read: ``torch_dtype``, and the newer ``dtype``; RoPE, which differs more, is read by
-:mod:`medha.models.hf_rope`. Absent fields take the defaults of transformers. A field that would change the output and
-is not implemented is refused, never skipped. Standard library only; no code of the folder is imported.
+:mod:`medha.models.hf_rope`. Absent fields take the defaults of transformers. What would change the output and is not
+implemented is never skipped: a field of ``config.json`` is refused, one of the other file is named in a warning.
+Standard library only; no code of the folder is imported.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     **dict.fromkeys(_ABSENT.split(), ()),
     **dict.fromkeys(("mlp_bias", "rope_interleaved", "use_qk_norm", "alibi"), (False,)),
+    "is_causal": (True,),
     **dict.fromkeys(("partial_rotary_factor", "residual_multiplier", "embedding_multiplier"), (1,)),
     **dict.fromkeys(("logits_scaling", "logit_scale"), (1,)),
     **dict.fromkeys(("num_experts", "num_local_experts"), (0, 1)),
@@ -67,7 +69,10 @@ _KNOWN_FIELDS = {
     "dual_chunk_attention_config",
 }  # fmt: skip
 
-# Fields of generation_config.json, which have the names and bounds of medha.SamplingParams.
+# Fields of generation_config.json that are not implemented, with the value (beside null) that changes nothing.
+_UNREAD: dict[str, Any] = {"suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": []}
+_UNREAD |= {"no_repeat_ngram_size": 0, "num_beams": 1}
+# Its others that count have the names and bounds of medha.SamplingParams.
 _CHECKS = {field.name: field.metadata["option"].check for field in dataclasses.fields(SamplingParams)}
 
 
@@ -142,6 +147,9 @@ def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, flo
     if not path.exists() and not path.is_symlink():
         return {}, ()
     reader = Fields(read_json_object(path), path.name)
+    unread = [name for name, neutral in _UNREAD.items() if (reader.raw.get(name) or neutral) != neutral]
+    if unread:
+        logger.warning("%s: not implemented, and left out: %s", path, ", ".join(unread))
     names = {name: name for name in MODEL_DEFAULTS} | {"max_tokens": "max_new_tokens"}
     defaults = {name: reader.optional(its, _CHECKS[name]) for name, its in names.items()}
     if reader.raw.get("do_sample") is not None and not reader.boolean("do_sample"):

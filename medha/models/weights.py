@@ -98,7 +98,7 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         raise WeightsError(f"{folder}: cannot be listed: {error.strerror}") from error
     if odd := [entry for entry in entries if entry.endswith(".safetensors") and not entry.isprintable()]:
         raise WeightsError(f"{folder}: a file called {odd[0]!r}; accepted: names of printable characters")
-    if INDEX_NAME in entries:
+    if INDEX_NAME in entries:  # as in vLLM; transformers would take a model.safetensors beside it
         weight_map = _read_weight_map(folder / INDEX_NAME)
         files = sorted(set(weight_map.values()))
         if absent := [file for file in files if file not in entries]:

@@ -50,7 +50,7 @@ class Lifelines:
             while True:
                 connection, _ = self._listening.accept()
                 self._new.append(_kept_alive(connection))
-        except BlockingIOError:
+        except OSError:  # nobody is there, or no descriptor for who is
             pass
         for connection in list(self._new):
             if (said := _peek(connection, _TOKEN + _RANK)) is None or 0 < len(said) < _TOKEN + _RANK:

@@ -56,7 +56,7 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
                 if rank == 0:
                     os.environ.update(environ)
                 else:  # none outlives this process, which alone gets Ctrl-C and ends them
-                    environ = {**os.environ, **environ, AGENT: OWN}
+                    environ = {**os.environ, **environ, AGENT: OWN, "MEDHA_PARENT": str(os.getpid())}
                     ranks.append(popen_module(module, environ, stdin=subprocess.DEVNULL, start_new_session=True))
                     own_processes[rank] = ranks[-1].pid
             yield

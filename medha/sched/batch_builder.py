@@ -94,7 +94,7 @@ class BatchBuilder:
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
         self.refused: list[int] = []  # slots of prefills that were refused for want of memory
-        self._no_room: dict[tuple[Hit, int], int] = {}  # least tokens refused, by hit and frees by then
+        self._no_room: dict[tuple[object, ...], int] = {}  # least tokens refused, by what else decides it
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue = preemption.queue
         self.batch_id = batch_id
@@ -312,7 +312,8 @@ class BatchBuilder:
         memory, num_tokens = self.memory, state.request.num_kv_tokens
         if self._may_share(state):
             hit = self._hit_of(state)
-            like = hit, len(memory.frees)
+            left, cached = state.num_prefill_tokens - hit.num_tokens(memory.block_size), state.num_cached
+            like = hit, len(memory.frees), min(left, self.config.min_chunk), state.num_preempted > 0
             if num_tokens >= self._no_room.get(like, math.inf):  # one like it was just refused
                 self.refused.append(state.slot)
                 return 0
@@ -327,6 +328,8 @@ class BatchBuilder:
                     return 0
                 self._queue.found(state, 0)
         q_len, is_open = self._begin(state, self._by_work(state, self._firsts(state)), Hit(), size, is_whole)
+        if not q_len and self._may_share(state):
+            self._queue.found(state, cached)  # as it is queued
         if is_open and not q_len:
             self.refused.append(state.slot)
         return q_len

@@ -174,6 +174,7 @@ class HostBlocks:
         self.swapped: dict[int, list[int]] = {}
         self._blocks: dict[bytes, int] = {}  # in the order in which they go
         self.counted_on: dict[bytes, dict[int, None]] = {}  # slots of waiting requests, by id
+        self.stale: dict[int, None] = {}  # of these, whose blocks have gone
 
     @property
     def num_free(self) -> int:
@@ -212,4 +213,6 @@ class HostBlocks:
 
     def take(self, ids: Iterable[bytes]) -> list[int]:
         """The blocks of ids, which are the caller's to free."""
+        for one in (ids := list(ids)):
+            self.stale.update(self.counted_on.get(one, {}))
         return [self._blocks.pop(one) for one in ids]

@@ -47,7 +47,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,7 +199,8 @@ class MedhaPacker(Packer):
             states += [state for state in first if not builder.would_be_in_way(state)][:1]
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         lower = [state for state in states if state.request.priority < lowest]
-        favoured = [state for state in lower if not builder.would_be_in_way(state) and builder.make_room(state)]
+        able = (s for s in lower if not (builder.would_be_in_way(s) or builder.is_held(s)) and builder.make_room(s))
+        favoured = list(islice(able, 1))  # who has not taken that room yet: the others ask when it is taken
         self._asked = [s.slot for s in lower if s not in favoured] if builder.left_out else []
         return favoured
 
@@ -318,9 +319,8 @@ class MedhaPacker(Packer):
                     return
                 if state.ended or not state.prefilling:
                     continue
-                left, kv = state.num_left, state.num_scheduled_tokens
-                is_least = left >= self.config.min_chunk and (is_cramped or not kv)  # it asks for what was asked for
-                if state.slot not in builder.chunked and (is_cramped if is_least else self._is_cramped(builder, left, kv)):
+                is_out = is_cramped and state.num_left >= self.config.min_chunk
+                if state.slot not in builder.chunked and (is_out or self._is_cramped(builder, state)):
                     continue
                 if self._give(state, queue, builder, may_exceed=True):
                     has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
@@ -512,15 +512,16 @@ class MedhaPacker(Packer):
             for group, left, has_chunk in groups
         )
 
-    def _is_cramped(self, builder: BatchBuilder, num_left: int = 1 << 30, kv: int = 0) -> bool:
-        """Whether there is surely no time for the smallest chunk, of a prompt of which so much is left behind others, so
-        that many requests need not be tried; False where that is not sure: with several groups, and where tokens or the
-        chunk size make chunks small."""
+    def _is_cramped(self, builder: BatchBuilder, state: State | None = None) -> bool:
+        """Whether there is surely no time for the smallest chunk, of one request or of any, so that many need not be
+        tried; False where that is not sure: with several groups, and where tokens or the chunk size make chunks small.
+        """
         group, least = self._groups[0], self.config.min_chunk
         bounds = builder.tokens_left[0], self.predictor.max_tokens, self.config.chunk_size or least
         if len(self._groups) > 1 or not builder.has_chunk[0] or min(bounds) < least:
             return False
-        return group.tick.with_chunk(min(least, num_left), kv) > group.limit_s * (1 + 1e-9)  # however it is rounded
+        least, kv = (least, 0) if state is None else (min(least, state.num_left), state.num_scheduled_tokens)
+        return group.tick.with_chunk(least, kv) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------
 

@@ -192,6 +192,8 @@ class PrefixCache:
         self.swaps_out: list[Swap] = []
         self._swap_block_s = config.swap_block_s
         self._pools, self._hosts = pools, hosts
+        for host in hosts:
+            host.stale = self.stale
         self._cost_s = cost_s
         self._known: dict[bytes, Path] = {}
         self._heaps: list[list[_Entry]] = [[] for _ in pools]  # paths whose end may go; those counted on come last
@@ -291,8 +293,6 @@ class PrefixCache:
 
     def read_back(self, hit: Hit) -> list[int]:
         """The host blocks of a hit, for one request: others find them in the pools when it has been sent."""
-        for one in hit.host_ids:
-            self.stale.update(self._hosts[hit.host_group].counted_on.get(one, {}))
         return self._hosts[hit.host_group].take(hit.host_ids) if hit.host_ids else []
 
     # -- what goes ---------------------------------------------------------------------------------------------------

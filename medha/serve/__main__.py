@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from contextlib import ExitStack
@@ -69,6 +70,8 @@ def serve(
     from medha.serve.keys import load_keys
     from medha.serve.web import bound, listening
 
+    if not api_key and "MEDHA_API_KEY" in os.environ:
+        raise ConfigError("MEDHA_API_KEY is empty; accepted: a key, or no such variable")
     keys = load_keys(api_key or [], key_file)
     if (ssl_keyfile is None) is not (ssl_certfile is None):
         raise ConfigError("one of ssl_keyfile and ssl_certfile is given; accepted: both, or none")

@@ -101,7 +101,10 @@ class Front:
 
         async def answer(request: Request) -> Any:
             found = handler(request, self._admitted(request, path))
-            return await found if isinstance(found, Awaitable) else found
+            try:
+                return await found if isinstance(found, Awaitable) else found
+            except asyncio.CancelledError:  # its client has left, or the server ends
+                raise self.service.ended or asyncio.CancelledError from None
 
         return Route(path, answer, methods=[method])
 
@@ -221,7 +224,7 @@ class Front:
     def _note_ignored(self, names: Set[str]) -> None:
         """Count fields of a body that nobody knows, and log each of their names once."""
         self._metrics.ignored.inc(len(names))
-        for name in sorted(names - self._ignored)[: _MOST_NAMES - len(self._ignored)]:
+        for name in sorted({name[:80] for name in names} - self._ignored)[: _MOST_NAMES - len(self._ignored)]:
             self._ignored.add(name)
             logger.warning("request field %.80r is ignored", name)
 

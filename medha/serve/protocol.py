@@ -174,7 +174,7 @@ class Asked:
         choice |= {"index": at, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason, "logprobs": probs}
         if one.text is None:  # there is no tokenizer
             choice["token_ids"] = one.token_ids
-        self._num_chars[at] += len(text)
+        self._num_chars[at] += 0 if self._is_chat or probs is None else sum(map(len, probs["tokens"]))
         return choice
 
 
@@ -201,7 +201,8 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
     the first one has ``offset`` characters."""
     if one.logprobs is None:
         return None
-    steps = zip(one.token_ids, one.logprobs, strict=True)
+    named = [{id_: _named(id_, each) for id_, each in step.items()} for step in one.logprobs]
+    steps = zip(one.token_ids, named, strict=True)
     pairs = [(step[token], sorted(step.values(), key=lambda each: each.rank)[:most]) for token, step in steps]
     if is_chat:
         return {"content": [_chat_logprob(its) | {"top_logprobs": [*map(_chat_logprob, best)]} for its, best in pairs]}
@@ -213,6 +214,11 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
         "top_logprobs": [{each.decoded_token or "": max(each.logprob, _LEAST) for each in top} for top in tops],
         "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
     }
+
+
+def _named(token_id: int, each: Logprob) -> Logprob:
+    """As vLLM has it of a model without a tokenizer."""
+    return each if each.decoded_token is not None else replace(each, decoded_token=f"token_id:{token_id}")
 
 
 def _chat_logprob(each: Logprob) -> Json:

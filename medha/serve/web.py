@@ -49,11 +49,11 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
     config = uvicorn.Config(app, **(parts | says | limits | tls))
     try:
         config.load()
+        listener.listen(config.backlog)  # who comes before the loop does waits
     except (OSError, ValueError) as error:
         raise ConfigError(f"the server does not start: {error}") from error
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="medha-http", daemon=True)
-    listener.listen(config.backlog)  # who comes before the loop does waits
     gc.collect()
     gc.freeze()  # what torch and the model have made stays: going through it would stop every stream for 0.15 s
     thread.start()

@@ -111,7 +111,7 @@ class Outcome:
     def times(self) -> Times:
         """Of the requests that arrived by the end."""
         trace, requests = self.trace, self.requests
-        end_s = self.duration_s + (trace.arrival_s[0] if len(trace) else 0.0)
+        end_s = np.nextafter(self.duration_s + (trace.arrival_s[0] if len(trace) else 0.0), np.inf)  # a sum may round
         rows = slice(0, int(np.searchsorted(trace.arrival_s, end_s, side="right")))
         first_token_s, finish_s = requests.first_token_s[rows], requests.finish_s[rows]
         arrival_s, num_tokens = trace.arrival_s[rows], requests.num_tokens[rows]

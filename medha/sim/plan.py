@@ -167,7 +167,8 @@ def _alone(planner: Planner, layout: Layout, replica: Replica, found: Found) -> 
 
 def _beside(planner: Planner, layout: Layout, replica: Replica, found: Found) -> None:
     """With another prompt that arrives at the first token and is longer than the decode takes."""
-    other = min(_CHUNKS_BESIDE * replica.scheduler.max_batch_tokens, replica.max_model_len - NUM_OUTPUT_TOKENS)
+    longer = layout.spp * _CHUNKS_BESIDE * replica.scheduler.max_batch_tokens  # a decode is in one batch of so many
+    other = min(longer, replica.max_model_len - NUM_OUTPUT_TOKENS)
     trace = _trace([0.0, found["ttft_s"]], [planner.goal.context, other])
     _, found["tpot_beside_s"] = _first_request(planner.simulate(replica, trace))
     _check(found, "TPOT beside a chunk", found["tpot_beside_s"], planner.goal.tpot_s)

@@ -73,7 +73,7 @@ class Simulation:
             for live in self._live.values():
                 self._note(live)
             first_s = float(self.trace.arrival_s[0]) if len(self.trace) else 0.0
-            self.outcome.duration_s = self.now_s - first_s
+            self.outcome.duration_s = max(self.now_s - first_s, 0.0)
             self.outcome.is_stopped = bool(self._live) or self._next is not None
         return self.outcome
 

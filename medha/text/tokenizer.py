@@ -41,8 +41,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     """Load the tokenizer of a model folder.
 
     ``chat_template.jinja`` wins over the ``chat_template`` of ``tokenizer_config.json``; of a list of named templates
-    the one called ``default`` is used. A tokenizer need not have an end-of-sequence token. None where the folder has
-    no ``tokenizer.json``.
+    the one called ``default`` is used, and where there are tools ``tool_use``. A tokenizer need not have an
+    end-of-sequence token. None where the folder has no ``tokenizer.json``.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -50,8 +50,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     data = _read(file)
     try:
         backend = tokenizers.Tokenizer.from_str(data)
-    except Exception as error:
-        raise TokenizerError(f"{file} is not a usable tokenizer: {error}") from error
+    except BaseException as error:
+        raise tokenizer_error(f"{file} is not a usable tokenizer: it", "be made of", error) from error
     config = _read_json(path / "tokenizer_config.json")
     specials = {**_named_specials(_read_json(path / "special_tokens_map.json")), **_named_specials(config)}
     template_file = path / "chat_template.jinja"
@@ -276,6 +276,8 @@ def _configured_template(value: Any, file: Path) -> str | None:
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         named = {item.get("name"): item.get("template") for item in value}
         template = named.get("default")
+        if isinstance(tools := named.get("tool_use"), str) and isinstance(template, str):
+            template = f"{{% if tools %}}\n{tools}{{% else %}}\n{template}{{% endif %}}"
         if named and template is None:
             logger.warning("%s has chat templates %s and none named default", file, sorted(map(str, named)))
         if template is None or isinstance(template, str):

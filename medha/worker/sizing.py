@@ -49,8 +49,8 @@ def num_kv_blocks(config: EngineConfig, shard: ModelShard, max_model_len: int, *
         source = "gpu_memory_utilization"
     else:
         launch = read_launch()
-        memory, source = _available_memory() // 2, "half of the free memory"
-        memory //= 1 if launch is None else launch.local_world_size
+        memory = _available_memory() // (1 if launch is None else launch.local_world_size)
+        memory, source = (memory - shard.weight_bytes) // 2, "half of the memory that is free beside the weights"
     if memory < block_bytes:
         raise ConfigError(
             f"{source} leaves {memory} bytes for the KV pool; a block of {cache.block_size} tokens takes {block_bytes}"

@@ -11,13 +11,14 @@ import logging
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
+from medha.cli.files import replacing
 from medha.errors import ConfigError
 from medha.workload.formats import CHARS_PER_TOKEN, FORMATS, Fields, Format, RowError, medha_line, recognised
 from medha.workload.trace import COLUMNS, NORMAL, Row, Trace, TraceFormatError
@@ -242,15 +243,7 @@ def write_trace(path: Path | str, trace: Trace) -> None:
     path = Path(path)
     if not len(trace):
         raise ConfigError(f"{path}: the trace has no requests; accepted: at least 1")
-    partial = Path(f"{path}.partial")
-    try:
-        with partial.open("wb") as raw:
-            packed = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.suffix == ".gz" else raw
-            with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
-                file.writelines(medha_line(row) + "\n" for row in trace.rows())
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"trace file {path} cannot be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    with replacing(path, "trace file") as part, part.open("wb") as raw:
+        packed = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.suffix == ".gz" else raw
+        with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
+            file.writelines(medha_line(row) + "\n" for row in trace.rows())

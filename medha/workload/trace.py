@@ -137,6 +137,8 @@ class Trace:
 
     def first(self, num_requests: int | None, duration_s: float | None = None, qps: float | None = None) -> Trace:
         """The first requests, so many at most, at a rate or their own, and of these who comes before ``duration_s``."""
+        if duration_s is not None and not 0 < duration_s < math.inf:
+            raise ConfigError(f"duration_s={duration_s!r}; accepted: a finite number above 0")
         trace = self[:num_requests] if qps is None else self[:num_requests].scaled(qps)
         return trace if duration_s is None else trace[: int(np.searchsorted(trace.arrival_s, duration_s))]
 
