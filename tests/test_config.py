@@ -248,3 +248,8 @@ def test_parse_size() -> None:
         with pytest.raises(ConfigError) as caught:
             parse_size(text)
         assert str(caught.value).startswith(f"size {text!r}; accepted: ")
+
+
+@pytest.mark.parametrize("device", ["cuda:01", "cuda:128", "cuda:99999999999999999999"])
+def test_no_such_device(device: str) -> None:
+    assert f"device={device!r}; accepted: auto, cpu, cuda, cuda:N" in refusal(device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -58,7 +58,8 @@ def replacing(path: Path, what: str) -> Iterator[Path]:
         raise ConfigError(f"{what} {path} cannot be written: {error.strerror}") from error
     finally:
         if not in_place:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
 
 def emptied(file: TextIO) -> TextIO:

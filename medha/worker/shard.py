@@ -205,7 +205,8 @@ def load_model(
         with Checkpoint(folder) as checkpoint:
             check_tensors(checkpoint, shard.whole)
             ends = [checkpoint.tensors.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
-            if shard.whole.tie_word_embeddings and len({_middle(checkpoint, end) for end in ends if end}) > 1:
+            is_tied = shard.whole.tie_word_embeddings and all(ends)
+            if is_tied and len({_middle(checkpoint, end) for end in ends if end}) > 1:
                 what = "tie_word_embeddings=True, but lm_head.weight is another than model.embed_tokens.weight"
                 raise WeightsError(f"{folder}: {what}; accepted: tie_word_embeddings=False, or one weight")
             model = build()

@@ -50,7 +50,7 @@ def num_kv_blocks(config: EngineConfig, shard: ModelShard, max_model_len: int, *
     else:
         launch = read_launch()
         memory = _available_memory() // (1 if launch is None else launch.local_world_size)
-        memory, source = (memory - shard.weight_bytes) // 2, "half of the memory that is free beside the weights"
+        memory, source = max(memory - shard.weight_bytes, 0) // 2, "half of the memory that is free beside the weights"
     if memory < block_bytes:
         raise ConfigError(
             f"{source} leaves {memory} bytes for the KV pool; a block of {cache.block_size} tokens takes {block_bytes}"

@@ -5,6 +5,7 @@ tests/attention/test_torch_backend.py holds it to dense attention over any batch
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -114,3 +115,23 @@ def test_heads_and_devices_that_it_does_not_serve() -> None:
     assert choose_backend("cpu", LayerShape(8, 2, 72, torch.float32), CPU)[0].name == "torch"
     with pytest.raises(ConfigError, match="needs a CPU, not cuda"):
         choose_backend("cpu", SHAPE, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_any_nan_is_one(width: int, anew: pytest.MonkeyPatch) -> None:
+    anew.setattr(library, "_FLAGS", (*library._FLAGS, f"-DMEDHA_WIDTH={width}"))
+    (q_TNH, k, v), rows = build(Model(8, 2, 64), [Shape(1, (90,), True)], page_size=16)
+    k[int(rows.pages[0]) * 16 + 5] = torch.tensor(0x7FC00001, dtype=torch.int32).view(torch.float32)
+    assert run((q_TNH, k, v), rows, CpuBackend())[0].isnan().all()
+
+
+def test_torch_serves_a_user_without_a_home(anew: pytest.MonkeyPatch) -> None:
+    anew.delenv("XDG_CACHE_HOME", raising=False)
+    anew.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    assert choose_backend("auto", SHAPE, CPU)[0].name == "torch"
+
+
+def test_a_compiler_with_arguments(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    anew.setenv("XDG_CACHE_HOME", str(tmp_path))
+    anew.setenv("CXX", "c++ --no-such-flag")
+    assert "no-such-flag" in (library.library()[1] or "")

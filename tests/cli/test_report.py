@@ -1,12 +1,13 @@
 """The one renderer of reports: what is printed of them, how wide, and where they are written."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import medha
-from medha.cli.report import STDOUT, check_writable, deliver, print_report, stamp, text_of
+from medha.cli.report import STDOUT, check_writable, deliver, print_report, stamp, text_of, write_report
 from medha.errors import ConfigError
 from tests.parallel.workers import launch_environment
 
@@ -101,3 +102,22 @@ def test_ranks_of_other_nodes_leave_the_report_to_rank_0(tmp_path: Path, monkeyp
 )
 def test_a_figure_by_its_name(name: str, value: object, text: str) -> None:
     assert text_of(name, value) == text
+
+
+def test_a_report_leaves_pipes_and_links_as_they_are(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("target.json")
+    write_report(link, {"a": 1})
+    assert link.is_symlink() and (tmp_path / "target.json").exists()
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_report(pipe, {"a": 1})
+    assert pipe.is_fifo() and b'"a": 1' in os.read(end, 100)
+    os.close(end)
+    with pytest.raises(ConfigError, match="report file /dev/full cannot be written: No space left"):
+        write_report(Path("/dev/full"), {"a": 1})
+
+
+def test_a_title_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report({"title": "d[/x] data[old].jsonl"})
+    assert capsys.readouterr().out == "d[/x] data[old].jsonl\n"

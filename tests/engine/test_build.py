@@ -16,13 +16,14 @@ import medha.worker.sizing
 from medha import LLM, SamplingParams
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.torch_backend import TorchBackend
-from medha.config import EngineConfig
+from medha.config import EngineConfig, ParallelConfig
 from medha.engine.build import _with_async, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
+from medha.models.hf_config import load_model_config
 from medha.parallel.launch import Launch
 from medha.text import Tokenizer
-from medha.worker.shard import own_device, pick_device, wants_graphs
+from medha.worker.shard import ModelShard, own_device, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
 from tests.engines import build_engine, drained, make_engine
 from tests.serving import GREEDY, Model
@@ -82,10 +83,12 @@ def test_default_pool_holds_every_request_that_may_run_and_takes_half_of_the_mem
     assert pool(build(bytes_model.folder, max_model_len=100, max_num_seqs=3, block_size=32)) == (3 * 4, 32)
     assert 2**24 < medha.worker.sizing._available_memory() < 2**50
     block_bytes = KV_BYTES_PER_TOKEN * 32
-    monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
+    model = load_model_config(bytes_model.folder)
+    weights = ModelShard.at(model, ParallelConfig(), 0, torch.float32, torch.device("cpu")).weight_bytes
+    monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: weights + 2 * (10 * block_bytes) + 1)
     assert pool(build(bytes_model.folder, block_size=32)) == (10, 32)
-    monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: block_bytes)
-    with pytest.raises(ConfigError, match=rf"^half of the free memory leaves {block_bytes // 2} bytes for the KV pool"):
+    monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: weights + block_bytes)
+    with pytest.raises(ConfigError, match=rf"free beside the weights leaves {block_bytes // 2} bytes for the KV pool"):
         build(bytes_model.folder, block_size=32)
 
 

@@ -277,3 +277,8 @@ def test_a_line_says_whether_its_text_gets_special_tokens(tmp_path: Path) -> Non
     assert ids[0] == ids[1] == tokenizer.encode("hello") and ids[2] == ids[0][1:]
     with pytest.raises(ValidationError, match="add_special_tokens=1; accepted: true or false"):
         tokenise({"prompt": "hello", "add_special_tokens": 1}, tokenizer, 1000)
+
+
+def test_a_seed_of_minus_one_is_none(tmp_path: Path) -> None:
+    alone, beside = (read(tmp_path, {"prompt": "a"} | seed, {"prompt": "a"}) for seed in ({}, {"seed": -1}))
+    assert [one.params.seed for one in beside] == [one.params.seed for one in alone]

@@ -285,3 +285,10 @@ def test_wrong_generation_field(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         generation(tmp_path, {field: value})
     assert f"generation_config.json: {field}={value!r}; accepted: " in str(caught.value)
+
+
+def test_generation_fields_that_are_not_implemented_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    generation(tmp_path, {"suppress_tokens": [], "bad_words_ids": None, "num_beams": 1, "no_repeat_ngram_size": 0})
+    assert not caplog.text
+    generation(tmp_path, {"suppress_tokens": [5], "num_beams": 4})
+    assert "not implemented, and left out: suppress_tokens, num_beams" in caplog.text

@@ -8,8 +8,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
+from medha import LLM
 from medha.errors import ModelLoadError
 from medha.models.folder import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
+from tests.serving import Model
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,7 @@ def test_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
         ("org/name/more", "not a hub id"),
         ("org/\0name", "model 'org/"),
         ("a" * 5000, "model 'aaa"),
+        ("~nobody-here/model", "model '~nobody-here/model' cannot be read"),
     ],
 )
 def test_wrong_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reason: str) -> None:
@@ -68,7 +71,7 @@ def test_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.M
 
 def test_patterns() -> None:
     wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "additional_chat_templates/tool.jinja"]
-    others = ["pytorch_model.bin", "modeling_custom.py", "original/model.safetensors"]
+    others = ["consolidated.safetensors", "pytorch_model.bin", "modeling_custom.py", "original/model.safetensors"]
     patterns = {"allow_patterns": ALLOW_PATTERNS, "ignore_patterns": IGNORE_PATTERNS}
     assert list(filter_repo_objects([*wanted, *others], **patterns)) == wanted
 
@@ -79,3 +82,12 @@ def test_hub_failure_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match=r"'org/name' at revision 'v2': .*KeyError.*accepted") as caught:
         resolve_model("org/name", revision="v2")
     assert caught.value.__cause__ is failure
+
+
+@pytest.mark.parametrize("options", [{"tokenizer": "org/name"}, {"model": "org/name", "load_format": "dummy"}])
+def test_weights_that_nobody_reads_are_not_fetched(
+    options: dict[str, str], bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download := Mock(return_value=str(bytes_model.folder)))
+    LLM(**{"model": bytes_model.folder, "num_kv_blocks": 2} | options).close()
+    assert "*.safetensors" not in download.call_args.kwargs["allow_patterns"]

@@ -27,6 +27,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
 
     groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
     ranks: Any = MagicMock(config=ParallelConfig(tp=2), **groups, transfer_group=None)  # without decode instances
+    ranks.monitor.has_failure = False
     runner: Any = SimpleNamespace(model=None, recorder=Recorder(), device=torch.device("cpu"))
     runner.graphs, runner._layers = Graph(), Graph()
     runner.drop_graphs = MethodType(Runner.drop_graphs, runner)

@@ -19,11 +19,12 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from medha.parallel import health
 from medha.parallel.health import Monitor
 from medha.parallel.launch import Launch, Process
+from medha.parallel.lifelines import Lifelines
 from tests.commands import LIMIT_S, wait_until
 
 Sleeper = subprocess.Popen[bytes]
@@ -320,3 +321,10 @@ def test_a_node_that_cannot_connect_to_rank_0_is_warned_of_and_goes_on(
         wait_until(lambda: "no connection to rank 0 at 127.0.0.1" in caplog.text)
     time.sleep(1.0)
     assert not any(monitor.has_failure for monitor in monitors)
+
+
+def test_no_descriptor_for_a_connection() -> None:
+    lines = Lifelines(HashStore())
+    lines._listening.close()
+    lines._listening = Mock(accept=Mock(side_effect=OSError(24, "Too many open files")))
+    assert lines.lost() == []

@@ -1,7 +1,10 @@
 """The commands on several ranks: the demo, ``medha.verify``, two nodes, one speaker."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -17,6 +20,7 @@ from medha.generate.layout import choose_layout
 from medha.parallel.launch import Launch
 from medha.parallel.own_ranks import reserved_port
 from medha.verify.demo import run_demo
+from tests.child.test_process import is_there
 from tests.commands import LIMIT_S, parse, run_python, wait_until, write_lines
 from tests.generate.test_generate import spawn
 from tests.parallel.faults import Start, command
@@ -160,3 +164,23 @@ def test_own_ranks_end_with_the_first(needle: Model, tmp_path: Path, number: sig
     assert [(row["id"], row["finish_reason"]) for row in lines] == [("a", "stop"), ("b", "abort")][: len(lines)]
     assert len(lines) == (2 if code == 130 else 1)
     assert lines[0]["text"] == " 31."
+
+
+ORPHANS = """
+import os
+from medha.parallel.own_ranks import own_processes, own_ranks
+with own_ranks(2, ["medha.generate", "--model", ".", "--tp", "2", "--prompt", "a"]):
+    print(own_processes[1], flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_rank_ends_whose_parent_died_before_it_looked() -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        rank = int(parent.stdout.readline())
+        try:
+            wait_until(lambda: not is_there(rank), limit_s=40)
+        finally:
+            if is_there(rank):
+                os.kill(rank, signal.SIGKILL)

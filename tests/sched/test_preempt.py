@@ -20,6 +20,7 @@ from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption, fewest
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
+from tests.sched import virtual
 from tests.sched.virtual import BLOCK, Drive, Job, by_tokens, finish, new_scheduler, next_batch
 
 
@@ -266,3 +267,14 @@ def test_a_class_that_asked_for_room_is_not_forgotten() -> None:
         if (batch := in_flight.pop(0)) is not None:
             finish(scheduler, batch, 0.0, 0.1)
     assert gone == [0]
+
+
+def test_room_made_for_one_is_not_counted_for_the_next() -> None:
+    scheduler = new_scheduler(num_blocks=20)
+    for slot in (0, 1):
+        scheduler.add(SchedulerRequest(slot, 16, 145, 0.0, priority=3))  # ten blocks each
+    virtual.step(scheduler)
+    for slot, new, priority in ((2, 145, 0), (3, 225, 1), (4, 97, 3)):  # ten, fifteen, seven
+        scheduler.add(SchedulerRequest(slot, 16, new, 1.0, priority=priority))
+    virtual.step(scheduler, 1.3)
+    assert {row.slot for row in virtual.step(scheduler, 1.4).rows} == {1, 2}

@@ -573,3 +573,73 @@ def test_a_reset_is_of_what_is_on_the_host_as_well(is_out: bool) -> None:
     assert any(batch.swaps_in for batch in back) or scheduler.memory.swapped_on(0) is None
     scheduler.add(SchedulerRequest(2, 1600, 1, 0.0, priority=2, prefix=ids))
     assert not any(batch.shared for batch in run_until(2, is_over=True))
+
+
+def ids_of(shared: int, own: int, count: int) -> bytes:
+    """Of a prompt that begins with so many tokens of everybody's."""
+    return IDS.of(np.array([*range(shared), *range(own, own + count)], np.int32))
+
+
+def test_a_refused_request_is_not_taken_for_one_that_fits() -> None:
+    scheduler = new_scheduler(num_blocks=20, chunk_size=64, policy="fcfs")
+    scheduler.add(SchedulerRequest(0, 80, 1, 0.0, prefix=ids_of(64, 1000, 16)))
+    step(scheduler)
+    step(scheduler, ended=[0])
+    scheduler.add(SchedulerRequest(1, 80, 81, 0.0))
+    step(scheduler)
+    step(scheduler)
+    scheduler.add(SchedulerRequest(2, 80, 97, 0.2, prefix=ids_of(64, 2000, 16)))  # all of it would have to be set aside
+    scheduler.add(SchedulerRequest(3, 192, 1, 0.3, prefix=ids_of(64, 3000, 128)))
+    assert [row.slot for row in step(scheduler, 0.4).rows] == [1, 3]
+
+
+def test_a_reset_tells_who_counts_on_the_host() -> None:
+    scheduler = new_scheduler(num_blocks=200, num_swap_blocks=200, max_num_seqs=1)
+    ids = ids_of(1600, 0, 0)
+    scheduler.add(SchedulerRequest(0, 1601, 1, 0.0, prefix=ids))
+    while scheduler.knows(0):
+        step(scheduler, ended=[0])
+    scheduler.memory.prefix.make_free(0, 200)
+    scheduler.add(SchedulerRequest(1, 50, 2, 0.0))
+    step(scheduler)
+    scheduler.add(SchedulerRequest(2, 1620, 1, 0.0, prefix=ids))
+    assert scheduler.num_there(2) == 1600
+    scheduler.reset_prefix_cache()
+    step(scheduler)
+    assert scheduler.num_there(2) == 0
+
+
+@pytest.mark.parametrize("num_own", [16, 40])
+def test_those_of_one_prefix_are_not_tried_in_vain(num_own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no end of theirs fits what is left of the batch's time: each would be bound, and let go again."""
+    scheduler = new_scheduler(num_blocks=100_000, max_num_seqs=1000, max_batch_tokens=16_384)
+    scheduler.add(SchedulerRequest(0, 1024, 1, 0.0, prefix=ids_of(1024, 0, 0)))
+    while scheduler.knows(0):
+        step(scheduler, ended=[0])
+    for slot in range(1, 500):
+        scheduler.add(SchedulerRequest(slot, 1024 + num_own, 1, 0.0, prefix=ids_of(1024, 2000 * slot, num_own)))
+    bound, start = list[int](), KVMemory.start
+
+    def noted(self: KVMemory, slot: int, *its: Any, **more: Any) -> None:
+        bound.append(slot)
+        start(self, slot, *its, **more)
+
+    monkeypatch.setattr(KVMemory, "start", noted)
+    for _ in range(10):
+        bound.clear()
+        assert len(step(scheduler, ended=range(500)).rows) == len(bound) < 20
+
+
+def test_what_is_there_of_a_refused_request_stays_known() -> None:
+    scheduler = new_scheduler(num_blocks=100, num_groups=2, policy="srpt")
+    scheduler.add(SchedulerRequest(0, 961, 1, 0.0, prefix=ids_of(960, 0, 0)))
+    while scheduler.knows(0):
+        step(scheduler, ended=[0])
+    scheduler.memory.spread_kv = 1600
+    for slot, new in ((1, 1550), (2, 1580)):  # a group each, all of whose memory they are promised
+        scheduler.add(SchedulerRequest(slot, 16, new, 0.0))
+    for _ in range(3):
+        step(scheduler, 0.1)
+    scheduler.add(SchedulerRequest(4, 1000, 1, 0.2, prefix=ids_of(960, 0, 0)))
+    assert scheduler.num_there(4) == 960
+    assert scheduler.schedule(0.3).refused == (4,) and scheduler.num_there(4) == 960

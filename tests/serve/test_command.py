@@ -164,3 +164,16 @@ def test_a_package_that_is_missing_is_named(command: Command, monkeypatch: pytes
     monkeypatch.setattr("medha.serve.__main__.find_spec", lambda name: None if name == "uvicorn" else object())
     done = command("serve", "/nowhere")
     assert done.code == 2 and "the server needs uvicorn; install medha[serve]" in done.err
+
+
+def test_a_port_that_two_have_bound_is_said() -> None:
+    with bound("127.0.0.1", 0) as one, bound("127.0.0.1", one.getsockname()[1]) as other:
+        one.listen()
+        with pytest.raises(ConfigError, match="the server does not start"):
+            listening(print, other, max_connections=1).__enter__()
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    monkeypatch.setenv("MEDHA_API_KEY", " ")
+    done = command("serve", "/nowhere", "--port", "0")
+    assert done.code == 2 and "MEDHA_API_KEY is empty" in done.err

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from medha.child.process import Child
 from medha.config import EngineConfig
-from medha.serve import app, web
+from medha.serve import app, service, web
 from medha.serve.keys import Key
 from tests.commands import LIMIT_S, wait_until
 from tests.engines import build_engine
-from tests.serve.conftest import PATH, Server, Start, asked, received, sent
+from tests.serve.conftest import PATH, Server, Start, asked, received, sent, served
 from tests.serving import Model, assert_empty, fail_in_run, random_ids
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -443,3 +443,36 @@ def test_a_head_alone_and_what_methods_there_are(server: Server) -> None:
     status, told, headers = server.ask("OPTIONS", PATH, None, {})
     assert (status, headers["allow"], told["error"]["code"]) == (405, "POST", 405)
     assert server.get("/v1/models")[1]["data"][0]["created"] > 1.7e9
+
+
+def test_who_is_still_prepared_at_the_end_is_told_so(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, begun, may_go_on = service.prepare_arrival, threading.Event(), threading.Event()
+
+    def held(*its: Any) -> Any:
+        begun.set()
+        may_go_on.wait(LIMIT_S)
+        return prepare(*its)
+
+    monkeypatch.setattr(service, "prepare_arrival", held)
+    with ThreadPoolExecutor(1) as pool, served(bytes_model.engine()) as server:
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        answer = pool.submit(server.post, "/v1/chat/completions", chat)
+        begun.wait()
+        server.service.cut()
+        threading.Timer(4.0, may_go_on.set).start()
+    status, told, _ = answer.result()
+    assert status == 503 and told["error"]["code"] == "server_stopped"
+
+
+def test_long_names_are_not_kept(server: Server) -> None:
+    assert server.post(PATH, asked(5, 1, tenant="t" * 10_000))[0] == 400
+    assert server.post(PATH, asked(5, 1) | {"x" * 10_000: 1})[0] == 200
+    assert max(map(len, server.front._ignored)) <= 80
+
+
+@pytest.mark.parametrize("wrong", [2**31, -5, 2**63])
+def test_a_wrong_id_of_many_is_named(server: Server, wrong: int) -> None:
+    _, told, _ = server.post(PATH, {"prompt": [1] * 300_000 + [wrong], "max_tokens": 1})
+    assert told["error"]["param"] == "prompt_token_ids"

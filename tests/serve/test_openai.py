@@ -13,7 +13,7 @@ from medha.outputs import CompletionOutput, Logprob
 from medha.params import SamplingParams
 from medha.serve.protocol import _logprobs
 from tests.commands import wait_until
-from tests.serve.conftest import Server, served
+from tests.serve.conftest import PATH, Server, asked, served
 from tests.serving import ANSWER, Model, assert_empty, finish, question, random_ids, serve_one
 
 
@@ -174,3 +174,17 @@ def test_the_needle_is_found_over_http(needle: Model) -> None:
         chat = client.chat.completions.create(model="model", messages=messages, max_tokens=20, temperature=0)
         assert chat.choices[0].message.content == ANSWER
         assert [model.id for model in client.models.list()] == ["model"]
+
+
+def test_offsets_of_a_stream_are_those_of_the_whole(server: Server) -> None:
+    body = asked(5, 40, logprobs=1)
+    whole = server.post(PATH, body)[1]["choices"][0]["logprobs"]["text_offset"]
+    events = [one for one in server.events(PATH, body | {"stream": True}) if isinstance(one, dict)]
+    choices = [one for event in events for one in event["choices"] if one["logprobs"]]
+    assert [at for one in choices for at in one["logprobs"]["text_offset"]] == whole
+
+
+def test_logprobs_without_a_tokenizer_name_ids(bytes_model: Model) -> None:
+    with served(bytes_model.engine(with_tokenizer=False)) as server:
+        (top,) = server.post(PATH, asked(5, 1, logprobs=3))[1]["choices"][0]["logprobs"]["top_logprobs"]
+    assert len(top) == 3 and all(name.startswith("token_id:") for name in top)

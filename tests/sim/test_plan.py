@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from medha.config import SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.sim.plan import Goal, Layout, Planner
 from medha.sim.replica import Replica, find_model
@@ -100,3 +101,9 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     assert "medha: llama-3-8b claims 8,192 positions; its RoPE is taken as scaled to 9,000\n" in done.err
     assert done.code == 0
     assert "a prompt of 9,000 tokens, TTFT 5 s, TPOT 50 ms" in " ".join(done.out.split())
+
+
+def test_the_prompt_beside_is_longer_than_the_decode() -> None:
+    replica = Replica(load_spec("h100-80g"), MODEL, scheduler=SchedulerConfig(max_batch_tokens=256))
+    found = Planner(replica, Goal(16, 400_000, 400.0, 0.026)).candidate(Layout(1, 1, 16, 1))
+    assert not found["meets"] and found["tpot_beside_s"] > 0.028

@@ -330,3 +330,14 @@ def test_a_tenant_that_floods_holds_the_other_up_no_more_than_half_a_machine_wou
     alone_s = worst_s(short, tp=4)
     assert worst_s(both, tp=8) < 1.5 * alone_s
     assert worst_s(replace(both, tenant=None), tp=8) > 10 * alone_s
+
+
+def test_the_last_arrival_counts_however_its_time_is_rounded() -> None:
+    trace = Trace(np.array([1.1, 7.3]), np.array([100, 600_000]), np.array([5, 5]))
+    assert run(one_replica(), trace).times.is_refused.tolist() == [False, True]
+
+
+def test_a_stop_before_the_first_arrival() -> None:
+    trace = Trace(np.array([5.0]), np.array([100]), np.array([5]))
+    outcome = Simulation(*one_replica().build(), trace, stop_s=1.0).run()
+    assert outcome.is_stopped and outcome.duration_s == 0.0

@@ -205,3 +205,18 @@ def test_special_text_of_one_character_is_refused() -> None:
     assert chat_ids(tokenizer, [{"role": "user", "content": "ab"}])[-1] in tokenizer.special_ids
     with pytest.raises(ValidationError, match=r"^messages hold '\u25c0', a special token of tokenizer"):
         tokenizer.encode_chat([{"role": "user", "content": "a\u25c0b"}])
+
+
+def test_tools_take_the_template_that_is_for_them(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T{{ tools|length }}"}]
+    loaded = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": named}))
+    assert loaded is not None
+    assert (loaded.encode_chat(CHAT, tools=[{}])[0], loaded.encode_chat(CHAT)[0]) == ("T1", "D")
+
+
+def test_a_file_on_which_the_library_panics(tmp_path: Path) -> None:
+    raw = json.loads(byte_level().to_str())
+    raw["model"]["continuing_subword_prefix"] = "\U0010ffff"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(TokenizerError, match="not a usable tokenizer"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,102 @@
+"""A program of several ranks ends as it would on one: where it closes its LLM, forgets it, or has caught an error."""
+
+import atexit
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha import LLM, SamplingParams
+from medha.errors import ConfigError, EngineDeadError
+from tests.parallel.faults import Start
+
+SMALL: dict[str, Any] = {"num_kv_blocks": 8, "max_model_len": 1024}
+
+
+def forgotten(rank: int, model: Path) -> None:
+    def main() -> None:
+        LLM(model, spp=2, **SMALL).generate("a", SamplingParams(temperature=0.0, max_tokens=2))
+
+    main()
+
+
+def caught(rank: int, model: Path) -> None:
+    with suppress(ConfigError):
+        LLM(model, spp=2, **SMALL | {"max_model_len": 10**9})
+    LLM(model, spp=2, **SMALL).close()
+
+
+def leaves(rank: int, model: Path) -> None:
+    with suppress(SystemExit), LLM(model, spp=2, **SMALL):
+        sys.exit(0)
+
+
+def closes_beside_a_call(rank: int, model: Path) -> None:
+    llm = LLM(model, tp=2, **SMALL)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    thread = threading.Thread(target=llm.generate, args=("a", params))
+    thread.start()
+    if rank == 0:
+        time.sleep(0.1)
+    else:
+        thread.join()
+    llm.close()
+    thread.join()
+
+
+def sends_much_ahead(rank: int, model: Path) -> None:
+    """Messages longer than what a line between ranks holds, before the others have run a batch."""
+    options = {"kvp": 2, "depth": 2, "async_scheduling": False, "max_kv_per_group": 64, "block_size": 16}
+    with LLM(model, **SMALL | options, max_batch_tokens=64, dist_timeout=15) as llm:
+        if rank:
+            return llm.follow()
+        llm.engine.add_request("long", "a" * 100, SamplingParams(max_tokens=20, ignore_eos=True))
+        for _ in range(4):
+            llm.engine.step()
+        for i in range(8):
+            params = SamplingParams(max_tokens=4, allowed_token_ids=[5, 6] * 80_000)
+            llm.engine.add_request(str(i), "b" * 50, params)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+
+
+def run(rank: int, program: Callable[[int, Path], None], model: Path) -> None:
+    """With the handlers of an interpreter that ends, which a forked process has none of."""
+    program(rank, model)
+    atexit._run_exitfuncs()
+
+
+@pytest.mark.parametrize("program", [forgotten, caught, leaves, closes_beside_a_call, sends_much_ahead])
+def test_it_ends_well(program: Callable[[int, Path], None], model: Path, start: Start) -> None:
+    start(2, run, program, model).end_well()
+
+
+def closed_after_a_mismatch(rank: int, model: Path) -> None:
+    llm = LLM(model, spp=2, **SMALL)
+    with suppress(EngineDeadError):
+        if rank == 1:
+            llm.generate("a")
+    with pytest.raises(EngineDeadError):
+        llm.close()
+
+
+def closed_after_an_interrupt(rank: int, model: Path) -> None:
+    llm = LLM(model, tp=2, **SMALL)
+    if rank == 0:
+        llm.engine.add_request("a", "a" * 50, SamplingParams(max_tokens=4))
+        llm.engine.runner.runner.run = lambda step: signal.raise_signal(signal.SIGINT)  # type: ignore[attr-defined]
+        with suppress(KeyboardInterrupt):
+            llm.engine.step()
+    with suppress(EngineDeadError):
+        llm.close()
+
+
+@pytest.mark.parametrize("program", [closed_after_a_mismatch, closed_after_an_interrupt])
+def test_a_job_that_has_failed_is_closed_at_once(program: Any, model: Path, start: Start) -> None:
+    assert None not in start(2, program, model).wait(30)
