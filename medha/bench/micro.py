@@ -38,6 +38,7 @@ from medha.cost.hardware import load_spec
 from medha.params import SLO, SamplingParams
 from medha.profile.steps import fill_pools
 from medha.sched.decision import SchedulerRequest
+from medha.sched.prefix import ID_BYTES
 from medha.sched.scheduler import Scheduler
 from medha.sim.replica import Replica, find_model
 from medha.worker.kv_cache import KVCache
@@ -181,6 +182,7 @@ class SchedulerOptions:
     warmup: int = warmups(50, "Decisions")
     runs: int = counted(500, "Decisions")
     seed: int = asked(0, "Of lengths, arrivals, objectives and classes.", ANY_COUNT)
+    prefix_len: int = asked(0, "Tokens with which all prompts begin.", ANY_COUNT, name="shared_prefix_len")
     backlog_s: float = 60.0
 
 
@@ -218,6 +220,8 @@ class Queue:
         )
         self._num_decoding, self._num_waiting = 1 if options.is_full else options.num_decoding, 0
         self._random, self._now_s = np.random.default_rng(options.seed), options.backlog_s
+        self._unit = self.scheduler.memory.prefix.unit
+        self._shared = self._random.bytes(options.prefix_len // self._unit * ID_BYTES)
         self._slots, self._free = count(), list[int]()
         if options.is_full:
             prompt = self.scheduler.memory.max_request_tokens - size
@@ -261,7 +265,9 @@ class Queue:
             length = int(random.uniform(0.2, 1.0) * _LONG_TOKENS)
         slo = SLO(ttft_s=float(random.uniform(0.5, 300.0)), tpot_s=0.5) if random.random() < 0.3 else None
         tokens, priority = _MAX_NEW_TOKENS if goes_on else 1, int(random.integers(0, 4))
-        self.scheduler.add(SchedulerRequest(slot, length, tokens, arrival_s, slo, priority))
+        size = length // self._unit * ID_BYTES
+        prefix = (self._shared + random.bytes(max(size - len(self._shared), 0)))[:size] if self._shared else b""
+        self.scheduler.add(SchedulerRequest(slot, length, tokens, arrival_s, slo, priority, prefix=prefix))
 
 
 _ATTENTION = {"results": ("kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")}

@@ -11,7 +11,7 @@ shared where they lie, and of the block behind them the units that are the same,
 dropped with all that was computed behind it, so what is known of a chain is its beginning, and a lookup halves its way
 to the end. Where two compute the same at once the ids name the blocks of the first; when those go the beginning of the
 other's is known no more, and a lookup may find less than there is. All but the ids is done by paths, not by blocks: a
-hit of 10M tokens is held as quickly as a short one.
+hit of 10M tokens in the pools is held as quickly as a short one.
 
 What goes first is the end of the path that was used least recently. Blocks that a waiting request counts on go last.
 

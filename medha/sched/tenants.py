@@ -3,9 +3,10 @@
 A tenant's account is the predicted seconds of its chunks and decodes over its weight: 1M tokens of one prompt cost what
 they take, far more than a thousand prompts of 1K. Where several tenants wait, the requests of one that has had
 ``LEAD_S`` more than the least served of its class come after its others. So whoever stays below its share is
-served as if alone, in the policy's order; nothing is held back where nobody else wants it; and no account falls behind
-by more than the lead and a batch. A tenant that comes back after a pause starts level with the least served of those
-that are there (as in start-time fair queueing), so that nobody saves up.
+served as if alone, in the policy's order; nothing is held back where nobody else wants it; and but for the guard's
+share, which goes by arrival, no account falls behind by more than the lead and a batch. A tenant that comes back after
+a pause starts level with the least served of those that are there (as in start-time fair queueing), so that nobody
+saves up.
 """
 
 from __future__ import annotations

@@ -56,11 +56,11 @@ def test_scheduler(bench: Bench) -> None:
     assert "schedule" in done.out and "complete" in done.out
 
 
-@pytest.mark.parametrize("policy", ["lars", "fcfs", "priority:edf"])
-def test_the_queue_stays_as_long_as_it_was(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "prefix_len"), [("lars", 0), ("fcfs", 256), ("priority:edf", 0)])
+def test_the_queue_stays_as_long_as_it_was(policy: str, prefix_len: int) -> None:
     """So many decode in every batch, so many wait after it, and prefills are under way: at most every other batch
     leaves them out."""
-    queue = Queue(policy, 60, SchedulerOptions(num_decoding=12, num_prefilling=4))
+    queue = Queue(policy, 60, SchedulerOptions(num_decoding=12, num_prefilling=4, prefix_len=prefix_len))
     steps = [queue.step() for _ in range(45)][5:]
     assert queue.scheduler.num_waiting >= 60 and 12 <= queue.scheduler.num_running <= 16
     assert all(abs(decodes - 12) <= 2 for *_, decodes, _ in steps)
