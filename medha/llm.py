@@ -34,7 +34,7 @@ from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationErr
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
 from medha.params import CHAT_OPTIONS, SLO, SamplingParams
-from medha.records import Trace
+from medha.records import Tracer
 from medha.text import Tokenizer
 
 
@@ -59,7 +59,7 @@ class LLM(AbstractContextManager["LLM"]):
     """
 
     def __init__(
-        self, model: str | Path, *, timeline: Trace | None = None, journal: str | Path | None = None, **options: Any
+        self, model: str | Path, *, timeline: Tracer | None = None, journal: str | Path | None = None, **options: Any
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         if journal is not None:

@@ -61,7 +61,7 @@ class RankRecords(NamedTuple):
     group: int = 0
 
 
-class Trace(Protocol):
+class Tracer(Protocol):
     """Is told what ran when; see :class:`medha.timeline.Timeline`, which writes it into a file."""
 
     def record(

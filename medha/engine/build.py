@@ -48,7 +48,7 @@ from medha.parallel.mesh import (
     wait_for_all,
 )
 from medha.parallel.shared_memory import Lines, share_lines
-from medha.records import Trace
+from medha.records import Tracer
 from medha.sched.cdsp import Planner
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
@@ -105,7 +105,7 @@ class RankHandle(AbstractContextManager["RankHandle"]):
         self.runner.drop_graphs()
 
 
-def build_role(config: EngineConfig, *, timeline: Trace | None = None) -> RankHandle:
+def build_role(config: EngineConfig, *, timeline: Tracer | None = None) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
 
     Every rank of a torchrun job calls this with the same configuration.
@@ -132,7 +132,7 @@ def build_role(config: EngineConfig, *, timeline: Trace | None = None) -> RankHa
     return role
 
 
-def _build(config: EngineConfig, job: Job | None, timeline: Trace | None) -> RankHandle:
+def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     has_weights = config.load_format != "dummy"
     folder = resolve_model(config.model, revision=config.revision, with_weights=has_weights)  # fetched once a node

@@ -45,7 +45,7 @@ from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
 from medha.parallel.shared_memory import Lines
-from medha.records import RankRecords, Trace
+from medha.records import RankRecords, Tracer
 from medha.worker.runner import Runner
 from medha.worker.sampling import SlotSampling
 from medha.worker.step import Lane, PendingStep, StepResult, sampling_rows
@@ -79,7 +79,7 @@ class DrivingRunner:
     ahead: InitVar[bool] = True  # decodes are scheduled before their tokens are known; else these go with the batch
     transfers: TransferLine | None = None  # where there are decode instances, and so lanes
     lines: InitVar[dict[int, Lines] | None] = None
-    timeline: Trace | None = None  # gets what the others have recorded before they leave
+    timeline: Tracer | None = None  # gets what the others have recorded before they leave
 
     def __post_init__(self, lanes: bool, ahead: bool, lines: dict[int, Lines] | None) -> None:
         runner, ranks = self.runner, self.ranks

@@ -30,7 +30,7 @@ from medha.engine.threads import Turns, in_turn
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
 from medha.params import SLO, SamplingParams, check_seconds
-from medha.records import Trace
+from medha.records import Tracer
 from medha.sched.decision import Decision, Observer, Prediction
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
@@ -60,7 +60,7 @@ class Engine:
     _: KW_ONLY
     tokenizer: Tokenizer | None = None  # None serves token ids alone, with ``text`` None
     clock: InitVar[Callable[[], float]] = time.perf_counter  # monotonic seconds; the engine's time starts at 0
-    timeline: Trace | None = None  # records what ran when
+    timeline: Tracer | None = None  # records what ran when
     hand_overs: HandOvers = field(default_factory=HandOvers)  # to the decode instances
     news: InitVar[threading.Event | None] = None  # set when a batch may be done; None where they complete in order
 

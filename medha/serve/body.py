@@ -60,7 +60,9 @@ def _read(sent: bytes) -> bytes:
 def _packed(value: Any) -> Any:
     """A list of token ids as an array; anything else as it is."""
     is_ids = isinstance(value, list) and value and set(map(type, value)) == {int}
-    return np.array([max(-1, min(one, 2**31 - 1)) for one in value], np.int32) if is_ids else value  # no id is beyond
+    if is_ids and not -1 <= min(value) <= max(value) < 2**31:  # no vocabulary reaches there
+        value = [max(-1, min(one, 2**31 - 1)) for one in value]
+    return np.array(value, np.int32) if is_ids else value
 
 
 def _num_values(value: Any) -> int:
