@@ -21,7 +21,7 @@ import importlib.util
 import math
 import weakref
 from collections.abc import Callable
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +42,7 @@ _FA3_TILE_ROWS = 128
 _FA3_SPEED = 1.5
 
 _HOPPER = 9
-_LEAST_CAPABILITY = (7, 5)
+_LEAST_CAPABILITY = (8, 0)
 _LN2 = math.log(2.0)
 _MAX_INT32 = 2**31 - 1
 _PLAN_BYTES = 8 << 20  # on the device, of each of FlashInfer's wrappers
@@ -109,7 +109,7 @@ class FlashInferBackend(AttentionBackend):
         if device.type != "cuda":
             return f"a CUDA device, not {device}"
         if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-            return "a GPU of compute capability 7.5 or later"
+            return "a GPU of compute capability 8.0 or later"
         is_installed = importlib.util.find_spec("flashinfer") is not None
         return None if is_installed else "the package flashinfer-python (pip install 'medha[cuda]')"
 
@@ -152,8 +152,9 @@ class FlashInferBackend(AttentionBackend):
 
     def _fa3_tokens(self, shape: LayerShape) -> int:
         """Tokens of the shortest chunks that run in FA3."""
-        num_tiles = math.ceil(self.num_sms / _FA3_SPEED / shape.num_heads)
-        return max(_FA3_TILE_ROWS * (num_tiles - 1) + 1, 2)
+        sms, heads = self.num_sms, shape.num_heads
+        least = next(n for n in count(heads, heads) if min(-(-n // sms) * sms, n + sms) <= _FA3_SPEED * n)
+        return max(_FA3_TILE_ROWS * (least // heads - 1) + 1, 2)
 
     def plan(self, rows: AttentionRows) -> FlashInferPlan:
         """See :meth:`medha.attention.interface.AttentionBackend.plan`."""

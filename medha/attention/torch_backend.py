@@ -23,6 +23,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 # Scores that the plain fallback holds at once, in elements.
 _MATH_SCORES = 1 << 26
+_MATH_QUERIES = 64  # at a time: each piece of the keys leaves a result of theirs
 
 # Keys at a time of torch's CPU kernel: over 5M keys it is off by 8e-4 for a query or two, whose sums it keeps in
 # float32 from the first key to the last (values about 2, float32, 2.13); cut so, by 1e-5.
@@ -140,7 +141,11 @@ def _cuda_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, c
 
 
 def _math(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, causal: bool) -> Partial:
-    """Matrix products and a softmax in float32, keys in pieces so that scores and float32 copies stay bounded."""
+    """Matrix products and a softmax in float32, queries and keys in pieces so that scores, copies and results of pieces
+    stay bounded."""
+    if len(q_LNH) > _MATH_QUERIES and not causal:
+        parts = [_math(q_lNH, k_SKH, v_SKH, False) for q_lNH in torch.split(q_LNH, _MATH_QUERIES)]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     q_KRH = _fold(q_LNH, k_SKH.shape[1]).float()
     step = max(1, _MATH_SCORES // (q_KRH.shape[0] * max(q_KRH.shape[1:])))
     partials = []

@@ -155,6 +155,10 @@ def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:
     return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)
 
 
+MOST_PIECES = 256
+"""Outputs of a request, a token or more each, that wait for others: more of them are put together."""
+
+
 class Joiner:
     """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again."""
 
@@ -163,7 +167,10 @@ class Joiner:
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
         """Take an output; returns the whole one if it was its request's last."""
-        self._pieces.setdefault(output.request_id, []).append(output)
+        pieces = self._pieces.setdefault(output.request_id, [])
+        pieces.append(output)
+        if len(pieces) > MOST_PIECES:
+            pieces[:] = [together(pieces)]
         return together(self._pieces.pop(output.request_id)) if output.finished else None
 
 

@@ -232,7 +232,7 @@ class Engine:
 
     def _unused_slots(self, count: int) -> list[int]:
         """So many slots that nobody has, in the order in which they are taken: free ones from the end, then new."""
-        free = self._free_slots[::-1][:count]
+        free = self._free_slots[-count:][::-1]
         first = len(self._by_slot) + len(self._free_slots)
         return [*free, *range(first, first + count - len(free))]
 

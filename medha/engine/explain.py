@@ -29,7 +29,7 @@ from medha.outputs import Explanation
 from medha.sched.decision import Admitted, Decision, Observer, SchedulerRequest
 from medha.sched.policy import Floats
 
-_CHUNKS_KEPT = 2048
+_CHUNKS_KEPT = 256
 _SPANS_KEPT = 256
 _MAX_SAMPLES = 12
 _TOP = 3

@@ -293,7 +293,10 @@ class Completion:
         text = None
         if self._detokenizer is not None:
             text = texts[first_piece] if num_pieces == first_piece + 1 else "".join(texts[first_piece:])
-        logprobs, total = (self._logprobs[first:], self._cumulative_logprob) if self._has_logprobs else (None, None)
+            if not is_delta:  # the next one need not join them again
+                self._pieces, self._reported = [text], (len(ids), 1, reason is not None)
+        logprobs, total = (self._logprobs, self._cumulative_logprob) if self._has_logprobs else (None, None)
+        self._logprobs = [] if is_delta else self._logprobs.copy()
         return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason, logprobs, total)
 
     def _add_text(self, piece: str) -> None:

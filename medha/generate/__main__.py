@@ -5,6 +5,7 @@ With no argument at all it runs the demo (:mod:`medha.verify.demo`). Exit codes 
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -161,6 +162,7 @@ def _serve(
     role = build_role(config, timeline=trace)
     engine = role.engine
     assert engine is not None, "the first rank has the engine"
+    gc.freeze()  # what torch and the model have made stays: going through it would hold up every batch
     with ExitStack() as stack:
         if trace is not None and timeline is not None:
             stack.callback(unwritable_reported(timeline.name)(trace.write), Path(timeline.name))

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from medha.engine.arrivals import Arrival, prepare_arrival, taken, together
+from medha.engine.arrivals import MOST_PIECES, Arrival, prepare_arrival, taken, together
 from medha.engine.engine import Engine
 from medha.engine.request import Completion, Request
 from medha.engine.threads import Preparing, prompt_size
@@ -30,7 +30,6 @@ _RECENT = 3.0  # what was read counts half for an ETA once 1/3 of what is left h
 END_S = 1.0  # for which streams may end with what has become of them
 _IDLE_S = 0.1  # how often an idle engine looks whether it is to stop
 _TOGETHER_S = 0.02  # in which what follows a delivery is delivered together, but first and last tokens
-_MOST_PIECES = 256  # of what was not read that are kept apart
 _QUICK = 2000  # characters or ids of a prompt, no template's, that is prepared sooner than a thread has got it
 
 
@@ -54,7 +53,7 @@ class Answer:
         """Add what the engine handed out for the prompt of an index."""
         pieces = self._pieces.setdefault(index, [])
         pieces.append(output)
-        if len(pieces) > _MOST_PIECES:  # of a slow reader
+        if len(pieces) > MOST_PIECES:  # of a slow reader
             pieces[:] = [together(pieces)]
         self._news.set()
 

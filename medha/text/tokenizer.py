@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -110,6 +111,15 @@ class Tokenizer:
                 if text and "\ufffd" not in text:
                     self.whole_texts[token_id] = text
         return kind
+
+    @cached_property
+    def byte_of(self) -> dict[str, int] | None:
+        """Of a byte-level tokenizer the byte for which each character of a token stands, by GPT-2's table."""
+        if not isinstance(self.backend.decoder, decoders.ByteLevel):
+            return None
+        own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = (byte for byte in range(256) if byte not in own)
+        return {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise TokenizerError where an id that this tokenizer can produce has no row in an embedding of that many.
@@ -290,14 +300,16 @@ class Detokenizer:
 
     ``after`` is the last token of the prompt. Where that is text, theirs goes on with it.
 
-    The library's stream holds a character back until its last byte is known. A run of byte-fallback tokens is held
-    back here until it ends, as one bad byte turns the whole run into U+FFFD.
+    A character is held back until its last byte is known: by Python's decoder where the tokenizer is byte-level, else
+    by the library's stream, which decodes all that it holds at each token. A run of byte-fallback tokens is held back
+    here until it ends, as one bad byte turns the whole run into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, after: int | None = None, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._holds_back = False
         self._num_emitted = 0  # characters
         self._run: list[int] = []
@@ -313,6 +325,14 @@ class Detokenizer:
         kind = self._tokenizer.kind(token_id)
         if kind == "none" or (kind == "special" and self._skip_special_tokens):
             return ""
+        if (byte_of := self._tokenizer.byte_of) is not None:
+            token = self._tokenizer.backend.id_to_token(token_id) or ""
+            text = self._utf8.decode(
+                bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else token.encode()
+            )
+            self._holds_back = bool(self._utf8.getstate()[0])
+            self._num_emitted += len(text)
+            return text
         self._holds_back = True
         if kind == "byte":
             self._run.append(token_id)

@@ -251,7 +251,7 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
     if allowed:
         rows, ids = to_device(np.array(allowed).T, device)
         is_out_DV = torch.zeros_like(logits_DV, dtype=torch.bool)
-        is_out_DV[rows] = True
+        is_out_DV[to_device(np.array(sorted({r for r, _ in allowed})), device)] = True
         is_out_DV[rows, ids] = False
         logits_DV.masked_fill_(is_out_DV, -torch.inf)
     held_back = [
@@ -270,7 +270,7 @@ def _history(slot: SlotSampling, logits: torch.Tensor) -> torch.Tensor:
         counts = torch.bincount(torch.tensor(slot.output_ids, dtype=torch.int64), minlength=logits.shape[-1])
         if slot.prompt_ids is not None:
             counts[slot.prompt_ids.long()] += _IN_PROMPT
-        slot.history = counts.int().to(logits.device)
+        slot.history = to_device(counts.int().numpy(), logits.device)
     return slot.history
 
 

@@ -151,7 +151,7 @@ NO_HEADS_OF_80 = "flashinfer has no kernel for heads of 80 (it has 64, 128, 256)
 NO_FLOAT32 = "flashinfer has no kernel for float32 (it has float16, bfloat16)"
 NOT_INSTALLED = "flashinfer needs the package flashinfer-python (pip install 'medha[cuda]')"
 NO_NVCC = "flashinfer's kernels could not be built: Could not find nvcc"
-TOO_OLD = "flashinfer needs a GPU of compute capability 7.5 or later"
+TOO_OLD = "flashinfer needs a GPU of compute capability 8.0 or later"
 
 
 @pytest.mark.parametrize(
@@ -243,3 +243,11 @@ def test_flashinfer_on_a_gpu(num_heads: int, num_kv_heads: int, head_dim: int, d
             # its row sums are of probabilities rounded to the dtype
             assert_rows_close(backend.run(*qkv, plan), qkv, rows, lse_atol=torch.finfo(dtype).eps / 2)
         assert_rows_close(run(qkv, rows, TorchBackend()), qkv, rows)
+
+
+@pytest.mark.parametrize(("num_sms", "heads"), [(132, 32), (114, 64), (78, 40)])
+def test_fa3_is_tried_with_a_chunk_that_runs_in_it(num_sms: int, heads: int) -> None:
+    backend = FlashInferBackend(None, block_size=16, num_sms=num_sms, has_fa3=True)
+    least = backend._fa3_tokens(LayerShape(heads, 8, 128, torch.bfloat16))
+    for q_len, kernel in ((least, "fa3"), (least - 1, "fa2")):
+        assert backend.kernels_of(AttentionRows.over([(q_len, [(0, q_len)], True)], 16), heads) == [kernel]

@@ -283,3 +283,12 @@ def test_empty_ranges_give_zero_and_minus_infinity(name: str, dtype: torch.dtype
     out, lse = run(qkv, rows, BACKENDS[name]())
     assert not out[:9].any() and bool((lse[:9] == -torch.inf).all())
     assert_rows_close((out, lse), qkv, rows)
+
+
+def test_the_plain_fallback_holds_results_of_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, merge = list[int](), torch_backend.merge_partials
+    monkeypatch.setattr(torch_backend, "_MATH_SCORES", 1 << 14)
+    monkeypatch.setattr(torch_backend, "merge_partials", lambda parts: sizes.append(len(parts[0][0])) or merge(parts))
+    q, kv = torch.randn(256, 4, 16), torch.randn(2, 4096, 2, 16)
+    out, lse = torch_backend._math(q, *kv, False)
+    assert out.shape == q.shape and lse.shape == q.shape[:2] and max(sizes) <= 64

@@ -175,3 +175,12 @@ def serve_on_ranks(
             tokens = drive(Path(folder), **layout) if drives else serve(Path(folder), device="cuda", **layout)
         waits = [place for place in device.syncs if " at medha/parallel" in place]
         return tokens, device.faults, device.launches, waits
+
+
+def test_the_host_does_not_wait_at_a_first_penalised_draw(model: Path, device: Device) -> None:
+    with LLM(model, device="cuda", dtype="float16", **POOL) as llm:
+        add_all(llm, max_tokens=16, repetition_penalty=1.2)
+        device.syncs.clear()
+        for _ in range(10):
+            llm.engine.step()
+        assert device.syncs == {}

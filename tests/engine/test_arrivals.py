@@ -13,12 +13,12 @@ import torch
 
 import medha.engine.arrivals
 from medha.batch import Batch
-from medha.engine.arrivals import Arrival, drive
+from medha.engine.arrivals import Arrival, Joiner, drive
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
 from medha.engine.threads import LONG_PROMPT, prompt_size
 from medha.errors import ContextLengthError, RankFailedError, ValidationError
-from medha.outputs import RequestOutput
+from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from medha.params import SamplingParams
 from medha.worker.step import PendingStep
 from tests.serving import Model
@@ -248,3 +248,12 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
     assert engine.fail(ValueError("later")).outputs == engine.fail(ValueError("later")).outputs
     assert str(engine.fail(ValueError("later"))) == "rank 1 is stopped"
     engine.scheduler.memory.release(0)  # a dead engine keeps its blocks
+
+
+def test_a_long_answer_is_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    joiner, metrics = Joiner(), RequestMetrics(0.0)
+    for token in range(5000):
+        part = CompletionOutput(0, "a", [token], "length" if token == 4999 else None)
+        whole = joiner.add(RequestOutput("r", "", [1], [part], token == 4999, metrics))
+        assert len(joiner._pieces.get("r", ())) <= 257
+    assert whole is not None and whole.outputs[0].token_ids == list(range(5000)) and whole.outputs[0].text == "a" * 5000

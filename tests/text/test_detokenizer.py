@@ -93,3 +93,12 @@ def test_stop_checker_holds_little() -> None:
     for _ in range(2000):
         checker.push("a")
         assert len(checker._held) <= 50
+
+
+def test_half_characters_are_not_held_for_ever() -> None:
+    tokenizer = DECODED["byte level"]
+    lone = tokenizer.encode("é", add_special_tokens=False)[1]
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(lone) for _ in range(1000)]
+    assert len("".join(pieces)) >= 990
+    assert "".join(pieces) + detokenizer.finish([lone] * 1000) == tokenizer.decode([lone] * 1000)

@@ -335,3 +335,12 @@ def test_the_smallest_repetition_penalty_of_large_logits(temperature: float) -> 
     logits[0, 3] = 1e36
     drawing = slot(temperature=temperature, repetition_penalty=1e-6, prompt=[3, 5])
     assert tokens(sample(logits, [drawing], [0])) == [3]
+
+
+def test_allowed_ids_fill_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once an id: with thousands of them a step would take as many times as long."""
+    filled, put = list[int](), torch.Tensor.__setitem__
+    monkeypatch.setattr(torch.Tensor, "__setitem__", lambda x, at, to: (filled.append(len(x[at])), put(x, at, to))[1])
+    slots = [slot(allowed_token_ids=list(range(50))), slot(), slot(allowed_token_ids=[3])]
+    draw(torch.randn(3, 64), slots, [0, 0, 0])
+    assert max(filled) <= 51
