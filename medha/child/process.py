@@ -68,7 +68,7 @@ class Child:
             self._process = popen_module(
                 [self._module, str(fd)], stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[fd]
             )
-        weakref.finalize(self, _end, self._process, self._pipe)
+        self._end = weakref.finalize(self, _end, self._process, self._pipe)
         self._pipe.send_bytes(self._setup())
 
     def _stop(self, *, wait_s: float = _END_S) -> str:
@@ -78,7 +78,7 @@ class Child:
             return ""
         with suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
-        _end(process, self._pipe)
+        self._end()
         code = process.returncode
         return "the process ended with " + (signal.Signals(-code).name if code < 0 else f"exit status {code}")
 

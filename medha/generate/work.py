@@ -267,7 +267,8 @@ def _fields(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     is_ours = isinstance(fields, dict) and isinstance(fields.get("id"), str) and "finish_reason" in fields
-    return fields if is_ours else None
+    outputs = fields.get("outputs", []) if is_ours else None
+    return fields if isinstance(outputs, list) and all(isinstance(one, dict) for one in outputs) else None
 
 
 def _was_cut_short(fields: dict[str, Any]) -> bool:

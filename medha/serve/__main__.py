@@ -96,7 +96,8 @@ def serve(
         stack.callback(front.service.cut)  # whenever a second signal comes
         threading.Thread(target=front.watch, args=(stall_timeout,), name="medha-stall", daemon=True).start()
         scheme = "http" if ssl_certfile is None else "https"
-        logger.info("serving %s at %s://%s:%d", front.models[0], scheme, host, listener.getsockname()[1])
+        where = f"[{host}]" if ":" in host else host
+        logger.info("serving %s at %s://%s:%d", front.models[0], scheme, where, listener.getsockname()[1])
         service = front.service
         service.run(lambda: bool(interrupted))
         service.is_draining = True

@@ -18,6 +18,8 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -29,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.engine import Engine
 from medha.engine.jsonl import KNOWN_FIELDS
+from medha.engine.request import pieces
 from medha.errors import EngineDeadError, MedhaError, exit_code, not_accepted
 from medha.parallel.launch import exit_at_once
 from medha.params import CHAT_OPTIONS, PROMPT_OPTIONS
@@ -44,6 +47,7 @@ _PING_S = 10.0
 _BODY_S = 60.0  # for which a client may take to send a body, and a second for each megabyte
 _BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
+_PART = 64 << 10  # bytes of a body, which is over when its client has taken all but so much
 _MOST_NAMES = 100  # of fields that nobody knows are logged
 _EVERYBODY = Key()
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
@@ -95,6 +99,7 @@ class Front:
             ],
             exception_handlers=dict.fromkeys((HTTPException, *_ERRORS, Exception), _told),
         )
+        self.app.router.redirect_slashes = False  # it would go to whatever the Host header names
 
     def _route(self, method: str, path: str, handler: Callable[..., Any]) -> Route:
         """A route whose handler gets the request and its key."""
@@ -115,6 +120,9 @@ class Front:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start" and name is not None:
                 MutableHeaders(scope=message)["x-request-id"] = name[0]
+            if len(message.get("body", b"")) > _PART and not message.get("more_body"):  # the end waits for the rest
+                await send({**message, "more_body": True})
+                message = {**message, "body": b""}
             await send(message)
 
         with ExitStack() as leave:
@@ -188,7 +196,9 @@ class Front:
             found = await self.bodies.read(body)
         except TimeoutError as error:
             raise ApiError(408, "the body did not come in time", connection="close") from error
-        except NOT_READ:
+        except NOT_READ as error:
+            if isinstance(error.__cause__, OSError):  # no process for it
+                raise ApiError(503, "large bodies cannot be read at present", retry_after="1") from error
             raise ApiError(400, "the body is not JSON that can be read") from None
         finally:
             self._num_bytes -= len(body)
@@ -251,8 +261,8 @@ class Front:
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS, *PROMPT_OPTIONS) if name in body}
         self._note_ignored(body.keys() - prompt.keys() - {"model"})
         work = partial(tokenise, prompt, engine.tokenizer, engine.limits.vocab_size)
-        _, ids = await self.service.in_thread(prompt, work)
-        return _json({"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids.tolist()})
+        count, tokens = await self.service.in_thread(prompt, lambda: _listed(work()[1]))
+        return _json({"count": count, "max_model_len": engine.limits.max_model_len, "tokens": tokens})
 
     async def _detokenize(self, request: Request, key: Key) -> Response:
         body, engine = await self._body(request, key), self.service.engine
@@ -289,6 +299,12 @@ class Front:
 
 def _event(value: Json) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _listed(ids: npt.NDArray[np.int32]) -> tuple[int, msgspec.Raw]:
+    """How many ids there are, and their JSON, made in parts: streams go on meanwhile."""
+    parts = (msgspec.json.encode(ids[part].tolist())[1:-1] for part in pieces(len(ids)))
+    return len(ids), msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
 def _json(value: Json, status: int = 200) -> Response:

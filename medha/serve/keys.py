@@ -63,7 +63,7 @@ class Key:
 def key_of(keys: Sequence[Key], authorization: str) -> Key | None:
     """Whose a header ``Authorization`` is, None where it is nobody's. All keys are compared, each in constant time."""
     kind, _, given = authorization.partition(" ")
-    secret = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as headers come
+    secret = given.strip(" \t").encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as headers come
     found = [key for key in keys if key.key and hmac.compare_digest(key.key.strip().encode(), secret)]
     return found[0] if found else None
 
@@ -86,6 +86,6 @@ def load_keys(plain: Sequence[str], file: Path | None) -> list[Key]:
                     raise ConfigError('has no key or no name; accepted: a table with a name and key = "..."')
             except (TypeError, ConfigError, ValidationError) as error:
                 raise ConfigError(f"key file {file}: [{tenant}] {error}") from error
-    if len({key.key for key in keys}) < len(keys):
+    if len({(key.key or "").strip() for key in keys}) < len(keys):
         raise ConfigError("two API keys are the same; accepted: one for each tenant")
     return keys

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -146,3 +147,13 @@ def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]
     with pytest.raises(ChildError, match="SIGKILL"):
         asked.result()
     assert child.ask(b"more") == b"more"
+
+
+def test_children_that_have_ended_leave_nothing() -> None:
+    child, before = Child("medha.serve.body"), len(weakref.finalize._registry)  # type: ignore[attr-defined]
+    for _ in range(2):
+        assert child.ask(b"{}")
+        child._process.kill()  # type: ignore[union-attr]
+        with pytest.raises(ChildError):
+            child.ask(b"{}")
+    assert len(weakref.finalize._registry) == before  # type: ignore[attr-defined]

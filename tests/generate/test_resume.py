@@ -1,5 +1,6 @@
 """``--resume``: what a batch that was cut short is like when it has been gone on with."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 import medha.engine.build
 from medha.cli.command import run_app
+from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import read_requests
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
@@ -114,3 +116,10 @@ def test_arrivals_go_on_from_the_first_that_is_left(tmp_path: Path) -> None:
     earlier = read_earlier(write_lines(tmp_path / "out.jsonl", line("r0"), line("r1")), requests)
     assert [(a.request_id, a.arrival_s) for a in earlier.left(requests)] == [("r2", 0.0), ("r3", 10.0)]
     assert read_earlier(tmp_path / "gone.jsonl", requests).left(requests) == requests
+
+
+@pytest.mark.parametrize("outputs", [None, 5, [1]])
+def test_an_output_of_another_kind(tmp_path: Path, outputs: Any) -> None:
+    (tmp_path / "out.jsonl").write_text(json.dumps({"id": "a", "finish_reason": "stop", "outputs": outputs}) + "\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        read_earlier(tmp_path / "out.jsonl", [Arrival("a", "x")])

@@ -13,7 +13,7 @@ import pytest
 
 from medha.errors import ConfigError, ValidationError
 from medha.parallel.own_ranks import reserved_port
-from medha.serve.keys import Key, load_keys
+from medha.serve.keys import Key, key_of, load_keys
 from medha.serve.web import bound, listening
 from tests.commands import Command
 from tests.serve.process import Process, last_events, serving, streams_under_load
@@ -177,3 +177,11 @@ def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MEDHA_API_KEY", " ")
     done = command("serve", "/nowhere", "--port", "0")
     assert done.code == 2 and "MEDHA_API_KEY is empty" in done.err
+
+
+def test_keys_are_compared_without_blanks_about_them(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text('[alice]\nkey = "k"\n[bob]\nkey = " k"\n')
+    with pytest.raises(ConfigError, match="two API keys are the same"):
+        load_keys([], tmp_path / "keys.toml")
+    key = Key("a", key="voilà")
+    assert key_of([key], b"Bearer voil\xc3\xa0".decode("latin-1")) is key

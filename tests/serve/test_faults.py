@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from medha.child import process
 from medha.child.process import Child
 from medha.config import EngineConfig
 from medha.serve import app, service, web
@@ -476,3 +477,45 @@ def test_long_names_are_not_kept(server: Server) -> None:
 def test_a_wrong_id_of_many_is_named(server: Server, wrong: int) -> None:
     _, told, _ = server.post(PATH, {"prompt": [1] * 300_000 + [wrong], "max_tokens": 1})
     assert told["error"]["param"] == "prompt_token_ids"
+
+
+def test_a_whole_answer_is_open_until_it_is_taken(server: Server) -> None:
+    """So that limits count it, and a signal leaves it time."""
+    many = asked(0, 450, prompt=[random_ids(10, seed=at) for at in range(40)], logprobs=20)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(sent(many))
+        head = received(client, lambda got: b"\r\n\r\n" in got)
+        assert server.front.num_open.total() == 1
+        size = int(head.partition(b"content-length: ")[2].split(b"\r")[0])
+        received(client, lambda got: len(got) >= size - len(head.partition(b"\r\n\r\n")[2]))
+        wait_until(server.is_idle)
+
+
+def test_a_body_for_which_there_is_no_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*given: Any, **options: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    large = json.dumps(asked(10, 1)).encode() + b" " * 600_000
+    monkeypatch.setattr(process, "popen_module", cannot)
+    status, told, _ = server.post(PATH, large)
+    assert (status, told["error"]["type"]) == (503, "ServiceUnavailableError")
+    monkeypatch.undo()
+    assert server.post(PATH, large)[0] == 200
+
+
+def test_ids_of_a_long_text_are_written_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, encode = list[int](), app.msgspec.json.encode
+
+    def noted(value: Any) -> bytes:
+        sizes.extend([len(value)] if isinstance(value, list) else ())
+        return encode(value)
+
+    monkeypatch.setattr(app.msgspec.json, "encode", noted)
+    answer = server.post("/tokenize", {"prompt": "x" * 300_000})[1]
+    assert answer["count"] == len(answer["tokens"]) == 300_000 == sum(sizes) and max(sizes) < 100_000
+
+
+def test_nobody_is_sent_where_the_host_header_says(start: Start, bytes_model: Model) -> None:
+    assert start(bytes_model.engine(), hosts=("x",)).get("/version/", host="evil.example")[0] == 404
