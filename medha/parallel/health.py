@@ -332,11 +332,11 @@ class Monitor:
 
     def _at_exit(self) -> None:
         """The process ends while in the job: no destructor of a process group may wait for the others."""
-        cause = getattr(sys, "last_value", None)
-        if cause is None and self._left.is_set():  # the program has caught the error of its job
-            from torch import distributed
+        from torch import distributed
 
-            return exit_at_once(0) if distributed.is_initialized() else None
+        cause = getattr(sys, "last_value", None)
+        if cause is None and self._left.is_set() and not distributed.is_initialized():
+            return  # the program has caught the error of its job, and no group of that is left
         what = " ended without closing its LLM" if cause is None else f": {type(cause).__name__}: {cause}"
         self.report(self.place + what)
         self.first_error(wait_s=1.0)
