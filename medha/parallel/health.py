@@ -4,9 +4,8 @@ torchrun ends the other ranks when a process has failed, before they can say why
 stopped, behind or cut off. Here a rank has failed when its process is gone or stopped, which the ranks of its node see,
 or when it says so. One that runs has not failed, however long it says nothing, as Python may hold the interpreter's
 lock for a minute. It is *named* in the log when others have waited for it for long; what ends the job is the timeout of
-the transfers, with that name.
-
-A rank of another node has failed, too, when its connection to rank 0 has ended (:mod:`medha.parallel.lifelines`).
+the transfers, with that name. A rank of another node has failed, too, when its connection to rank 0 has ended
+(:mod:`medha.parallel.lifelines`).
 
 One thread talks with the other ranks through the job's key-value store, and may be stuck there. The other one waits for
 nobody: it notices that, and ends the process where the main thread does not come to know of a failure in time, as a
@@ -332,10 +331,8 @@ class Monitor:
 
     def _at_exit(self) -> None:
         """The process ends while in the job: no destructor of a process group may wait for the others."""
-        from torch import distributed
-
         cause = getattr(sys, "last_value", None)
-        if cause is None and self._left.is_set() and not distributed.is_initialized():
+        if cause is None and self._left.is_set() and not sys.modules["torch"].distributed.is_initialized():
             return  # the program has caught the error of its job, and no group of that is left
         what = " ended without closing its LLM" if cause is None else f": {type(cause).__name__}: {cause}"
         self.report(self.place + what)
@@ -377,8 +374,7 @@ def tell_failure(monitor: Monitor, error: Exception, activity: str) -> str:
     is_echo = _is_lost_peer(error)
     if not is_echo:
         monitor.report(f"{monitor.place}, {activity}: {type(error).__name__}: {error}")
-    first = monitor.first_error(suspect=is_echo)
-    if first is None:
+    if (first := monitor.first_error(suspect=is_echo)) is None:
         first = f"{monitor.place}, {activity}: lost a peer: {error}"
         monitor.report(first)
     return first
