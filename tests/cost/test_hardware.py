@@ -77,6 +77,7 @@ def test_every_rate_is_below_what_is_published() -> None:
         (changed("all_reduce", []), "all_reduce: ranks .*; accepted: a list of links"),
         (changed("all_gather.0.ranks", 1), "all_gather.ranks=1; accepted: a whole number of at least 2"),
         (changed("provenance", "guessed"), "provenance='guessed'; accepted: fitted, derived, assumed"),
+        pytest.param("[" * 100_000, "spec x is not JSON", id="deep"),
     ],
 )
 def test_a_bad_spec_is_refused_by_field(text: str, message: str) -> None:
