@@ -152,9 +152,13 @@ class FlashInferBackend(AttentionBackend):
 
     def _fa3_tokens(self, shape: LayerShape) -> int:
         """Tokens of the shortest chunks that run in FA3."""
-        sms, heads = self.num_sms, shape.num_heads
-        least = next(n for n in count(heads, heads) if min(-(-n // sms) * sms, n + sms) <= _FA3_SPEED * n)
-        return max(_FA3_TILE_ROWS * (least // heads - 1) + 1, 2)
+        num_tiles = next(n for n in count(1) if self._suits_fa3(n * shape.num_heads, 1, n * shape.num_heads))
+        return max(_FA3_TILE_ROWS * (num_tiles - 1) + 1, 2)
+
+    def _suits_fa3(self, num_blocks: int, longest: int, total: float) -> bool:
+        """Whether so many blocks, by the keys of the longest and of all, take no longer than in FA2."""
+        share, waves = total / self.num_sms, -(-num_blocks // self.num_sms)
+        return min(waves * longest, share + longest) <= _FA3_SPEED * share
 
     def plan(self, rows: AttentionRows) -> FlashInferPlan:
         """See :meth:`medha.attention.interface.AttentionBackend.plan`."""
@@ -219,9 +223,8 @@ class FlashInferBackend(AttentionBackend):
             left = np.flatnonzero(kinds == 2)
             left = left[np.argsort(-rows.kv_len[left], kind="stable")]
             while len(left):
-                block, share = int(rows.kv_len[left[0]]), float(num_blocks[left] @ rows.kv_len[left]) / self.num_sms
-                waves = -(-int(num_blocks[left].sum()) // self.num_sms)
-                if min(waves * block, share + block) <= _FA3_SPEED * share:
+                total = float(num_blocks[left] @ rows.kv_len[left])
+                if self._suits_fa3(int(num_blocks[left].sum()), int(rows.kv_len[left[0]]), total):
                     kinds[left] = 3
                     break
                 left = left[1:]

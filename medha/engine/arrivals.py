@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _MAX_SLEEP_S = 0.1
 _MOST_BEGUN = 256  # of the arrivals that are due, between two steps
+_MOST_PIECES = 256  # outputs of a request, a token or more each, that are kept apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +156,6 @@ def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:
     return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)
 
 
-MOST_PIECES = 256
-"""Outputs of a request, a token or more each, that wait for others: more of them are put together."""
-
-
 class Joiner:
     """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again."""
 
@@ -167,11 +164,15 @@ class Joiner:
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
         """Take an output; returns the whole one if it was its request's last."""
-        pieces = self._pieces.setdefault(output.request_id, [])
-        pieces.append(output)
-        if len(pieces) > MOST_PIECES:
-            pieces[:] = [together(pieces)]
+        add_piece(self._pieces.setdefault(output.request_id, []), output)
         return together(self._pieces.pop(output.request_id)) if output.finished else None
+
+
+def add_piece(pieces: list[RequestOutput], output: RequestOutput) -> None:
+    """Keep one more output of a request; many become one."""
+    pieces.append(output)
+    if len(pieces) > _MOST_PIECES:
+        pieces[:] = [together(pieces)]
 
 
 def together(pieces: Sequence[RequestOutput]) -> RequestOutput:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from medha.cli.files import replacing
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival
@@ -237,16 +238,12 @@ def drop_lines(path: Path, dropped: frozenset[int]) -> None:
     if not dropped:
         return
     target = path.resolve()
-    partial = target.with_name(target.name + ".partial")
-    try:
-        with partial.open("wb") as file:
+    with replacing(target, "output file") as part:
+        with part.open("wb") as file:
             file.writelines(line for number, line in _lines(target) if number not in dropped)
             file.flush()
             os.fsync(file.fileno())
-        shutil.copymode(target, partial)
-        partial.replace(target)
-    except OSError as error:
-        raise ConfigError(f"output file {path} cannot be rewritten beside itself: {error.strerror}") from error
+        shutil.copymode(target, part)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

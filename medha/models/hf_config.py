@@ -70,8 +70,10 @@ _KNOWN_FIELDS = {
 }  # fmt: skip
 
 # Fields of generation_config.json that are not implemented, with the value (beside null) that changes nothing.
-_UNREAD: dict[str, Any] = {"suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": []}
-_UNREAD |= {"no_repeat_ngram_size": 0, "num_beams": 1}
+_UNREAD: dict[str, Any] = {
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), ()),
+    **{"no_repeat_ngram_size": 0, "num_beams": 1},
+}
 # Its others that count have the names and bounds of medha.SamplingParams.
 _CHECKS = {field.name: field.metadata["option"].check for field in dataclasses.fields(SamplingParams)}
 

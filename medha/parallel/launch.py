@@ -22,9 +22,9 @@ logger = logging.getLogger("medha")
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # MASTER_ADDR alone is set on many clusters
-# Read before torch is imported: it takes seconds, in which the launcher may die and this process get another parent. A
-# command tells its ranks: it may die before they read.
-_PARENT = int(os.environ.get("MEDHA_PARENT", os.getppid()))
+PARENT = "MEDHA_PARENT"  # by which a command tells its ranks who it is: it may die before they look
+# Read before torch is imported: it takes seconds, in which the launcher may die and this process get another parent.
+_PARENT = int(os.environ.get(PARENT, os.getppid()))
 AGENT = "TORCHELASTIC_RUN_ID"
 OWN = "medha"  # its value for ranks that a command starts
 own_processes: dict[int, int] = {}  # ids of those of such ranks, on the first one

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medha.child.process import popen_module
-from medha.parallel.launch import AGENT, OWN, num_cores, own_processes, read_launch
+from medha.parallel.launch import AGENT, OWN, PARENT, num_cores, own_processes, read_launch
 
 _END_S = 30.0  # how long ranks may take to end with the first one
 _FAIL_S = 3.0  # the same where that failed
@@ -56,7 +56,7 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
                 if rank == 0:
                     os.environ.update(environ)
                 else:  # none outlives this process, which alone gets Ctrl-C and ends them
-                    environ = {**os.environ, **environ, AGENT: OWN, "MEDHA_PARENT": str(os.getpid())}
+                    environ = {**os.environ, **environ, AGENT: OWN, PARENT: str(os.getpid())}
                     ranks.append(popen_module(module, environ, stdin=subprocess.DEVNULL, start_new_session=True))
                     own_processes[rank] = ranks[-1].pid
             yield

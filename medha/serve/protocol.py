@@ -13,7 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import Any, TypedDict
 
 import msgspec
@@ -201,27 +201,29 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
     the first one has ``offset`` characters."""
     if one.logprobs is None:
         return None
-    named = [{id_: _named(id_, each) for id_, each in step.items()} for step in one.logprobs]
-    steps = zip(one.token_ids, named, strict=True)
-    pairs = [(step[token], sorted(step.values(), key=lambda each: each.rank)[:most]) for token, step in steps]
+    steps = zip(one.token_ids, one.logprobs, strict=True)
+    pairs = [
+        ((token, step[token]), sorted(step.items(), key=lambda its: its[1].rank)[:most]) for token, step in steps
+    ]
     if is_chat:
-        return {"content": [_chat_logprob(its) | {"top_logprobs": [*map(_chat_logprob, best)]} for its, best in pairs]}
-    tokens = [token.decoded_token or "" for token, _ in pairs]
+        found = (_chat_logprob(*its) | {"top_logprobs": [*starmap(_chat_logprob, best)]} for its, best in pairs)
+        return {"content": [*found]}
+    tokens = [_text(*token) for token, _ in pairs]
     tops = [(*reversed(best), token) for token, best in pairs]  # the likeliest of equal text, but the drawn one
     return {
         "tokens": tokens,
-        "token_logprobs": [max(token.logprob, _LEAST) for token, _ in pairs],
-        "top_logprobs": [{each.decoded_token or "": max(each.logprob, _LEAST) for each in top} for top in tops],
+        "token_logprobs": [max(token.logprob, _LEAST) for (_, token), _ in pairs],
+        "top_logprobs": [{_text(id_, each): max(each.logprob, _LEAST) for id_, each in top} for top in tops],
         "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
     }
 
 
-def _named(token_id: int, each: Logprob) -> Logprob:
-    """As vLLM has it of a model without a tokenizer."""
-    return each if each.decoded_token is not None else replace(each, decoded_token=f"token_id:{token_id}")
+def _text(token_id: int, each: Logprob) -> str:
+    """Of a token; without a tokenizer as vLLM has it."""
+    return f"token_id:{token_id}" if each.decoded_token is None else each.decoded_token
 
 
-def _chat_logprob(each: Logprob) -> Json:
-    token = each.decoded_token or ""  # that of a part of a character has no bytes
-    its_bytes = None if "\ufffd" in token else [*token.encode()]
+def _chat_logprob(token_id: int, each: Logprob) -> Json:
+    token = _text(token_id, each)
+    its_bytes = None if "\ufffd" in token else [*token.encode()]  # a part of a character has none
     return {"token": token, "logprob": max(each.logprob, _LEAST), "bytes": its_bytes}

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from medha.engine.arrivals import MOST_PIECES, Arrival, prepare_arrival, taken, together
+from medha.engine.arrivals import Arrival, add_piece, prepare_arrival, taken, together
 from medha.engine.engine import Engine
 from medha.engine.request import Completion, Request
 from medha.engine.threads import Preparing, prompt_size
@@ -51,10 +51,7 @@ class Answer:
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Add what the engine handed out for the prompt of an index."""
-        pieces = self._pieces.setdefault(index, [])
-        pieces.append(output)
-        if len(pieces) > MOST_PIECES:  # of a slow reader
-            pieces[:] = [together(pieces)]
+        add_piece(self._pieces.setdefault(index, []), output)  # there are many of a slow reader
         self._news.set()
 
     async def read(self, wait_s: float | None = None) -> list[tuple[int, RequestOutput]]:

@@ -106,7 +106,7 @@ class Tokenizer:
             token = self.backend.id_to_token(token_id)
             kind = "none" if token is None else "byte" if _BYTE_TOKEN.fullmatch(token) else "text"
             kind = self._kinds[token_id] = "special" if token_id in self.special_ids else kind
-            if kind == "text" and isinstance(self.backend.decoder, decoders.ByteLevel):
+            if kind == "text" and self.byte_of is not None:
                 text = self.decode([token_id])
                 if text and "\ufffd" not in text:
                     self.whole_texts[token_id] = text
@@ -314,13 +314,13 @@ class Detokenizer:
         self._num_emitted = 0  # characters
         self._run: list[int] = []
         self._goes_on = after is not None and tokenizer.kind(after) in ("text", "byte")
-        if self._goes_on and (before := tokenizer.some_text):
+        if self._goes_on and tokenizer.byte_of is None and (before := tokenizer.some_text):
             self._stream.step(tokenizer.backend, before)
 
     def push(self, token_id: int) -> str:
         """Add one token, not negative; returns the text that became final, perhaps none."""
         if not self._holds_back and (text := self._tokenizer.whole_texts.get(token_id)) is not None:
-            self._num_emitted += len(text)  # the stream need not know of it
+            self._num_emitted += len(text)
             return text
         kind = self._tokenizer.kind(token_id)
         if kind == "none" or (kind == "special" and self._skip_special_tokens):

@@ -251,7 +251,8 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
     if allowed:
         rows, ids = to_device(np.array(allowed).T, device)
         is_out_DV = torch.zeros_like(logits_DV, dtype=torch.bool)
-        is_out_DV[to_device(np.array(sorted({r for r, _ in allowed})), device)] = True
+        limited = [r for r, slot in enumerate(slots) if slot.params.allowed_token_ids]
+        is_out_DV[to_device(np.array(limited), device)] = True
         is_out_DV[rows, ids] = False
         logits_DV.masked_fill_(is_out_DV, -torch.inf)
     held_back = [

@@ -1,9 +1,9 @@
 """What was served, live or simulated: one table of times by request, and the fields of ``vllm bench serve`` from it.
 
 Percentiles are numpy's, by linear interpolation (:func:`percentile`). TTFT, TPOT, E2EL and ITL are over the requests
-that have completed (ITL: over all gaps of these, and in a
-simulation that was stopped of the others too); a figure over nothing is None. ``max_concurrent_requests`` is exact
-over time and of those that were served, ``max_output_tokens_per_s`` over calendar seconds from the start.
+that have completed (ITL: over all gaps of these, and in a simulation that was stopped of the others too); a figure over
+nothing is None. ``max_concurrent_requests`` is exact over time and of those that were served,
+``max_output_tokens_per_s`` over calendar seconds from the start.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ import pytest
 from medha import LLM, SamplingParams
 from medha.errors import ConfigError, EngineDeadError
 from tests.parallel.faults import Start
-
-SMALL: dict[str, Any] = {"num_kv_blocks": 8, "max_model_len": 1024}
+from tests.parallel.test_faults import SMALL
 
 
 def forgotten(rank: int, model: Path) -> None:
