@@ -202,9 +202,7 @@ def _logprobs(one: CompletionOutput, most: int | None, offset: int, *, is_chat: 
     if one.logprobs is None:
         return None
     steps = zip(one.token_ids, one.logprobs, strict=True)
-    pairs = [
-        ((token, step[token]), sorted(step.items(), key=lambda its: its[1].rank)[:most]) for token, step in steps
-    ]
+    pairs = [((token, step[token]), sorted(step.items(), key=lambda its: its[1].rank)[:most]) for token, step in steps]
     if is_chat:
         found = (_chat_logprob(*its) | {"top_logprobs": [*starmap(_chat_logprob, best)]} for its, best in pairs)
         return {"content": [*found]}
