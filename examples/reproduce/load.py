@@ -47,6 +47,12 @@ class Bounded:
         number = f"{self.seconds:.3g}" if self.seconds < 1000 else f"{self.seconds:,.0f}"
         return f"{'at least ' if self.is_least else ''}{number} s"
 
+    def ratio_says(self, under: Bounded) -> str:
+        """How to read the ratio of this time over another: the words before the number."""
+        if self.is_least and under.is_least:
+            return "of two lower bounds "
+        return "at least " if self.is_least else "at most " if under.is_least else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -118,8 +124,7 @@ def quantile_s(values: Floats, share: float) -> float:
 
 def curve(values: Floats) -> list[float | None]:
     """101 quantiles from the least to the most; None where it is not over, or there is none."""
-    found = [quantile_s(values, share) for share in _CURVE]
-    return [value if math.isfinite(value) else None for value in found]
+    return [percentile(values[~np.isnan(values)], 100 * share) for share in _CURVE]
 
 
 SHORT, MIX, MIX_1, MIX_2M = "sharegpt4-8k", "medha-mix", "medha-mix-1", "medha-mix-2m"
@@ -162,11 +167,6 @@ class System(Protocol):
         ...
 
 
-def window_s(options: Options) -> float:
-    """Seconds of a play: the papers' hour; ``quick`` takes five minutes, in which queues grow less."""
-    return 300.0 if options.quick else 3600.0
-
-
 _PLAYED: dict[tuple[str, Load], Served] = {}
 
 
@@ -181,18 +181,9 @@ def serve(system: System, load: Load) -> Served:
 
 def run_of(system: System, lengths: str, qps: float, options: Options) -> Served:
     """A load over the papers' window, on a system."""
-    return serve(system, Load(lengths, qps, window_s(options), options.seed))
+    return serve(system, Load(lengths, qps, options.window_s, options.seed))
 
 
-def runs_of(
-    systems: Sequence[System], lengths: str, rates: Sequence[float], options: Options
-) -> dict[str, list[Served]]:
-    """The same at some rates, by the label of each system."""
-    return {system.label: [run_of(system, lengths, qps, options) for qps in rates] for system in systems}
-
-
-def ratio_says(over: Bounded, under: Bounded) -> str:
-    """How to read the ratio of two times: the words before the number."""
-    if over.is_least and under.is_least:
-        return "of two lower bounds "
-    return "at least " if over.is_least else "at most " if under.is_least else ""
+def runs_of(systems: Sequence[System], lengths: str, options: Options) -> dict[str, list[Served]]:
+    """The same at the rates of v5, by the label of each system."""
+    return {system.label: [run_of(system, lengths, qps, options) for qps in RATES_QPS] for system in systems}

@@ -185,18 +185,15 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     loaded = [row for row in rows if row.claim.figure in UNDER_LOAD]
     if not loaded:
         return []
-    holds = [f"{row.claim.says} ({_amount(row.claim, row.ours)})" for row in loaded if _holds(row)]
+    holds = [row for row in loaded if row.verdict == "reproduced" and not row.claim.basis]
+    listed = "; ".join(f"{row.claim.says} ({_amount(row.claim, row.ours)})" for row in holds)
     alone = [row for row in rows if row.claim.figure not in UNDER_LOAD]
     return [
-        f"**Under load** {_counts(loaded)}. What holds: {'; '.join(holds) or 'nothing'}.",
+        f"**Under load** {_counts(loaded)}. What holds: {listed or 'nothing'}.",
         "",
         f"**Of one request, one batch or a formula** {_counts(alone)}.",
         "",
     ]
-
-
-def _holds(row: Row) -> bool:
-    return row.verdict == "reproduced" and not row.claim.basis
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -205,25 +202,27 @@ def _table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         claim, relative = row.claim, ratio(row.claim, row.ours)
         said = f"{row.verdict} ({claim.basis})" if claim.basis else f"**{row.verdict}**"
-        how = " ".join(filter(None, [row.sentence, claim.note and f"Note: {claim.note}"]))
         ours = (_amount(claim, row.ours), "" if relative is None else f"{relative:.2f}")
-        table.append((claim.says, claim.where, _paper(claim), *ours, said, how, f"`{claim.figure}`"))
+        table.append(
+            (claim.says, claim.where, _paper(claim), *ours, said, _noted(row.sentence, claim), f"`{claim.figure}`")
+        )
     return _markdown(head, table)
 
 
 def _unanswered(claims: Sequence[Claim]) -> list[str]:
     """Claims that no figure can answer."""
     never = [claim for claim in claims if not claim.figure]
-    table = [
-        (claim.says, claim.where, _paper(claim), claim.reason + (f" Note: {claim.note}" if claim.note else ""))
-        for claim in never
-    ]
+    table = [(claim.says, claim.where, _paper(claim), _noted(claim.reason, claim)) for claim in never]
     return ["", f"## Not answered here: {len(never)} claims", "", *_markdown(("claim", "where", "paper", "why"), table)]
 
 
 def _markdown(head: Sequence[str], table: Sequence[Sequence[str]]) -> list[str]:
     rows = [head, ["---"] * len(head), *table]
     return [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+
+
+def _noted(text: str, claim: Claim) -> str:
+    return f"{text} Note: {claim.note}" if claim.note else text
 
 
 def _paper(claim: Claim) -> str:

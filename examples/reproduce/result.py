@@ -52,6 +52,12 @@ class Options:
     quick: bool = False
     seed: int = 0
 
+    @property
+    def window_s(self) -> float:
+        """Seconds for which a load is played: the papers' hour; ``quick`` takes five minutes, in which queues grow
+        less."""
+        return 300.0 if self.quick else 3600.0
+
 
 class Answer:
     """What we get for one claim.

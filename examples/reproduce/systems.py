@@ -15,18 +15,17 @@ What the papers leave open, and what is taken here:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from examples.reproduce.baselines.loongserve import LoongServe
 from examples.reproduce.load import Served
-from examples.reproduce.timing import A100, MODELS, stage_predictors
+from examples.reproduce.timing import A100, LLAMA_8B, stage_predictors
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Work
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
-_TWO_NODES = Replica(A100, MODELS["Llama-3 8B"], ParallelConfig(tp=8, spp=2))
+_TWO_NODES = Replica(A100, LLAMA_8B, ParallelConfig(tp=8, spp=2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +48,18 @@ class Engine:
         return Served.of(Simulation(*replica.build(), trace, stop_s=stop_s).run())
 
 
-_ONE_PREFILL = 1
-"""``long_threshold`` with which a batch takes one prefill: every prompt is long."""
-
-
-def _medha(policy: str = "lars", **changed: Any) -> SchedulerConfig:
-    return SchedulerConfig(policy=policy, t_target_s=0.02, rho_max=0.4, late_share=0.1, **changed)
-
-
-def _sarathi(chunk: int) -> SchedulerConfig:
-    return SchedulerConfig(scheduler="sarathi", chunk_size=chunk, max_batch_tokens=chunk, stream=False, depth=2)
-
-
-MEDHA = Engine("Medha", _medha())
+MEDHA = Engine("Medha", SchedulerConfig(policy="lars", t_target_s=0.02, rho_max=0.4, late_share=0.1))
 MEDHA_TOKEN = Engine("Medha, 20 ms a token", replace(MEDHA.scheduler, t_target_s=0.02 / 3))
 """Sensitivity: the papers' 20 ms as a bound on a token, which takes three batches on two stages."""
-FCFS = Engine("Medha-FCFS", _medha(policy="fcfs", long_threshold=_ONE_PREFILL))
-EDF = Engine("Medha-EDF", _medha(policy="edf", long_threshold=_ONE_PREFILL))
-LRS = Engine("Medha-LRS", _medha(policy="lrs", long_threshold=_ONE_PREFILL))
-LARS = Engine("Medha-LARS", _medha(policy="lars", long_threshold=_ONE_PREFILL))
-SARATHI_512 = Engine("Sarathi 512", _sarathi(512))
-SARATHI_2048 = Engine("Sarathi 2048", _sarathi(2048))
+_ONE_BY_ONE = replace(MEDHA.scheduler, long_threshold=1)  # every prompt is long, and a batch takes one long prefill
+FCFS = Engine("Medha-FCFS", replace(_ONE_BY_ONE, policy="fcfs"))
+EDF = Engine("Medha-EDF", replace(_ONE_BY_ONE, policy="edf"))
+LRS = Engine("Medha-LRS", replace(_ONE_BY_ONE, policy="lrs"))
+LARS = Engine("Medha-LARS", _ONE_BY_ONE)
 WHOLE = Engine("vLLM, no chunks", SchedulerConfig(scheduler="orca", stream=False, depth=2))
+_SARATHI = replace(WHOLE.scheduler, scheduler="sarathi")
+SARATHI_512 = Engine("Sarathi 512", replace(_SARATHI, chunk_size=512, max_batch_tokens=512))
+SARATHI_2048 = Engine("Sarathi 2048", replace(_SARATHI, chunk_size=2048, max_batch_tokens=2048))
 LOONGSERVE = LoongServe()
 LOONGSERVE_RESERVED = LoongServe("LoongServe, reserved", reserved=2)
 

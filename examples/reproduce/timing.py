@@ -9,7 +9,6 @@ affine in the tokens cached before it. The second is what makes sweeps over 32-t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from medha.cost.coefficients import Floats
 from medha.cost.hardware import HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
+from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
@@ -29,7 +29,8 @@ CHUNK = 4096
 """Tokens of a chunk where a claim names none: v4 section 3.3 gives 4K for its prefills."""
 H100, A100 = load_spec("h100-80g"), load_spec("a100-80g")
 """Specs fitted to public kernel tables; of the H100 chunks behind a cache are derived from them."""
-MODELS = {"Llama-3 8B": find_model("llama-3-8b"), "Llama-3 70B": find_model("llama-3-70b")}
+LLAMA_8B, LLAMA_70B = find_model("llama-3-8b"), find_model("llama-3-70b")
+MODELS = {"Llama-3 8B": LLAMA_8B, "Llama-3 70B": LLAMA_70B}
 BLOCK = 256
 _NEAR, _FAR = 1 << 10, 1 << 22
 
@@ -48,20 +49,6 @@ def fits(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, token
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """One request that had the replica to itself.
-
-    Attributes:
-        ttft_s, tpot_s: seconds; 0 for the TPOT of a single token.
-        num_batches: in all.
-    """
-
-    ttft_s: float
-    tpot_s: float
-    num_batches: int
-
-
 def simulate(
     spec: HardwareSpec,
     model: ModelConfig,
@@ -71,8 +58,8 @@ def simulate(
     output_tokens: int = 1,
     chunk: int = CHUNK,
     on_segment: Callable[[Segment], None] | None = None,
-) -> Alone:
-    """Play one request in chunks of one size through scheduler and pipeline.
+) -> Outcome:
+    """Play one request, which has the replica to itself, in chunks of one size through scheduler and pipeline.
 
     The KV pool is as large as the request needs, so that the time of what does not fit can be asked as well.
     """
@@ -88,11 +75,12 @@ def simulate(
     replica = Replica(spec, model, parallel, config, max_model_len=longest, num_blocks=share // BLOCK + 2)
     scheduler, pipeline = replica.build(on_segment=on_segment)
     trace = Trace(np.zeros(1), np.array([prompt_tokens]), np.array([output_tokens]))
-    outcome = Simulation(scheduler, pipeline, trace).run()
-    requests = outcome.requests
-    ttft_s = float(requests.first_token_s[0])
-    after_s = float(requests.finish_s[0]) - ttft_s
-    return Alone(ttft_s, after_s / max(output_tokens - 1, 1), outcome.num_batches)
+    return Simulation(scheduler, pipeline, trace).run()
+
+
+def ttft_s(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, prompt_tokens: int) -> float:
+    """Seconds to the first token of one request, simulated."""
+    return float(simulate(spec, model, parallel, prompt_tokens).times.ttft_s[0])
 
 
 def chunk_seconds(

@@ -12,7 +12,7 @@ from examples.reproduce.baselines.context_parallel import (
     hidden_tokens,
     prefill_s,
 )
-from examples.reproduce.baselines.tetris import BETWEEN_NODES, CELLS
+from examples.reproduce.baselines.tetris import CELLS, ring_s
 from examples.reproduce.figures.disaggregation import LAYOUTS, largest_prefill, spare_factor, stage_memories
 from examples.reproduce.report import FIGURES
 from examples.reproduce.result import Options
@@ -25,13 +25,8 @@ from medha.sim.replica import Replica
 SMALL = MODELS["Llama-3 8B"]
 
 
-def ours(ranks: int, tokens: int) -> float:
-    """Our prefill seconds for a cell of the table."""
-    return prefill_s(ContextParallel(A100, SMALL, cp=ranks, link=BETWEEN_NODES if ranks > 8 else None), tokens)
-
-
 def test_tetris_table_1() -> None:
-    off = np.array([abs(ours(*cell) / seconds - 1) for cell, seconds in CELLS.items()])
+    off = np.array([abs(ring_s(*cell) / seconds - 1) for cell, seconds in CELLS.items()])
     assert len(off) == 34
     assert np.median(off) < 0.12
     assert (off <= 0.15).sum() >= 31
@@ -57,7 +52,7 @@ def test_transfers_show_where_blocks_are_short() -> None:
 
 @pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(tp=8), ParallelConfig(tp=2, spp=4)], ids=str)
 def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout: ParallelConfig) -> None:
-    most = largest_prefill(stage_memories(A100, SMALL, layout))
+    most = largest_prefill(stage_memories(layout))
     pools = []
     for tokens in (most, most + 1):
         try:
@@ -70,7 +65,7 @@ def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout:
 def test_the_figure_counts_what_is_refused_and_says_by_how_much_1m_fits() -> None:
     answer = FIGURES["disaggregation"].run(Options()).answers["disaggregated-oom"]
     assert answer.facts["failing"] == 100 * answer.ours and answer.facts["pairs"] == len(LAYOUTS) ** 2 == 100
-    (memory,) = stage_memories(A100, SMALL, ParallelConfig(tp=8))
+    (memory,) = stage_memories(ParallelConfig(tp=8))
     spare = spare_factor([memory], M)
     assert answer.facts["spare"] == spare
     activations = int(memory.activation_token * spare)

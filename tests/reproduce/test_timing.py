@@ -42,14 +42,14 @@ def test_arrays_and_the_simulator_agree(layout: tuple[int, int, int]) -> None:
     alone = timing.simulate(H100, SMALL, parallel, tokens, chunk=chunk)
     seconds = timing.chunk_seconds(timing.stage_predictors(H100, SMALL, parallel), tokens, chunk, kvp=kvp)
     assert alone.num_batches == seconds.shape[1] == tokens // chunk
-    assert timing.pipeline_ends(seconds)[-1] == pytest.approx(alone.ttft_s, rel=0.002)
+    assert timing.pipeline_ends(seconds)[-1] == pytest.approx(alone.times.ttft_s[0], rel=0.002)
 
 
 def test_decodes_and_the_simulator_agree() -> None:
     parallel = ParallelConfig(tp=8, spp=4)
     alone = timing.simulate(H100, SMALL, parallel, 1 << 20, output_tokens=5)
     stages = timing.stage_predictors(H100, SMALL, parallel)
-    assert timing.decode_s(stages, 1 << 20) == pytest.approx(alone.tpot_s, rel=1e-4)
+    assert timing.decode_s(stages, 1 << 20) == pytest.approx(alone.times.tpot_s[0], rel=1e-4)
 
 
 def test_a_chunk_is_predicted_as_one_work() -> None:

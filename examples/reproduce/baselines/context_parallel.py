@@ -31,6 +31,7 @@ from medha.cost.roofline import chunk_slope_s, first_chunk_s, stage_coefficients
 
 KINDS = ("ring", "striped")
 STEP_S = 0.6e-3
+"""Seconds of a step beside arithmetic and bytes."""
 _PIECE = 16384
 _DTYPE_BYTES = 2
 
@@ -47,7 +48,6 @@ class ContextParallel:
         kind: ``ring`` or ``striped``.
         link: from a rank to the next, for each accelerator; None is what the spec says of a ring that lies in a node,
             or spans nodes.
-        step_s: seconds of a step beside arithmetic and bytes.
     """
 
     spec: HardwareSpec
@@ -56,7 +56,6 @@ class ContextParallel:
     tp: int = 1
     kind: str = "striped"
     link: LinkRates | None = None
-    step_s: float = STEP_S
 
     @property
     def num_gpus(self) -> int:
@@ -92,7 +91,7 @@ def prefill_s(layout: ContextParallel, *prompts: int) -> float:
     """Seconds to the first token of prompts, in tokens, that are read together and have the ring to themselves."""
     own = [tokens / layout.cp for tokens in prompts]
     attention_s, exposed_s = attention_parts_s(layout, *own)
-    overhead_s = layout.model.num_layers * (layout.cp - 1) * layout.step_s
+    overhead_s = layout.model.num_layers * (layout.cp - 1) * STEP_S
     return layout.linear_s(sum(own)) + layout.model.num_layers * (attention_s + exposed_s) + overhead_s
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_manager import Manager
 from examples.reproduce.load import Served
-from examples.reproduce.timing import A100, MODELS
+from examples.reproduce.timing import A100, LLAMA_8B
 from medha.config import ModelConfig
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
@@ -51,7 +51,7 @@ class LoongServe:
     """
 
     label: str = "LoongServe"
-    model: ModelConfig = MODELS["Llama-3 8B"]
+    model: ModelConfig = LLAMA_8B
     num_instances: int = 8
     tp: int = 2
     reserved: int = 0

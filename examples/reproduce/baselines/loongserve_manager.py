@@ -50,9 +50,7 @@ class Manager:
         self.first_token_s, self.finish_s = np.full((2, len(trace)), np.nan)
         self._gaps = gaps
         self._costs = costs
-        self._prompts, self._outputs = trace.prompt_tokens.tolist(), trace.output_tokens.tolist()
-        self._arrivals: list[float] = trace.arrival_s.tolist()
-        self._instances = list(instances)
+        self._trace = trace
         self._pool = KvPool(instances, costs.pool_tokens)
         self._prefills: list[Prefill] = []
         self._queue: list[Pending] = []
@@ -69,8 +67,10 @@ class Manager:
 
     def play(self, rows: Sequence[int], stop_s: float) -> bool:
         """Play these rows of the trace; whether that was stopped before its end."""
+        trace = self._trace
         for row in rows:
-            self._push(self._arrivals[row], partial(self._arrive, row))
+            prompt, output = int(trace.prompt_tokens[row]), int(trace.output_tokens[row])
+            self._push(float(trace.arrival_s[row]), partial(self._arrive, Pending(row, prompt, prompt + output - 1)))
         while self._events and self._events[0][0] <= stop_s:
             now_s, is_changed = self._events[0][0], False
             while self._events and self._events[0][0] == now_s:
@@ -88,13 +88,11 @@ class Manager:
         self._order += 1
         heapq.heappush(self._events, (time_s, self._order, action))
 
-    def _arrive(self, row: int) -> bool:
+    def _arrive(self, pending: Pending) -> bool:
         """Queue a request; False where it is refused."""
-        prompt, claim = self._prompts[row], self._prompts[row] + self._outputs[row] - 1
-        if not self._costs.fits(prompt, claim, len(self._instances)):
-            return False
-        self._queue.append(Pending(row, prompt, claim))
-        return True
+        if fits := self._costs.fits(pending.prompt_tokens, pending.claim_tokens, len(self._pool.used)):
+            self._queue.append(pending)
+        return fits
 
     # -----------------------------------------------------------------------------------------------------------------
     # Dispatching and allocation
@@ -146,7 +144,7 @@ class Manager:
         )
 
     def _unclaimed(self) -> int:
-        return self._pool.tokens * len(self._instances) - self._claims
+        return self._pool.tokens * len(self._pool.used) - self._claims
 
     def _start_prefills(self, chosen: list[Pending], now_s: float) -> list[Pending]:
         """Give the prefills instances and start them, without the last ones where there is no room; those started."""
@@ -220,20 +218,17 @@ class Manager:
             self._start_prefill(by_length[batch.requests], instances[batch.instances], now_s, is_filling=is_filling)
         return plan is not None
 
-    def _start_prefill(
-        self, pendings: Sequence[Pending], instances: Sequence[int], now_s: float, *, is_filling: bool
-    ) -> None:
-        lengths = [pending.prompt_tokens for pending in pendings]
+    def _start_prefill(self, some: Sequence[Pending], instances: list[int], now_s: float, *, is_filling: bool) -> None:
+        lengths = [pending.prompt_tokens for pending in some]
         start_s = max(now_s, *(self._pool.ready_s[instance] for instance in instances))
         end_s = start_s + self._costs.prefill_s(lengths, len(instances))
-        requests = [Request(pending, self._outputs[pending.row] - 1) for pending in pendings]
-        prefill = Prefill(list(instances), requests, start_s, end_s, sum(lengths) / len(instances), is_filling)
+        requests = [Request(pending, pending.claim_tokens - pending.prompt_tokens) for pending in some]
+        prefill = Prefill(instances, requests, start_s, end_s, sum(lengths) / len(instances), is_filling)
         room = {at: self._costs.room_tokens(self._pool.used[at], prefill.activations) for at in instances}
         self._pool.keep(requests, room)
-        for instance in instances:
-            self._pool.owner[instance] = prefill
+        self._pool.owner.update(dict.fromkeys(instances, prefill))
         self._prefills.append(prefill)
-        self._claims += sum(pending.claim_tokens for pending in pendings)
+        self._claims += sum(pending.claim_tokens for pending in some)
         self._push(end_s, partial(self._end_prefill, prefill))
 
     def _end_prefill(self, prefill: Prefill) -> None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from examples.reproduce.timing import A100, MODELS
+from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
+from examples.reproduce.timing import A100, LLAMA_8B
 from medha.config import CDSP as CDSP_SCHEDULER
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times
@@ -55,9 +56,13 @@ GBIT, BUFFERS = 200, 16
 
 def table_times(sizes: Sequence[int] = tuple(TABLE_1)) -> ChunkTimes:
     """Eq. 1, fitted to the rows of Table 1 of some SP sizes."""
-    return fit_chunk_times(
-        {size: [(0, n, seconds) for (own, n), seconds in CELLS.items() if own == size] for size in sizes}
-    )
+    return fit_chunk_times({size: [(0, 4096 << at, s) for at, s in enumerate(TABLE_1[size])] for size in sizes})
+
+
+def ring_s(size: int, tokens: int) -> float:
+    """Seconds of a prefill on so many instances by our computed ring, which the table is held to."""
+    link = BETWEEN_NODES if size > 8 else None
+    return prefill_s(ContextParallel(A100, LLAMA_8B, cp=size, link=link), tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,5 +151,5 @@ def served(
     """A stream at a load with memory, on two decode instances of TP 8, and transfers to them."""
     trace = stream.trace(qps)
     layout, config = ParallelConfig(kvp=NUM_INSTANCES), SchedulerConfig(CDSP_SCHEDULER)
-    prefills = Prefills(A100, MODELS["Llama-3 8B"], layout, config, trace.longest, system=system, rates=rates)
+    prefills = Prefills(A100, LLAMA_8B, layout, config, trace.longest, system=system, rates=rates)
     return played(prefills, trace, gbit=gbit, buffers=buffers)

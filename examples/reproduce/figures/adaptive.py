@@ -9,7 +9,7 @@ import numpy as np
 
 from examples.reproduce.plotting import Panel, paths, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import H100, MODELS, M, chunk_seconds, stage_predictors
+from examples.reproduce.timing import H100, LLAMA_8B, M, chunk_seconds, stage_predictors
 from medha.config import ParallelConfig
 from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor, Work
@@ -40,7 +40,7 @@ def adaptive(predictor: Predictor, tokens: int, budget_s: float) -> tuple[Floats
 def run(options: Options) -> FigureResult:
     """1M tokens, 8B on 8 H100s, 8 short decodes in every batch; ``quick`` changes nothing."""
     tokens = M
-    predictor = stage_predictors(H100, MODELS["Llama-3 8B"], ParallelConfig(tp=8))[0]
+    predictor = stage_predictors(H100, LLAMA_8B, ParallelConfig(tp=8))[0]
     static, fitted = (defaultdict[str, list[float]](list) for _ in range(2))
     for size in SIZES:
         seconds = chunk_seconds([predictor], tokens, size, decodes=_DECODES)[0]

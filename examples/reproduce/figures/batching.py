@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import H100, MODELS, stage_predictors
+from examples.reproduce.timing import H100, LLAMA_70B, stage_predictors
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Work
 from medha.sim.replica import Replica
@@ -24,7 +25,7 @@ from medha.workload.trace import Trace
 
 BUDGETS = (128, 256, 512, 1024, 2048, 4096)
 USERS = 128
-_70B, _PARALLEL = MODELS["Llama-3 70B"], ParallelConfig(tp=4)
+_PARALLEL = ParallelConfig(tp=4)
 _PROMPT, _CHUNK, _STREAMS, _CONTEXT = 2048, 256, 32, 1024
 POST_TOKENS_S = (1800, 2200, 2600, 2900, 3100, 3150)
 """Output tokens a second that the post's curve has at BUDGETS."""
@@ -41,9 +42,10 @@ class Run:
     p99_s: float
 
 
-def played(scheduler: SchedulerConfig, trace: Trace) -> Run:
-    """A backlog under a scheduler."""
-    replica = Replica(H100, _70B, _PARALLEL, scheduler, max_model_len=1 << 14)
+def played(trace: Trace, scheduler: str, **config: Any) -> Run:
+    """A backlog under a scheduler, which has 128 places and one batch in flight."""
+    asked = SchedulerConfig(scheduler=scheduler, depth=1, max_num_seqs=USERS, **config)
+    replica = Replica(H100, LLAMA_70B, _PARALLEL, asked, max_model_len=1 << 14)
     outcome = Simulation(*replica.build(), trace).run()
     tokens_s = float(trace.output_tokens.sum()) / float(np.max(outcome.requests.finish_s))
     return Run(tokens_s, outcome.gaps.quantile_s(0.5), outcome.gaps.quantile_s(0.99))
@@ -54,16 +56,9 @@ def run(options: Options) -> FigureResult:
     """Decodes beside a prompt, and a backlog by token budget; ``quick`` has a quarter of the requests."""
     count = 256 if options.quick else 1024
     trace = synthesize("sharegpt4-8k", "at-once", num_requests=count, seed=options.seed)
-    static, orca = (
-        played(SchedulerConfig(scheduler=name, depth=1, max_num_seqs=USERS), trace) for name in ("static", "orca")
-    )
-    runs = {
-        size: played(
-            SchedulerConfig(scheduler="sarathi", chunk_size=size, max_batch_tokens=size, depth=1, max_num_seqs=USERS),
-            trace,
-        )
-        for size in BUDGETS
-    }
+    static, orca = (played(trace, name) for name in ("static", "orca"))
+    runs = {size: played(trace, "sarathi", chunk_size=size, max_batch_tokens=size) for size in BUDGETS}
+    waits = {"P50": [one.p50_s for one in runs.values()], "P99": [one.p99_s for one in runs.values()]}
     panels = [
         Panel(
             "Backlog of conversations, Llama-3 70B, 4 H100s",
@@ -77,11 +72,7 @@ def run(options: Options) -> FigureResult:
             "the same",
             "token budget, tokens",
             "time between tokens, ms",
-            lines(
-                BUDGETS,
-                {"P50": [one.p50_s for one in runs.values()], "P99": [one.p99_s for one in runs.values()]},
-                scale=1e3,
-            ),
+            lines(BUDGETS, waits, scale=1e3),
             levels={"P99, whole prompts (Orca)": 1e3 * orca.p99_s},
             log="xy",
         ),
@@ -93,7 +84,7 @@ def _beside() -> dict[str, Answer]:
     """What decodes wait beside a prompt, whole and in chunks, by GPUs."""
     decodes, found = [Work(1, _CONTEXT, True)] * _STREAMS, {}
     for tp in (2, 4, 8):
-        predictor = stage_predictors(H100, _70B, ParallelConfig(tp=tp))[0]
+        predictor = stage_predictors(H100, LLAMA_70B, ParallelConfig(tp=tp))[0]
         works: tuple[list[Work], ...] = ([], [Work(_PROMPT, 0, False)], [Work(_CHUNK, _PROMPT - _CHUNK, False)])
         found[tp] = [1e3 * predictor.predict([*decodes, *work]) for work in works]
     listed = "; ".join(f"TP {tp} {a:.0f}, {b:.0f} and {c:.0f} ms" for tp, (a, b, c) in found.items())

@@ -9,26 +9,17 @@ from itertools import pairwise
 
 import numpy as np
 
+from examples.reproduce import timing
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import (
-    A100,
-    H100,
-    MODELS,
-    M,
-    chunk_intensity,
-    chunk_seconds,
-    pipeline_ends,
-    stage_predictors,
-)
+from examples.reproduce.timing import A100, H100, LLAMA_8B, LLAMA_70B, MODELS, M
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.coefficients import Floats
 from medha.cost.predictor import Predictor, Work
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _TP8 = ParallelConfig(tp=8)
-_8B, _70B = MODELS["Llama-3 8B"], MODELS["Llama-3 70B"]
 _SHORT_DECODE = Work(1, 1024, True)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -39,9 +30,9 @@ _SHORT_DECODE = Work(1, 1024, True)
 def run_intensity(options: Options) -> FigureResult:
     """Eq. 1 against the FLOPs a byte that an H100 can feed; ``quick`` changes nothing."""
     ridge = H100.peak_flops_per_s / H100.hbm_bytes_per_s
-    saturated = {name: ridge / chunk_intensity(model, 1) for name, model in MODELS.items()}
-    reached = H100.attention.flops_per_s / H100.attention.bytes_per_s / chunk_intensity(_70B, 1)
-    rows = {f"attention, {name}": [chunk_intensity(model, c) for c in SIZES] for name, model in MODELS.items()}
+    saturated = {name: ridge / timing.chunk_intensity(model, 1) for name, model in MODELS.items()}
+    reached = H100.attention.flops_per_s / H100.attention.bytes_per_s / timing.chunk_intensity(LLAMA_70B, 1)
+    rows = {f"attention, {name}": [timing.chunk_intensity(model, c) for c in SIZES] for name, model in MODELS.items()}
     panel = Panel(
         "Arithmetic intensity of a chunk (v5 eq. 1)",
         "chunk, tokens",
@@ -55,7 +46,7 @@ def run_intensity(options: Options) -> FigureResult:
     )
     answers = {
         "saturating-chunk": Answer(saturated["Llama-3 70B"], ridge=ridge, reached=reached),
-        "gqa-ratio": Answer(chunk_intensity(_70B, 1)),
+        "gqa-ratio": Answer(timing.chunk_intensity(LLAMA_70B, 1)),
         "linear-memory-bound": Answer([c < ridge for c in (32, 64)], ridge=ridge),
     }
     return FigureResult([panel], answers)
@@ -82,21 +73,21 @@ def overhead(predictor: Predictor, tokens: int, chunk: int) -> float:
 def roofline_overhead(model: ModelConfig, chunk: int) -> float:
     """The same far into a prompt, where reading hides behind arithmetic in full, at published peaks."""
     ridge = H100.peak_flops_per_s / H100.hbm_bytes_per_s
-    return max(1.0, ridge / chunk_intensity(model, chunk)) - 1
+    return max(1.0, ridge / timing.chunk_intensity(model, chunk)) - 1
 
 
 @figure("chunk-overhead", "What small chunks cost (v5 fig. 3b, v4 fig. 5b)")
 def run_overhead(options: Options) -> FigureResult:
     """Attention and whole prefills over the chunk; ``quick`` takes fewer lengths."""
     lengths = [1 << 14, 1 << 17, M] if options.quick else [1 << 14, 1 << 16, 1 << 18, M]
-    large = stage_predictors(H100, _70B, _TP8)[0]
-    small = stage_predictors(H100, _8B, _TP8)
+    large = timing.stage_predictors(H100, LLAMA_70B, _TP8)[0]
+    small = timing.stage_predictors(H100, LLAMA_8B, _TP8)
     attention = {n: [overhead(large, n, c) for c in SIZES] for n in lengths}
-    ttft_s = [float(pipeline_ends(chunk_seconds(small, M, c))[-1]) for c in SIZES]
+    ttft_s = [float(timing.pipeline_ends(timing.chunk_seconds(small, M, c))[-1]) for c in SIZES]
     whole = [seconds / ttft_s[-1] - 1 for seconds in ttft_s]
     shown = {f"spec, {token_label(n)} context": [max(v, 0.0) or None for v in attention[n]] for n in lengths}
     attention_lines = lines(SIZES, shown, scale=100)
-    hidden = {"reading hidden in full": [roofline_overhead(_70B, c) or None for c in SIZES]}
+    hidden = {"reading hidden in full": [roofline_overhead(LLAMA_70B, c) or None for c in SIZES]}
     panels = [
         Panel(
             "Attention, Llama-3 70B, TP 8, H100",
@@ -117,7 +108,7 @@ def run_overhead(options: Options) -> FigureResult:
     at_32, at_64 = attention[M][:2]
     falls = [attention[a][i] >= attention[b][i] for a, b in pairwise(lengths) for i in (0, 1)]
     answers = {
-        "chunk-32-overhead": Answer(100 * at_32, hidden=100 * roofline_overhead(_70B, 32)),
+        "chunk-32-overhead": Answer(100 * at_32, hidden=100 * roofline_overhead(LLAMA_70B, 32)),
         "chunk-64-minimal": Answer(100 * at_64),
         "overhead-falls": Answer(falls),
         "chunk-32-prefill": Answer(100 * whole[0], times=1 + whole[0]),
@@ -133,29 +124,24 @@ def run_overhead(options: Options) -> FigureResult:
 def run_mixed(options: Options) -> FigureResult:
     """A batch of one decode and one chunk over the context; ``quick`` changes nothing."""
     lengths, chunks = [1 << 17, 1 << 18, 1 << 19, M, 2 * M, 4 * M], (32, 128, 512, 2048)
-    predictors = {name: stage_predictors(H100, model, _TP8)[0] for name, model in MODELS.items()}
-
-    def batch_s(name: str, chunk: int, kv: int) -> float:
-        return predictors[name].predict([_SHORT_DECODE, Work(chunk, kv, False)])
-
+    batch_s: dict[str, dict[int, list[float]]] = {}
+    for name, model in MODELS.items():
+        predict = timing.stage_predictors(H100, model, _TP8)[0].predict
+        batch_s[name] = {c: [predict([_SHORT_DECODE, Work(c, kv, False)]) for kv in lengths] for c in chunks}
     panels = [
         Panel(
             f"{name}, TP 8, H100",
             "context of the chunk, tokens",
             "decode latency in a mixed batch, ms",
-            lines(
-                lengths,
-                {f"chunk of {chunk}": [batch_s(name, chunk, kv) for kv in lengths] for chunk in chunks},
-                scale=1e3,
-            ),
-            paper={"v5 section 2.6: chunk of 512": (M, 250)} if model is _8B else {},
+            lines(lengths, {f"chunk of {chunk}": row for chunk, row in rows.items()}, scale=1e3),
+            paper={"v5 section 2.6: chunk of 512": (M, 250)} if name == "Llama-3 8B" else {},
             levels={"30 ms, a usual objective": 30},
             log="xy",
         )
-        for name, model in MODELS.items()
+        for name, rows in batch_s.items()
     ]
-    ours, large = batch_s("Llama-3 8B", 512, M), batch_s("Llama-3 70B", 512, M)
-    floor_s = 4 * 512 * M * _8B.num_heads * _8B.head_dim * _8B.num_layers / (8 * H100.peak_flops_per_s)
+    ours, large = (rows[512][lengths.index(M)] for rows in batch_s.values())
+    floor_s = 4 * 512 * M * LLAMA_8B.num_heads * LLAMA_8B.head_dim * LLAMA_8B.num_layers / (8 * H100.peak_flops_per_s)
     facts = {"floor_ms": 1e3 * floor_s, "share": 100 * floor_s / 0.25, "large_ms": 1e3 * large}
     return FigureResult(panels, {"mixed-512-1m": Answer(1e3 * ours, **facts)})
 
@@ -168,7 +154,7 @@ def run_mixed(options: Options) -> FigureResult:
 def run_preemption(options: Options) -> FigureResult:
     """The longest piece of a prompt that runs in one go, by chunk, against a whole prompt in a ring."""
     lengths = [1 << 14, 1 << 16, 1 << 18, M, 4 * M]
-    on_a100, on_h100 = (stage_predictors(spec, _8B, _TP8)[0] for spec in (A100, H100))
+    on_a100, on_h100 = (timing.stage_predictors(spec, LLAMA_8B, _TP8)[0] for spec in (A100, H100))
     held = {
         f"chunk of {c}, 8 {name}": [predictor.predict([Work(c, n - c, False)]) for n in lengths]
         for name, predictor, c in (
@@ -176,7 +162,7 @@ def run_preemption(options: Options) -> FigureResult:
             ("H100s", on_h100, 512),
         )
     }
-    ring = ContextParallel(A100, _8B, cp=8, tp=2)
+    ring = ContextParallel(A100, LLAMA_8B, cp=8, tp=2)
     whole = [prefill_s(ring, n) for n in lengths]
     panel = Panel(
         "Longest time without preemption, Llama-3 8B",

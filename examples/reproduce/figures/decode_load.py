@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, curve, quantile_s, ratio_says, run_of
+from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, curve, quantile_s, run_of
 from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel, shares_below
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.systems import LOONGSERVE, MEDHA, MEDHA_TOKEN, SARATHI_512, SARATHI_2048, fixed_batch_s
@@ -65,7 +65,7 @@ def _with_long(options: Options) -> dict[str, Answer]:
         over, under = theirs.ttft_quantile(0.5), ours.ttft_quantile(0.5)
         times.append(over.seconds / under.seconds)
         tpots.append(quantile_s(theirs.tpot_s, 0.5) / quantile_s(ours.tpot_s, 0.5))
-        parts.append(f"{qps:g} QPS: TTFT {ratio_says(over, under)}{times[-1]:.3g} times, TPOT {tpots[-1]:.2g} times")
+        parts.append(f"{qps:g} QPS: TTFT {over.ratio_says(under)}{times[-1]:.3g} times, TPOT {tpots[-1]:.2g} times")
     listed, comparable = "; ".join(parts), [tpot >= 1 / COMPARABLE for tpot in tpots]
     return {
         "ttft-order": Answer(float(np.median(times)), listed=listed),

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 from examples.reproduce.plotting import Panel, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import A100, MODELS, M
-from medha.config import ModelConfig, ParallelConfig
-from medha.cost.hardware import HardwareSpec
+from examples.reproduce.timing import A100, LLAMA_8B, M
+from medha.config import ParallelConfig
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, weights_bytes
 
 MAX_DECODES = 256
@@ -44,19 +43,17 @@ class StageMemory:
     kv_token: int
 
 
-def stage_memories(
-    spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, *, utilization: float = 0.9
-) -> list[StageMemory]:
-    """Memory of each stage of an instance, first stage first.
+def stage_memories(parallel: ParallelConfig) -> list[StageMemory]:
+    """Memory of each stage of an instance of the 8B model, on A100s of which 90 % may be used, first stage first.
 
     Raises:
         ConfigError: the layout does not split the model.
     """
     found = []
     for stage in range(parallel.spp):
-        logits, with_a_token = (activation_bytes(model, parallel, stage, tokens) for tokens in (0, 1))
-        free = int(spec.memory_bytes * utilization) - weights_bytes(model, parallel, stage) - logits
-        found.append(StageMemory(free, with_a_token - logits, kv_bytes_per_token(model, parallel, stage)))
+        logits, with_a_token = (activation_bytes(LLAMA_8B, parallel, stage, tokens) for tokens in (0, 1))
+        free = int(A100.memory_bytes * 0.9) - weights_bytes(LLAMA_8B, parallel, stage) - logits
+        found.append(StageMemory(free, with_a_token - logits, kv_bytes_per_token(LLAMA_8B, parallel, stage)))
     return found
 
 
@@ -74,7 +71,6 @@ PROMPTS = (M // 8, M // 4, M // 2, M)
 OUTPUT_TOKENS = 518
 """The median of MEDHA-SWE (v5 section 6.1)."""
 NUM_GPUS = 16
-_8B, _TP8 = MODELS["Llama-3 8B"], ParallelConfig(tp=8)
 LAYOUTS = tuple(
     ParallelConfig(tp=tp, spp=spp) for tp, spp in itertools.product((1, 2, 4, 8), repeat=2) if tp * spp <= NUM_GPUS // 2
 )
@@ -89,7 +85,7 @@ def spare_factor(memories: list[StageMemory], tokens: int) -> float:
 @figure("disaggregation", "The longest prompts that systems with split prefill and decode can take")
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
-    memories = {layout: stage_memories(A100, _8B, layout) for layout in LAYOUTS}
+    memories = {layout: stage_memories(layout) for layout in LAYOUTS}
     prefill = {name: largest_prefill(found) for name, found in memories.items()}
     decode = {name: largest_decode(found) for name, found in memories.items()}
     pairs = list(itertools.product(memories, repeat=2))  # half of the GPUs to either phase, of any number of instances
@@ -97,7 +93,7 @@ def run(options: Options) -> FigureResult:
     num_cases, num_refused = len(PROMPTS) * len(pairs), sum(map(sum, refused.values()))
     num_by_prefill = sum(n > prefill[one] for n in PROMPTS for one, _ in pairs)
     num_failing = sum(any(column) for column in zip(*refused.values(), strict=True))
-    spare = spare_factor(memories[_TP8], M)
+    spare = spare_factor(memories[ParallelConfig(tp=8)], M)
     panel = Panel(
         f"Of {len(pairs)} pairs of layouts on 16 A100s",
         "prompt, tokens",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,7 @@ QUANTUM_S = 0.01
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "edf": edf, "lrs": lrs, "lars": lars}
 
 
-@dataclass(slots=True)
-class Job:
+class Job(NamedTuple):
     """A request of the example; seconds."""
 
     name: str
@@ -41,23 +41,19 @@ def play(policy: Policy) -> tuple[dict[str, float], list[tuple[str, float, float
         When each job ends, and (job, start, end) of each stretch on the server.
     """
     left = {job.name: round(job.work_s / QUANTUM_S) for job in JOBS}
-    ends: dict[str, float] = {}
-    stretches: list[tuple[str, float, float]] = []
-    step = 0
-    while len(ends) < len(JOBS):
-        now_s = step * QUANTUM_S
+    served: list[str] = []  # in each quantum
+    while any(left.values()):
+        now_s = len(served) * QUANTUM_S
         here = [job for job in JOBS if job.arrival_s <= now_s and left[job.name]]
         keys = policy(columns_of(here, [left[job.name] * QUANTUM_S for job in here]), now_s)
-        name, after_s = here[int(np.argmin(keys))].name, (step + 1) * QUANTUM_S
-        if stretches and stretches[-1][0] == name:
-            stretches[-1] = (name, stretches[-1][1], after_s)
-        else:
-            stretches.append((name, now_s, after_s))
-        left[name] -= 1
-        if not left[name]:
-            ends[name] = after_s
-        step += 1
-    return ends, stretches
+        served.append(here[int(np.argmin(keys))].name)
+        left[served[-1]] -= 1
+    stretches, start = [], 0
+    for name, quanta in groupby(served):
+        end = start + len(list(quanta))
+        stretches.append((name, start * QUANTUM_S, end * QUANTUM_S))
+        start = end
+    return {name: end_s for name, _, end_s in stretches}, stretches
 
 
 @figure("example", "The worked example of v5 section 4.1")
@@ -66,12 +62,9 @@ def run(options: Options) -> FigureResult:
     played = {name: play(policy) for name, policy in POLICIES.items()}
     due = {job.name: job.arrival_s + job.deadline_s for job in JOBS}
     met = {name: [job for job, end in ends.items() if end <= due[job] + 1e-9] for name, (ends, _) in played.items()}
-    start_s = {
-        name: min(start for job, start, _ in stretches if job.startswith("short"))
-        for name, (_, stretches) in played.items()
-    }
+    stretches = {name: row for name, (_, row) in played.items()}
+    start_s = {name: min(start for job, start, _ in row if job != "long") for name, row in stretches.items()}
     slacks = {job.name: float(lars(columns_of([job], [job.work_s]), job.arrival_s)[0]) for job in JOBS}
-    stretches = {name: stretches for name, (_, stretches) in played.items()}
     panel = Panel(
         "v5 section 4.1: one long request, two short ones at 5 s (due at 6 s, the long one at 16 s)",
         "time, s",

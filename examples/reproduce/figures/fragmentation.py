@@ -12,13 +12,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from examples.reproduce.load import MIX, Floats, Served, run_of, window_s
+from examples.reproduce.load import MIX, Floats, Served, run_of
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.systems import LOONGSERVE, MEDHA
-from examples.reproduce.timing import MODELS, kv_bytes, linear_parameters, prefill_flops
+from examples.reproduce.timing import LLAMA_8B, kv_bytes, linear_parameters, prefill_flops
 
-_MODEL = MODELS["Llama-3 8B"]
 _QPS, _BIN_S = 0.75, 10.0
 SAWTOOTH = 2.0
 """So many times the swing of another is a sawtooth beside something stable."""
@@ -33,11 +32,11 @@ def demands(served: Served, end_s: float) -> dict[str, Floats]:
     first_s, finish_s = served.first_token_s[begun], served.finish_s[begun]
     spans = (served.trace.arrival_s[begun], first_s, np.where(np.isnan(finish_s), end_s, finish_s))
     prompt_flops, prompt_bytes = (
-        np.array([of(_MODEL, tokens) for tokens in prompts.tolist()]) for of in (prefill_flops, kv_bytes)
+        np.array([of(LLAMA_8B, tokens) for tokens in prompts.tolist()]) for of in (prefill_flops, kv_bytes)
     )
-    attention = 4 * _MODEL.head_dim * _MODEL.num_heads * _MODEL.num_layers  # FLOPs of a token and a key
+    attention = 4 * LLAMA_8B.head_dim * LLAMA_8B.num_heads * LLAMA_8B.num_layers  # FLOPs of a token and a key
     seconds = [np.maximum(b - a, 1e-3) for a, b in pairwise(spans)]
-    token_flops = 2 * linear_parameters(_MODEL) + attention * prompts
+    token_flops = 2 * linear_parameters(LLAMA_8B) + attention * prompts
     rates = (prompt_flops / seconds[0], token_flops * outputs / seconds[1])
     held = (prompt_bytes / 2, prompt_bytes)
     found: dict[str, Floats] = {}
@@ -67,31 +66,25 @@ def swing(counts: Floats) -> float:
 @figure("fragmentation", "Memory and compute that prefills and decodes ask for over time (v4 fig. 4)")
 def run(options: Options) -> FigureResult:
     """Demand over an hour; ``quick`` plays five minutes."""
-    found = demands(run_of(MEDHA, MIX, _QPS, options), window_s(options))
+    found = demands(run_of(MEDHA, MIX, _QPS, options), options.window_s)
     minutes = ((np.arange(len(found["decode bytes"])) + 0.5) * _BIN_S / 60).tolist()
     both = (found["decode bytes"] > 0) & (found["prefill bytes"] > 0)
     compute, memory = (
         found[f"prefill {unit}"][both] / np.maximum(found[f"decode {unit}"][both], 1) for unit in ("FLOPs/s", "bytes")
     )
+    asked = {name: [value or None for value in values.tolist()] for name, values in found.items()}
+    units = (("compute", "TFLOP/s asked for", "FLOPs/s", 1e-12), ("memory", "KV, GB", "bytes", 1e-9))
     panels = [
         Panel(
             f"{what}, 5 % long, {_QPS:g} QPS",
             "time, min",
             label,
-            lines(
-                minutes,
-                {kind: [v or None for v in found[f"{kind} {unit}"].tolist()] for kind in ("prefill", "decode")},
-                scale=scale,
-                marker="",
-            ),
+            lines(minutes, {kind: asked[f"{kind} {unit}"] for kind in ("prefill", "decode")}, scale=scale, marker=""),
             log="y",
         )
-        for what, label, unit, scale in (
-            ("compute", "TFLOP/s asked for", "FLOPs/s", 1e-12),
-            ("memory", "KV, GB", "bytes", 1e-9),
-        )
+        for what, label, unit, scale in units
     ]
-    counts = {one.label: active(run_of(one, MIX, _QPS, options), window_s(options)) for one in (MEDHA, LOONGSERVE)}
+    counts = {one.label: active(run_of(one, MIX, _QPS, options), options.window_s) for one in (MEDHA, LOONGSERVE)}
     rows = lines(minutes, {name: row.tolist() for name, row in counts.items()}, marker="")
     panels.append(Panel(f"active requests, 5 % long, {_QPS:g} QPS", "time, min", "requests", rows))
     ours, theirs = (swing(row) for row in counts.values())

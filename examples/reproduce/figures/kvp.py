@@ -5,29 +5,20 @@ v5 section 3.3 and appendix B.2, B.3, figures 6, 7, 19 and 20; v4 sections 3.4 a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from itertools import groupby
 
 import numpy as np
 
+from examples.reproduce import timing
 from examples.reproduce.plotting import Panel, lines, paths, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import (
-    H100,
-    MODELS,
-    M,
-    chunk_seconds,
-    decode_s,
-    pipeline_ends,
-    simulate,
-    stage_predictors,
-)
+from examples.reproduce.timing import H100, LLAMA_8B, MODELS, M
 from medha.config import ParallelConfig
 from medha.cost.predictor import Predictor, Work
 from medha.sim.pipeline import Segment
 
 GROUPS = (1, 2, 4)
 _STAGES = {"Llama-3 8B": 4, "Llama-3 70B": 8}
-_8B = MODELS["Llama-3 8B"]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decodes
@@ -39,8 +30,8 @@ def run_decode(options: Options) -> FigureResult:
     lengths = [M, 2 * M, 4 * M, 10 * M]
     tpot_s: dict[str, dict[int, list[float]]] = {}
     for name, spp in _STAGES.items():
-        stages = {p: stage_predictors(H100, MODELS[name], ParallelConfig(tp=8, spp=spp, kvp=p)) for p in GROUPS}
-        tpot_s[name] = {n: [decode_s(stages[p], n, kvp=p) for p in GROUPS] for n in lengths}
+        stages = {p: timing.stage_predictors(H100, MODELS[name], ParallelConfig(tp=8, spp=spp, kvp=p)) for p in GROUPS}
+        tpot_s[name] = {n: [timing.decode_s(stages[p], n, kvp=p) for p in GROUPS] for n in lengths}
     at_4m, at_10m = (tpot_s["Llama-3 8B"][n] for n in (4 * M, 10 * M))
     panels = [
         Panel(
@@ -76,15 +67,14 @@ def run_growth(options: Options) -> FigureResult:
     """A 2M prompt that gains groups as it grows, through scheduler and pipeline; ``quick`` takes larger chunks."""
     chunk = 2048 if options.quick else 512
     tokens, kvp, spp = 2 * M, 4, 4
-    segments: dict[int, list[Segment]] = defaultdict(list)
-    parallel = ParallelConfig(tp=8, spp=spp, kvp=kvp)
-    simulate(H100, _8B, parallel, tokens, chunk=chunk, on_segment=lambda one: segments[one.batch_id].append(one))
-    widths, seconds = [], []
-    for batch in sorted(segments):
-        first = [one for one in segments[batch] if one.stage == 0]
-        widths.append(len({one.group for one in segments[batch]}))
-        seconds.append(max(one.end_s - one.start_s for one in first))
-    plain = chunk_seconds(stage_predictors(H100, _8B, ParallelConfig(tp=8, spp=spp)), tokens, chunk)[0]
+    one, several = (ParallelConfig(tp=8, spp=spp, kvp=groups) for groups in (1, kvp))
+    segments: list[Segment] = []
+    timing.simulate(H100, LLAMA_8B, several, tokens, chunk=chunk, on_segment=segments.append)
+    first = sorted(segment for segment in segments if segment.stage == 0)  # of each batch one in each of its groups
+    batches = [list(same) for _, same in groupby(first, key=lambda segment: segment.batch_id)]
+    widths = [len(batch) for batch in batches]
+    seconds = [max(segment.end_s - segment.start_s for segment in batch) for batch in batches]
+    plain = timing.chunk_seconds(timing.stage_predictors(H100, LLAMA_8B, one), tokens, chunk)[0]
     assert len(widths) == len(plain), "shards are whole chunks"
     thin = max(1, len(widths) // 256)
     before_growth = max(s for s, w in zip(seconds, widths, strict=True) if w == 1)
@@ -120,7 +110,7 @@ def run_trade_off(options: Options) -> FigureResult:
     """TTFT and P95 TBT of decodes beside it, 8B, TP 4, SPP 4, by chunk, groups and length; ``quick`` leaves 2M out."""
     lengths = [M, 4 * M] if options.quick else [M, 2 * M, 4 * M]
     chunks = (32, 64, 128, 256)
-    stages = {p: stage_predictors(H100, _8B, ParallelConfig(tp=4, spp=4, kvp=p)) for p in GROUPS}
+    stages = {p: timing.stage_predictors(H100, LLAMA_8B, ParallelConfig(tp=4, spp=4, kvp=p)) for p in GROUPS}
     points = {(n, p): np.array([_point(stages[p], n, c, p) for c in chunks]).T for n in lengths for p in GROUPS}
     ttft_s, tbt_s = np.array([[points[n, p] for p in GROUPS] for n in lengths]).transpose(2, 0, 1, 3)  # [n, p, chunk]
     lower = (ttft_s[:, 1:] < ttft_s[:, :-1]) & (tbt_s[:, 1:] < tbt_s[:, :-1])  # both, by doubling the groups
@@ -149,5 +139,5 @@ def run_trade_off(options: Options) -> FigureResult:
 
 def _point(stages: list[Predictor], tokens: int, chunk: int, kvp: int) -> tuple[float, float]:
     """Seconds to the first token, and P95 of the time between tokens of a decode beside it."""
-    seconds = chunk_seconds(stages, tokens, chunk, kvp=kvp, decodes=(Work(1, 1024, True),))
-    return float(pipeline_ends(seconds)[-1]), float(np.percentile(seconds.sum(axis=0), 95))
+    seconds = timing.chunk_seconds(stages, tokens, chunk, kvp=kvp, decodes=(Work(1, 1024, True),))
+    return float(timing.pipeline_ends(seconds)[-1]), float(np.percentile(seconds.sum(axis=0), 95))

@@ -7,16 +7,16 @@ simulation of several groups is slow. Long requests are those of MEDHA-SWE with 
 from __future__ import annotations
 
 from examples.reproduce.load import MIX_2M, RATES_QPS, Bounded, Load, Served, quantile_s, serve
-from examples.reproduce.plotting import Panel, lines
+from examples.reproduce.plotting import Line, Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.systems import MEDHA, Engine
-from examples.reproduce.timing import H100, MODELS
+from examples.reproduce.timing import H100, LLAMA_70B
 from medha.config import ParallelConfig
 from medha.sim.replica import Replica
 
 
 def _engine(label: str, parallel: ParallelConfig) -> Engine:
-    return Engine(label, MEDHA.scheduler, Replica(H100, MODELS["Llama-3 70B"], parallel, max_model_len=1 << 21))
+    return Engine(label, MEDHA.scheduler, Replica(H100, LLAMA_70B, parallel, max_model_len=1 << 21))
 
 
 TWO_D = _engine("2D: SPP 8", ParallelConfig(tp=8, spp=8))
@@ -35,21 +35,16 @@ def run(options: Options) -> FigureResult:
     runs = {system.label: [serve(system, load) for load in loads] for system in SYSTEMS}
     two, three = runs.values()
     styles = ((0.5, "P50", "-"), (0.9, "P90", ":"))
-    ttft_s, tpot_s = (
-        [
-            line
-            for share, which, style in styles
-            for line in lines(
-                rates,
-                {f"{name}, {which}": [time(one, share) for one in row] for name, row in runs.items()},
-                linestyle=style,
-            )
-        ]
-        for time in (_ttft_s, lambda one, share: 1e3 * quantile_s(one.tpot_s, share))
-    )
+    ttft_s, tpot_ms = list[Line](), list[Line]()
+    for share, which, style in styles:
+        labels = [f"{name}, {which}" for name in runs]
+        known = [[_ttft_s(one, share) for one in row] for row in runs.values()]
+        ttft_s += lines(rates, dict(zip(labels, known, strict=True)), linestyle=style)
+        times = [[quantile_s(one.tpot_s, share) for one in row] for row in runs.values()]
+        tpot_ms += lines(rates, dict(zip(labels, times, strict=True)), scale=1e3, linestyle=style)
     panels = [
         Panel("All requests, 5 % of them of up to 2M tokens", "load, QPS", "TTFT, s", ttft_s, log="y"),
-        Panel("All finished requests", "load, QPS", "TPOT, ms", tpot_s),
+        Panel("All finished requests", "load, QPS", "TPOT, ms", tpot_ms),
     ]
     pairs = list(zip(rates, two, three, strict=True))
     return FigureResult(panels, {"3d-tpot-2": _tpot(two[-1], three[-1]), "3d-ttft-alike": _ttft(pairs)})

@@ -5,35 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from examples.reproduce import timing
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import (
-    H100,
-    MODELS,
-    attention_flops,
-    kv_bytes,
-    linear_parameters,
-    prefill_flops,
-    weight_bytes,
-)
+from examples.reproduce.timing import H100, LLAMA_8B, LLAMA_70B
 
 MILLION = 1e6
 TTFT_S, TPOT_S = 30.0, 0.020
 _GPUS = 8
-_8B, _70B = MODELS["Llama-3 8B"], MODELS["Llama-3 70B"]
 
 
 def most_tokens_by_compute(flops: float) -> float:
     """Tokens of an 8B prompt whose prefill takes so many FLOPs: the root of ``a n^2 + b n = flops``."""
-    a, b = attention_flops(_8B, 1.0), 2.0 * linear_parameters(_8B)
+    a, b = timing.attention_flops(LLAMA_8B, 1.0), 2.0 * timing.linear_parameters(LLAMA_8B)
     return (math.sqrt(b * b + 4 * a * flops) - b) / (2 * a)
 
 
 def gpus_needed(tokens: float) -> dict[str, float]:
     """H100s by what asks for them, at published peaks: the prefill in 30 s, the decode in 20 ms, the memory."""
-    held = weight_bytes(_8B) + kv_bytes(_8B, tokens)
+    held = timing.weight_bytes(LLAMA_8B) + timing.kv_bytes(LLAMA_8B, tokens)
     return {
-        "compute": prefill_flops(_8B, tokens) / (TTFT_S * H100.peak_flops_per_s),
+        "compute": timing.prefill_flops(LLAMA_8B, tokens) / (TTFT_S * H100.peak_flops_per_s),
         "bandwidth": held / (TPOT_S * H100.hbm_bytes_per_s),
         "memory": held / H100.memory_bytes,
     }
@@ -42,11 +34,11 @@ def gpus_needed(tokens: float) -> dict[str, float]:
 @figure("requirements", "What 1M tokens ask of hardware, in closed form")
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
-    token_bytes = kv_bytes(_8B, 1)
+    token_bytes = timing.kv_bytes(LLAMA_8B, 1)
     limits = {
         "compute": most_tokens_by_compute(_GPUS * H100.peak_flops_per_s * TTFT_S),
-        "bandwidth": (_GPUS * H100.hbm_bytes_per_s * TPOT_S - weight_bytes(_8B)) / token_bytes,
-        "memory": (_GPUS * H100.memory_bytes - weight_bytes(_8B)) / token_bytes,
+        "bandwidth": (_GPUS * H100.hbm_bytes_per_s * TPOT_S - timing.weight_bytes(LLAMA_8B)) / token_bytes,
+        "memory": (_GPUS * H100.memory_bytes - timing.weight_bytes(LLAMA_8B)) / token_bytes,
     }
     lengths = [0.25, 0.5, 1, 2, 4, 8, 10]
     needed = [gpus_needed(length * MILLION) for length in lengths]
@@ -71,9 +63,9 @@ def run(options: Options) -> FigureResult:
 
 def _answers(limits: Mapping[str, float]) -> dict[str, Answer]:
     peak = H100.peak_flops_per_s
-    causal, full = (prefill_flops(_70B, MILLION, causal=causal) for causal in (True, False))
+    causal, full = (timing.prefill_flops(LLAMA_70B, MILLION, causal=causal) for causal in (True, False))
     at_1k, at_128k = (
-        [prefill_flops(model, long) / prefill_flops(model, short) for model in (_8B, _70B)]
+        [timing.prefill_flops(model, long) / timing.prefill_flops(model, short) for model in (LLAMA_8B, LLAMA_70B)]
         for long, short in ((1e5, 1e3), (1e6, 128e3))
     )
     exaflops = Answer(causal / 1e18, unmasked=full / 1e18)
@@ -81,7 +73,7 @@ def _answers(limits: Mapping[str, float]) -> dict[str, Answer]:
     return {
         "cost-100k-1k": Answer(at_1k[0], large=at_1k[1]),
         "cost-1m-128k": Answer(at_128k[0], large=at_128k[1], attention=(1e6 / 128e3) ** 2),
-        "kv-320gb": Answer(kv_bytes(_70B, MILLION) / 1e9),
+        "kv-320gb": Answer(timing.kv_bytes(LLAMA_70B, MILLION) / 1e9),
         "exaflops-v4": exaflops,
         "exaflops-v5": exaflops,
         "h100-minutes": Answer(causal / peak / 60, unmasked=full / peak / 60),

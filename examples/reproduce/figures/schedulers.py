@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from examples.reproduce.load import MIX, RATES_QPS, Bounded, Served, curve, run_of, window_s
+from examples.reproduce.load import MIX, RATES_QPS, Bounded, Served, curve, run_of
 from examples.reproduce.plotting import Panel, shares_below
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.systems import EDF, FCFS, LARS, LRS, MEDHA, fixed_batch_s
@@ -52,7 +52,7 @@ def prompt_tokens_done(served: Served) -> int:
 
 def _throughput(served: Mapping[str, Served], options: Options) -> Answer:
     plays = [served[MEDHA.label], served[LARS.label]]
-    rates = [prompt_tokens_done(play) / window_s(options) for play in plays]
+    rates = [prompt_tokens_done(play) / options.window_s for play in plays]
     ends = [play.is_finished.sum() for play in plays]
     return Answer(rates[0] / rates[1], qps=TOP, rates=rates, ends=ends, fixed_ms=1e3 * fixed_batch_s())
 

@@ -11,10 +11,11 @@ from functools import partial
 
 import numpy as np
 
+from examples.reproduce import timing
 from examples.reproduce.baselines.context_parallel import KINDS, ContextParallel, hidden_tokens, prefill_s
 from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import CHUNK, H100, MODELS, M, fits, prefill_flops, simulate, stage_predictors
+from examples.reproduce.timing import CHUNK, H100, LLAMA_8B, MODELS, M
 from medha.config import ParallelConfig
 from medha.cost.predictor import Work
 
@@ -22,7 +23,6 @@ STAGES = (1, 2, 4, 8, 16)
 _LINEAR = {"color": PAPER, "linestyle": ":"}
 _MISFIT = {"color": "red", "marker": "x", "linestyle": "", "markersize": 10, "zorder": 3}
 _LENGTHS = (M, 4 * M, 10 * M)
-_8B = MODELS["Llama-3 8B"]
 _TP = 8
 _A100_FLOPS_PER_S = 312e12
 _INFINIBAND_BYTES_PER_S = 12.5e9
@@ -43,7 +43,7 @@ def run_scaling(options: Options) -> FigureResult:
     """TTFT by model, length and stages; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
     ttft_s = {
-        name: {n: [simulate(H100, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
+        name: {n: [timing.ttft_s(H100, model, layout(s), n) for s in STAGES] for n in lengths}
         for name, model in MODELS.items()
     }
     efficiency = {
@@ -71,7 +71,7 @@ def _scaling_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
     """TTFT over stages (v5 figure 17)."""
     points = {f"{token_label(n)} tokens": row for n, row in rows.items()}
     too_long = [
-        [None if fits(H100, MODELS[name], layout(s), n) else row[i] for i, s in enumerate(STAGES)]
+        [None if timing.fits(H100, MODELS[name], layout(s), n) else row[i] for i, s in enumerate(STAGES)]
         for n, row in rows.items()
     ]
     return Panel(
@@ -92,23 +92,19 @@ def _scaling_answers(
 ) -> dict[str, Answer]:
     small, large = efficiency["Llama-3 8B"], efficiency["Llama-3 70B"]
     at_16 = [row[-1] for rows in efficiency.values() for row in rows.values()]
-    at_10m = {name: rows[10 * M][-1] for name, rows in ttft_s.items()}
-    small_s, crossing = ttft_s["Llama-3 8B"][M], simulate(H100, _8B, layout(1, tp=16), M).ttft_s
+    small_10m, large_10m = (rows[10 * M][-1] for rows in ttft_s.values())
+    small_s, crossing = ttft_s["Llama-3 8B"][M], timing.ttft_s(H100, LLAMA_8B, layout(1, tp=16), M)
     tp16_gain, spp2_gain = small_s[0] / crossing, small_s[0] / small_s[1]
-    fit_10m = {(name, s): fits(H100, model, layout(s), 10 * M) for name, model in MODELS.items() for s in STAGES}
+    small_fits, large_fits = (
+        {s: timing.fits(H100, model, layout(s), 10 * M) for s in STAGES} for model in MODELS.values()
+    )
+    on_8 = "fit" if large_fits[8] else "do not fit without a second KVP group"
     return {
         "spp-efficiency": Answer(100 * min(at_16), most=100 * max(at_16)),
         "spp-8b-efficiency": Answer(100 * min(row[-1] for row in small.values())),
         "spp-70b-efficiency": Answer(100 * large[M][STAGES.index(8)]),
-        "spp-10m": Answer(
-            [fit_10m[name, 16] for name in MODELS],
-            small=at_10m["Llama-3 8B"] / 60,
-            large=at_10m["Llama-3 70B"] / 60,
-        ),
-        "spp-70b-memory": Answer(
-            [not fit_10m["Llama-3 70B", 4], fit_10m["Llama-3 70B", 16]],
-            on_8="fit" if fit_10m["Llama-3 70B", 8] else "do not fit without a second KVP group",
-        ),
+        "spp-10m": Answer([small_fits[16], large_fits[16]], small=small_10m / 60, large=large_10m / 60),
+        "spp-70b-memory": Answer([not large_fits[4], large_fits[16]], on_8=on_8),
         "tp-one-node": Answer(float(tp16_gain < spp2_gain), tp=tp16_gain, spp=spp2_gain),
     }
 
@@ -122,7 +118,7 @@ def run_decode(options: Options) -> FigureResult:
     """TPOT of one 2M request over stages, through scheduler and pipeline; ``quick`` decodes fewer tokens."""
     tokens = 9 if options.quick else 65
     tpot_s = {
-        name: [simulate(H100, model, layout(s), 2 * M, output_tokens=tokens, chunk=CHUNK).tpot_s for s in STAGES]
+        name: [timing.simulate(H100, model, layout(s), 2 * M, output_tokens=tokens).times.tpot_s[0] for s in STAGES]
         for name, model in MODELS.items()
     }
     rises = {name: [100 * (t / row[0] - 1) for t in row] for name, row in tpot_s.items()}
@@ -178,8 +174,8 @@ def run_equations(options: Options) -> FigureResult:
 
 def _eq4(name: str, spp: int, tokens: int) -> float:
     """The simulated time over (T_p + T_comm n / c) / p_spp."""
-    one, many = (simulate(H100, MODELS[name], layout(s), tokens).ttft_s for s in (1, spp))
-    link = stage_predictors(H100, MODELS[name], layout(spp))[0].coefficients.spp
+    one, many = (timing.ttft_s(H100, MODELS[name], layout(s), tokens) for s in (1, spp))
+    link = timing.stage_predictors(H100, MODELS[name], layout(spp))[0].coefficients.spp
     assert link is not None, "the first of several stages sends"
     send_s = link.fixed_s + link.token_s * CHUNK
     return many / ((one + send_s * tokens / CHUNK) / spp)
@@ -187,7 +183,7 @@ def _eq4(name: str, spp: int, tokens: int) -> float:
 
 def _over_groups(q_len: int, name: str, kvp: int, tokens: int) -> float:
     """That of a decode, or of a chunk of so many tokens, over T_attn / p_kvp + (T - T_attn) + T_comm, one stage."""
-    one, many = (stage_predictors(H100, MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
+    one, many = (timing.stage_predictors(H100, MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
     decodes, chunks, link = one.coefficients.decodes, one.coefficients.chunks, many.coefficients.kvp
     assert link is not None, "groups merge"
     is_decode = q_len == 1
@@ -207,14 +203,14 @@ def _over_groups(q_len: int, name: str, kvp: int, tokens: int) -> float:
 def run(options: Options) -> FigureResult:
     """TTFT of 1M tokens on 8 to 128 H100s, three ways; ``quick`` changes nothing."""
     gpus = [_TP * s for s in STAGES]
-    ttft_s = {"SPP": [simulate(H100, _8B, layout(s), M).ttft_s for s in STAGES]}
+    ttft_s = {"SPP": [timing.ttft_s(H100, LLAMA_8B, layout(s), M) for s in STAGES]}
     for kind in KINDS:
-        rings = [ContextParallel(H100, _8B, cp=s, tp=_TP, kind=kind) for s in STAGES]
+        rings = [ContextParallel(H100, LLAMA_8B, cp=s, tp=_TP, kind=kind) for s in STAGES]
         ttft_s[f"{kind} attention"] = [prefill_s(ring, M) for ring in rings]
     spp, ring, striped = (row[-1] for row in ttft_s.values())
     hidden, hidden_8b = (
         hidden_tokens(_A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S, query_heads_per_kv_head=heads)
-        for heads in (1.0, _8B.num_heads / _8B.num_kv_heads)
+        for heads in (1.0, LLAMA_8B.num_heads / LLAMA_8B.num_kv_heads)
     )
     panel = Panel(
         "1M tokens, Llama-3 8B",
@@ -236,4 +232,4 @@ def run(options: Options) -> FigureResult:
 
 def _mfu(seconds: float) -> float:
     """Percent of the peak of 128 H100s that a 1M prefill in so many seconds means, causal FLOPs."""
-    return 100 * prefill_flops(_8B, M) / (seconds * _TP * STAGES[-1] * H100.peak_flops_per_s)
+    return 100 * timing.prefill_flops(LLAMA_8B, M) / (seconds * _TP * STAGES[-1] * H100.peak_flops_per_s)

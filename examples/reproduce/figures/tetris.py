@@ -19,27 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
-from examples.reproduce.baselines.tetris import (
-    BETWEEN_NODES,
-    BUFFERS,
-    CDSP,
-    CELLS,
-    LOONGSERVE,
-    SINGLE,
-    SP8,
-    SP16,
-    SYSTEMS,
-    TABLE_1,
-    Stream,
-    Tetris,
-    rates_of,
-    served,
-    ttft_s,
-)
+from examples.reproduce.baselines import tetris
+from examples.reproduce.baselines.tetris import CDSP, LOONGSERVE, SINGLE, SP8, SP16, SYSTEMS, Stream, Tetris
 from examples.reproduce.plotting import PAPER, Line, Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import A100, MODELS, decode_s, stage_predictors
+from examples.reproduce.timing import A100, LLAMA_8B, decode_s, stage_predictors
 from medha.config import ParallelConfig
 
 TRACES = ("tetris-short", "tetris-medium", "tetris-long")
@@ -57,7 +41,6 @@ STEP_QPS, MOST_QPS = 0.5, 12.0
 INSTANT_GBIT = 1e9  # a link that takes no time
 OTHER_SEED = 1000  # more, of the requests on which improvement rates are found
 _HALVINGS, _PROFILED, _SERVED = 9, 500, 500
-_8B = MODELS["Llama-3 8B"]
 _CONTEXTS, _BATCHES = (4096, 32768, 262144), (1, 8, 32)
 _BY_TP = {1: 5.73, 2: 3.87, 4: 1.93}
 _BY_SP = {(8, 1): 1.83, (4, 2): 1.41, (2, 4): 1.15}
@@ -68,24 +51,20 @@ class Trial:
 
     def __init__(self, lengths: str, count: int, seed: int) -> None:
         self.stream = Stream(lengths, count, seed)
-        self.limit_s = LIMIT * self.quantiles(SP8, LIGHT_QPS, 0.0)[0]
         self.rates: dict[str, Any] = {SP8.label: 0.0}
+        self.limit_s = LIMIT * self.quantiles(SP8, LIGHT_QPS)[0]
         self.sp8_qps = self.capacity_qps(SP8)
         most, profiled = 1.5 * self.sp8_qps, Stream(lengths, min(count, _PROFILED), seed + OTHER_SEED)
         loads = [STEP_QPS * step for step in range(1, int(most / STEP_QPS) + 2)]
-        self.rates = {system.label: rates_of(system, profiled, loads) for system in SYSTEMS}
+        self.rates = {system.label: tetris.rates_of(system, profiled, loads) for system in SYSTEMS}
 
-    def quantiles(self, system: Tetris, qps: float, rates: Any = None) -> tuple[float, float]:
+    def quantiles(self, system: Tetris, qps: float) -> tuple[float, float]:
         """P50 and P99 of the TTFT, seconds."""
-        p50, p99 = np.percentile(self._ttft_s(system, qps, rates), (50, 99)).tolist()
+        p50, p99 = np.percentile(self._ttft_s(system, qps), (50, 99)).tolist()
         return p50, p99
 
-    def mean_s(self, system: Tetris, qps: float, rates: Any = None) -> float:
-        """The mean TTFT, which improvement rates are found by."""
-        return float(self._ttft_s(system, qps, rates).mean())
-
-    def _ttft_s(self, system: Tetris, qps: float, rates: Any) -> Any:
-        return ttft_s(system, self.stream, qps, self.rates[system.label] if rates is None else rates)
+    def _ttft_s(self, system: Tetris, qps: float, rates: Any = None) -> Any:
+        return tetris.ttft_s(system, self.stream, qps, self.rates[system.label] if rates is None else rates)
 
     def capacity_qps(self, system: Tetris) -> float:
         """The load at which the median TTFT comes to the limit."""
@@ -103,8 +82,8 @@ class Trial:
             for other in (SP8, SINGLE):
                 for name, of, over in zip(("P50", "P99"), times[other.label], times[CDSP.label], strict=True):
                     found[f"{name} at {share:g}, {other.label}"] = of / over
-            fixed = min(self.mean_s(CDSP, share * self.sp8_qps, rate) for rate in FIXED_RATES)
-            found[f"mean at {share:g}, over the best fixed rate"] = self.mean_s(CDSP, share * self.sp8_qps) / fixed
+            mean_s, *fixed_s = (self._ttft_s(CDSP, share * self.sp8_qps, rate).mean() for rate in (None, *FIXED_RATES))
+            found[f"mean at {share:g}, over the best fixed rate"] = float(mean_s / min(fixed_s))
         return found
 
     def served(self) -> dict[str, float]:
@@ -113,18 +92,18 @@ class Trial:
         found, qps = dict[str, float](), NEAR_LIMIT * self.sp8_qps
         alone = [self.quantiles(system, qps) for system in (SP8, CDSP)]
         rates, trace = self.rates[CDSP.label], self.stream.trace(qps)
-        play = served(CDSP, self.stream, qps, rates)
-        times = [np.array(one.waited_s(trace, 0)) for one in (served(SP8, self.stream, qps, 0.0), play)]
+        play = tetris.served(CDSP, self.stream, qps, rates)
+        times = [np.array(one.waited_s(trace, 0)) for one in (tetris.served(SP8, self.stream, qps, 0.0), play)]
         for at, share in enumerate((50, 99)):
             found[f"P{share}"] = np.percentile(times[0], share) / np.percentile(times[1], share)
             found[f"P{share} alone"] = alone[0][at] / alone[1][at]
         most_qps = self.capacity_qps(CDSP)
-        at_most = served(CDSP, self.stream, most_qps, rates).waited_s(self.stream.trace(most_qps), 0)
+        at_most = tetris.served(CDSP, self.stream, most_qps, rates).waited_s(self.stream.trace(most_qps), 0)
         found["median over the limit"] = float(np.median(at_most)) / self.limit_s
-        half, instant = ({"buffers": BUFFERS // 2}, {"gbit": INSTANT_GBIT})
+        half, instant = ({"buffers": tetris.BUFFERS // 2}, {"gbit": INSTANT_GBIT})
         mean_s, half_s, instant_s = (
             float(np.mean(one.waited_s(trace, 1)))
-            for one in (play, *(served(CDSP, self.stream, qps, rates, **other) for other in (half, instant)))
+            for one in (play, *(tetris.served(CDSP, self.stream, qps, rates, **other) for other in (half, instant)))
         )
         return found | {"half": 100 * (half_s / mean_s - 1), "transfers": 100 * (mean_s / instant_s - 1)}
 
@@ -145,13 +124,11 @@ def run(options: Options) -> FigureResult:
 def _curves(lengths: str, trials: Sequence[Trial], at: int) -> Panel:
     """The P50 or, with ``at`` 1, the P99 of each system by load, geometric means over seeds."""
     limit_s, qps = (float(np.mean([getattr(one, name) for one in trials])) for name in ("limit_s", "sp8_qps"))
-    rows = {
-        system.label: [
-            float(np.exp(np.mean([np.log(one.quantiles(system, share * one.sp8_qps)[at]) for one in trials])))
-            for share in CURVE
-        ]
-        for system in SYSTEMS
-    }
+
+    def mean_s(system: Tetris, share: float) -> float:
+        return float(np.exp(np.mean([np.log(one.quantiles(system, share * one.sp8_qps)[at]) for one in trials])))
+
+    rows = {system.label: [mean_s(system, share) for share in CURVE] for system in SYSTEMS}
     return Panel(
         f"{lengths.removeprefix('tetris-')} trace",
         f"load, share of fixed SP8's capacity ({qps:.2f} QPS)",
@@ -217,9 +194,8 @@ def _fixed_rates(found: dict[str, list[dict[str, float]]]) -> dict[str, Answer]:
 
 def _table_1() -> dict[str, Answer]:
     """Our computed ring against the paper's measured table."""
-    rings = {size: ContextParallel(A100, _8B, cp=size, link=BETWEEN_NODES if size > 8 else None) for size in TABLE_1}
-    values = [prefill_s(rings[size], tokens) / seconds for (size, tokens), seconds in CELLS.items()]
-    long = {size: prefill_s(rings[size], 1 << 18) for size in (2, 16)}
+    values = [tetris.ring_s(*cell) / seconds for cell, seconds in tetris.CELLS.items()]
+    long = {size: tetris.ring_s(size, 1 << 18) for size in (2, 16)}
     near = [abs(ratio - 1) <= 0.15 for ratio in values]
     spread = {"least": min(values), "most": max(values), "median": np.median(values)}
     return {
@@ -233,7 +209,7 @@ def run_alone(options: Options) -> FigureResult:
     """Prefills by a computed ring, decode latency by TP size, and by SP and TP; ``quick`` changes nothing."""
 
     def seconds(tp: int, sp: int = 1) -> list[float]:
-        stages = stage_predictors(A100, _8B, ParallelConfig(tp=tp, kvp=sp))
+        stages = stage_predictors(A100, LLAMA_8B, ParallelConfig(tp=tp, kvp=sp))
         return [decode_s(stages, kv, kvp=sp, batch=batch) for kv in _CONTEXTS for batch in _BATCHES]
 
     best = np.array(seconds(8))

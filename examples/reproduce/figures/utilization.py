@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from examples.reproduce import timing
 from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.plotting import Panel, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
-from examples.reproduce.timing import (
-    H100,
-    MODELS,
-    M,
-    decode_s,
-    fits,
-    kv_bytes,
-    prefill_flops,
-    simulate,
-    stage_predictors,
-    weight_bytes,
-)
+from examples.reproduce.timing import H100, LLAMA_70B, MODELS, M
 from medha.config import ModelConfig, ParallelConfig
 
 _GROUPS = (1, 2, 4)
@@ -30,7 +20,7 @@ def run_mfu(options: Options) -> FigureResult:
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
     layouts = [layout(spp) for spp in STAGES]
     mfu = {  # of each length, by layout; None where it does not fit
-        name: [[_mfu(model, one, n) if fits(H100, model, one, n) else None for one in layouts] for n in lengths]
+        name: [[_mfu(model, one, n) if timing.fits(H100, model, one, n) else None for one in layouts] for n in lengths]
         for name, model in MODELS.items()
     }
     gpus = [one.world_size for one in layouts]
@@ -40,7 +30,7 @@ def run_mfu(options: Options) -> FigureResult:
             "H100s (TP 8)",
             "MFU, causal FLOPs, % (grey: 50 to 60 %, 70B, v5 B.4)",
             lines(gpus, {f"{token_label(n)} tokens": row for n, row in zip(lengths, rows, strict=True)}, scale=100),
-            band=(50, 60) if model is MODELS["Llama-3 70B"] else None,
+            band=(50, 60) if model is LLAMA_70B else None,
             log="x",
         )
         for (name, rows), model in zip(mfu.items(), MODELS.values(), strict=True)
@@ -58,8 +48,8 @@ def run_mfu(options: Options) -> FigureResult:
 
 
 def _mfu(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> float:
-    could = simulate(H100, model, parallel, tokens).ttft_s * parallel.world_size * H100.peak_flops_per_s
-    return prefill_flops(model, tokens) / could
+    could = timing.ttft_s(H100, model, parallel, tokens) * parallel.world_size * H100.peak_flops_per_s
+    return timing.prefill_flops(model, tokens) / could
 
 
 @figure("mbu", "Model bandwidth utilization of decodes (v5 fig. 16)")
@@ -85,5 +75,6 @@ def run_mbu(options: Options) -> FigureResult:
 
 def _mbu(model: ModelConfig, kvp: int, tokens: int) -> float:
     parallel = ParallelConfig(tp=8, kvp=kvp)
-    read = weight_bytes(model) / parallel.tp + kv_bytes(model, tokens) / (parallel.tp * kvp)
-    return read / (decode_s(stage_predictors(H100, model, parallel), tokens, kvp=kvp) * H100.hbm_bytes_per_s)
+    read = timing.weight_bytes(model) / parallel.tp + timing.kv_bytes(model, tokens) / (parallel.tp * kvp)
+    seconds = timing.decode_s(timing.stage_predictors(H100, model, parallel), tokens, kvp=kvp)
+    return read / (seconds * H100.hbm_bytes_per_s)
