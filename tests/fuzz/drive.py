@@ -4,8 +4,10 @@ import logging
 import random
 import re
 import traceback
+from itertools import repeat
 from math import isclose
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,24 +118,9 @@ class _Timed:
         return PendingStep(result, lambda: end_s == min(ends_s)) if in_lanes else PendingStep(result)
 
     def hand_over(self, *args: Any) -> Any:
-        """Begin a hand-over, of which the engine hears a little later."""
-        return _Later(self.runner.hand_over(*args), self._random.choice([0, 0, 1, 3, 10]))
-
-
-class _Later:
-    """A future that is done a few questions later, however long it took."""
-
-    def __init__(self, future: Any, questions: int) -> None:
-        self._future, self._left = future, questions
-
-    def done(self) -> bool:
-        """Whether it is."""
-        self._left -= 1
-        return self._left < 0
-
-    def result(self) -> None:
-        """Wait for it."""
-        self._future.result()
+        """Begin a hand-over, of which the engine hears a few questions later, however long it took."""
+        future, answers = self.runner.hand_over(*args), repeat(False, self._random.choice([0, 0, 1, 3, 10]))
+        return SimpleNamespace(done=lambda: next(answers, True), result=future.result)
 
 
 class _Served:
@@ -189,19 +176,18 @@ class _Drive:
             self._add_and_abort()
             for output in self._engine.step(wait_s=0.0):
                 self._take(output)
-            before, num_tokens = num_tokens, self._num_tokens()
+            live = self._engine._live.items()
+            before = num_tokens
+            num_tokens = {key: sum(one.metrics.num_output_tokens for one in it.completions) for key, it in live}
             last_step = last_step if num_tokens == before else self._step
             if self._step - last_step > patience:
                 raise Failure("stall", f"no token in steps {last_step} to {self._step} for {list(num_tokens)}")
             self._step += 1
             if self._pending and not self._engine.has_unfinished:
                 self._step = max(self._step, self._pending[0][1].at)
-        self._check_nothing_left()
+        if found := left_behind(self._engine):
+            raise Failure("left", f"behind when all is done: {found}")
         return [self._answers[str(number)] for number in range(len(self._case.asks))]
-
-    def _num_tokens(self) -> dict[str, int]:
-        live = self._engine._live.items()
-        return {key: sum(one.metrics.num_output_tokens for one in request.completions) for key, request in live}
 
     def _add_and_abort(self) -> None:
         while self._pending and self._pending[0][1].at <= self._step:
@@ -229,7 +215,3 @@ class _Drive:
         answer = self._served[key].take(output)
         if answer is not None:
             self._answers[key] = answer
-
-    def _check_nothing_left(self) -> None:
-        if found := left_behind(self._engine):
-            raise Failure("left", f"behind when all is done: {found}")

@@ -177,49 +177,29 @@ class _Rules:
     def end(self, tokens: Sequence[int]) -> tuple[int, str, str | int | None, str] | None:
         """How many of the tokens there are at the end, its reasons and the text; None if it is not reached."""
         keeps_stop = self.params.get("include_stop_str_in_output", False)
-        text = _Text(self.params.get("stop", ()), keeps_stop)
+        text, start = "", None  # of what stop strings may begin in
         for number, token in enumerate(tokens, start=1):
+            if start is None and number >= self.min_tokens:
+                start = len(text)
             is_end = token in self.end_ids
             if token < len(self.pieces) and (not is_end or keeps_stop):
-                text.add(self.pieces[token], looks=number >= self.min_tokens)
-            if is_end or text.stop is not None or number >= self.max_tokens:
-                text.finish()
+                text += self.pieces[token]
+            is_last = is_end or number >= self.max_tokens
+            at, stop = self._first_stop(text, start, waits=not is_last)
+            if stop is not None:
+                text = text[: at + len(stop) * keeps_stop]
+            if is_last or stop is not None:
                 reason = None if token in self.eos or not is_end else token
-                has_stopped = is_end or text.stop is not None
-                return number, "stop" if has_stopped else "length", text.stop or reason, text.whole
+                return number, "stop" if is_end or stop is not None else "length", stop or reason, text
         return None
 
-
-class _Text:
-    """Text in which the stop string that begins first ends it; of two, the one that was named first."""
-
-    def __init__(self, stops: Sequence[str], keeps_stop: bool) -> None:
-        self.stop: str | None = None
-        self.whole = ""
-        self._stops, self._keeps_stop = stops, keeps_stop
-        self._from: int | None = None
-
-    def add(self, piece: str, *, looks: bool) -> None:
-        """More text, and whether a stop string may begin in it."""
-        if looks and self._from is None:
-            self._from = len(self.whole)
-        for char in piece:
-            if self.stop is None:
-                self.whole += char
-                self._cut(waits=True)
-
-    def finish(self) -> None:
-        """Cut the text at the best stop string there is."""
-        if self.stop is None:
-            self._cut(waits=False)
-
-    def _cut(self, *, waits: bool) -> None:
-        """Cut the text at its first stop string, unless one before may yet be completed and is waited for."""
-        for at in range(len(self.whole) if self._from is None else self._from, len(self.whole)):
-            for stop in self._stops:
-                if self.whole.startswith(stop, at):
-                    self.stop = stop
-                    self.whole = self.whole[: at + len(stop) * self._keeps_stop]
-                    return
-                if waits and stop.startswith(self.whole[at:]):
-                    return
+    def _first_stop(self, text: str, start: int | None, *, waits: bool) -> tuple[int, str | None]:
+        """Where the stop string begins that begins first, and it; of two, the one that was named first. None if there
+        is none, or one before may yet be completed and is waited for."""
+        for at in range(len(text) if start is None else start, len(text)):
+            for stop in self.params.get("stop", ()):
+                if text.startswith(stop, at):
+                    return at, stop
+                if waits and stop.startswith(text[at:]):
+                    return at, None
+        return len(text), None
