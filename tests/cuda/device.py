@@ -68,31 +68,25 @@ class Memory:
         self.accesses: list[Access] = []
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Op:
-    """What a stream runs: a kernel, or with ``marker`` the end of all before; or it waits for ``until``."""
+    """What a stream runs: a kernel; or it waits for ``until``; or it marks the end of what came before it: of what
+    ``clock`` tells, and of ``num_kernels`` on its ``stream``."""
 
     name: str
     kernel: Callable[[], Any] | None = None
     uses: list[tuple[Memory, Access]] = field(default_factory=list)
-    marker: Marker | None = None
-    until: Marker | None = None
+    until: Op | None = None
     elsewhere: bool = False
     running: Future[None] | None = None
+    stream: Any = None
+    clock: Clock = field(default_factory=dict)
+    num_kernels: int = 0
+    is_done: bool = False
 
     @property
     def is_ready(self) -> bool:
         return (self.until is None or self.until.is_done) and (self.running is None or self.running.done())
-
-
-@dataclass(eq=False, slots=True)
-class Marker:
-    """A point in a stream."""
-
-    clock: Clock
-    stream: Stream
-    kernels: int = 0
-    is_done: bool = False
 
 
 def garble_(raw: torch.Tensor) -> None:
@@ -171,26 +165,26 @@ class Device:
         ]
         self.push(Op(name, kernel, uses, **how))
 
-    def push(self, op: Op) -> None:
+    def push(self, op: Op) -> Op:
         """Put an operation behind those of the current stream, or into the graph that it is captured in."""
         self.host_s = time.monotonic()
         with self.lock:
             graph, stream = self.capturing, self.current
             if graph is not None and stream in graph.streams:
                 graph.take(op, stream)
-                return
+                return op
             if op.kernel is not None:
                 self.launches[op.name] += 1
-                stream.kernels += 1
+                stream.num_kernels += 1
             stream.launched += 1
             _merge(stream.clock, self.host)
             stream.clock[stream] = stream.launched
-            if op.marker is not None:
-                op.marker.clock, op.marker.kernels = dict(stream.clock), stream.kernels
+            op.stream, op.clock, op.num_kernels = stream, dict(stream.clock), stream.num_kernels
             stream.queue.append(op)
             for memory, use in op.uses:
                 self._note(memory.accesses, replace(use, stream=stream, tick=stream.launched), stream.clock)
             op.uses = []  # which would keep the memory
+        return op
 
     def _note(self, accesses: list[Access], new: Access, clock: Clock) -> None:
         """Note a use of some memory, which every conflicting one must come before."""
@@ -249,11 +243,10 @@ class Device:
             elif op.kernel is not None:
                 with torch._C._DisableTorchDispatch(), torch.inference_mode():
                     op.kernel()
-            if op.marker is not None:
-                op.marker.is_done = True
+            op.is_done = True
             return True
 
-    def wait(self, marker: Marker) -> None:
+    def wait(self, marker: Op) -> None:
         """Let the host wait for a point in a stream: what has been launched runs until it is reached."""
         while not marker.is_done:
             self.host_s = time.monotonic()
@@ -333,7 +326,7 @@ class Stream:
         self.device = CUDA
         self.queue: deque[Op] = deque()
         self.clock: Clock = {}
-        self.launched = self.kernels = 0
+        self.launched = self.num_kernels = 0
         self.pool: ThreadPoolExecutor | None = None
         self.cuda_stream = len(self.owner.streams)
         self.owner.streams.append(self)
@@ -341,12 +334,10 @@ class Stream:
     def __repr__(self) -> str:
         return f"stream {self.cuda_stream}"
 
-    def mark(self) -> Marker:
+    def mark(self) -> Op:
         """A point behind all that has been launched here."""
-        marker = Marker({}, self)
         with stream_of(self):
-            self.owner.push(Op("mark", marker=marker))
-        return marker
+            return self.owner.push(Op("mark"))
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -373,7 +364,7 @@ class Event:
     """``torch.cuda.Event``."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.marker: Marker | None = None
+        self.marker: Op | None = None
         self.graph: Graph | None = None
         self.stream: Stream | None = None
         self.is_timed = enable_timing
@@ -395,7 +386,7 @@ class Event:
         if self.graph is not None or device.capturing is not None:
             device.fault("capture", "Event.synchronize makes the host wait")
         if self.marker is not None:
-            if not self.marker.is_done and self.marker.kernels == self.marker.stream.kernels:
+            if not self.marker.is_done and self.marker.num_kernels == self.marker.stream.num_kernels:
                 device.stalls[f"Event.synchronize at {_place()}"] += 1
             device.wait(self.marker)
 
@@ -434,7 +425,7 @@ class Graph:
 
     def take(self, op: Op, stream: Stream) -> None:
         """Capture an operation."""
-        if op.marker is not None or op.until is not None:
+        if op.kernel is None:
             return
         self.unjoined |= {stream} & (self.streams - {self.origin})
         for memory, use in op.uses:
@@ -484,15 +475,7 @@ class Graph:
     def reset(self) -> None:
         self.ops, self.is_reset = [], True
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        if pool is not None:
-            self.members = pool
-        self.members.append(weakref.ref(self))
-        self.origin = self.device.current
-        self.streams, self.device.capturing = {self.origin}, self
-
     def capture_end(self) -> None:
-        self.device.capturing = None
         if self.unjoined:
             self.device.fault("capture", f"{self.unjoined} had not been joined when it ended")
         for memory in (ref() for ref in self.owned):
@@ -507,12 +490,14 @@ def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mo
     for each in device.streams:
         device.wait(each.mark())
     with stream_of(stream or device.capture_stream):
-        graph.capture_begin(pool)
+        graph.members = graph.members if pool is None else pool
+        graph.members.append(weakref.ref(graph))
+        graph.origin = device.current
+        graph.streams, device.capturing = {graph.origin}, graph
         try:
             yield
-        except BaseException:
+        finally:
             device.capturing = None
-            raise
         graph.capture_end()
 
 

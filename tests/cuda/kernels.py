@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -145,9 +145,8 @@ def run(
     assert k.stride() == v.stride() and (lse is None or (lse.is_contiguous() and lse.dtype == torch.float32))
     if device.capturing is not None:
         device.capturing.before_replay[id(made.num_plans)] = _planned_anew(device, made.num_plans)
-    raws = [raw(x) for x in (*reads, out)]
-    raw_lse = None if lse is None else raw(lse)
-    device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, *raws, raw_lse), reads, writes)
+    raws = [raw(x) for x in (*reads, out, lse)]
+    device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, raws), reads, writes)
 
 
 def _planned_anew(device: Device, num_plans: list[int]) -> Any:
@@ -161,17 +160,14 @@ def _planned_anew(device: Device, num_plans: list[int]) -> Any:
     return check
 
 
-def raw(x: torch.Tensor) -> torch.Tensor:
-    """A tensor with the bytes on the host."""
+def raw(x: Any) -> Any:
+    """A tensor with the bytes on the host; what is none, as it is."""
     return x.raw if isinstance(x, Emulated) else x
 
 
-def _attend(
-    device: Device | Host, made: Plan, causal: bool, scale: float, w: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, qo: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, last: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:  # fmt: skip
+def _attend(device: Device | Host, made: Plan, causal: bool, scale: float, raws: Sequence[Any]) -> None:
     """The kernel: partial attention of every work item, then the merge of each tile's parts."""
+    w, q, k, v, qo, kv, pages, last, out, lse = raws
     ints = w[: w.numel() // 4 * 4].view(torch.int32)
     *layout, chunk, num_items = ints[:_HEAD].tolist()
     if layout != made.layout:

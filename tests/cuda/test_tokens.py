@@ -76,14 +76,15 @@ def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypat
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}]
 )
-def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sampling: dict[str, Any]) -> None:
-    """Nor is the device idle while it does: whenever an event is waited for, more work has been launched behind it."""
+def test_the_host_does_not_wait_in_a_step(model: Path, device: Device, sampling: dict[str, Any]) -> None:
+    """Nor is the device idle while it does in a steady one: when an event is waited for, there is work behind it."""
     with LLM(model, device="cuda", dtype="float16", **POOL) as llm:
         add_all(llm, max_tokens=16, **sampling)
+        device.syncs.clear()
         for _ in range(10):
             llm.engine.step()
-        for counts in (device.syncs, device.stalls, device.launches):
-            counts.clear()
+        device.stalls.clear()
+        device.launches.clear()
         for _ in range(4):
             llm.engine.step()
         assert device.launches["replay"] == 4
@@ -175,12 +176,3 @@ def serve_on_ranks(
             tokens = drive(Path(folder), **layout) if drives else serve(Path(folder), device="cuda", **layout)
         waits = [place for place in device.syncs if " at medha/parallel" in place]
         return tokens, device.faults, device.launches, waits
-
-
-def test_the_host_does_not_wait_at_a_first_penalised_draw(model: Path, device: Device) -> None:
-    with LLM(model, device="cuda", dtype="float16", **POOL) as llm:
-        add_all(llm, max_tokens=16, repetition_penalty=1.2)
-        device.syncs.clear()
-        for _ in range(10):
-            llm.engine.step()
-        assert device.syncs == {}

@@ -86,24 +86,6 @@ def test_fields_and_defaults(tmp_path: Path, changes: Fields, expected: Fields) 
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
-        ({"architectures": REMOVE, "model_type": "gpt2"}, ["model_type='gpt2'", "llama, mistral, qwen2, qwen3"]),
-        ({"architectures": REMOVE, "model_type": REMOVE}, ["model_type=None", "supported"]),
-        (
-            family("qwen3", layer_types=["full_attention", "linear_attention"]),
-            ["layer_types", "'linear_attention'", "accepted"],
-        ),
-        ({"layer_types": TWO_KINDS, "sliding_window": None}, ["layer_types", "sliding_window=None"]),
-    ],
-    ids=str,
-)
-def test_unsupported(tmp_path: Path, changes: Fields, parts: list[str]) -> None:
-    refused(tmp_path, UnsupportedModelError, changes, ["config.json", *parts], max_model_len=1)
-
-
 def test_fields_that_would_change_the_output(tmp_path: Path) -> None:
     for field, neutral in _NEUTRAL_VALUES.items():
         refused(tmp_path, UnsupportedModelError, {field: 0.7}, [f"{field}=0.7 changes the model's output", "null"])
@@ -121,9 +103,18 @@ def test_wrong_dimension(tmp_path: Path, field: str) -> None:
         refused(tmp_path, ConfigError, {field: value}, parts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
+REFUSED: dict[type[ConfigError], list[tuple[Fields, list[str]]]] = {
+    UnsupportedModelError: [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": REMOVE, "model_type": "gpt2"}, ["model_type='gpt2'", "llama, mistral, qwen2, qwen3"]),
+        ({"architectures": REMOVE, "model_type": REMOVE}, ["model_type=None", "supported"]),
+        (
+            family("qwen3", layer_types=["full_attention", "linear_attention"]),
+            ["layer_types", "'linear_attention'", "accepted"],
+        ),
+        ({"layer_types": TWO_KINDS, "sliding_window": None}, ["layer_types", "sliding_window=None"]),
+    ],
+    ConfigError: [
         ({"hidden_size": REMOVE}, ["hidden_size is missing", "accepted: an integer"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
         ({"head_dim": 15}, ["head_dim=15 is odd"]),
@@ -142,9 +133,12 @@ def test_wrong_dimension(tmp_path: Path, field: str) -> None:
         ({"eos_token_id": [1, -1]}, ["eos_token_id=[1, -1]"]),
         ({"layer_types": ["full_attention"]}, ["layer_types=", "a list of 2 names"]),
     ],
-)
-def test_wrong_field(tmp_path: Path, changes: Fields, parts: list[str]) -> None:
-    refused(tmp_path, ConfigError, changes, ["config.json", *parts])
+}
+
+
+@pytest.mark.parametrize(("error", "changes", "parts"), [(e, *row) for e, rows in REFUSED.items() for row in rows])
+def test_refused(tmp_path: Path, error: type[ConfigError], changes: Fields, parts: list[str]) -> None:
+    refused(tmp_path, error, changes, ["config.json", *parts], max_model_len=1)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])

@@ -94,33 +94,8 @@ def test_wrong_factor(tmp_path: Path, rope: Fields) -> None:
         refused(tmp_path, ConfigError, {"rope_scaling": {**rope, "factor": factor}}, parts)
 
 
-@pytest.mark.parametrize(
-    ("rope", "parts"),
-    [
-        ({"rope_type": "bogus"}, ["rope_type='bogus'", "default, linear, llama3, yarn"]),
-        ({"type": "mrope", "mrope_section": [16, 24, 24]}, ["rope_type='mrope'"]),
-        ({"factor": 2.0}, ["rope_type is missing"]),
-        ({"rope_type": "yarn"}, ["factor is missing"]),
-        ({"rope_type": "linear", "factor": 1e9}, ["factor=1000000000.0", "at most 2147483647 tokens"]),
-        ({**LLAMA3, "low_freq_factor": None}, ["low_freq_factor is missing"]),
-        ({**LLAMA3, "high_freq_factor": 1.0}, ["high_freq_factor=1", "above 1"]),
-        ({**YARN, "original_max_position_embeddings": 0}, ["original_max_position_embeddings=0"]),
-        ({**YARN, "attention_factor": -1.0}, ["attention_factor=-1.0"]),
-        ({**YARN, "beta_fast": 1, "beta_slow": 2}, ["beta_fast=1", "beta_slow=2"]),
-        ({**YARN, "truncate": 1}, ["truncate=1"]),
-        ({**YARN, "beta_fst": 1}, ["unknown key 'beta_fst'=1", "accepted: ", "beta_fast"]),
-        ({"rope_theta": 0}, ["rope_theta=0", "above 1"]),
-        ({**YARN, "type": "linear"}, ["type='linear'", "rope_type='yarn'", "disagree"]),
-        ("yarn", ["rope_scaling='yarn'", "an object or null"]),
-    ],
-)
-def test_wrong_rope(tmp_path: Path, rope: Any, parts: list[str]) -> None:
-    refused(tmp_path, ConfigError, {"rope_scaling": rope}, ["config.json: rope_scaling", *parts])
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
+REFUSED: dict[type[ConfigError], list[tuple[Fields, list[str]]]] = {
+    UnsupportedModelError: [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "length of the sequence"]),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
@@ -129,22 +104,36 @@ def test_wrong_rope(tmp_path: Path, rope: Any, parts: list[str]) -> None:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor=0.5"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["'full_attention'", "by layer"]),
     ],
-)
-def test_unsupported_rope(tmp_path: Path, changes: Fields, parts: list[str]) -> None:
-    refused(tmp_path, UnsupportedModelError, changes, parts)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}},
-        {"rope_scaling": YARN, "rope_parameters": LLAMA3},
-        {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-        {"rope_scaling": {**YARN, "rope_theta": 1e4}, "rope_parameters": {**YARN, "rope_theta": 1e6}},
+    ConfigError: [
+        ({"rope_scaling": {"rope_type": "bogus"}}, ["rope_type='bogus'", "default, linear, llama3, yarn"]),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["rope_type='mrope'"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["rope_type is missing"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["factor is missing"]),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 1e9}},
+            ["factor=1000000000.0", "at most 2147483647 tokens"],
+        ),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, ["low_freq_factor is missing"]),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor=1", "above 1"]),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, ["original_max_position_embeddings=0"]),
+        ({"rope_scaling": {**YARN, "attention_factor": -1.0}}, ["attention_factor=-1.0"]),
+        ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, ["beta_fast=1", "beta_slow=2"]),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, ["truncate=1"]),
+        ({"rope_scaling": {**YARN, "beta_fst": 1}}, ["unknown key 'beta_fst'=1", "accepted: ", "beta_fast"]),
+        ({"rope_scaling": {"rope_theta": 0}}, ["rope_theta=0", "above 1"]),
+        ({"rope_scaling": {**YARN, "type": "linear"}}, ["type='linear'", "rope_type='yarn'", "disagree"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling='yarn'", "an object or null"]),
+        ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}}, ["disagree"]),
+        ({"rope_scaling": YARN, "rope_parameters": LLAMA3}, ["disagree"]),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, ["disagree"]),
+        ({"rope_scaling": {**YARN, "rope_theta": 1e4}, "rope_parameters": {**YARN, "rope_theta": 1e6}}, ["disagree"]),
     ],
-)
-def test_generations_disagree(tmp_path: Path, changes: Fields) -> None:
-    refused(tmp_path, ConfigError, changes, ["config.json: rope_", "disagree"])
+}
+
+
+@pytest.mark.parametrize(("error", "changes", "parts"), [(e, *row) for e, rows in REFUSED.items() for row in rows])
+def test_refused(tmp_path: Path, error: type[ConfigError], changes: Fields, parts: list[str]) -> None:
+    refused(tmp_path, error, changes, [f"config.json: {next(iter(changes))}", *parts])
 
 
 def test_keys_of_another_type_have_no_effect(tmp_path: Path) -> None:
