@@ -57,22 +57,20 @@ def run(
     least, _, most = ranks.partition("-")
     numbers = range(int(least), int(most or least) + 1)
     num_failed = 0
-    workers = WorkerPool()
-    try:
-        for number, seed in enumerate(range(first, first + runs), start=1):
-            world = numbers[seed % len(numbers)]
-            failure = failure_of(draw(seed, world), workers)
-            if failure is not None:
-                num_failed += 1
-                _keep(seed, world, failure, workers)
-            if number % 20 == 0 or number == runs:
-                print(f"{number} of {runs}, to seed {seed}, {num_failed} failed", flush=True)
-            if number % _RENEWED_AFTER == 0:
-                workers.close()
-    except KeyboardInterrupt:
-        print(f"stopped; --first {seed} goes on from here", flush=True)
-    finally:
-        workers.close()
+    with closing(WorkerPool()) as workers:
+        try:
+            for number, seed in enumerate(range(first, first + runs), start=1):
+                world = numbers[seed % len(numbers)]
+                failure = failure_of(draw(seed, world), workers)
+                if failure is not None:
+                    num_failed += 1
+                    _keep(seed, world, failure, workers)
+                if number % 20 == 0 or number == runs:
+                    print(f"{number} of {runs}, to seed {seed}, {num_failed} failed", flush=True)
+                if number % _RENEWED_AFTER == 0:
+                    workers.close()
+        except KeyboardInterrupt:
+            print(f"stopped; --first {seed} goes on from here", flush=True)
     return int(num_failed > 0)
 
 

@@ -74,7 +74,7 @@ def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer],
             if not llm.is_driver:
                 llm.follow()
                 return [], []
-            answers = _Drive(case, llm.engine).run()
+            answers = _drive(case, llm.engine)
             memories = [llm.engine.scheduler.memory, llm.engine.hand_overs.largest]
             fits = [memory.max_request_tokens for memory in memories if memory is not None]
     if journal is not None and (found := replay(journal)).mismatch is not None:
@@ -153,65 +153,49 @@ class _Served:
         return self._answer if output.finished else None
 
 
-class _Drive:
-    """Takes a fresh engine, which is put on the case's time, through a case."""
-
-    def __init__(self, case: Case, engine: Engine) -> None:
-        self._case, self._engine = case, engine
-        self._timed = timed = _Timed(engine.runner, case)
-        engine.runner, engine._clock, engine._start = timed, lambda: timed.now_s, 0.0
-        engine.hand_overs._begin = timed.hand_over
-        self._pending = list(enumerate(case.asks))
-        self._served: dict[str, _Served] = {}
-        self._answers: dict[str, Answer] = {}
-        self._step = 0
-
-    def run(self) -> list[Answer]:
-        """Add, abort and step until all is done."""
-        # Within so many steps all could be computed several times, a token a step: somebody must have got a token.
-        patience = 200 + 5 * sum(ask.length + ask.max_tokens for ask in self._case.asks)
-        num_tokens: dict[str, int] = {}
-        last_step = 0
-        while self._pending or self._engine.has_unfinished:
-            self._add_and_abort()
-            for output in self._engine.step(wait_s=0.0):
-                self._take(output)
-            live = self._engine._live.items()
-            before = num_tokens
-            num_tokens = {key: sum(one.metrics.num_output_tokens for one in it.completions) for key, it in live}
-            last_step = last_step if num_tokens == before else self._step
-            if self._step - last_step > patience:
-                raise Failure("stall", f"no token in steps {last_step} to {self._step} for {list(num_tokens)}")
-            self._step += 1
-            if self._pending and not self._engine.has_unfinished:
-                self._step = max(self._step, self._pending[0][1].at)
-        if found := left_behind(self._engine):
-            raise Failure("left", f"behind when all is done: {found}")
-        return [self._answers[str(number)] for number in range(len(self._case.asks))]
-
-    def _add_and_abort(self) -> None:
-        while self._pending and self._pending[0][1].at <= self._step:
-            self._add(*self._pending.pop(0))
-        for key, served in self._served.items():
-            if served.ask.abort is not None and self._step - served.step >= served.ask.abort:
-                self._engine.abort(key)
-        if self._case.abandon == self._step:
-            self._engine.abandon()
-
-    def _add(self, number: int, ask: Ask) -> None:
-        prompt = {"prompt_token_ids": prompt_of(ask, self._case.model.vocab)}
-        slo = None if ask.slo is None else SLO(*ask.slo)
-        try:
-            self._engine.add_request(str(number), prompt, SamplingParams(**ask.params), slo=slo, priority=ask.priority)
-        except ValidationError as error:
-            self._answers[str(number)] = Answer(type(error).__name__)
-        else:
-            self._served[str(number)] = _Served(ask, self._step)
-
-    def _take(self, output: RequestOutput) -> None:
-        key = output.request_id
-        if key in self._answers or key not in self._served:
-            raise Failure("output", f"of request {key}, which has ended or was never taken")
-        answer = self._served[key].take(output)
-        if answer is not None:
-            self._answers[key] = answer
+def _drive(case: Case, engine: Engine) -> list[Answer]:
+    """Put a fresh engine on the case's time; then add, abort and step until all is done."""
+    timed = _Timed(engine.runner, case)
+    engine.runner, engine._clock, engine._start = timed, lambda: timed.now_s, 0.0
+    engine.hand_overs._begin = timed.hand_over
+    # Within so many steps all could be computed several times, a token a step: somebody must have got a token.
+    patience = 200 + 5 * sum(ask.length + ask.max_tokens for ask in case.asks)
+    pending = list(enumerate(case.asks))
+    served: dict[str, _Served] = {}
+    answers: dict[str, Answer] = {}
+    num_tokens: dict[str, int] = {}
+    step = last_step = 0
+    while pending or engine.has_unfinished:
+        while pending and pending[0][1].at <= step:
+            number, ask = pending.pop(0)
+            prompt = {"prompt_token_ids": prompt_of(ask, case.model.vocab)}
+            slo = None if ask.slo is None else SLO(*ask.slo)
+            try:
+                engine.add_request(str(number), prompt, SamplingParams(**ask.params), slo=slo, priority=ask.priority)
+            except ValidationError as error:
+                answers[str(number)] = Answer(type(error).__name__)
+            else:
+                served[str(number)] = _Served(ask, step)
+        for key, one in served.items():
+            if one.ask.abort is not None and step - one.step >= one.ask.abort:
+                engine.abort(key)
+        if case.abandon == step:
+            engine.abandon()
+        for output in engine.step(wait_s=0.0):
+            key = output.request_id
+            if key in answers or key not in served:
+                raise Failure("output", f"of request {key}, which has ended or was never taken")
+            answer = served[key].take(output)
+            if answer is not None:
+                answers[key] = answer
+        before, live = num_tokens, engine._live.items()
+        num_tokens = {key: sum(one.metrics.num_output_tokens for one in it.completions) for key, it in live}
+        last_step = last_step if num_tokens == before else step
+        if step - last_step > patience:
+            raise Failure("stall", f"no token in steps {last_step} to {step} for {list(num_tokens)}")
+        step += 1
+        if pending and not engine.has_unfinished:
+            step = max(step, pending[0][1].at)
+    if found := left_behind(engine):
+        raise Failure("left", f"behind when all is done: {found}")
+    return [answers[str(number)] for number in range(len(case.asks))]

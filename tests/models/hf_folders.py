@@ -34,8 +34,7 @@ LLAMA3: Fields = {
 
 
 def family(name: str, **changes: Any) -> Fields:
-    architecture = {"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[name]
-    return {"architectures": [architecture], "model_type": name, **changes}
+    return {"architectures": [f"{name.capitalize()}ForCausalLM"], "model_type": name, **changes}
 
 
 def load(folder: Path, changes: Fields | None = None, **options: Any) -> ModelConfig:

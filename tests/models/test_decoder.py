@@ -1,24 +1,21 @@
 """The decoder against transformers with the same random weights, whole, packed and in stages."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
 from medha.config import ModelConfig
-from medha.models import layers
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.hf_config import load_model_config
 from medha.models.layers import OWN_KERNELS, cos_sin, inverse_frequencies
+from medha.verify.kernels import dense_attention
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, random_prompt, reference_logits
+from tests.commands import run_python
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 40
@@ -50,8 +47,7 @@ def build(checkpoint: Checkpoint, layers: range | None = None) -> Decoder:
 
 
 def causal_attend(_: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-    heads_first = (x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return dense_attention(q_TNH, k_TKH, v_TKH, causal=True)[0].to(q_TNH.dtype)
 
 
 @torch.inference_mode()
@@ -66,12 +62,6 @@ def logits(stages: list[Decoder], ids: list[int]) -> torch.Tensor:
     return stages[-1].logits(x)
 
 
-def assert_logits_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, want, rtol=0, atol=RELATIVE * float(want.abs().max()))
-    assert torch.equal(got.argmax(-1), want.argmax(-1))
-
-
 # -- the whole model -------------------------------------------------------------------------------------------
 
 
@@ -83,9 +73,10 @@ def test_logits_of_transformers(checkpoint: Checkpoint, by: str) -> None:
         assert all("norm" in name or "embed_tokens" in name for name, _ in decoder.named_parameters())
     for length, seed in ((NUM_TOKENS, 1), (NUM_TOKENS, 2), (1, 2)):
         ids = random_prompt(length, seed=seed)
-        want = reference_logits(checkpoint.reference, ids)
-        assert want.shape == (length, VOCAB)
-        assert_logits_close(logits([decoder], ids), want)
+        got, want = logits([decoder], ids), reference_logits(checkpoint.reference, ids)
+        assert got.dtype == torch.float32 and want.shape == (length, VOCAB)
+        torch.testing.assert_close(got, want, rtol=0, atol=RELATIVE * float(want.abs().max()))
+        assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
 # -- stages ----------------------------------------------------------------------------------------------------
@@ -160,8 +151,6 @@ print(mebibytes() - before)
 
 def test_batches_of_many_lengths_take_no_more_memory_each() -> None:
     """oneDNN compiles a kernel for each number of rows: 0.2 MB each, of which it would keep 1,024 twice."""
-    environment = {name: value for name, value in os.environ.items() if name not in layers._KEPT_KERNELS}
-    found = subprocess.run(
-        [sys.executable, "-c", ROWS_OF_MANY_LENGTHS], env=environment, capture_output=True, text=True, check=True
-    )
-    assert float(found.stdout) < 40.0
+    done = run_python("-c", ROWS_OF_MANY_LENGTHS)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 40.0

@@ -17,15 +17,12 @@ from tests.models.hf_folders import LLAMA, LLAMA3, YARN, Fields, family, load, r
 
 def test_both_generations_read_alike(tmp_path: Path) -> None:
     for rope in (YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"}):
-        theta = {"rope_theta": 5e5}
-        new = load(tmp_path, {"rope_parameters": {**rope, **theta}})
-        assert load(tmp_path, {"rope_scaling": rope, **theta}) == new
-        assert load(tmp_path, {"rope_parameters": rope, **theta}) == new
-        renamed = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
-        assert load(tmp_path, {"rope_scaling": renamed, **theta}) == new
-        both = {"rope_scaling": renamed, "rope_parameters": {**rope, **theta}, **theta}
-        assert load(tmp_path, both) == new
+        whole = {"rope_parameters": {**rope, "rope_theta": 5e5}}
+        new = load(tmp_path, whole)
         assert new.rope.theta == 5e5
+        old = {"rope_scaling": {"type" if key == "rope_type" else key: value for key, value in rope.items()}}
+        for written in ({"rope_scaling": rope}, {"rope_parameters": rope}, old, old | whole):
+            assert load(tmp_path, {**written, "rope_theta": 5e5}) == new
 
 
 NO_ORIGINAL = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}

@@ -155,15 +155,6 @@ def test_the_worst_rank_is_shown() -> None:
     assert worst_of([[exact("a", "b", 0)]]) == [exact("a", "b", 0)]
 
 
-def output_of(prompt: list[int], rows_TV: torch.Tensor, tokens: list[int]) -> RequestOutput:
-    """An output with the given log-probabilities."""
-    entries = [
-        {i: Logprob(float(row[i]), rank=1) for i in row.topk(20).indices.tolist()} for row in rows_TV[len(prompt) - 1 :]
-    ]
-    completion = CompletionOutput(index=0, text=None, token_ids=tokens, logprobs=entries, finish_reason="length")
-    return RequestOutput("0", None, prompt, [completion], True, RequestMetrics(arrival=0.0))
-
-
 def test_parity_counts_wrong_tokens_and_log_probabilities() -> None:
     shape = random_llama(ParallelConfig(), "float32")
     weights = random_weights(shape, seed=0)
@@ -172,14 +163,19 @@ def test_parity_counts_wrong_tokens_and_log_probabilities() -> None:
         tokens.append(int(next_token_logprobs(shape, weights, [*prompt, *tokens])[-1].argmax()))
     rows_TV = next_token_logprobs(shape, weights, [*prompt, *tokens[:-1]])
 
-    def judged(output: RequestOutput) -> list[str]:
+    def judged(rows_TV: torch.Tensor, tokens: list[int]) -> list[str]:
+        """The verdicts on an output with these log-probabilities."""
+        rows = rows_TV[len(prompt) - 1 :]
+        entries = [{i: Logprob(float(row[i]), rank=1) for i in row.topk(20).indices.tolist()} for row in rows]
+        completion = CompletionOutput(index=0, text=None, token_ids=tokens, logprobs=entries, finish_reason="length")
+        output = RequestOutput("0", None, prompt, [completion], True, RequestMetrics(arrival=0.0))
         return [row.verdict for row in compared([output], shape, weights, what="x", limit=1e-4)]
 
-    assert judged(output_of(prompt, rows_TV, tokens)) == [PASS, PASS]
-    assert judged(output_of(prompt, rows_TV + 1e-3, tokens)) == [PASS, FAIL]
-    assert judged(output_of(prompt, rows_TV, [*tokens[:-1], (tokens[-1] + 1) % 512])) == [FAIL, PASS]
-    assert judged(output_of(prompt, rows_TV * float("nan"), tokens))[1] == FAIL
-    assert judged(output_of(prompt, rows_TV[:-1], tokens[:-1]))[0] == FAIL
+    assert judged(rows_TV, tokens) == [PASS, PASS]
+    assert judged(rows_TV + 1e-3, tokens) == [PASS, FAIL]
+    assert judged(rows_TV, [*tokens[:-1], (tokens[-1] + 1) % 512]) == [FAIL, PASS]
+    assert judged(rows_TV * float("nan"), tokens)[1] == FAIL
+    assert judged(rows_TV[:-1], tokens[:-1])[0] == FAIL
 
 
 def test_a_layout_that_the_needle_does_not_fit_is_not_run(tmp_path: Path) -> None:
