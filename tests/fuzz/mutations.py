@@ -82,9 +82,8 @@ def another_host_block(patch: Patch) -> None:
     move = HostCache.move
 
     def shifted(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> list[Wait]:
-        size = self._cache.block_size
-        places = [self.num_blocks * size - count + 1 for _, _, count in back]
-        return move(self, out, [(at, (host + size) % n, c) for (at, host, c), n in zip(back, places, strict=True)])
+        size, end = self._cache.block_size, self.num_blocks * self._cache.block_size + 1
+        return move(self, out, [(at, (host + size) % (end - count), count) for at, host, count in back])
 
     patch.setattr(HostCache, "move", shifted)
 

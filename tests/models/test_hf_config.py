@@ -15,6 +15,7 @@ from medha.models.hf_config import _NEUTRAL_VALUES, load_generation_config, load
 from tests.models.hf_folders import LLAMA, REMOVE, YARN, Fields, family, load, refused
 
 TWO_KINDS = ["full_attention", "sliding_attention"]
+NO_WINDOW = {"max_position_embeddings": 8192}  # which a window in effect would refuse
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, lambda path: path.symlink_to("gone"), os.mkfifo])
@@ -79,6 +80,12 @@ def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
         ({"bos_token_id": None, "eos_token_id": None}, {"bos_token_id": None, "eos_token_ids": ()}),
         ({"eos_token_id": [5, 7, 5], "bos_token_id": 0}, {"bos_token_id": 0, "eos_token_ids": (5, 7)}),
         ({"vocab_size": 2}, {"bos_token_id": 1, "eos_token_ids": ()}),
+        (family("mistral", sliding_window=None), NO_WINDOW),
+        (family("mistral", sliding_window=8192), NO_WINDOW),
+        (family("qwen2", use_sliding_window=False, sliding_window=512), NO_WINDOW),
+        (family("qwen2", use_sliding_window=True, sliding_window=None), NO_WINDOW),
+        (family("qwen2", use_sliding_window=True, sliding_window=512, max_window_layers=2), NO_WINDOW),
+        (family("qwen3", use_sliding_window=True, sliding_window=512, layer_types=["full_attention"] * 2), NO_WINDOW),
     ],
 )
 def test_fields_and_defaults(tmp_path: Path, changes: Fields, expected: Fields) -> None:
@@ -174,21 +181,6 @@ def test_window_in_effect(tmp_path: Path, changes: Fields, window: int) -> None:
     refused(tmp_path, UnsupportedModelError, changes, ["window"], max_model_len=window + 1)
     assert load(tmp_path, changes, max_model_len=window).max_position_embeddings == 8192
     load(tmp_path, {**changes, "max_position_embeddings": window})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        family("mistral", sliding_window=None),
-        family("mistral", sliding_window=8192),
-        family("qwen2", use_sliding_window=False, sliding_window=512),
-        family("qwen2", use_sliding_window=True, sliding_window=None),
-        family("qwen2", use_sliding_window=True, sliding_window=512, max_window_layers=2),
-        family("qwen3", use_sliding_window=True, sliding_window=512, layer_types=["full_attention"] * 2),
-    ],
-)
-def test_window_without_effect(tmp_path: Path, changes: Fields) -> None:
-    assert load(tmp_path, changes).max_position_embeddings == 8192
 
 
 # -- hf_overrides (A19) ----------------------------------------------------------------------------------------

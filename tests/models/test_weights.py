@@ -117,11 +117,6 @@ def test_file_that_shrinks_is_not_mapped(tmp_path: Path, when: str) -> None:
 # -- headers, which the library checks -------------------------------------------------------------------------
 
 
-def write_raw(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
-
-
 def entry(begin: int, end: int, *, dtype: Any = "F32", shape: Any = None) -> dict[str, Any]:
     shape = [(end - begin) // 4] if shape is None else shape
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
@@ -146,7 +141,8 @@ HEADERS: dict[str, tuple[bytes | dict[str, Any], bytes, int | None, str]] = {
 @pytest.mark.parametrize("case", HEADERS)
 def test_malformed_header(tmp_path: Path, case: str) -> None:
     header, data, length, reason = HEADERS[case]
-    write_raw(tmp_path / FILE, header, data, length)
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (tmp_path / FILE).write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     said = refused(tmp_path, reason)
     assert said.startswith(f"{FILE}: ") and len(said) < 1000
 
