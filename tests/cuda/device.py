@@ -37,8 +37,8 @@ import pytest
 import torch
 
 CUDA = torch.device("cuda", 0)
-Clock = dict[Any, int]
-"""By stream, how many of its operations are known to have ended."""
+Clock = Counter[Any]
+"""By stream, how many of its operations are known to have ended; ``|`` is what either of two clocks knows."""
 
 _IDLE_S = 5e-3  # of the host, after which the device runs on by itself where other ranks may wait for it
 
@@ -80,7 +80,7 @@ class Op:
     elsewhere: bool = False
     running: Future[None] | None = None
     stream: Any = None
-    clock: Clock = field(default_factory=dict)
+    clock: Clock = field(default_factory=Counter)
     num_kernels: int = 0
     is_done: bool = False
 
@@ -119,7 +119,7 @@ class Device:
         self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
-        self.host: Clock = {}
+        self.host: Clock = Counter()
         self.pinned: dict[int, Memory] = {}
         self.faults: list[str] = []
         self.syncs: Counter[str] = Counter()
@@ -177,9 +177,9 @@ class Device:
                 self.launches[op.name] += 1
                 stream.num_kernels += 1
             stream.launched += 1
-            _merge(stream.clock, self.host)
+            stream.clock |= self.host
             stream.clock[stream] = stream.launched
-            op.stream, op.clock, op.num_kernels = stream, dict(stream.clock), stream.num_kernels
+            op.stream, op.clock, op.num_kernels = stream, stream.clock.copy(), stream.num_kernels
             stream.queue.append(op)
             for memory, use in op.uses:
                 self._note(memory.accesses, replace(use, stream=stream, tick=stream.launched), stream.clock)
@@ -191,7 +191,7 @@ class Device:
         kept = []
         for old in accesses:
             meets = old.start < new.end and new.start < old.end
-            if meets and (old.writes or new.writes) and clock.get(old.stream, 0) < old.tick:
+            if meets and (old.writes or new.writes) and clock[old.stream] < old.tick:
                 who = new.name if new.stream is None else f"{new.name} on {new.stream}"
                 self.fault("race", f"{who} does not wait for {old.name} on {old.stream}")
             covered = new.start <= old.start and old.end <= new.end
@@ -218,7 +218,7 @@ class Device:
         return memory is not None and any(
             use.start < last and first < use.end and use.writes == by_writes
             for use in memory.accesses
-            if self.host.get(use.stream, 0) < use.tick
+            if self.host[use.stream] < use.tick
         )
 
     def _ready(self) -> list[Stream]:
@@ -256,7 +256,8 @@ class Device:
                 if not waits and not marker.is_done and not self._ready():
                     self.fault("race", "every stream waits for another")
                 time.sleep(1e-4)
-        _merge(self.host, marker.clock)
+        with self.lock:
+            self.host |= marker.clock
 
     def sync(self, what: str, *streams: Stream) -> None:
         """Let the host wait for all that streams have been given, by default the current one."""
@@ -291,8 +292,7 @@ class Device:
             return
         with self.lock:
             stream.launched += 1
-            clock = dict(stream.clock)
-            _merge(clock, self.host)
+            clock = stream.clock | self.host
             stream.queue.append(op)
             with contextlib.suppress(DeviceError):  # raised, it would be lost
                 clock[stream] = stream.launched
@@ -325,7 +325,7 @@ class Stream:
         self.owner = device if isinstance(device, Device) else now()
         self.device = CUDA
         self.queue: deque[Op] = deque()
-        self.clock: Clock = {}
+        self.clock: Clock = Counter()
         self.launched = self.num_kernels = 0
         self.pool: ThreadPoolExecutor | None = None
         self.cuda_stream = len(self.owner.streams)
@@ -349,8 +349,8 @@ class Stream:
         if graph is not None and (self in graph.streams or event.graph is graph):
             graph.join(self, event)
         elif marker is not None:
-            with stream_of(self):
-                _merge(self.clock, marker.clock)
+            with stream_of(self), self.owner.lock:
+                self.clock |= marker.clock
                 self.owner.push(Op("wait", until=marker))
 
     def wait_stream(self, other: Stream) -> None:
@@ -518,11 +518,6 @@ _devices: list[Device] = []
 def now() -> Device:
     """The device there is."""
     return _devices[-1]
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, tick in list(other.items()):
-        clock[stream] = max(clock.get(stream, 0), tick)
 
 
 def _place() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in _WAITING or is_mask:
         device.sync(name)
     if any(written) and all(r.alias_info is not None for r in returns):  # in place, or with out=
-        outs = [
-            args[i] if i < len(args) else kwargs[func._schema.arguments[i].name]
-            for i, is_written in enumerate(written)
-            if is_written
-        ]
+        given = [*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :])]
+        outs = list(compress(given, written))
         device.launch(name, lambda: func(*raw_args, **raw_kwargs), here, tree_flatten(outs)[0])
         return None if not returns else outs[0] if len(returns) == 1 else tuple(outs)
     is_empty = name.startswith(("empty", "new_empty"))

@@ -7,7 +7,6 @@ follows is held to the reference behind that very one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,11 +61,10 @@ def prompt_of(ask: Ask, vocab: int) -> list[int]:
 
 def write_checkpoint(model: Model, folder: Path) -> transformers.PreTrainedModel:
     """Write the checkpoint and its tokenizer; returns transformers' model of it in float32."""
-    dtype, options = getattr(torch, model.stored), {"tied": model.tied, "seed": model.seed} | model.shape
+    options = {"tied": model.tied, "seed": model.seed, "eos_token_id": list(model.eos) or None} | model.shape
+    dtype = getattr(torch, model.stored)
     made = make_checkpoint(folder, model.family, dtype=dtype, shard_size=model.shard_size, **options)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": list(model.eos) or None}))
     pieces = model.pieces
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=pieces[0]))
