@@ -12,10 +12,11 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,12 +71,7 @@ def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
     """The engine configuration that a command line leads to; no model is loaded."""
-    seen: list[EngineConfig] = []
-
-    def build_role(config: EngineConfig, **options: object) -> None:
-        seen.append(config)
-        raise ConfigError("no model is loaded here")
-
+    build_role = Mock(side_effect=ConfigError("no model is loaded here"))
     monkeypatch.setattr(medha.engine.build, "build_role", build_role)
     monkeypatch.setattr("medha.generate.__main__.own_ranks", lambda *_: nullcontext())
     monkeypatch.setattr("medha.generate.work._checked", lambda config, arrivals: arrivals)
@@ -83,7 +79,7 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
     def configure(*arguments: str) -> EngineConfig:
         done = run("--prompt", "x", *arguments)
         assert (done.code, "no model is loaded here" in done.err) == (2, True), done.err
-        return seen.pop()
+        return build_role.call_args.args[0]
 
     return configure
 
@@ -306,41 +302,41 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "x"], "ConfigError: no model; accepted: --model"),
-        (["{model}", "--model", "{model}", "--prompt", "x"], "ConfigError: the model is given twice: "),
-        (["{model}"], "ConfigError: neither of prompts and --requests given"),
-        (["{model}", "--prompt", "x", "--requests", "{requests}"], "ConfigError: both of prompts and --requests given"),
-        (["{model}", "--requests", "{tmp}/gone.jsonl"], "gone.jsonl: No such file or directory"),
-        (["{model}", "--prompt-file", "{tmp}/latin-1.txt"], "latin-1.txt: not UTF-8 at byte 2"),
-        (["{model}", "--prompt", "x", "--output", "{tmp}"], "Is a directory"),
-        (["{model}", "--requests", "{requests}", "--chat"], "ConfigError: --chat is for --prompt and --prompt-file"),
-        (["{model}", "--requests", "{requests}", "--output", "{requests}"], "which is read; accepted: another file"),
-        (["{model}", "--prompt", "x", "--output", "{tmp}/old.jsonl"], "old.jsonl is not empty; accepted: another file"),
-        (["{model}", "--prompt", "x", "--overwrite"], "ConfigError: --overwrite without --output"),
-        (["{model}", "--prompt", "x", "--resume", "--output", "{tmp}/o"], "ConfigError: --resume without --requests"),
+        ("--prompt x", "ConfigError: no model; accepted: --model"),
+        ("{model} --model {model} --prompt x", "ConfigError: the model is given twice: "),
+        ("{model}", "ConfigError: neither of prompts and --requests given"),
+        ("{model} --prompt x --requests {requests}", "ConfigError: both of prompts and --requests given"),
+        ("{model} --requests {tmp}/gone.jsonl", "gone.jsonl: No such file or directory"),
+        ("{model} --prompt-file {tmp}/latin-1.txt", "latin-1.txt: not UTF-8 at byte 2"),
+        ("{model} --prompt x --output {tmp}", "Is a directory"),
+        ("{model} --requests {requests} --chat", "ConfigError: --chat is for --prompt and --prompt-file"),
+        ("{model} --requests {requests} --output {requests}", "which is read; accepted: another file"),
+        ("{model} --prompt x --output {tmp}/old.jsonl", "old.jsonl is not empty; accepted: another file"),
+        ("{model} --prompt x --overwrite", "ConfigError: --overwrite without --output"),
+        ("{model} --prompt x --resume --output {tmp}/o", "ConfigError: --resume without --requests"),
         (
-            ["{model}", "--requests", "{requests}", "--resume", "--overwrite", "--output", "{tmp}/o"],
+            "{model} --requests {requests} --resume --overwrite --output {tmp}/o",
             "ConfigError: --overwrite and --resume given",
         ),
-        (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--timeline", "{tmp}/./o"], "which is written too"),
-        (["{model}", "--prompt", "x", "--hf-overrides", "[1]"], "ConfigError: hf_overrides"),
-        (["{model}", "--prompt", "x", "--journal", "{tmp}/gone/j"], "gone/j: No such file or directory"),
-        (["{model}", "--prompt", "x", "--log-level", "bogus"], "ConfigError: log_level='bogus'; accepted: debug, info"),
-        (["{model}", "--requests", "{requests}", "--top-p", "7"], "ValidationError: top_p=7.0; accepted"),
-        (["{model}", "--prompt", "x", "--max-tokens", "many"], "Invalid value for '--max-tokens': "),
-        (["{model}", "--prompt", "x", "-q", "awq"], "ConfigError: -q awq is not among medha's options: quantised"),
-        (["{model}", "--prompt"], "--prompt"),
+        ("{model} --prompt x --output {tmp}/o --timeline {tmp}/./o", "which is written too"),
+        ("{model} --prompt x --hf-overrides [1]", "ConfigError: hf_overrides"),
+        ("{model} --prompt x --journal {tmp}/gone/j", "gone/j: No such file or directory"),
+        ("{model} --prompt x --log-level bogus", "ConfigError: log_level='bogus'; accepted: debug, info"),
+        ("{model} --requests {requests} --top-p 7", "ValidationError: top_p=7.0; accepted"),
+        ("{model} --prompt x --max-tokens many", "Invalid value for '--max-tokens': "),
+        ("{model} --prompt x -q awq", "ConfigError: -q awq is not among medha's options: quantised"),
+        ("{model} --prompt", "--prompt"),
     ],
 )
 @pytest.mark.usefixtures("_loads_nothing")
 def test_bad_usage_is_one_line_before_the_model_is_loaded(
-    bare: Command, folder: Path, tmp_path: Path, arguments: list[str], message: str
+    bare: Command, folder: Path, tmp_path: Path, arguments: str, message: str
 ) -> None:
     requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
     (tmp_path / "old.jsonl").write_text(EARLIER)
     names = {"model": folder, "requests": requests, "tmp": tmp_path}
-    done = bare(*(argument.format(**names) for argument in arguments))
+    done = bare(*(argument.format(**names) for argument in arguments.split()))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith("error: ") and message in done.err
     assert (requests.read_text(), (tmp_path / "old.jsonl").read_text()) == ('{"prompt": "x"}\n', EARLIER)
@@ -349,22 +345,22 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{tmp}/gone"], "error: ModelLoadError: model '{tmp}/gone': no such folder"),
-        (["{model}", "--hf-overrides", '{{"hiden_size": 1}}'], "did you mean hidden_size?"),
-        (["{model}", "--max-model-len", "99999999"], "error: ConfigError: max_model_len=99999999"),
-        (["{model}", "--policy=larz"], "error: ConfigError: policy='larz'; accepted: edf, fcfs"),
-        (["{model}", "--profile", "{tmp}/gone"], "error: ConfigError: profile {tmp}/gone cannot be read"),
-        (["{model}", "--profile", "{tmp}/profile"], "{tmp}/profile was measured for something else: "),
-        pytest.param(["{model}", "--device", "cuda"], "error: ConfigError: device='cuda'", marks=NO_CUDA),
+        ("{tmp}/gone", "error: ModelLoadError: model '{tmp}/gone': no such folder"),
+        ('{model} --hf-overrides {{"hiden_size":1}}', "did you mean hidden_size?"),
+        ("{model} --max-model-len 99999999", "error: ConfigError: max_model_len=99999999"),
+        ("{model} --policy=larz", "error: ConfigError: policy='larz'; accepted: edf, fcfs"),
+        ("{model} --profile {tmp}/gone", "error: ConfigError: profile {tmp}/gone cannot be read"),
+        ("{model} --profile {tmp}/profile", "{tmp}/profile was measured for something else: "),
+        pytest.param("{model} --device cuda", "error: ConfigError: device='cuda'", marks=NO_CUDA),
     ],
 )
-def test_no_model_to_serve(bare: Command, folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_no_model_to_serve(bare: Command, folder: Path, tmp_path: Path, arguments: str, message: str) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text(EARLIER)
     (tmp_path / "profile").write_text(PLAIN.to_json())
     names = {"model": folder, "tmp": tmp_path}
     more = ["--prompt", "x", "--output", output, "--overwrite", "--log-level", "warning"]
-    done = bare(*(argument.format(**names) for argument in arguments), *more)
+    done = bare(*(argument.format(**names) for argument in arguments.split()), *more)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert message.format(**names) in done.err
     assert output.read_text() == EARLIER
@@ -462,10 +458,7 @@ def test_a_full_disk_ends_the_run(run: Command, option: str) -> None:
 
 
 def test_an_interrupt_while_the_model_is_loaded(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_role(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(medha.engine.build, "build_role", build_role)
+    monkeypatch.setattr(medha.engine.build, "build_role", Mock(side_effect=KeyboardInterrupt))
     assert run("--prompt", "x").code == 130
 
 
@@ -574,8 +567,9 @@ def test_a_terminal_shows_bar_rate_time_left_and_count(folder: Path, tmp_path: P
     with spawn(folder, *what, stdin=terminal, stdout=terminal, stderr=terminal) as process:
         os.close(terminal)
         seen = b""
-        while data := read_terminal(master):
-            seen += data
+        with suppress(OSError):  # Linux's way to say that the other end is closed
+            while data := os.read(master, 65536):
+                seen += data
         assert process.wait(LIMIT_S) == 0
     os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
@@ -586,13 +580,6 @@ def test_a_terminal_shows_bar_rate_time_left_and_count(folder: Path, tmp_path: P
     print(re.findall(r"\d+ tokens, TTFT [^\]]*", text))
     widths = [len(line) for line in re.split(r"[\r\n]+", text) if "tok/s" in line]
     assert widths and max(widths) <= 80
-
-
-def read_terminal(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # Linux's way to say that the other end is closed
-        return b""
 
 
 def test_log_level(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """``--resume``: what a batch that was cut short is like when it has been gone on with."""
 
-import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,12 @@ import pytest
 
 import medha.engine.build
 from medha.cli.command import run_app
-from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import read_requests
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
 from medha.generate.work import read_earlier
-from tests.commands import ENVIRONMENT, parse, wait_until, write_lines
+from tests.commands import parse, wait_until, write_lines
+from tests.generate.test_generate import spawn
 from tests.serving import Model
 
 ROWS = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i % 7, "temperature": 1.0} for i in range(24)]
@@ -40,13 +38,9 @@ def test_a_run_that_was_killed_goes_on(bytes_model: Model, tmp_path: Path) -> No
     assert generate(bytes_model.folder, *options, "--output", whole) == 0
     rows = [row if at < 12 else row | {"arrival_s": 1e5} for at, row in enumerate(ROWS)]  # it does not end before
     options[1] = write_lines(tmp_path / "slow.jsonl", *rows)
-    command = ["medha.generate", bytes_model.folder, *options, "--num-kv-blocks", "32", "--output", output]
-    words = [sys.executable, "-m", *map(str, command)]
-    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as process:
-        try:
-            wait_until(lambda: process.poll() is not None or (output.exists() and output.read_text().count("\n") >= 4))
-        finally:
-            process.kill()
+    slow = [bytes_model.folder, *options, "--num-kv-blocks", "32", "--output", output]
+    with spawn(*slow, stdout=subprocess.DEVNULL, stderr=None) as process:
+        wait_until(lambda: process.poll() is not None or (output.exists() and output.read_text().count("\n") >= 4))
     before = output.read_bytes()
     assert 4 <= before.count(b"\n") < len(ROWS)
     options[1] = requests
@@ -102,6 +96,9 @@ def test_nothing_left_loads_nothing(bytes_model: Model, tmp_path: Path, monkeypa
         ([line("other")], "line 1: id 'other' is not among the requests"),
         (["a note of mine"], r"line 1: .* is no output line"),
         ([line("r0")] * 2, "line 2: id 'r0' is there twice"),
+        ([{"id": "r0", "finish_reason": "stop", "outputs": None}], "line 1"),
+        ([{"id": "r0", "finish_reason": "stop", "outputs": 5}], "line 1"),
+        ([{"id": "r0", "finish_reason": "stop", "outputs": [1]}], "line 1"),
     ],
 )
 def test_another_file_is_left_alone(tmp_path: Path, lines: list[Any], message: str) -> None:
@@ -116,10 +113,3 @@ def test_arrivals_go_on_from_the_first_that_is_left(tmp_path: Path) -> None:
     earlier = read_earlier(write_lines(tmp_path / "out.jsonl", line("r0"), line("r1")), requests)
     assert [(a.request_id, a.arrival_s) for a in earlier.left(requests)] == [("r2", 0.0), ("r3", 10.0)]
     assert read_earlier(tmp_path / "gone.jsonl", requests).left(requests) == requests
-
-
-@pytest.mark.parametrize("outputs", [None, 5, [1]])
-def test_an_output_of_another_kind(tmp_path: Path, outputs: Any) -> None:
-    (tmp_path / "out.jsonl").write_text(json.dumps({"id": "a", "finish_reason": "stop", "outputs": outputs}) + "\n")
-    with pytest.raises(ConfigError, match="line 1"):
-        read_earlier(tmp_path / "out.jsonl", [Arrival("a", "x")])

@@ -23,6 +23,7 @@ from tests.commands import LIMIT_S
 from tests.serving import Model, random_ids
 
 PATH = "/v1/completions"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 Answered = tuple[int, Any, dict[str, str]]
 
 

@@ -84,6 +84,7 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command)
         ('[a]\nkey = "x"\nttft = 1', "[a] ttft=1; did you mean ttft_s?"),
         ('[a]\nkey = "x"\nttft_s = -1', "[a] ttft_s=-1; accepted: a finite number above 0"),
         ('[a]\nkey = "x"\n[b]\nkey = "x"', "two API keys are the same"),
+        ('[alice]\nkey = "k"\n[bob]\nkey = " k"', "two API keys are the same"),
         ("[a", "key file"),
         ("", "has no keys"),
         (["--api-key", ""], "key=''; accepted: text that is not empty"),
@@ -109,12 +110,17 @@ def test_what_a_key_decides_of_a_request() -> None:
     for key, priority in ((named, "realtime"), (Key("b", key="z"), "high")):
         with pytest.raises(ValidationError, match="or less urgent, with this API key"):
             key.check(None, priority)
+    spelt = Key("a", key="voilà")
+    assert key_of([spelt], b"Bearer voil\xc3\xa0".decode("latin-1")) is spelt
 
 
-def test_a_certificate_that_is_none(tmp_path: Path) -> None:
-    none = tmp_path / "none"
-    with bound("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="the server does not start"):
-        listening(print, listener, max_connections=1, ssl_certfile=none, ssl_keyfile=none).__enter__()
+def test_a_certificate_that_is_none_and_a_port_that_two_have_bound(tmp_path: Path) -> None:
+    with bound("127.0.0.1", 0) as one, bound("127.0.0.1", one.getsockname()[1]) as other:
+        one.listen()
+        none = dict.fromkeys(("ssl_certfile", "ssl_keyfile"), tmp_path / "none")
+        for listener, certificate in ((one, none), (other, {})):
+            with pytest.raises(ConfigError, match="the server does not start"):
+                listening(print, listener, max_connections=1, **certificate).__enter__()
 
 
 def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path) -> None:
@@ -166,22 +172,7 @@ def test_a_package_that_is_missing_is_named(command: Command, monkeypatch: pytes
     assert done.code == 2 and "the server needs uvicorn; install medha[serve]" in done.err
 
 
-def test_a_port_that_two_have_bound_is_said() -> None:
-    with bound("127.0.0.1", 0) as one, bound("127.0.0.1", one.getsockname()[1]) as other:
-        one.listen()
-        with pytest.raises(ConfigError, match="the server does not start"):
-            listening(print, other, max_connections=1).__enter__()
-
-
 def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("MEDHA_API_KEY", " ")
     done = command("serve", "/nowhere", "--port", "0")
     assert done.code == 2 and "MEDHA_API_KEY is empty" in done.err
-
-
-def test_keys_are_compared_without_blanks_about_them(tmp_path: Path) -> None:
-    (tmp_path / "keys.toml").write_text('[alice]\nkey = "k"\n[bob]\nkey = " k"\n')
-    with pytest.raises(ConfigError, match="two API keys are the same"):
-        load_keys([], tmp_path / "keys.toml")
-    key = Key("a", key="voilà")
-    assert key_of([key], b"Bearer voil\xc3\xa0".decode("latin-1")) is key

@@ -17,11 +17,10 @@ from medha.engine import explain
 from medha.params import SamplingParams
 from medha.serve import service, web
 from tests.commands import LIMIT_S, wait_until
-from tests.serve.conftest import Server, Start, asked, sent
+from tests.serve.conftest import HEALTH, Server, Start, asked, sent
 from tools.serve_overhead import Timetable, make_engine
 
 NUM_IDLE, NUM_STREAMS, NUM_TOKENS = 1000, 256, 400
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @pytest.fixture
