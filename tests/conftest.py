@@ -26,10 +26,11 @@ settings.load_profile("any speed")
 
 
 def pytest_configure() -> None:
-    """Keep huggingface_hub, which test modules import before any fixture, off the network; and do not ignore Ctrl-C, as
-    what a shell starts in the background does."""
+    """Keep huggingface_hub, which test modules import before any fixture, off the network; do not ignore Ctrl-C, as
+    what a shell starts in the background does; and compute on one thread."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -49,11 +50,6 @@ def _same_process_after() -> Iterator[None]:
     signal.signal(signal.SIGINT, interrupt)
     logger.handlers[:] = handlers
     logger.setLevel(level)
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
     torch.set_num_threads(1)
 
 

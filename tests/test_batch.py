@@ -114,18 +114,9 @@ def test_parts_make_the_whole(runs: list[tuple[int, int]], holders: list[int]) -
 
 def test_layout_of_the_integers() -> None:
     # Ranks of different builds must agree on it: header, rows (flags: 1 decode, 2 samples, 4 dealt), frees, the rest.
-    assert BATCH.to_ints() == array(
-        "i",
-        [
-            *(7, 3, 2, 2, 0, 0, 0, 0, 0),
-            *(2, 40, 1, 3, 0, 1),
-            *(0, 0, 16, 0, 0, 1),
-            *(1, 16, 4, 2, 0, 1),
-            *(3, 4),
-            *(0, 5, 2, 0),
-            *(1, 9, 1, 0),
-        ],
-    )
+    header = (7, 3, 2, 2, 0, 0, 0, 0, 0)
+    rows = [*(2, 40, 1, 3, 0, 1), *(0, 0, 16, 0, 0, 1), *(1, 16, 4, 2, 0, 1)]
+    assert BATCH.to_ints() == array("i", [*header, *rows, *(3, 4), *(0, 5, 2, 0), *(1, 9, 1, 0)])
     assert SHARED.to_ints()[9:21] == array("i", [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1)])
     more = [*(0, 8, 0, 2), *(1, 5, 7, 1), *(0, 3, 2, 3), *(7, 1, 64, 32), *(1, 3, 4, 16)]
     found = dataclasses.replace(SWAPPED, shared=(Shared(7, 1, 64, 32),), copies=(Copy(1, 3, 4, 16),))

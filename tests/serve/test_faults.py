@@ -177,8 +177,6 @@ NAMES = (
     *("prompt", "messages", "model", "max_tokens", "temperature", "stream", "stream_options", "n", "stop", "logprobs"),
     *("logit_bias", "slo", "priority", "tools", "prompt_token_ids", "seed", "response_format", "explain", "best_of"),
 )
-
-
 NUM_MALFORMED = int(os.environ.get("MEDHA_MALFORMED_BODIES", 400))
 
 

@@ -112,13 +112,16 @@ def test_top_logprobs_have_the_drawn_token_and_parts_of_a_character_no_bytes() -
     assert chat is not None and [its["bytes"] for its in chat["content"]] == [[98], None]
 
 
-def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="model", prompt="hello", max_tokens=3, temperature=0, logprobs=1)
+def test_logprobs_of_a_completion_and_of_its_stream(client: openai.OpenAI) -> None:
+    given: Any = {"model": "model", "prompt": "hello", "max_tokens": 40, "temperature": 0, "logprobs": 1}
+    answer = client.completions.create(**given)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
     assert "".join(logprobs.tokens) == answer.choices[0].text or "�" in answer.choices[0].text
-    assert len(logprobs.token_logprobs or ()) == len(logprobs.top_logprobs or ()) == 3
+    assert len(logprobs.token_logprobs or ()) == len(logprobs.top_logprobs or ()) == 40
     assert logprobs.text_offset[0] == 0
+    pieces = [one.choices[0].logprobs for one in client.completions.create(**given, stream=True)]
+    assert [at for piece in pieces if piece is not None for at in piece.text_offset or ()] == logprobs.text_offset
 
 
 def test_200_streams_at_once_have_the_tokens_of_the_engine_alone(server: Server, bytes_model: Model) -> None:
@@ -174,14 +177,6 @@ def test_the_needle_is_found_over_http(needle: Model) -> None:
         chat = client.chat.completions.create(model="model", messages=messages, max_tokens=20, temperature=0)
         assert chat.choices[0].message.content == ANSWER
         assert [model.id for model in client.models.list()] == ["model"]
-
-
-def test_offsets_of_a_stream_are_those_of_the_whole(server: Server) -> None:
-    body = asked(5, 40, logprobs=1)
-    whole = server.post(PATH, body)[1]["choices"][0]["logprobs"]["text_offset"]
-    events = [one for one in server.events(PATH, body | {"stream": True}) if isinstance(one, dict)]
-    choices = [one for event in events for one in event["choices"] if one["logprobs"]]
-    assert [at for one in choices for at in one["logprobs"]["text_offset"]] == whole
 
 
 def test_logprobs_without_a_tokenizer_name_ids(bytes_model: Model) -> None:

@@ -22,7 +22,6 @@ from medha.workload.synth import ARRIVALS, named_lengths, synthesize
 from tests.commands import Command, without_torch
 
 SMALL = ("--workload", "uniform:100-900,1-20", "--num-requests", 20, "--qps", 5)
-TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,100,3\n0.5,200,4\n1.0,5000,5\n"
 
 
 def test_a_run_prints_and_writes_its_figures(command: Command, tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_several_systems_and_rates_are_compared(command: Command, tmp_path: Path
 def test_a_trace_brings_its_own_requests_and_objectives(command: Command, tmp_path: Path) -> None:
     """A request that never fits is a failure."""
     plain, own = tmp_path / "plain.csv", tmp_path / "own.jsonl"
-    plain.write_text(TRACE)
+    plain.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,100,3\n0.5,200,4\n1.0,5000,5\n")
     slo_s = np.array([5.0, math.nan, math.nan, 5.0])
     write_trace(own, replace(synthesize("fixed:100,9", "uniform", qps=1, num_requests=4), ttft_slo_s=slo_s))
 

@@ -35,13 +35,9 @@ def byte_level(adds_bos: bool = False) -> tokenizers.Tokenizer:
 
 def panicking() -> tokenizers.Tokenizer:
     """Bytes, and a pattern that takes exponentially long for :data:`PANIC`: the library panics."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend = byte_level()
     split = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
     return backend
 
 

@@ -39,13 +39,14 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
     assert load_tokenizer(tmp_path) is None
     bare = load_tokenizer(save(tmp_path, byte_level(), {"eos_token": "not in the vocabulary"}))
     assert (bare.eos_token_id, bare.bos_token_id, bare.chat_template) == (None, None, None)
-    named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
-    config = {"bos_token": {"content": "<|bos|>"}, "chat_template": named}
+    named = {"tool": "T", "default": "D", "tool_use": "T{{ tools|length }}"}
+    templates = [{"name": name, "template": template} for name, template in named.items()]
+    config = {"bos_token": {"content": "<|bos|>"}, "chat_template": templates}
     special_map = {"bos_token": "<|im_end|>", "eos_token": "<|eot_id|>"}
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config, special_map))
     ids = tokenizer.backend.token_to_id
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids("<|bos|>"), ids("<|eot_id|>"))
-    assert tokenizer.encode_chat(CHAT)[0] == "D"
+    assert (tokenizer.encode_chat(CHAT, tools=[{}])[0], tokenizer.encode_chat(CHAT)[0]) == ("T1", "D")
     assert not caplog.records
     (tmp_path / "chat_template.jinja").write_text("F")
     assert load_tokenizer(tmp_path).encode_chat(CHAT)[0] == "F"
@@ -205,13 +206,6 @@ def test_special_text_of_one_character_is_refused() -> None:
     assert chat_ids(tokenizer, [{"role": "user", "content": "ab"}])[-1] in tokenizer.special_ids
     with pytest.raises(ValidationError, match=r"^messages hold '\u25c0', a special token of tokenizer"):
         tokenizer.encode_chat([{"role": "user", "content": "a\u25c0b"}])
-
-
-def test_tools_take_the_template_that_is_for_them(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T{{ tools|length }}"}]
-    loaded = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": named}))
-    assert loaded is not None
-    assert (loaded.encode_chat(CHAT, tools=[{}])[0], loaded.encode_chat(CHAT)[0]) == ("T1", "D")
 
 
 def test_a_file_on_which_the_library_panics(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -84,13 +85,9 @@ def test_round_trip(trace: Trace, packed: bool) -> None:
 
 
 def test_azure_times(tmp_path: Path) -> None:
-    for times, found_s in (
-        (("2023-11-16 18:15:46.6805900", "2023-11-16 18:15:46.6805912", "2023-11-16T18:15:47"), [0.0, 1e-6, 0.31941]),
-        (
-            ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 02:00:01.009930+02:00", "2024-05-10 00:00:02Z"),
-            [0.0, 1.0, 1.99007],
-        ),
-    ):
+    local = ("2023-11-16 18:15:46.6805900", "2023-11-16 18:15:46.6805912", "2023-11-16T18:15:47")
+    zoned = ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 02:00:01.009930+02:00", "2024-05-10 00:00:02Z")
+    for times, found_s in ((local, [0.0, 1e-6, 0.31941]), (zoned, [0.0, 1.0, 1.99007])):
         path = write(tmp_path / "a.csv", AZURE + "".join(f"{time},374,44\n" for time in times))
         assert read_trace(path).trace.arrival_s.tolist() == found_s
 
@@ -104,12 +101,8 @@ def test_azure_times_count_from_the_earliest(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_burstgpt_of_both_releases(tmp_path: Path) -> None:
-    first = write(
-        tmp_path / "1.csv",
-        BURSTGPT
-        + "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,API log\n118.5,GPT-4,417,276.0,693,x\n",
-    )
-    reading = read_trace(first)
+    lines = "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,API log\n118.5,GPT-4,417,276.0,693,x\n"
+    reading = read_trace(write(tmp_path / "1.csv", BURSTGPT + lines))
     assert (reading.format, reading.num_dropped) == ("burstgpt", 1)
     assert reading.trace.arrival_s.tolist() == [5.0, 118.5]
     assert reading.trace.output_tokens.tolist() == [18, 276]
@@ -270,11 +263,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_former_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(row: Row) -> str:
-        raise OSError(28, "No space left on device")
-
     path = write(tmp_path / "a.jsonl", "former")
-    monkeypatch.setattr("medha.workload.io.medha_line", full)
+    monkeypatch.setattr("medha.workload.io.medha_line", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         write_trace(path, Trace(np.zeros(1), np.ones(1, int), np.ones(1, int)))
     assert path.read_text() == "former"
