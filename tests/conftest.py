@@ -14,11 +14,9 @@ from medha.__main__ import app
 from medha.cli.command import run_app
 from medha.cpu import library
 from medha.models.needle import write_needle
-from tests.commands import Command, Done
+from tests.commands import LIMIT_S, Command, Done
 from tests.parallel.workers import WorkerPool
 from tests.serving import Case, Model, load_model, make_byte_model, make_case
-
-_END_S = 300.0
 
 # How long examples take is the machine's affair.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,7 +35,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Show where the end of the process hangs, if it does, and end it: no limit of a test covers that. A worker of
     xdist stays until all others are done, and is ended by the first process."""
     if not hasattr(config, "workerinput"):
-        faulthandler.dump_traceback_later(_END_S, exit=True)
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
 
 
 @pytest.fixture(autouse=True)

@@ -144,8 +144,7 @@ def test_bad_chat_template_fails_chats_alone(folder: Path, template: str, reason
 
 
 def test_a_tied_model_with_a_head_of_its_own(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    edit_json(folder / "config.json", tie_word_embeddings=True)
     rewrite(folder, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] + 1}))
     with pytest.raises(WeightsError, match=r"tie_word_embeddings=True, but lm_head\.weight is another"):
         LLM(folder, **OPTIONS)

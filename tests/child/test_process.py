@@ -126,9 +126,8 @@ child.ask(b"{message}")
 input()
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    ) as parent:
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert is_there(pid)

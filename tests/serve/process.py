@@ -7,10 +7,10 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from tests.commands import ENVIRONMENT, LIMIT_S, wait_until
 
@@ -19,9 +19,9 @@ class Process:
     """Runs a command that serves, its log in a file, from which its port is read where it is not known; killed at the
     end of the context."""
 
-    def __init__(self, log: Path | TextIO, command: list[str], *, port: int = 0) -> None:
-        self.log = log if isinstance(log, Path) else Path(log.name)
-        with nullcontext(log) if not isinstance(log, Path) else log.open("w") as file:
+    def __init__(self, log: Path, command: list[str], *, port: int = 0) -> None:
+        self.log = log
+        with log.open("w") as file:
             self.process = subprocess.Popen(command, stderr=file, stdout=file, env=ENVIRONMENT)
         self.port = port
         try:

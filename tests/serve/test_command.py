@@ -153,11 +153,7 @@ def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path)
 def test_a_log_that_cannot_be_written_loses_no_request(bytes_model: Model, tmp_path: Path) -> None:
     """The disk that holds it is full: the server says at the start what it can, and serves on."""
     command = [sys.executable, "-m", "medha.serve", bytes_model.folder, *SMALL, "--log-level", "debug", "--port"]
-    with (
-        reserved_port() as port,
-        open("/dev/full", "w") as full,
-        Process(full, [*map(str, command), str(port)], port=port) as server,
-    ):
+    with reserved_port() as port, Process(Path("/dev/full"), [*map(str, command), str(port)], port=port) as server:
         for _ in range(3):
             told = json.loads(server.complete("hello", 5).read())
             assert told["usage"]["completion_tokens"] == 5

@@ -28,7 +28,6 @@ from tests.commands import run_python
 from tests.sched.costs import FREE
 
 SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
-SYSTEMS = ("lars", "fcfs", "sarathi", "vllm", "orca", "static")
 
 
 def one_replica(system: str = "sarathi", *, spp: int = 1, kvp: int = 1, **options: object) -> Replica:
@@ -76,7 +75,7 @@ def traces(draw: st.DrawFn, *, max_output: int = 12) -> Trace:
 @st.composite
 def replicas(draw: st.DrawFn) -> Replica:
     """One to three stages, one or two groups, memory for all or hardly for one, given away once or twice."""
-    system = draw(st.sampled_from(SYSTEMS))
+    system = draw(st.sampled_from(("lars", "fcfs", "sarathi", "vllm", "orca", "static")))
     kvp = draw(st.sampled_from((1, 1, 2)))
     replica = one_replica(
         system,

@@ -10,20 +10,16 @@ from medha.workload import cli
 from medha.workload.formats import FORMATS
 from medha.workload.io import read_trace
 from medha.workload.synth import ARRIVALS, named_lengths
-from tests.commands import Command, without_torch
+from tests.commands import Command, without_torch, write_lines
 
 VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
-MOONCAKE = "".join(
-    json.dumps({"timestamp": i * 500, "input_length": 10 * i + 1, "output_length": 3, "hash_ids": [0, i]}) + "\n"
-    for i in range(5)
-)
 
 
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Path:
-    path = tmp_path / "mooncake.jsonl"
-    path.write_text(MOONCAKE)
-    return path
+    more = {"output_length": 3}
+    rows = [{"timestamp": i * 500, "input_length": 10 * i + 1, "hash_ids": [0, i], **more} for i in range(5)]
+    return write_lines(tmp_path / "mooncake.jsonl", *rows)
 
 
 @pytest.fixture

@@ -64,6 +64,9 @@ def test_slices_windows_and_scales() -> None:
     for wrong, qps in ((trace, 0.0), (trace, math.nan), (trace[1:3], 1.0)):
         with pytest.raises(ConfigError, match="accepted"):
             wrong.scaled(qps)
+    for duration_s in (math.nan, math.inf, -1.0, 0.0):
+        with pytest.raises(ConfigError, match=r"duration_s=.*; accepted: a finite number above 0"):
+            trace.first(None, duration_s)
 
 
 def test_rows() -> None:
@@ -90,9 +93,3 @@ def test_stats() -> None:
     assert trace_stats(same)["prefix_reuse"] == 1024 / 2330  # of whole blocks of 512, two came before
     single = trace_stats(make_trace([3.0]))
     assert [single[name] for name in ("first_arrival_s", "qps", "gap_cv", "burstiness")] == [3.0, None, None, None]
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0.0])
-def test_a_wrong_duration(wrong: float) -> None:
-    with pytest.raises(ConfigError, match=r"duration_s=.*; accepted: a finite number above 0"):
-        make_trace([0.0, 1.0]).first(None, wrong)
