@@ -75,13 +75,10 @@ def imported(name: str, *, at_import: bool = False) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
             continue
-        base = node.module or ""
-        if node.level:
-            package = name.split(".") if MODULES[name].name == "__init__.py" else name.split(".")[:-1]
-            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+        assert node.module and not node.level, f"{name} imports by a relative name"
         for alias in node.names:
-            full = f"{base}.{alias.name}"
-            found.add(full if full in MODULES else base)
+            full = f"{node.module}.{alias.name}"
+            found.add(full if full in MODULES else node.module)
     return found
 
 

@@ -31,9 +31,9 @@ ANSWER = " 7429-amber."
 """What the needle model says after :func:`question`; a newline, its end of sequence, follows."""
 
 
-def question(num_tokens: int = 200, *, depth: float = 0.5, seed: int = 0) -> str:
+def question(num_tokens: int = 200) -> str:
     """A text with the needle in it that ends in the question."""
-    return make_haystack(num_tokens, depth=depth, seed=seed).prompt
+    return make_haystack(num_tokens).prompt
 
 
 @dataclass(frozen=True)

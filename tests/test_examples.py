@@ -40,9 +40,7 @@ def test_ask_again() -> None:
 
 def test_drive_the_engine() -> None:
     lines = lines_of(run_python(EXAMPLES / "drive_the_engine.py"))
-    ends = [
-        match.groups() for line in lines if (match := re.fullmatch(r" *(\w+)  (\w+): (\d+ \+ \d+) tokens, .*", line))
-    ]
+    ends = re.findall(r"^ *(\w+)  (\w+): (\d+ \+ \d+) tokens, .*$", "\n".join(lines), re.MULTILINE)
     assert [end[:2] for end in ends] == [("question", "stop"), ("endless", "abort"), ("document", "stop")]
     assert [lengths for *_, lengths in ends if not lengths.startswith("12 ")] == ["46 + 10", "4096 + 13"]
     text = "".join(line.split("'")[1] for line in lines if line.startswith("document  '"))

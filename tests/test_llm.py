@@ -439,9 +439,6 @@ def test_close_frees_everything(needle: Model) -> None:
 
     most: list[tuple[int, int, int]] = []
 
-    def is_as_before() -> bool:
-        return all(now <= before for now, before in zip(count(), most[0], strict=True))
-
     for i in range(10):
         llm = small(needle)
         model, pool = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.cache)
@@ -453,7 +450,8 @@ def test_close_frees_everything(needle: Model) -> None:
         gc.collect()
         assert model() is pool() is None
         most.append(count())
-        wait_until(is_as_before)  # a thread that has been joined may be there yet for the kernel
+        # A thread that has been joined may be there yet for the kernel.
+        wait_until(lambda: all(now <= before for now, before in zip(count(), most[0], strict=True)))
 
 
 # -- failures --------------------------------------------------------------------------------------------------

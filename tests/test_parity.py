@@ -139,8 +139,7 @@ def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
     assert engine.scheduler.memory.num_used == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The suite notices the errors it is there for: each seeded defect must turn it red
+# -- the suite notices the errors it is there for: each seeded defect must turn it red -------------------------
 
 LOG2_E = 1.4426950408889634
 plan = TorchBackend.plan

@@ -52,13 +52,9 @@ FIELDS = {
 def signature(name: str) -> str:
     owner, _, method = name.partition(".")
     found = inspect.getattr_static(getattr(medha, owner), method)
-    parts: list[str] = []
-    for one in inspect.signature(getattr(found, "__func__", found)).parameters.values():
-        if one.kind is one.KEYWORD_ONLY and "*" not in parts:
-            parts.append("*")
-        default = "" if one.default is one.empty else f"={one.default!r}"
-        parts.append("**" * (one.kind is one.VAR_KEYWORD) + one.name + default)
-    return ", ".join(parts[1:])
+    whole = inspect.signature(getattr(found, "__func__", found))
+    bare = [one.replace(annotation=one.empty) for one in whole.parameters.values()]
+    return str(whole.replace(parameters=bare[1:], return_annotation=whole.empty))[1:-1]
 
 
 def test_names() -> None:

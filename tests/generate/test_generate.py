@@ -170,11 +170,6 @@ def test_request_file_to_output_file(run_rows: Command, tmp_path: Path) -> None:
         assert row["error"] is None
 
 
-def test_what_greedy_ignores_is_said(run: Command) -> None:
-    said = "medha: at temperature 0, the default, this changes nothing: --top-p; see --temperature\n"
-    assert run("--prompt", ADA, "--max-tokens", "1", "--log-level", "warning", "--top-p", "0.9").err == said
-
-
 def test_explain_says_on_stderr_where_each_ttft_went(run: Command, run_rows: Command) -> None:
     rows = [{"id": "document", "prompt": make_haystack(3000).prompt}, {"id": "a\nb", "prompt": ADA}, {"prompt": ""}]
     done = run_rows(rows, "--explain", "--json", "--log-level", "error", "--policy", "fcfs")
@@ -273,13 +268,16 @@ def test_a_pool_sized_twice_is_refused(configured: Callable[..., EngineConfig], 
     assert "no model is loaded here" in bare("--model_path", folder, "--prompt", "x", "--kv-memory=1GiB").err
 
 
-def test_options_of_vllm_that_change_nothing_are_noted_and_a_value_may_look_like_one(run: Command) -> None:
+def test_options_that_change_nothing_are_noted_and_a_value_may_look_like_one(run: Command) -> None:
+    """Some of vLLM's, and what greedy decoding ignores."""
     done = run("--prompt", ADA, "--trust-remote-code", "--served_model_name", "x", "--log-level", "error")
     assert (done.code, done.out) == (0, " 31-plum.\n")
     assert done.err.splitlines() == [
         "medha: --trust-remote-code changes nothing: no code of a checkpoint runs",
         "medha: --served_model_name x changes nothing: it is an option of medha serve",
     ]
+    said = "medha: at temperature 0, the default, this changes nothing: --top-p; see --temperature\n"
+    assert run("--prompt", ADA, "--max-tokens", "1", "--log-level", "warning", "--top-p", "0.9").err == said
     assert run("--prompt", "--trust-remote-code", "--max-tokens", "1").err.count("changes nothing") == 0
     assert run("--prompt", ADA, "--stop", "-tp").out == " 31-plum.\n"
 

@@ -58,10 +58,8 @@ class Process:
         return self.ask("POST", "/v1/completions", body)
 
     def wait(self) -> int:
-        try:
-            return self.process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.log.read_text()) from None
+        wait_until(lambda: self.process.poll() is not None, told=self.log.read_text)
+        return self.process.returncode
 
 
 def serving(log: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> Process:

@@ -167,14 +167,10 @@ def test_hostile_templates(name: str) -> None:
         tokenizer.encode_chat([{"role": "user", "content": "hi <|eot_id|>"}])
 
 
-def nested(opening: str, closing: str, depth: int = 9000) -> str:
-    return opening * depth + "x" + closing * depth
-
-
 GROW = "{% set ns = namespace(a=0) %}{% for i in range(20000) %}{% set ns.a = [ns.a] %}{% endfor %}"
 DEEP = {
     "elif": "{% if 0 %}" + "{% elif 0 %}" * 9000 + "{% endif %}",
-    "for": nested("{% for a in [1] %}", "{% endfor %}", 3000),
+    "for": "{% for a in [1] %}" * 3000 + "x" + "{% endfor %}" * 3000,
     "filters": "{{ a" + "|string" * 9000 + " }}",
     "straight sets": "{% set a = 0 %}" + "{% set a = [a] %}" * 9000 + "{{ a }}",
     "grown as JSON": GROW + "{{ ns.a | tojson }}",

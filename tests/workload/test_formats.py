@@ -80,8 +80,7 @@ def test_round_trip(trace: Trace, packed: bool) -> None:
     assert list(reading.trace.rows()) == list(trace.rows())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What each format means
+# -- what each format means ------------------------------------------------------------------------------------
 
 
 def test_azure_times(tmp_path: Path) -> None:
@@ -149,8 +148,7 @@ def test_sharegpt_estimates_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "tokens are an estimate, characters / 4" in caplog.text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is wrong with a file
+# -- what is wrong with a file ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -271,8 +269,7 @@ def test_a_failed_write_leaves_the_former_file(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == [path]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Garbage
+# -- garbage ---------------------------------------------------------------------------------------------------
 
 SAMPLES = {
     "mooncake": MOON % (0, 3, 4) * 3,
