@@ -438,7 +438,6 @@ def test_close_frees_everything(needle: Model) -> None:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
 
     most: list[tuple[int, int, int]] = []
-
     for i in range(10):
         llm = small(needle)
         model, pool = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.cache)

@@ -428,9 +428,9 @@ def test_fields_that_nobody_knows_are_counted_and_named_once(server: Server, cap
     assert server.post("/v1/chat/completions", chat)[0] == 200
     assert re.search(r"medha:request_fields_ignored_total\{.*\} 5.0", server.get("/metrics")[1])
     assert caplog.text.count("'usr' is ignored") == caplog.text.count("'x' is ignored") == 1
-    assert server.post(PATH, asked(5, 1) | {f"{n}-{'z' * 500}": n for n in range(500)})[0] == 200
+    for long in ({"x" * 10_000: 1}, {f"{n}-{'z' * 500}": n for n in range(500)}):
+        assert server.post(PATH, asked(5, 1) | long)[0] == 200
     assert caplog.text.count("is ignored") == 100 and "z" * 90 not in caplog.text and "SECRET" not in caplog.text
-    assert server.post(PATH, asked(5, 1) | {"x" * 10_000: 1})[0] == 200
     assert max(map(len, server.front._ignored)) <= 80
 
 

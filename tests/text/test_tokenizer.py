@@ -78,7 +78,8 @@ def test_unreadable_and_too_large_files(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_check_vocab() -> None:
+def test_ids_beyond_the_embedding() -> None:
+    """Of the tokenizer as it is loaded, and of an added token that a prompt holds."""
     tokenizer = Tokenizer(byte_level())
     size, plain = tokenizer.backend.get_vocab_size(), tokenizer.backend.get_vocab_size(with_added_tokens=False)
     tokenizer.check_vocab(size + 64)
@@ -88,15 +89,10 @@ def test_check_vocab() -> None:
     bos = Tokenizer(byte_level(adds_bos=True)).backend.token_to_id("<|bos|>")
     with pytest.raises(TokenizerError, match=rf"up to {bos}, but the embedding has {bos} rows"):
         Tokenizer(byte_level(adds_bos=True)).check_vocab(bos)
-
-
-def test_a_prompt_that_holds_an_added_token_beyond_the_embedding_is_refused() -> None:
-    tokenizer = Tokenizer(byte_level())
-    last = tokenizer.backend.get_vocab_size() - 1
+    last = size - 1
     assert tokenise("hello", tokenizer, last)[1].max() < last == tokenise("né→", tokenizer, last + 1)[1].max()
-    with pytest.raises(
-        ValidationError, match=rf"^prompt holds 'né→', token {last} of the tokenizer; accepted: .*{last}"
-    ):
+    said = rf"^prompt holds 'né→', token {last} of the tokenizer; accepted: .*{last}"
+    with pytest.raises(ValidationError, match=said):
         tokenise("a né→", tokenizer, last)
 
 
