@@ -96,9 +96,7 @@ def test_nothing_left_loads_nothing(bytes_model: Model, tmp_path: Path, monkeypa
         ([line("other")], "line 1: id 'other' is not among the requests"),
         (["a note of mine"], r"line 1: .* is no output line"),
         ([line("r0")] * 2, "line 2: id 'r0' is there twice"),
-        ([{"id": "r0", "finish_reason": "stop", "outputs": None}], "line 1"),
-        ([{"id": "r0", "finish_reason": "stop", "outputs": 5}], "line 1"),
-        ([{"id": "r0", "finish_reason": "stop", "outputs": [1]}], "line 1"),
+        *(([{"id": "r0", "finish_reason": "stop", "outputs": its}], "line 1") for its in (None, 5, [1])),
     ],
 )
 def test_another_file_is_left_alone(tmp_path: Path, lines: list[Any], message: str) -> None:

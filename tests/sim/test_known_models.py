@@ -11,15 +11,12 @@ from medha.sim.replica import KNOWN_MODELS, find_model
 from tests.models.hf_folders import LLAMA
 
 
-def test_names_and_aliases() -> None:
+def test_names_aliases_and_shapes() -> None:
     assert set(KNOWN_MODELS) == {"llama-3-8b", "llama-3-70b", "llama-3.1-8b", "qwen2.5-14b-1m"}
     for name in KNOWN_MODELS:
         assert find_model(name) == find_model(name.upper())
     assert find_model("meta-llama/Meta-Llama-3-70B-Instruct") == find_model("llama3-70b") == find_model("llama-3-70b")
     assert find_model("Qwen/Qwen2.5-14B-Instruct-1M") == find_model("qwen2.5-14b-1m")
-
-
-def test_shapes() -> None:
     shapes = [(one.num_layers, one.hidden_size, one.max_position_embeddings) for one in map(find_model, KNOWN_MODELS)]
     assert shapes == [(32, 4096, 8192), (80, 8192, 8192), (32, 4096, 131072), (48, 5120, 1010000)]
     stretched, biased = find_model("llama-3.1-8b"), find_model("qwen2.5-14b-1m")

@@ -21,10 +21,9 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 def save(path: Path, backend: tokenizers.Tokenizer, config: Any = None, special_map: Any = None) -> Path:
     backend.save(str(path / "tokenizer.json"))
-    if config is not None:
-        (path / "tokenizer_config.json").write_text(json.dumps(config))
-    if special_map is not None:
-        (path / "special_tokens_map.json").write_text(json.dumps(special_map))
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special_map)):
+        if content is not None:
+            (path / name).write_text(json.dumps(content))
     return path
 
 
