@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ from medha.cost.predictor import Predictor
 from medha.cpu.library import lacks_products, library
 from medha.engine.build import build_role
 from medha.engine.engine import Engine
-from medha.engine.explain import Explainer
 from medha.engine.request import ModelLimits
 from medha.models.decoder import Decoder, build_decoder
 from medha.models.hf_config import load_model_config
@@ -27,13 +28,13 @@ from medha.models.layers import OWN_KERNELS
 from medha.models.weights import Checkpoint, check_tensors, load_parameters
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
-from medha.sched.decision import Decision
+from medha.sched.decision import Decision, Observer
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import HostCache
+from medha.worker.swap import HostCache, Wait
 from tests.sched.virtual import by_tokens
 
 CPU = torch.device("cpu")
@@ -65,7 +66,6 @@ def make_engine(
     block_size: int = 64,
     max_model_len: int = 8192,
     eos: tuple[int, ...] = (),
-    seed: int = 0,
     tokenizer: Tokenizer | None = None,
     clock: Callable[[], float] = time.perf_counter,
     dtype: torch.dtype = torch.float32,
@@ -87,7 +87,7 @@ def make_engine(
     return Engine(
         Runner(model, cache, backend or TorchBackend(), CPU, host=host),
         Scheduler(SchedulerConfig(**{"scheduler": "sarathi"} | config), **sizes, predictor=predictor or by_tokens()),
-        ModelLimits(model.config.vocab_size, max_model_len, eos, seed=seed),
+        ModelLimits(model.config.vocab_size, max_model_len, eos),
         tokenizer=tokenizer,
         clock=clock,
     )
@@ -110,22 +110,47 @@ def submitted(engine: Engine) -> list[Batch]:
     return batches
 
 
-class Preemptions(Explainer):
-    """Counts who was preempted and who of them swapped, on top of what an explainer does."""
+class Preemptions(Observer):
+    """Counts who was preempted and who of them swapped."""
 
     num_preemptions = num_swaps = 0
 
     @classmethod
     def of(cls, engine: Engine) -> Preemptions:
         """Count those of an engine from now on."""
-        counts = cls(engine.scheduler.memory.num_groups, engine.scheduler.predictor)
-        engine.observers.append(counts)
+        engine.observers.append(counts := cls())
         return counts
 
     def scheduled(self, now_s: float, decision: Decision) -> None:
-        super().scheduled(now_s, decision)
         self.num_preemptions += len(decision.preempted)
         self.num_swaps += sum(preempted.swapped_tokens > 0 for preempted in decision.preempted)
+
+
+class Late(HostCache):
+    """A substitute for the host's pools: copies are made as late as they may be, when the compute that must come after
+    them is launched."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.queued: deque[Callable[[], Wait]] = deque()
+
+    def move(self, *runs: Any) -> list[Wait]:
+        assert not self.queued, "the compute of every batch comes after all of its copies, and so do later batches"
+        return super().move(*runs)
+
+    def _move(self, *what: Any) -> Wait:
+        copy = partial(super()._move, *what)
+        self.queued.append(copy)
+
+        def wait() -> None:
+            while copy in self.queued:
+                self.queued.popleft()()
+
+        return wait
+
+    def finish(self) -> None:
+        while self.queued:
+            self.queued.popleft()()
 
 
 def drained(engine: Engine) -> list[RequestOutput]:

@@ -40,7 +40,6 @@ class _Stopped(BaseException):
 class Group:
     """What stands for a process group on one rank."""
 
-    transport: Transport
     name: str
     rank: int
     members: tuple[int, ...]
@@ -220,7 +219,6 @@ class Transport:
             isend=self.isend,
             irecv=self.irecv,
             send=lambda tensor, **to: self.isend(tensor, **to).wait(),
-            recv=lambda tensor, **of: self.irecv(tensor, **of).wait(),
             P2POp=partial,
             batch_isend_irecv=lambda ops: [op() for op in ops],
             all_reduce=lambda tensor, *, group: tensor.copy_(self.all_reduce(tensor, group)),
@@ -245,7 +243,7 @@ class Transport:
     def _barrier(self, world_size: int) -> None:
         assert self._current is not None
         rank = rank_of(self._current.name)
-        self.all_reduce(torch.zeros(()), Group(self, "barrier", rank, tuple(range(world_size))))
+        self.all_reduce(torch.zeros(()), Group("barrier", rank, tuple(range(world_size))))
 
 
 def rank_of(thread: str) -> int:

@@ -70,7 +70,7 @@ def test_stream_in_frames(messages: list[Message], frame_ints: int, seed: int) -
     with transport.installed(2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(control, "FRAME_INTS", frame_ints)
 
-        groups: list[Any] = [Group(transport, "control", rank, (0, 1)) for rank in (0, 1)]
+        groups: list[Any] = [Group("control", rank, (0, 1)) for rank in (0, 1)]
 
         def send() -> None:
             sender = ControlSender(groups[0], [1])

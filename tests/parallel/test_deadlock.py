@@ -4,13 +4,11 @@ The model computes nothing real: a hidden state is a number that mixes all earli
 token that was lost, late, doubled or out of order anywhere changes every later one.
 """
 
-import dataclasses
 import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,10 +57,8 @@ def ranks(kvp: int, spp: int, tp: int) -> ParallelConfig:
     return ParallelConfig(tp=tp, spp=spp, kvp=kvp)
 
 
-STAGES = (ranks(1, 2, 1), ranks(1, 3, 1), ranks(1, 2, 2))
-TENSOR = (ranks(1, 1, 2),)
 GROUPS = (ranks(2, 1, 1), ranks(3, 1, 1), ranks(2, 2, 1), ranks(2, 1, 2))
-LAYOUTS = (*STAGES, *TENSOR, *GROUPS)
+LAYOUTS = (ranks(1, 2, 1), ranks(1, 3, 1), ranks(1, 2, 2), ranks(1, 1, 2), *GROUPS)
 
 
 class Arrival(NamedTuple):
@@ -71,15 +67,14 @@ class Arrival(NamedTuple):
     step: int
     num_prompt_tokens: int
     max_tokens: int
-    abort_after: int | None
+    abort_after: int | None = None
 
     def prompt(self, index: int) -> list[int]:
         draw = random.Random(f"{index} {self.num_prompt_tokens}")
         return [draw.randrange(TOY_VOCAB) for _ in range(self.num_prompt_tokens)]
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     arrivals: tuple[Arrival, ...]
     chunk_size: int
     max_batch_tokens: int
@@ -88,8 +83,7 @@ class Workload:
     spare_blocks: int = NUM_BLOCKS  # of each group's pool, beyond what the longest request takes of it
 
 
-@dataclass(frozen=True)
-class Buffers:
+class Buffers(NamedTuple):
     """How much may be in flight: few, so that every wait for a free buffer is met."""
 
     stage: int  # hidden states
@@ -249,30 +243,23 @@ def toy_engine(runner: Any, workload: Workload, layout: ParallelConfig) -> Engin
 
 def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
     """What each request gives if nobody aborts it."""
-    patient = dataclasses.replace(workload, arrivals=tuple(a._replace(abort_after=None) for a in workload.arrivals))
+    patient = workload._replace(arrivals=tuple(a._replace(abort_after=None) for a in workload.arrivals))
     runner = toy_runner(patient, ParallelConfig(), 0, lambda x: x)
     with toy_arithmetic():
         return drive(toy_engine(runner, patient, ParallelConfig()), patient)
 
 
-def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
+def toy_ranks(config: ParallelConfig, rank: int) -> Ranks:
     group, stage, tp_rank = config.coordinates(rank)
     everyone = tuple(range(config.world_size))
     peers = tuple(config.rank_of(stage=stage, tp_rank=t, kvp_rank=group) for t in range(config.tp))
     among = tuple(config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=g) for g in range(config.kvp))
-    values: dict[str, Any] = {
-        "config": config,
-        "rank": rank,
-        "group": group,
-        "stage": stage,
-        "tp_rank": tp_rank,
-        "tp_group": Group(transport, f"tp of stage {stage} of group {group}", rank, peers),
-        "merge_group": Group(transport, f"merges of stage {stage}, tp {tp_rank}", rank, among),
-        "job": SimpleNamespace(monitor=mock.Mock(has_failure=False, place="this rank")),
-    }
-    for name in ("pipe", "report", "control"):
-        values[f"{name}_group"] = Group(transport, name, rank, everyone)
-    return Ranks(**{f.name: values.get(f.name) for f in dataclasses.fields(Ranks)})
+    pipe, report, control = (Group(name, rank, everyone) for name in ("pipe", "report", "control"))
+    tp_group = Group(f"tp of stage {stage} of group {group}", rank, peers)
+    merges = Group(f"merges of stage {stage}, tp {tp_rank}", rank, among)
+    mesh = transfers = None  # which nothing here asks for
+    job: Any = SimpleNamespace(monitor=mock.Mock(has_failure=False, place="this rank"))
+    return Ranks(config, rank, group, stage, tp_rank, mesh, tp_group, pipe, report, control, merges, transfers, job)
 
 
 def on_ranks(
@@ -283,7 +270,7 @@ def on_ranks(
     collected: list[dict[str, RequestOutput]] = []
 
     def rank_main(rank: int) -> None:
-        ranks = toy_ranks(transport, config, rank)
+        ranks = toy_ranks(config, rank)
         digests = Digests(ranks.report_group)
         pipe = StagePipe(
             ranks.pipe_group,
@@ -392,12 +379,12 @@ def send_messages_late(patch: pytest.MonkeyPatch) -> None:
 
 
 SYNCHRONOUS = (synchronous(ReportLine), synchronous(StagePipe), merge_synchronously)
-BUSY = Workload((Arrival(0, 8, 4, None), Arrival(0, 8, 4, None), Arrival(1, 16, 3, None)), 8, 8, 4, None)
+BUSY = Workload((Arrival(0, 8, 4), Arrival(0, 8, 4), Arrival(1, 16, 3)), 8, 8, 4, None)
 AMPLE = Buffers(stage=64, reports=64, messages=64, posted=4, frame_ints=1 << 17)
 
 
 # On three groups of 8 tokens the requests lie on the runs 0-2, 1-2 and 0-1, and two of them at a time share a batch.
-CROSSED = Workload((Arrival(0, 20, 5, None), Arrival(0, 10, 5, None), Arrival(0, 10, 5, None)), 8, 8, 4, None)
+CROSSED = Workload((Arrival(0, 20, 5), Arrival(0, 10, 5), Arrival(0, 10, 5)), 8, 8, 4, None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -419,7 +406,7 @@ def test_waiting_at_once_alone_is_no_deadlock(layout: ParallelConfig) -> None:
 def test_messages_sent_late_are_a_deadlock(layout: ParallelConfig, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     send_messages_late(monkeypatch)
     with pytest.raises(DeadlockError, match=place) as caught:
-        on_ranks(dataclasses.replace(BUSY, depth=layout.spp + 1), layout, 0, AMPLE)
+        on_ranks(BUSY._replace(depth=layout.spp + 1), layout, 0, AMPLE)
     places = [place for line in str(caught.value).splitlines()[1:] if "," not in (place := line.partition(":")[0])]
     assert sorted(places) == [f"  rank {rank}" for rank in range(layout.world_size)]
 
@@ -467,7 +454,7 @@ def test_spans_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(medha.worker.runner, "shared_rows", turned)
     with pytest.raises((PlanDivergenceError, RankFailedError, AssertionError), match=r"merges rows|numbers for"):
-        on_ranks(dataclasses.replace(CROSSED, depth=2), ranks(3, 1, 1), 0, AMPLE)
+        on_ranks(CROSSED._replace(depth=2), ranks(3, 1, 1), 0, AMPLE)
 
 
 @pytest.mark.parametrize("layout", [ranks(1, 3, 1), ranks(3, 1, 1), ranks(3, 2, 1), ranks(2, 2, 2)], ids=str)
@@ -489,7 +476,7 @@ def test_no_batch_is_encoded_twice_and_no_message_twice_for_a_group(layout: Para
 def test_a_group_that_a_batch_does_not_concern_does_nothing(layout: ParallelConfig) -> None:
     """A request that fits one group: the ranks of the others read messages, are told its tokens as it may grow, and are
     asked for their records."""
-    short = dataclasses.replace(BUSY, arrivals=(Arrival(0, 5, 3, None),))
+    short = BUSY._replace(arrivals=(Arrival(0, 5, 3),))
     assert busy_ranks(short, layout) <= set(range(layout.spp * layout.tp))
     assert busy_ranks(BUSY, layout) == set(range(layout.world_size))
 

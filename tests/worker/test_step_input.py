@@ -20,7 +20,7 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.step_input import DeviceStep, Slots, StepInput
 from medha.worker.swap import HostCache
 from tests.attention.reference import visible
-from tests.worker.late import Late
+from tests.engines import Late
 
 CPU = torch.device("cpu")
 GROUPS, BLOCK, NUM_BLOCKS, MOST_TOKENS = 3, 4, 120, 60

@@ -21,9 +21,8 @@ from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from medha.worker.swap import HostCache, Wait
 from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import Preemptions, build_engine, submitted
+from tests.engines import Late, Preemptions, build_engine, submitted
 from tests.serving import Model, finish, random_ids
-from tests.worker.late import Late
 from tests.worker.test_graphs import Repeating
 from tests.worker.test_kv_cache import make_cache
 
