@@ -20,6 +20,7 @@ from tests.sched.virtual import make_predictor
 from tests.serving import (
     ANSWER,
     GREEDY,
+    NUM_TOKENS,
     Model,
     assert_empty,
     fail_in_run,
@@ -31,7 +32,6 @@ from tests.serving import (
 )
 
 Tokens = list[list[int]]
-NUM_TOKENS = 6
 PROMPTS = [random_ids(length, seed=4) for length in (40, 3, 70, 25)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 SMALL = {"quantum_s": 0.25, "chunk_size": 16, "max_batch_tokens": 24, "block_size": 16}

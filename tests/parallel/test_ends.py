@@ -8,12 +8,22 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
+import torch
 
+import medha.engine.distributed
+import medha.parallel.mesh
 from medha import LLM, SamplingParams
+from medha.config import ParallelConfig
+from medha.engine.build import RankHandle
+from medha.engine.distributed import DrivingRunner, Follower
 from medha.errors import ConfigError, EngineDeadError
+from medha.records import Recorder
+from medha.worker.runner import Runner
 from tests.parallel.faults import Start
 from tests.parallel.test_faults import SMALL
 
@@ -65,13 +75,26 @@ def sends_much_ahead(rank: int, model: Path) -> None:
             llm.engine.step()
 
 
+def closed_early(rank: int, model: Path) -> None:
+    """The engine, which somebody drives, has a batch in flight that rank 0 computes only when it is asked for it."""
+    options = SMALL | {"tp": 2, "depth": 2, "async_scheduling": False, "max_batch_tokens": 64, "dist_timeout": 30}
+    with LLM(model, **options) as llm:
+        if rank:
+            return llm.follow()
+        llm.engine.add_request("a", "a" * 300, SamplingParams(max_tokens=4))
+        llm.engine.step()
+
+
+PROGRAMS = (forgotten, caught, leaves, closes_beside_a_call, sends_much_ahead, closed_early)
+
+
 def run(rank: int, program: Callable[[int, Path], None], model: Path) -> None:
     """With the handlers of an interpreter that ends, which a forked process has none of."""
     program(rank, model)
     atexit._run_exitfuncs()
 
 
-@pytest.mark.parametrize("program", [forgotten, caught, leaves, closes_beside_a_call, sends_much_ahead])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_it_ends_well(program: Callable[[int, Path], None], model: Path, start: Start) -> None:
     start(2, run, program, model).end_well()
 
@@ -99,3 +122,31 @@ def closed_after_an_interrupt(rank: int, model: Path) -> None:
 @pytest.mark.parametrize("program", [closed_after_a_mismatch, closed_after_an_interrupt])
 def test_a_job_that_has_failed_is_closed_at_once(program: Any, model: Path, start: Start) -> None:
     assert None not in start(2, program, model).wait(30)
+
+
+# -- a rank with graphs; that all ranks of a group replay the same ones is shown on the emulated device ----------------
+
+
+@pytest.mark.parametrize("part", ["caller", "follower"])
+def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """NCCL ends a group when no graph is left that holds its collectives; the last barrier is gloo's."""
+    dist = Mock()
+
+    class Graph:
+        def __del__(self) -> None:
+            dist.graph_ends()
+
+    groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control", "merge_group": "merges"}
+    ranks: Any = MagicMock(config=ParallelConfig(tp=2), **groups, transfer_group=None)  # without decode instances
+    ranks.monitor.has_failure = False
+    runner: Any = SimpleNamespace(model=None, recorder=Recorder(), device=torch.device("cpu"))
+    runner.graphs, runner._layers = Graph(), Graph()
+    runner.drop_graphs = MethodType(Runner.drop_graphs, runner)
+    quiet = Mock()
+    monkeypatch.setattr(medha.parallel.mesh, "dist", dist)
+    monkeypatch.setattr(medha.engine.distributed, "ControlReceiver", lambda *args, **kwargs: quiet)
+    monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
+    parts: dict[str, Any] = {"caller": DrivingRunner(runner, ranks, quiet), "follower": Follower(runner, ranks)}
+    RankHandle(Mock(), None, runner, str, part=parts[part]).close()
+    ends = [call.destroy_process_group(name) for name in ("pipe", "gloo", "control", "merges")]
+    assert dist.mock_calls == [call.graph_ends(), call.graph_ends(), call.barrier(group="gloo"), *ends]

@@ -191,22 +191,6 @@ def test_an_interrupt_is_raised_as_such_and_ends_every_rank(model: Path, start: 
     assert "rank 0 (stage 0): KeyboardInterrupt" in job.stderr(1)
 
 
-def closed_early(rank: int, model: Path) -> None:
-    """The engine, which somebody drives, has a batch in flight that rank 0 computes only when it is asked for it."""
-    options = SMALL | {"tp": 2, "depth": 2, "async_scheduling": False, "max_batch_tokens": 64, "dist_timeout": 30}
-    with LLM(model, **options) as llm:
-        if rank == 0:
-            llm.engine.add_request("a", "a" * 300, SamplingParams(max_tokens=4))
-            llm.engine.step()
-        else:
-            llm.follow()
-    print("closed")
-
-
-def test_what_is_in_flight_does_not_keep_ranks_from_closing(model: Path, start: Start) -> None:
-    assert start(2, closed_early, model).end_well() == ["closed\n", "closed\n"]
-
-
 # -- a request on several groups -------------------------------------------------------------------------------------
 
 

@@ -16,11 +16,10 @@ from medha import LLM, SamplingParams
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
 from tests.parallel.faults import Job, Start
 from tests.parallel.workers import WorkerPool, generate, serve
+from tests.serving import MIN_GAP, NUM_TOKENS
 
 LENGTHS = (1, 2, 33, 257, 700)
-NUM_TOKENS = 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-MIN_GAP = 1e-3
 
 # (tp, spp, tp_forward); the checkpoints have 4 query heads, 2 KV heads and 3 layers (4 where there are 4 stages).
 LAYOUTS = (
