@@ -42,9 +42,7 @@ CPU = torch.device("cpu")
 
 def build_engine(config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
     """The engine of a single process."""
-    engine = build_role(config, timeline=timeline).engine
-    assert engine is not None
-    return engine
+    return build_role(config, timeline=timeline).engine
 
 
 def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -223,11 +223,12 @@ def test_what_is_wrong_with_a_line_is_known_before_it_arrives(
 
 
 def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
-    """Whatever else is run, or in which order; the completions of a line draw with seeds of its own."""
-    rows = [{"prompt": "x", "arrival_s": 1}, "{", {"prompt": "x", "seed": 5}, {"prompt": "x"}]
+    """Whatever else is run, or in which order; the completions of a line draw with seeds of its own. -1 is none."""
+    rows = [{"prompt": "x", "arrival_s": 1}, "{", *({"prompt": "x"} | seed for seed in ({"seed": 5}, {}, {"seed": -1}))]
     path = write_lines(tmp_path / "r", *rows)
     found = {a.request_id: a.params.seed for a in read_requests(path, {}, seed=2) if a.params}
-    assert found == {"line-1": 2_000_006 * 16384, "line-3": 5, "line-4": 2_000_009 * 16384}
+    of_its_place = {f"line-{at}": (2_000_005 + at) * 16384 for at in (1, 4, 5)}
+    assert found == of_its_place | {"line-3": 5}
     large = read_requests(path, {}, seed=2**63 - 1)
     assert all(arrival.error is None for arrival in large if arrival.request_id != "line-2")
 
@@ -277,8 +278,3 @@ def test_a_line_says_whether_its_text_gets_special_tokens(tmp_path: Path) -> Non
     assert ids[0] == ids[1] == tokenizer.encode("hello") and ids[2] == ids[0][1:]
     with pytest.raises(ValidationError, match="add_special_tokens=1; accepted: true or false"):
         tokenise({"prompt": "hello", "add_special_tokens": 1}, tokenizer, 1000)
-
-
-def test_a_seed_of_minus_one_is_none(tmp_path: Path) -> None:
-    alone, beside = (read(tmp_path, {"prompt": "a"} | seed, {"prompt": "a"}) for seed in ({}, {"seed": -1}))
-    assert [one.params.seed for one in beside] == [one.params.seed for one in alone]

@@ -1,5 +1,5 @@
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,8 @@ def own_workers() -> Iterator[WorkerPool]:
     """Processes of one file alone. DTensor keeps a mesh by its ranks, with the names of its groups, also where all
     groups were ended and are made anew, which a pool of tests does and no program: in another layout the same ranks are
     a group of another number, so a later job would be given a group of other ranks."""
-    pool = WorkerPool()
-    yield pool
-    pool.close()
+    with closing(WorkerPool()) as pool:
+        yield pool
 
 
 @pytest.fixture

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 import medha.parallel.control as control
 from medha import errors
 from medha.batch import Batch, Row
-from medha.engine.wire import (
-    decode_report,
-    decode_sampling,
-    encode_report,
-    encode_sampling,
-    error_from_json,
-    error_to_json,
-    report_size,
-)
+from medha.engine import wire
 from medha.errors import MedhaError, PlanDivergenceError, RequestError
 from medha.parallel.control import ControlReceiver, ControlSender, Message, decode, encode
 from medha.params import SamplingParams
@@ -166,7 +158,7 @@ def test_sampling_state(
 ) -> None:
     state = SlotSampling.of(params.resolve({}), seed, end_ids, np.array(ids, np.int32))
     state.output_ids = output_ids
-    back_slot, back = decode_sampling(through_json(encode_sampling(slot, state)))
+    back_slot, back = wire.decode_sampling(through_json(wire.encode_sampling(slot, state)))
     assert back_slot == slot
     assert (back.params, back.seed, back.end_ids) == (state.params, seed, end_ids)
     assert (back.num_prompt_tokens, back.output_ids) == (len(ids), output_ids)
@@ -185,13 +177,13 @@ OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and iss
 def test_every_error_of_ours_keeps_its_class(kind: type[MedhaError]) -> None:
     error = kind("what is wrong")
     vars(error).update({"param": "slo.ttft_s", "predicted_s": 2.5} if kind is errors.DeadlineError else {})
-    back = error_from_json(through_json(error_to_json(error)))
+    back = wire.error_from_json(through_json(wire.error_to_json(error)))
     assert (type(back), str(back), vars(back)) == (kind, "what is wrong", vars(error))
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), OSError(2, "gone"), type("annotations", (Exception,), {})("y")])
 def test_an_error_that_is_not_ours_is_told_in_words(error: Exception) -> None:
-    back = error_from_json(through_json(error_to_json(error)))
+    back = wire.error_from_json(through_json(wire.error_to_json(error)))
     assert type(back) is RequestError
     assert str(back) == f"{type(error).__name__}: {error}"
 
@@ -215,7 +207,7 @@ def reports(draw: st.DrawFn) -> tuple[StepResult, list[SlotSampling]]:
 def test_reports(report: tuple[StepResult, list[SlotSampling]]) -> None:
     """Both ends know the size from the rows alone; numbers come back bit by bit."""
     result, slots = report
-    ints = encode_report(result, slots)
+    ints = wire.encode_report(result, slots)
     assert ints.dtype == torch.float64
-    assert len(ints) == report_size(result.rows, slots)
-    assert decode_report(ints, result.rows, slots) == result
+    assert len(ints) == wire.report_size(result.rows, slots)
+    assert wire.decode_report(ints, result.rows, slots) == result

@@ -176,7 +176,6 @@ def profiled(folder: Path, options: dict[str, Any], profile: Path) -> Any:
     """On each rank: build the LLM, then with a profile of an odd step; what each side predicts of the host."""
     with LLM(folder, **SIZES | options) as llm:
         if llm.is_driver:
-            assert llm.engine.scheduler.predictor is not None
             profile.write_text(replace(llm.engine.scheduler.predictor.coefficients, host_s=0.25).to_json())
     with LLM(folder, profile=str(profile), **SIZES | options) as llm:
         if not llm.is_driver:

@@ -98,7 +98,6 @@ def test_the_first_report_is_what_every_rank_tells(ranks: Ranks, monkeypatch: py
     wait_until(lambda: monitors[0].has_failure)
     monitors[1].report("rank 1: second")
     (error,) = {monitor.first_error(wait_s=LIMIT_S) for monitor in monitors}
-    assert error is not None
     assert error.startswith("rank 2: größer\\x00b\\ud800\\x1b[31m\nxxx")
     assert error.endswith("0023 characters)") and len(error) < 2100
     for monitor in monitors:
@@ -277,9 +276,7 @@ def test_after_a_transfer_has_failed_the_rank_that_is_behind_is_the_cause(ranks:
 
 def test_a_rank_of_another_node_is_reported_when_its_connection_ends(ranks: Ranks) -> None:
     monitors = [ranks.monitor(rank, 3) for rank in range(3)]  # each on a node of its own
-    lines = monitors[0]._lifelines
-    assert lines is not None
-    wait_until(lambda: len(lines._of) == 2)
+    wait_until(lambda: len(monitors[0]._lifelines._of) == 2)
     monitors[2].doing("batch 7")
     time.sleep(0.5)
     assert not monitors[0].has_failure
@@ -306,7 +303,6 @@ def test_a_stranger_at_the_port_of_the_connections_is_sent_away_and_lost_to_nobo
     with socket.create_connection(("127.0.0.1", port)) as silent:
         silent.sendall(bytes.fromhex(token)[:7])  # never says the rest
         lines = monitors[0]._lifelines
-        assert lines is not None
         wait_until(lambda: len(lines._of) == 1 and len(lines._new) == 1)
         time.sleep(1.0)
         assert not monitors[0].has_failure

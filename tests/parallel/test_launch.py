@@ -51,7 +51,6 @@ def test_no_launcher_is_a_single_process() -> None:
     assert read_launch({}) is None
     assert read_launch({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}) is None
     launch = read_launch(WHOLE)
-    assert launch is not None
     assert (launch.rank, launch.world_size, launch.host, launch.port) == (1, 2, "127.0.0.1", 29500)
 
 
@@ -59,7 +58,7 @@ def test_cores_are_those_that_the_ranks_may_run_on(monkeypatch: pytest.MonkeyPat
     """Those of whoever started them: one rank may be bound to a part."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8 if pid == 77 else 3))
     launch = read_launch(WHOLE)
-    assert launch is not None and replace(launch, agent_pid=77).spare_cores(2) == 8 - 2 * 2
+    assert replace(launch, agent_pid=77).spare_cores(2) == 8 - 2 * 2
     assert replace(launch, agent_pid=None).spare_cores(2) == 3 - 2 * 2
 
 
@@ -84,7 +83,7 @@ def test_an_agent_that_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("True", "False"):
         monkeypatch.setenv(name, value)
         launch = read_launch({**WHOLE, name: value})
-        assert launch is not None and launch.agent_has_store == _torchelastic_use_agent_store()
+        assert launch.agent_has_store == _torchelastic_use_agent_store()
 
 
 # -- the layout (D1) -------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from medha.worker.runner import Runner
 from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
-from tests.parallel.dealing import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
 from tests.parallel.workers import WorkerPool, generate, gloo, merge_of_all, serve
+from tests.worker.test_dealt import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
 
 NUM_TOKENS = 5
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}

@@ -1,4 +1,4 @@
-"""The commands on several ranks: the demo, ``medha.verify``, two nodes, one speaker."""
+"""The commands on several ranks: the demo, ``medha.verify``, two nodes, one speaker, the server."""
 
 import json
 import os
@@ -19,12 +19,14 @@ from medha.config import EngineConfig
 from medha.generate.layout import choose_layout
 from medha.parallel.launch import Launch
 from medha.parallel.own_ranks import reserved_port
+from medha.params import SamplingParams
 from medha.verify.demo import run_demo
 from tests.child.test_process import is_there
 from tests.commands import LIMIT_S, parse, run_python, wait_until, write_lines
 from tests.generate.test_generate import spawn
 from tests.parallel.faults import Start, command
-from tests.serving import Model
+from tests.serve.process import last_events, serving
+from tests.serving import Model, serve_one
 
 LAYERS = ("--hf-overrides", '{"num_hidden_layers": 1}')
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
@@ -177,10 +179,61 @@ with own_ranks(2, ["medha.generate", "--model", ".", "--tp", "2", "--prompt", "a
 
 def test_a_rank_ends_whose_parent_died_before_it_looked() -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         rank = int(parent.stdout.readline())
         try:
             wait_until(lambda: not is_there(rank), limit_s=120)  # it took more than 200 s
         finally:
             if is_there(rank):
                 os.kill(rank, signal.SIGKILL)
+
+
+# -- the server: the tokens of one rank, and no stream is left behind when a rank dies ---------------------------------
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "launcher"), [("--kvp", ()), ("--spp", TORCHRUN)], ids=["kvp, own ranks", "spp, torchrun"]
+)
+def test_two_ranks_answer_as_one_until_one_is_killed_under_load(
+    bytes_model: Model, tmp_path: Path, layout: str, launcher: tuple[str, ...]
+) -> None:
+    """Which ends every stream, and the server: some are read, some are answered, and one has not begun."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)  # longer than what comes together
+    expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
+    many = ("--max-model-len", "4096", "--num-kv-blocks", "512", "--max-num-seqs", "7")
+    with serving(tmp_path / "log", bytes_model.folder, *many, layout, 2, launcher=launcher) as server:
+        assert json.loads(server.complete("hello", 400).read())["choices"][0]["text"] == expected
+        lines = server.complete("hello", 400, stream=True).read().splitlines()
+        pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith(b"data: {")]
+        assert "".join(pieces) == expected and len(pieces) > 5
+        answers = [server.complete("hello" * size, 2000, stream=True) for size in (1, 1, 1, 1, 300, 300, 300, 1)]
+        answers[0].readline()
+        ranks = running(str(bytes_model.folder))
+        (killed,) = [pid for pid, environment in ranks.items() if b"\0RANK=1\0" in environment]
+        os.kill(killed, signal.SIGKILL)
+        for answer in answers:
+            event, done = last_events(answer)
+            assert event["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
+        code = server.wait()
+        assert code == (1 if launcher else 4), server.log.read_text()  # torchrun has a code of its own
+        assert "RankFailedError" in server.log.read_text()
+
+
+CDSP = ("--scheduler", "cdsp", "--kvp", 2, "--sp-sizes", "1,2", "--improvement-rate", 0.1, "--max-chunks", 2)
+
+
+@pytest.mark.parametrize("options", [(), CDSP], ids=["medha", "cdsp"])
+def test_a_decode_instance_answers_as_one_rank_and_ends(
+    bytes_model: Model, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    """Also the ranks that the server started itself: they are told to stop before it waits for them."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
+    sizes = ("--max-model-len", "4096", "--num-kv-blocks", "512")
+    with serving(tmp_path / "log", bytes_model.folder, *sizes, "--decode-replicas", 1, *options) as server:
+        answer = json.loads(server.complete("hello", 20, explain=True).read())
+        assert answer["choices"][0]["text"] == expected
+        assert answer["explanation"]["decode_wait_s"] > 0
+        server.process.terminate()
+        assert server.wait() == 0, server.log.read_text()

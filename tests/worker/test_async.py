@@ -41,13 +41,12 @@ def test_a_decode_is_scheduled_while_the_one_before_is_in_flight_and_never_beyon
     scheduler.add(SchedulerRequest(0, 5, 3, 0.0))
     first, second = scheduler.schedule(0.0).batch, scheduler.schedule(0.0).batch
     assert (rows(first), rows(second), scheduler.schedule(0.0).batch) == ([(0, 0)], [(0, 5)], None)
-    assert first and second
     assert scheduler.complete(first, 1.0, [(0, 1, False)], 1.0) == ()
     third = scheduler.schedule(1.0).batch
     assert rows(third) == [(0, 6)]  # the third token; its own row would be the fourth
     scheduler.complete(second, 2.0, [(0, 1, False)], 1.0)
     assert scheduler.schedule(2.0).batch is None
-    assert third and scheduler.complete(third, 3.0, [(0, 1, True)], 1.0) == (0,)
+    assert scheduler.complete(third, 3.0, [(0, 1, True)], 1.0) == (0,)
     assert scheduler.memory.num_used == 0
 
 
@@ -55,7 +54,6 @@ def test_the_row_after_an_early_end_is_in_flight_until_its_batch_is_complete() -
     scheduler = make_scheduler()
     scheduler.add(SchedulerRequest(0, 5, 10, 0.0))
     first, second = scheduler.schedule(0.0).batch, scheduler.schedule(0.0).batch
-    assert first and second
     assert scheduler.complete(first, 1.0, [(0, 1, True)], 1.0) == ()  # it has ended, with a row in flight
     assert scheduler.schedule(1.0).batch is None
     assert scheduler.complete(second, 2.0, [], 1.0) == (0,)

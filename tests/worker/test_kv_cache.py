@@ -1,16 +1,23 @@
-"""The KV pool: its layout, and what a write touches."""
+"""The KV pool: its layout, what a write touches, and pools too large for an index of 31 or 32 bits."""
 
 import pytest
 import torch
 
+from medha.attention.flashinfer_backend import paged
 from medha.attention.interface import LayerShape
+from medha.batch import Batch, Extent, Row
 from medha.worker import kv_cache
 from medha.worker.kv_cache import KVCache
+from medha.worker.step_input import DeviceStep, Slots
+from tests.attention.reference import assert_rows_close, visible
+from tests.attention.test_torch_backend import BACKENDS, run
+
+CPU = torch.device("cpu")
 
 
 def make_cache(*, num_layers: int = 2, dtype: torch.dtype = torch.float32) -> KVCache:
     shape = {"num_layers": num_layers, "num_blocks": 12, "block_size": 4}
-    return KVCache(LayerShape(2, 2, 8, dtype), **shape, device=torch.device("cpu"))
+    return KVCache(LayerShape(2, 2, 8, dtype), **shape, device=CPU)
 
 
 def test_pools_have_the_logical_shape_and_heads_outermost_on_the_cpu() -> None:
@@ -45,3 +52,73 @@ def test_write_touches_only_its_targets_and_its_layer(
     cache.write(1, k[:2], v[:2], torch.tensor([3, 0]))
     assert torch.equal(cache.k[1][[3, 0]], k[:2])
     assert bool((cache.k[0] == -1).all()) and bool((cache.v[0] == -1).all())
+
+
+# -- pools beyond 2**31 elements, and beyond 2**32 -----------------------------------------------------------
+# What is written at the far end is read there and nowhere else. The pools are real and larger than the memory may be:
+# the system commits a page when it is first written, and only a few are.
+
+BLOCK, HEADS, DIM = 256, 2, 64
+BLOCK_ELEMENTS = BLOCK * HEADS * DIM
+# The last block in which an index of 31, and of 32 bits, would still do, and one far behind both.
+BORDERS = (2**31 // BLOCK_ELEMENTS - 1, 2**32 // BLOCK_ELEMENTS - 1)
+FAR = 2**32 // BLOCK_ELEMENTS + 77
+
+
+def make_large_cache(*, head_major: bool) -> KVCache:
+    """A pool of 4.3 billion elements each for keys and values, laid out as on the CPU or as on CUDA."""
+    try:
+        shape = LayerShape(HEADS, HEADS, DIM, torch.float16)
+        cache = KVCache(shape, num_layers=1, num_blocks=FAR + 2, block_size=BLOCK, device=CPU)
+    except Exception as error:  # the system may promise no more memory than it has
+        pytest.skip(f"no address space for the pools: {error}")
+    if not head_major:
+        cache.k = [pool.transpose(0, 1).view(-1, HEADS, DIM) for pool in cache.k]
+        cache.v = [pool.transpose(0, 1).view(-1, HEADS, DIM) for pool in cache.v]
+    return cache
+
+
+@pytest.mark.parametrize("backend", ["torch", "fa2"])
+@pytest.mark.parametrize("head_major", [True, False])
+def test_blocks_on_both_sides_of_the_borders(head_major: bool, backend: str) -> None:
+    cache, slots = make_large_cache(head_major=head_major), Slots(BLOCK)
+    blocks = [FAR, BORDERS[0] + 1, 0, BORDERS[1], BORDERS[0], BORDERS[1] + 1]
+    length = len(blocks) * BLOCK - 100
+    row = Row(0, 0, length, False, True)
+    step = slots.prepare(Batch(0, (row,), tuple(Extent(0, block, 1) for block in blocks)))
+    tokens, _ = visible(step.own, 0)
+    assert step.targets.tolist() == tokens.tolist() and int(tokens.max()) < (FAR + 2) * BLOCK
+
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, length, HEADS, DIM, generator=generator).half()
+    sent = DeviceStep.of(step, CPU, with_pages=True)
+    cache.write(0, k, v, sent.targets, kept=sent.kept)
+    assert torch.equal(cache.k[0][tokens], k)
+    cache.write(0, -k, -v, torch.from_numpy(step.targets))  # the same places, one by one
+    assert torch.equal(torch.cat([cache.k[0][token : token + 1] for token in tokens]), -k)
+
+    rows = slots.prepare(Batch(1, (Row(0, length, 1, True, True),))).own
+    pool_k, pool_v = cache.k[0], cache.v[0]
+    pool_k[rows.pages[-1] * BLOCK + rows.kv_len[0] % BLOCK - 1] = 1.0
+    pool_v[rows.pages[-1] * BLOCK + rows.kv_len[0] % BLOCK - 1] = 1.0
+    for one, q_len in ((rows, 1), (step.own, length)):
+        qkv = torch.randn(q_len, 4, DIM, generator=generator).half(), pool_k, pool_v
+        assert_rows_close(run(qkv, one, BACKENDS[backend]()), qkv, one)
+
+
+def test_pages_of_a_pool_are_where_its_tokens_are() -> None:
+    """Offsets of the view that FlashInfer is given, on a device without memory: they pass 2**33 bytes."""
+    pool = torch.empty((FAR + 1) * BLOCK, HEADS, DIM, dtype=torch.float16, device="meta")
+    pages = paged(pool, BLOCK)
+    assert pages.shape == (FAR + 1, BLOCK, HEADS, DIM)
+    assert pages.stride() == (BLOCK_ELEMENTS, HEADS * DIM, DIM, 1)
+    assert pages[FAR, 3].storage_offset() == pool[FAR * BLOCK + 3].storage_offset() == FAR * BLOCK_ELEMENTS + 3 * 128
+
+
+def test_targets_of_ten_million_tokens_at_the_last_blocks_that_there_can_be() -> None:
+    slots, first = Slots(BLOCK), 2**31 - 100_000
+    num_blocks, start = 10_000_000 // BLOCK + 1, 10_000_000 - 10
+    blocks = (Extent(0, first, num_blocks),)
+    slots.prepare(Batch(0, (Row(0, 0, start, False, False),), blocks))
+    step = slots.prepare(Batch(1, (Row(0, start, 10, False, False),)))
+    assert step.targets.tolist() == [first * BLOCK + position for position in range(start, start + 10)]

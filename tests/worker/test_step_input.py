@@ -210,7 +210,6 @@ def test_a_request_that_is_handed_over_takes_a_slot_whose_decode_ended_just_befo
     slots.prepare(Batch(1, (Row(3, 7, 1, True, True),)))
     slots.prepare(Batch(2, (), (Extent(3, 10, 3),), frees=(3,), shared=(Shared(3, 0, 0, 8),)))
     step = slots.prepare(Batch(3, (Row(3, 8, 1, True, True),)))
-    assert step.own is not None
     assert step.own.pages.tolist() == [10, 11, 12]
     assert (step.own.kv_len.tolist(), step.targets.tolist()) == ([9], [12 * BLOCK])
 
@@ -221,7 +220,6 @@ def test_a_request_that_comes_to_a_group_where_the_former_one_of_its_slot_ended_
     slots.prepare(Batch(0, (Row(3, 7, 1, True, True, 0, 2),), (Extent(3, 5, 1, 1),)))
     slots.prepare(Batch(1, (), frees=(3,)))
     step = slots.prepare(Batch(2, (Row(3, 8, 1, True, True, 0, 2),), (Extent(3, 9, 1, 1),)))
-    assert step.shared is not None
     assert (step.shared.pages.tolist(), step.shared.kv_len.tolist(), step.targets.tolist()) == ([9], [1], [9 * BLOCK])
 
 
@@ -232,7 +230,6 @@ def test_a_block_begins_for_the_row_that_grows_here_behind_one_that_grows_elsewh
     slots.prepare(Batch(1, (Row(0, 12, 1, True, True, 0, 4), Row(1, 7, 1, True, True, 1, 2))))
     rows = Row(0, 13, 1, True, True, 0, 4), Row(1, 8, 1, True, True, 1, 2)
     step = slots.prepare(Batch(2, rows, (Extent(1, 20, 1, 2),)))
-    assert step.shared is not None and step.kept is not None
     assert (step.shared.pages.tolist(), step.shared.kv_len.tolist()) == ([5, 9, 20], [4, 5])
     assert (step.kept.tolist(), step.targets.tolist()) == ([1], [20 * BLOCK])
 
