@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -139,17 +140,11 @@ def test_who_has_come_by_a_step_is_in_it(engine: Engine, monkeypatch: pytest.Mon
     assert len(batches[0].rows) == 2
 
 
-def test_a_long_prompt_is_overtaken_and_the_others_keep_their_order(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_is_overtaken_and_others_keep_order(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     long = "x" * (LONG_PROMPT + 1)
     gated = Gated(engine, monkeypatch, long, "first", "second")
     arrivals = [Arrival(text[:9], text, DELTA) for text in (long, "first", "second", "third")]
-    added: list[str] = []
-    add = engine.add_prepared
-    monkeypatch.setattr(
-        engine, "add_prepared", lambda request, **rest: (added.append(request.request_id), add(request, **rest))
-    )
+    monkeypatch.setattr(engine, "add_prepared", added := Mock(wraps=engine.add_prepared))
     for text in ("second", "first"):  # the thread takes them in order, whichever may go on
         gated.gates[text].set()
     for output in drive(engine, arrivals):
@@ -157,7 +152,7 @@ def test_a_long_prompt_is_overtaken_and_the_others_keep_their_order(
             gated.gates[long].set()
         if output.request_id == "x" * 9:
             assert "max_model_len" in str(output.error)
-    assert added == ["first", "second", "third"]
+    assert [call.args[0].request_id for call in added.call_args_list] == ["first", "second", "third"]
 
 
 def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,25 +14,14 @@ from medha.errors import DeadlineError, EngineDeadError, NonFiniteLogitsError, V
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.sched.decision import Decision
-from tests.checkpoints import reference_logits
+from tests.checkpoints import random_prompt, reference_logits
 from tests.engines import drained, poison
 from tests.sched.virtual import make_predictor
-from tests.serving import (
-    ANSWER,
-    GREEDY,
-    NUM_TOKENS,
-    Model,
-    assert_empty,
-    fail_in_run,
-    finish,
-    greedy_of,
-    question,
-    random_ids,
-    serve_one,
-)
+from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question, serve_one
 
 Tokens = list[list[int]]
-PROMPTS = [random_ids(length, seed=4) for length in (40, 3, 70, 25)]
+NUM_TOKENS = 6
+PROMPTS = [random_prompt(length, seed=4, vocab=256) for length in (40, 3, 70, 25)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 SMALL = {"quantum_s": 0.25, "chunk_size": 16, "max_batch_tokens": 24, "block_size": 16}
 
@@ -106,15 +95,14 @@ def test_the_tokens_of_an_output_do_not_change_later_and_the_callers_list_is_his
 DRAWN = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=NUM_TOKENS)
 
 
-def drawn_alone(model: Model, prompt: list[int], seed: int, **options: Any) -> list[int]:
-    params = replace(DRAWN, n=1, seed=seed, **options)
-    return serve_one(model.engine(**SMALL), prompt, params).outputs[0].token_ids
+def drawn_alone(model: Model, seed: int) -> list[int]:
+    return serve_one(model.engine(**SMALL), PROMPTS[0], replace(DRAWN, n=1, seed=seed)).outputs[0].token_ids
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("kind", ["final_only", "cumulative", "delta"])
 def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, kind: str, depth: int) -> None:
-    wanted = [drawn_alone(bytes_model, PROMPTS[0], seed) for seed in (7, 8, 9)]
+    wanted = [drawn_alone(bytes_model, seed) for seed in (7, 8, 9)]
     assert len({tuple(tokens) for tokens in wanted}) == 3
     engine, joiner = bytes_model.engine(**SMALL, depth=depth), Joiner()
     engine.add_request("a", PROMPTS[0], DRAWN.reported(kind))  # type: ignore[arg-type]
@@ -150,7 +138,7 @@ def test_abort_ends_all_completions(bytes_model: Model, expected: Tokens, depth:
     whole = next(filter(None, map(joiner.add, [output for output in outputs if output.request_id == "a"])))
     assert [completion.finish_reason for completion in whole.outputs] == ["abort"] * 3
     for seed, completion in enumerate(whole.outputs, start=7):
-        assert completion.token_ids == drawn_alone(bytes_model, PROMPTS[0], seed)[: len(completion.token_ids)]
+        assert completion.token_ids == drawn_alone(bytes_model, seed)[: len(completion.token_ids)]
     assert [output.outputs[0].token_ids for output in outputs if output.request_id == "b"][-1] == expected[1]
 
 
@@ -238,9 +226,7 @@ def test_no_text(bytes_model: Model, expected: Tokens, with_tokenizer: bool) -> 
 
 @pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 2}, {"depth": 4}, {"async_scheduling": True}], ids=str)
 @pytest.mark.parametrize("victim", ["0", "2", "3"])
-def test_abort_at_any_step_harms_nobody(
-    bytes_model: Model, expected: Tokens, options: dict[str, int], victim: str
-) -> None:
+def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: Tokens, options: Any, victim: str) -> None:
     """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
     reasons = []
     for abort_step in range(0, 36, 2 if options == {"depth": 2} else 5):

@@ -183,9 +183,7 @@ def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
         Journal(sched, io.StringIO())
 
 
-def test_a_last_line_that_was_cut_off_is_left_out(
-    recorded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cut_last_line_is_left_out(recorded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_text("\n".join(recorded)[:-5])
     cut, whole = replay(path), replay(recorded)

@@ -34,12 +34,9 @@ def test_a_document_is_read_once(needle: Model) -> None:
         assert [llm.generate(text, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
 
 
-SEED = 1
-
-
 def test_tokens_are_those_of_transformers_whatever_is_shared(bytes_model: Model) -> None:
-    document = random_ids(300, seed=SEED)
-    prompts = [document[:n] + random_ids(40, seed=n + SEED) for n in (300, 290, 130, 64, 20, 300, 299)] + [document]
+    document = random_ids(300, seed=1)
+    prompts = [document[:n] + random_ids(40, seed=n + 1) for n in (300, 290, 130, 64, 20, 300, 299)] + [document]
     expected = greedy_of(bytes_model.reference, prompts, 12)
     for options in ({}, {"num_kv_blocks": 8, "overcommit": True}, {"block_size": 16, "num_kv_blocks": 64}):
         with make(bytes_model, **options) as llm:

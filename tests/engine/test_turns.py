@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from medha.engine.threads import Turns
 
@@ -19,11 +20,9 @@ def test_it_is_re_entrant_and_one_threads_alone() -> None:
                 most.append(len(inside))
                 inside.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result()
     assert most == [1] * 1600
 
 

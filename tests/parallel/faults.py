@@ -110,7 +110,7 @@ def start(
     processes = []
     for rank in range(world_size) if ranks is None else ranks:
         env = launch_environment(rank, world_size, port) | dict(environment or {})
-        process = context.Process(target=_rank, args=(rank, folder, env, fault, target, args))
+        process = context.Process(target=_rank, args=(rank, folder, env, fault, target, *args))
         process.start()
         stack.callback(process.join)
         stack.callback(process.kill)
@@ -125,12 +125,7 @@ def command(rank: int, arguments: list[str], module: str = "medha.generate") -> 
 
 
 def _rank(
-    rank: int,
-    folder: Path,
-    env: dict[str, str],
-    fault: Fault | None,
-    target: Callable[..., None],
-    args: tuple[Any, ...],
+    rank: int, folder: Path, env: dict[str, str], fault: Fault | None, target: Callable[..., None], *args: Any
 ) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         descriptor = os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

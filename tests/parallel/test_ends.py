@@ -29,10 +29,7 @@ from tests.parallel.test_faults import SMALL
 
 
 def forgotten(rank: int, model: Path) -> None:
-    def main() -> None:
-        LLM(model, spp=2, **SMALL).generate("a", SamplingParams(temperature=0.0, max_tokens=2))
-
-    main()
+    LLM(model, spp=2, **SMALL).generate("a", SamplingParams(temperature=0.0, max_tokens=2))
 
 
 def caught(rank: int, model: Path) -> None:

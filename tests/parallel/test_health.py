@@ -30,11 +30,6 @@ from tests.commands import LIMIT_S, wait_until
 Sleeper = subprocess.Popen[bytes]
 
 
-def place(rank: int, world_size: int, local_ranks: range = range(0), **options: Any) -> Launch:
-    local_ranks = local_ranks or range(rank, rank + 1)
-    return Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1", 1, **options)
-
-
 class Ranks:
     """Monitors of several ranks in one process, each with its own connection; what they would end with is kept."""
 
@@ -46,11 +41,9 @@ class Ranks:
 
     def monitor(self, rank: int, world_size: int, *, local_ranks: range = range(0), **options: Any) -> Monitor:
         """A monitor that watches and talks; what its main thread is about, it says itself."""
-        monitor = Monitor(
-            place(rank, world_size, local_ranks, **options),
-            name=lambda rank: f"rank {rank}",
-            end=lambda message, speak: self.ended.setdefault(rank, (message, speak)),
-        )
+        local_ranks = local_ranks or range(rank, rank + 1)
+        launch = Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1", 1, **options)
+        monitor = Monitor(launch, name="rank {}".format, end=lambda *told: self.ended.setdefault(rank, told))
         monitor.waits_for = lambda: "control"
         monitor.start()
         monitor.attach(self.server.clone())
@@ -184,12 +177,9 @@ def test_a_rank_that_is_gone_or_stopped_is_named(ranks: Ranks, sleeper: Sleeper,
 
 
 def test_a_launcher_that_has_died(ranks: Ranks) -> None:
-    ended: list[str] = []
-    launch = place(1, 2, agent_pid=os.getppid() + 1)
-    monitor = Monitor(launch, name=lambda rank: f"rank {rank}", end=lambda message, speak: ended.append(message))
-    monitor.start()
-    wait_until(lambda: bool(ended))
-    assert ended == [f"rank 1: the process that started it, {os.getppid() + 1}, has died, in start"]
+    ranks.monitor(1, 2, agent_pid=os.getppid() + 1)
+    wait_until(lambda: bool(ranks.ended))
+    assert ranks.ended[1][0] == f"rank 1: the process that started it, {os.getppid() + 1}, has died, in start"
 
 
 def test_a_store_that_does_not_answer(ranks: Ranks, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,9 +299,7 @@ def test_a_stranger_at_the_port_of_the_connections_is_sent_away_and_lost_to_nobo
 
 
 @patch("socket.create_connection", Mock(side_effect=ConnectionRefusedError("refused")))
-def test_a_node_that_cannot_connect_to_rank_0_is_warned_of_and_goes_on(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_cannot_connect_to_rank_0_is_warned_of_and_goes_on(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "medha"):
         monitors = [ranks.monitor(rank, 2) for rank in range(2)]
         wait_until(lambda: "no connection to rank 0 at 127.0.0.1" in caplog.text)

@@ -119,9 +119,7 @@ POOL = "max_kv_per_group=2304; accepted: at most the pool's 2048 tokens"
         ({"kvp": 2, "max_kv_per_group": 9 * 256}, "ConfigError", POOL),
     ],
 )
-def test_layout_that_cannot_work(
-    workers: WorkerPool, model: Path, options: dict[str, Any], error: str, message: str
-) -> None:
+def test_layout_of_no_use(workers: WorkerPool, model: Path, options: dict[str, Any], error: str, message: str) -> None:
     ((kind, said),) = set(workers.run(refusal, 2, [model] * 2, [options] * 2))  # the same on both ranks
     assert kind == error and message in said
 

@@ -22,18 +22,11 @@ LENGTHS = (1, 2, 33, 257, 700)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 # (tp, spp, tp_forward); the checkpoints have 4 query heads, 2 KV heads and 3 layers (4 where there are 4 stages).
-LAYOUTS = (
-    (2, 1, "local"),
-    (2, 1, "dtensor"),
-    (4, 1, "local"),
-    (4, 1, "dtensor"),
-    (1, 2, "local"),
-    (1, 3, "local"),
-    (1, 4, "local"),
-    (2, 2, "local"),
-    (2, 2, "dtensor"),
-)
-PAIRS = [
+LOCAL = [(tp, spp, "local") for tp, spp in ((2, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))]
+LAYOUTS = (*LOCAL, *((tp, spp, "dtensor") for tp, spp, _ in LOCAL if tp > 1))
+Case = tuple[str, bool, tuple[int, int, str]]
+"""Family, whether embeddings are tied, layout."""
+PAIRS: list[Case] = [
     ("llama-llama3", False, (2, 1, "local")),
     ("qwen2", False, (4, 1, "local")),
     ("llama-bias", False, (4, 1, "dtensor")),
@@ -45,15 +38,9 @@ PAIRS = [
 
 
 def check_layout(
-    workers: WorkerPool,
-    folder: Path,
-    family: str,
-    tied: bool,
-    layout: tuple[int, int, str],
-    lengths: Sequence[int] = LENGTHS,
-    **options: Any,
+    workers: WorkerPool, folder: Path, case: Case, lengths: Sequence[int] = LENGTHS, **options: Any
 ) -> None:
-    tp, spp, tp_forward = layout
+    family, tied, (tp, spp, tp_forward) = case
     prompts, expected = reference(folder, family, tied, lengths, num_layers=max(3, spp))
     options = {"chunk_size": 97, "max_batch_tokens": 160, "block_size": 64, "num_kv_blocks": 40} | options
     options |= {"tp": tp, "spp": spp, "tp_forward": tp_forward, "async_scheduling": tp_forward == "local"}
@@ -75,27 +62,26 @@ def reference(
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "layout"),
+    "case",
     [
-        pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow)
+        pytest.param(case, marks=() if case in PAIRS else pytest.mark.slow)
         for case in itertools.product(FAMILIES, (False, True), LAYOUTS)
     ],
+    ids=str,
 )
-def test_layout_matches_transformers(
-    workers: WorkerPool, tmp_path: Path, family: str, tied: bool, layout: tuple[int, int, str]
-) -> None:
-    check_layout(workers, tmp_path, family, tied, layout)
+def test_layout_matches_transformers(workers: WorkerPool, tmp_path: Path, case: Case) -> None:
+    check_layout(workers, tmp_path, case)
 
 
 def test_one_request_at_a_time_and_tight_pool(workers: WorkerPool, tmp_path: Path) -> None:
     """Requests queue for the pool, so batches come one by one and slots are used again at once."""
-    check_layout(workers, tmp_path, "llama", False, (2, 2, "local"), num_kv_blocks=12, max_num_seqs=2)
+    check_layout(workers, tmp_path, ("llama", False, (2, 2, "local")), num_kv_blocks=12, max_num_seqs=2)
 
 
 def test_two_stages_say_the_same_without_a_stream(workers: WorkerPool, tmp_path: Path) -> None:
     """Micro-batches in a pipeline (``stream=False``)."""
     options = {"scheduler": "sarathi", "chunk_size": 32, "max_batch_tokens": 64, "stream": False}
-    check_layout(workers, tmp_path, "llama", False, (1, 2, "local"), (1, 33, 200), **options)
+    check_layout(workers, tmp_path, ("llama", False, (1, 2, "local")), (1, 33, 200), **options)
 
 
 # -- several LLMs in one program of several ranks --------------------------------------------------------------

@@ -106,9 +106,7 @@ def decode_gated(folder: Path, layout: dict[str, int]) -> list[RankRecords]:
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2}, {"spp": 2}], ids=str)
-def test_the_next_batch_is_prepared_while_this_one_computes(
-    workers: WorkerPool, folder: Path, layout: dict[str, int]
-) -> None:
+def test_the_next_batch_is_prepared_while_one_runs(workers: WorkerPool, folder: Path, layout: dict[str, int]) -> None:
     """In every layout and on each rank; rank 0 decides it while it computes itself, so that a KV-parallel group that
     decodes for itself need not wait for more than rank 0's forwards."""
     for rank in workers.run(decode_gated, 2, folder, layout)[0]:

@@ -37,6 +37,7 @@ def message(sender: int, receiver: int, number: int, size: int) -> torch.Tensor:
 
 
 def exchange(ranks: Any, group: Any) -> None:
+    """Messages among changing ranks arrive whole and in order; the file is gone before the first of them."""
     memory = share_memory(ranks, group, CPU)
     path = ranks.job.store.get(f"memory/{dist.get_process_group_ranks(group)}").decode()
     assert ranks.rank != 0 or not os.path.exists(path)  # of who made it
@@ -56,12 +57,8 @@ def exchange(ranks: Any, group: Any) -> None:
                 assert torch.equal(memory.receive(rank, size), sent), (number, rank)
 
 
-def test_messages_among_changing_ranks_arrive_whole_and_in_order(workers: WorkerPool) -> None:
-    """The file is gone before the first of them."""
-    workers.run(on_ranks, 4, exchange)
-
-
 def combine(ranks: Any, group: Any) -> None:
+    """Sums are of the parts in order of rank, and gathered parts lie in it."""
     memory = share_memory(ranks, group, CPU)
     add_up, side_by_side = all_reduce_over(group, memory), all_gather_over(group, memory)
     for width in (1, 7, 2048, MOST_BYTES // 4, MOST_BYTES // 4 + 1):  # the last one goes by gloo
@@ -69,10 +66,6 @@ def combine(ranks: Any, group: Any) -> None:
         assert torch.equal(side_by_side(parts[ranks.rank]), torch.cat(parts, dim=1)), width
         total = add_up(parts[ranks.rank].clone())
         assert torch.equal(total, parts[0] + parts[1] + parts[2]) or 4 * width > MOST_BYTES, width
-
-
-def test_sums_are_of_the_parts_in_order_of_rank_and_gathered_parts_lie_in_it(workers: WorkerPool) -> None:
-    workers.run(on_ranks, 3, combine)
 
 
 def lack(ranks: Any, group: Any) -> list[bool]:
@@ -93,7 +86,8 @@ def test_where_one_rank_cannot_have_it_none_has(workers: WorkerPool) -> None:
 
 
 def talk(ranks: Any, _: Any) -> None:
-    """Messages of lines, and control messages, of which one takes many pages, more than there are."""
+    """Lines carry messages whole and in order and wait for who is behind: messages of lines, and control messages, of
+    which one takes many pages, more than there are."""
     lines = share_lines(ranks, CPU)
     sizes = torch.randint(1, PAGE_BYTES + 1, (100,), generator=torch.Generator().manual_seed(4)).tolist()
     for other, its in lines.items():
@@ -116,8 +110,9 @@ def talk(ranks: Any, _: Any) -> None:
     assert all(np.array_equal(follower.receive(), one.token_ids) for one in messages)
 
 
-def test_lines_carry_messages_whole_and_in_order_and_wait_for_who_is_behind(workers: WorkerPool) -> None:
-    workers.run(on_ranks, 3, talk)
+@pytest.mark.parametrize(("work", "num_ranks"), [(exchange, 4), (combine, 3), (talk, 3)])
+def test_each_rank_finds_what_was_sent(workers: WorkerPool, work: Callable[..., None], num_ranks: int) -> None:
+    workers.run(on_ranks, num_ranks, work)
 
 
 def fail(ranks: Any, group: Any) -> list[str]:

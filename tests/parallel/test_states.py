@@ -129,9 +129,7 @@ FAULTS = [(name, rank, action) for name in PLACES for rank in range(len(PLACES[n
 
 
 @pytest.mark.parametrize(("scheduler", "rank", "action"), FAULTS)
-def test_a_rank_that_fails_ends_all_with_its_name(
-    model: Path, serve: Start, scheduler: str, rank: int, action: str
-) -> None:
+def test_a_rank_that_fails_ends_all_by_name(model: Path, serve: Start, scheduler: str, rank: int, action: str) -> None:
     """While a request is in each state. A lost decode instance costs the job, as any lost rank does; where other lanes
     go on until it is noticed, requests may still end there."""
     fault, place = Fault(rank, "states", action), PLACES[scheduler][rank]

@@ -6,7 +6,6 @@ and slots are used again.
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, count
 
@@ -46,13 +45,6 @@ class Request:
         """The pool tokens at which they lie."""
         shard = self.shard(group)
         return [self.blocks[group][i // BLOCK] * BLOCK + i % BLOCK for i in range(shard.stop - shard.start)]
-
-
-def extents(slot: int, blocks: Iterable[int], group: int) -> list[Extent]:
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        append_extent(runs, block, 1)
-    return [Extent(slot, *run, group) for run in runs]
 
 
 class Plans:
@@ -110,10 +102,11 @@ class Plans:
         blocks = self._take(self._free[holder], max(needed + self.rng.randrange(2), 0))
         request.blocks[holder] += blocks
         samples = is_decode or self.rng.random() < 0.5
-        return (
-            Row(slot, position, q_len, is_decode, samples, request.group, request.num_groups),
-            extents(slot, blocks, holder),
-        )
+        row = Row(slot, position, q_len, is_decode, samples, request.group, request.num_groups)
+        runs: list[tuple[int, int]] = []
+        for block in blocks:
+            append_extent(runs, block, 1)
+        return row, [Extent(slot, *run, holder) for run in runs]
 
     def _take(self, pool: list[int], number: int) -> list[int]:
         if self.rng.random() < 0.5:
@@ -163,9 +156,7 @@ def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
 @pytest.mark.parametrize("host_cache", [HostCache, Late], ids=["now", "late"])
 @pytest.mark.parametrize("kind", [Plans, Decodes])
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_written_at_a_position_is_read_back_at_it(
-    seed: int, kind: type[Plans], host_cache: type[HostCache]
-) -> None:
+def test_what_is_written_at_a_position_is_read_back(seed: int, kind: type[Plans], host_cache: type[HostCache]) -> None:
     plans = kind(random.Random(seed))
     slots = [Slots(BLOCK, group) for group in range(GROUPS)]
     shape = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": BLOCK}
