@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ STATES = ("queued", "in a chunk", "waits for a grant", "in transfer", "arrived",
 """What a request goes through where there are decode instances."""
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """What happens to a rank and where."""
 
     rank: int

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,8 +36,7 @@ class _Stopped(BaseException):
     """Ends a thread after a deadlock or the failure of another."""
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """What stands for a process group on one rank."""
 
     name: str

@@ -166,7 +166,6 @@ def test_sampling_state(
     if state.params.repetition_penalty == 1.0:
         assert state.prompt_ids is back.prompt_ids is None
     else:
-        assert back.prompt_ids is not None and state.prompt_ids is not None
         assert back.prompt_ids.dtype == state.prompt_ids.dtype == torch.int32
         assert back.prompt_ids.tolist() == state.prompt_ids.tolist() == sorted(set(ids))
 

@@ -98,11 +98,8 @@ def run_plans(
             at = np.repeat([row.slot for row in step.batch.rows], tokens) == 0
             ran.hidden.update(zip(step.positions[at].tolist(), x_TD[at].clone(), strict=True))
 
-        handle = self.model.register_forward_hook(keep)
-        try:
+        with self.model.register_forward_hook(keep):
             return eager(self, step, copies)
-        finally:
-            handle.remove()
 
     def noted(self: step_input.Slots, batch: Batch) -> StepInput:
         step = prepare(self, batch)

@@ -1,4 +1,4 @@
-"""Dealt rows on all groups in one process: every token sees each token before it once, wherever it lies."""
+"""Dealt rows from plans made by hand, on all groups in one process: every token sees each token before it once."""
 
 from collections import Counter, defaultdict
 from itertools import count
@@ -95,6 +95,7 @@ class Hand:
 
 @pytest.mark.parametrize(("plans", "groups"), [(TWO, 2), (THREE, 3), (FOUR, 4), (EIGHT, 8)])
 def test_who_sees_what(plans: list[Plan], groups: int) -> None:
+    """Wherever it lies."""
     slots = [Slots(BLOCK, group) for group in range(groups)]
     shape = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": BLOCK, "device": CPU}
     caches = [KVCache(LayerShape(1, 1, 1, torch.float32), **shape) for _ in range(groups)]

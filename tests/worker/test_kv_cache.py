@@ -98,11 +98,10 @@ def test_blocks_on_both_sides_of_the_borders(head_major: bool, backend: str) -> 
     assert torch.equal(torch.cat([cache.k[0][token : token + 1] for token in tokens]), -k)
 
     rows = slots.prepare(Batch(1, (Row(0, length, 1, True, True),))).own
-    pool_k, pool_v = cache.k[0], cache.v[0]
-    pool_k[rows.pages[-1] * BLOCK + rows.kv_len[0] % BLOCK - 1] = 1.0
-    pool_v[rows.pages[-1] * BLOCK + rows.kv_len[0] % BLOCK - 1] = 1.0
+    for pool in (*cache.k, *cache.v):
+        pool[rows.pages[-1] * BLOCK + rows.kv_len[0] % BLOCK - 1] = 1.0
     for one, q_len in ((rows, 1), (step.own, length)):
-        qkv = torch.randn(q_len, 4, DIM, generator=generator).half(), pool_k, pool_v
+        qkv = torch.randn(q_len, 4, DIM, generator=generator).half(), cache.k[0], cache.v[0]
         assert_rows_close(run(qkv, one, BACKENDS[backend]()), qkv, one)
 
 
