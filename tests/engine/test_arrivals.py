@@ -85,8 +85,7 @@ def test_a_refused_request_does_not_stop_the_others(engine: Engine) -> None:
     assert [output.request_id for output in refused] == ["unread", "too long", "good"]
     assert [type(output.error) for output in refused] == [ValidationError, ContextLengthError, ValidationError]
     for output in refused:
-        assert output.finished
-        assert output.outputs[0].finish_reason == "error"
+        assert (output.finished, output.outputs[0].finish_reason) == (True, "error")
         assert output.metrics.e2e is not None
     served = final([output for output in outputs if output.error is None])
     assert served["good"].outputs[0].finish_reason == "length"

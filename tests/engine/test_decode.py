@@ -63,8 +63,7 @@ def test_a_grant_says_which_blocks_take_the_kv() -> None:
     assert batch == Batch.from_ints(batch.to_ints())
     assert (waits.instances[0].scheduler.memory.num_used, waits.waiting) == (3, {})
     decode = arrive(waits, 3).scheduler.schedule(0.0).batch
-    assert str(decode.rows[0]) == "slot 3 decode [40]"
-    assert (decode.batch_id, decode.num_decodes) == (1, 1)
+    assert (str(decode.rows[0]), decode.batch_id, decode.num_decodes) == ("slot 3 decode [40]", 1, 1)
 
 
 def test_the_instance_with_most_room_for_each_of_its_requests_is_next() -> None:

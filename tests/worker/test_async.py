@@ -94,10 +94,7 @@ def test_tokens_are_those_of_waiting_for_each_and_batches_overlap(case: Case) ->
     engine = lagging(case)
     scheduled: list[tuple[Batch, ...]] = []  # what is in flight whenever a batch is handed in, itself last
     submit = engine.runner.submit
-    engine.runner.submit = lambda batch: (  # type: ignore[method-assign]
-        scheduled.append(engine.scheduler.in_flight),
-        submit(batch),
-    )[1]
+    engine.runner.submit = lambda batch: (scheduled.append(engine.scheduler.in_flight), submit(batch))[1]
     assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
     followed = sum(
         bool({(row.slot, row.kv_len) for row in a.rows if row.samples} & {(r.slot, r.position) for r in b.rows})

@@ -24,8 +24,7 @@ def test_pools_have_the_logical_shape_and_heads_outermost_on_the_cpu() -> None:
     cache = make_cache(num_layers=3)
     assert len(cache.k) == len(cache.v) == 3
     for pool in (*cache.k, *cache.v):
-        assert pool.shape == (48, 2, 8)
-        assert pool.stride() == (8, 48 * 8, 1)
+        assert (pool.shape, pool.stride()) == ((48, 2, 8), (8, 48 * 8, 1))
     assert len({pool.data_ptr() for pool in (*cache.k, *cache.v)}) == 6
     assert cache.block_bytes == 3 * 2 * (4 * 2 * 8 * 4)
 

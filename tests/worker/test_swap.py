@@ -160,8 +160,7 @@ def test_swap_space_is_host_memory_of_a_rank(bytes_model: Model, monkeypatch: py
     assert (config.num_swap_blocks, config.swap_block_s) == (5, 0.125)
     assert engine.runner.host.num_blocks == 5  # type: ignore[attr-defined]
     engine = build(bytes_model, num_kv_blocks=8)
-    assert engine.scheduler.config.num_swap_blocks == 0
-    assert engine.runner.host is None  # type: ignore[attr-defined]
+    assert (engine.scheduler.config.num_swap_blocks, engine.runner.host) == (0, None)
 
 
 @pytest.mark.parametrize(
