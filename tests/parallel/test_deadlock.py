@@ -51,6 +51,7 @@ MAX_KV_TOKENS = 24  # of one request
 TOY_VOCAB = 16
 DIM = 2
 MODULUS = 65521  # sums of products stay exact in float32 and int64
+Outputs = dict[str, RequestOutput]
 
 
 def ranks(kvp: int, spp: int, tp: int) -> ParallelConfig:
@@ -108,13 +109,11 @@ WORKLOADS = st.builds(
 """Prompts of up to 20 tokens in chunks of up to 8."""
 
 
-def drive(
-    engine: Engine, workload: Workload, after_step: Callable[[int], object] = lambda step: None
-) -> dict[str, RequestOutput]:
-    """Run a workload to its end; arrivals and aborts happen between steps."""
+def drive(engine: Engine, workload: Workload, ask: Callable[[], object] = lambda: None) -> Outputs:
+    """Run a workload to its end; arrivals and aborts happen between steps, and now and then a question is asked."""
     waiting = sorted(enumerate(workload.arrivals), key=lambda pair: pair[1].step)
     aborts: list[tuple[int, str]] = []
-    outputs: dict[str, RequestOutput] = {}
+    outputs: Outputs = {}
     step = 0
     while waiting or engine.has_unfinished:
         while waiting and (waiting[0][1].step <= step or not engine.has_unfinished):
@@ -127,14 +126,15 @@ def drive(
             if when == step:
                 engine.abort(request_id)
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
-        after_step(step)
+        if step % 5 == 2:
+            ask()
         step += 1
     assert engine.scheduler.memory.num_used == 0
     assert not engine._by_slot
     return outputs
 
 
-def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput], workload: Workload) -> None:
+def check(outputs: Outputs, expected: Outputs, workload: Workload) -> None:
     assert sorted(outputs) == sorted(expected) == sorted(map(str, range(len(workload.arrivals))))
     for name, output in outputs.items():
         tokens, truth = output.outputs[0].token_ids, expected[name].outputs[0].token_ids
@@ -241,7 +241,7 @@ def toy_engine(runner: Any, workload: Workload, layout: ParallelConfig) -> Engin
     return Engine(runner, Scheduler(scheduler, **sizes, predictor=by_tokens()), limits, clock=lambda: next(ticks))
 
 
-def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
+def on_one_rank(workload: Workload) -> Outputs:
     """What each request gives if nobody aborts it."""
     patient = workload._replace(arrivals=tuple(a._replace(abort_after=None) for a in workload.arrivals))
     runner = toy_runner(patient, ParallelConfig(), 0, lambda x: x)
@@ -262,12 +262,9 @@ def toy_ranks(config: ParallelConfig, rank: int) -> Ranks:
     return Ranks(config, rank, group, stage, tp_rank, mesh, tp_group, pipe, report, control, merges, transfers, job)
 
 
-def on_ranks(
-    workload: Workload, config: ParallelConfig, seed: int, limits: Buffers, transport: Transport | None = None
-) -> dict[str, RequestOutput]:
-    """Run a workload on a layout, every rank in a thread of the model, in the interleaving that ``seed`` chooses."""
-    transport = transport or Transport(seed)
-    collected: list[dict[str, RequestOutput]] = []
+def on_ranks(workload: Workload, config: ParallelConfig, limits: Buffers, transport: Transport) -> Outputs:
+    """Run a workload on a layout, every rank in a thread of the model, in the interleaving of the transport."""
+    collected: list[Outputs] = []
 
     def rank_main(rank: int) -> None:
         ranks = toy_ranks(config, rank)
@@ -299,8 +296,7 @@ def on_ranks(
         engine = toy_engine(driving, workload, config)
 
         def generate() -> list[RequestOutput]:
-            asks_now_and_then = lambda step: step % 5 == 2 and driving.gather_records()  # noqa: E731
-            collected.append(drive(engine, workload, asks_now_and_then))
+            collected.append(drive(engine, workload, driving.gather_records))
             return []
 
         driving.call("generate", generate)
@@ -323,7 +319,7 @@ def test_no_deadlock_without_buffers(layout: ParallelConfig, max_examples: int) 
     @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(WORKLOADS, st.integers(0, 2**32), BUFFERS)
     def every_run_ends(workload: Workload, seed: int, limits: Buffers) -> None:
-        check(on_ranks(workload, layout, seed, limits), on_one_rank(workload), workload)
+        check(on_ranks(workload, layout, limits, Transport(seed)), on_one_rank(workload), workload)
 
     every_run_ends()
 
@@ -393,7 +389,7 @@ def test_waiting_at_once_alone_is_no_deadlock(layout: ParallelConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for mutate in SYNCHRONOUS:
             mutate(patch)
-        check(on_ranks(CROSSED, layout, 1, AMPLE), on_one_rank(CROSSED), CROSSED)
+        check(on_ranks(CROSSED, layout, AMPLE, Transport(1)), on_one_rank(CROSSED), CROSSED)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +402,7 @@ def test_waiting_at_once_alone_is_no_deadlock(layout: ParallelConfig) -> None:
 def test_messages_sent_late_are_a_deadlock(layout: ParallelConfig, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     send_messages_late(monkeypatch)
     with pytest.raises(DeadlockError, match=place) as caught:
-        on_ranks(BUSY._replace(depth=layout.spp + 1), layout, 0, AMPLE)
+        on_ranks(BUSY._replace(depth=layout.spp + 1), layout, AMPLE, Transport(0))
     places = [place for line in str(caught.value).splitlines()[1:] if "," not in (place := line.partition(":")[0])]
     assert sorted(places) == [f"  rank {rank}" for rank in range(layout.world_size)]
 
@@ -440,7 +436,7 @@ def test_wrong_tokens_and_torn_buffers_are_found(
     expected = on_one_rank(BUSY)
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        check(on_ranks(BUSY, layout, 0, Buffers(1, 1, 1, 1, 64)), expected, BUSY)
+        check(on_ranks(BUSY, layout, Buffers(1, 1, 1, 1, 64), Transport(0)), expected, BUSY)
 
 
 def test_spans_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +450,7 @@ def test_spans_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(medha.worker.runner, "shared_rows", turned)
     with pytest.raises((PlanDivergenceError, RankFailedError, AssertionError), match=r"merges rows|numbers for"):
-        on_ranks(CROSSED._replace(depth=2), ranks(3, 1, 1), 0, AMPLE)
+        on_ranks(CROSSED._replace(depth=2), ranks(3, 1, 1), AMPLE, Transport(0))
 
 
 @pytest.mark.parametrize("layout", [ranks(1, 3, 1), ranks(3, 1, 1), ranks(3, 2, 1), ranks(2, 2, 2)], ids=str)
@@ -465,7 +461,7 @@ def test_no_batch_is_encoded_twice_and_no_message_twice_for_a_group(layout: Para
         mock.patch.object(control, "encode", wraps=control.encode) as encode,
         mock.patch.object(control, "encode_batch", wraps=control.encode_batch) as encode_batch,
     ):
-        on_ranks(CROSSED, layout, 0, AMPLE)
+        on_ranks(CROSSED, layout, AMPLE, Transport(0))
     sent = [call for call in encode.call_args_list if call.args[0].batch is not None]
     plans = [call.args[0] for call in encode_batch.call_args_list if call.args[0] is not None]
     assert len(plans) <= len(sent) <= layout.num_groups * len(plans)
@@ -483,7 +479,7 @@ def test_a_group_that_a_batch_does_not_concern_does_nothing(layout: ParallelConf
 
 def busy_ranks(workload: Workload, layout: ParallelConfig) -> set[int]:
     """The ranks that pass on hidden states or tokens, or take part in a collective."""
-    on_ranks(workload, layout, 0, AMPLE, transport := Transport(0))
+    on_ranks(workload, layout, AMPLE, transport := Transport(0))
     tags = medha.engine.wire._RECORDS_TAG, medha.engine.wire._TOKENS_TAG
     quiet = {("control", 0), ("barrier", 0), *(("report", tag) for tag in tags)}
     return {rank for rank, *what in transport.operations if tuple(what) not in quiet}
