@@ -39,7 +39,7 @@ def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, m
         if workers is None:
             answers, fits = serve(case, folder, mutation)
         else:
-            if case.decode[0]:  # DTensor keeps the names of groups, see tests/parallel/test_decode.py
+            if case.decode[0]:  # DTensor keeps the names of groups, see tests/parallel/conftest.py
                 workers.close()
             answers, fits = workers.run(serve, case.world, case, folder, mutation, limit_s=_HANG_S)[0]
             if case.decode[0]:
