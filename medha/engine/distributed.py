@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,14 +53,6 @@ from medha.worker.step_input import StepInput
 from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
-
-
-@dataclass(slots=True)
-class _Late:
-    """What a group is told with its next batch."""
-
-    frees: list[int] = field(default_factory=list)  # slots that batches of other groups of its instance have freed
-    closed: list[int] = field(default_factory=list)  # slots that requests have left
 
 
 @dataclass(eq=False, repr=False)
@@ -105,7 +97,10 @@ class DrivingRunner:
         else:
             ranks.monitor.computing, ranks.monitor.waits_for = self._own.thread, self._waits_for
         self._groups = groups = range(ranks.config.num_groups)
-        self._late = [_Late() for _ in groups]
+        # by group, what it is told with its next batch: slots that batches of other groups of its instance have freed,
+        # and slots that requests have left
+        self._freed: list[list[int]] = [[] for _ in groups]
+        self._closed: list[list[int]] = [[] for _ in groups]
         self._ranks_of = [[rank for rank in ranks.of_groups([group]) if rank != 0] for group in groups]
 
     def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], sampling: SlotSampling, drawn: list[int]) -> None:
@@ -117,8 +112,8 @@ class DrivingRunner:
         """See :meth:`medha.worker.runner.Runner.close`."""
         self.runner.close(slot)
         if self._sampled_on.pop(slot, None) is not None:
-            for late in self._late:
-                late.closed.append(slot)
+            for closed in self._closed:
+                closed.append(slot)
 
     def reset(self) -> None:
         """Raise EngineDeadError: an interrupted step cannot be undone on other ranks."""
@@ -168,13 +163,13 @@ class DrivingRunner:
         """Each group, the batch as it gets it, with what was freed since its last one, and what else it is told: which
         slots were closed since then."""
         groups, kvp = list(self._groups) if self.news is None else sorted(batch.groups), self.ranks.config.kvp
-        for late in self._late[:kvp] if groups[0] < kvp else [self._late[group] for group in groups]:
-            late.frees += batch.frees
+        for group in range(kvp) if groups[0] < kvp else groups:
+            self._freed[group] += batch.frees
         for group in groups:
-            late, self._late[group] = self._late[group], _Late()
-            frees = tuple(dict.fromkeys(late.frees))
+            frees, closed = tuple(dict.fromkeys(self._freed[group])), self._closed[group]
+            self._freed[group], self._closed[group] = [], []
             whole = batch if frees == batch.frees else replace(batch, frees=frees)
-            yield group, whole, {"close": late.closed} if late.closed else {}
+            yield group, whole, {"close": closed} if closed else {}
 
     def hand_over(self, token: int, held: Sequence[tuple[int, int]], batch: Batch) -> Future[None]:
         """Begin to hand a request over to a decode instance, with the last token drawn of it; what is returned is done
