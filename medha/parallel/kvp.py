@@ -32,6 +32,9 @@ from medha.cpu.decoder import PackedLinear
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import Digests, check_digest
 
+Tensors = Sequence[tuple[int, torch.Tensor]]
+"""What goes to ranks, or comes from them: rank and tensor."""
+
 _ALIGNMENT = 16  # bytes
 
 
@@ -166,9 +169,7 @@ class Merge:
         self.start([(shared, (empty, empty[..., 0]))], compare=True)()
 
 
-def exchange(
-    group: dist.ProcessGroup, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-) -> Callable[[], None]:
+def exchange(group: dist.ProcessGroup, sends: Tensors, receives: Tensors) -> Callable[[], None]:
     """Begin to send tensors to ranks and to receive them from ranks; what is returned waits for all of it."""
     ops = [dist.P2POp(dist.irecv, tensor, rank, group) for rank, tensor in receives]
     ops += [dist.P2POp(dist.isend, tensor, rank, group) for rank, tensor in sends]

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from medha.attention.merge import Partial, merge_partials
-from medha.parallel.kvp import Merge, Shared, exchange
+from medha.parallel.kvp import Merge, Shared, Tensors, exchange
 
 
 def buffer_of(buffers: list[torch.Tensor], number: int, size: int) -> torch.Tensor:
@@ -83,9 +83,7 @@ class Ring:
                     block = arriving
         return merge_partials(partials)[0]
 
-    def move(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> Callable[[], None]:
+    def move(self, sends: Tensors, receives: Tensors) -> Callable[[], None]:
         """Begin to send history to some groups and to receive it from others, in the order of the shifts; what is
         returned waits for all of it."""
         going, coming = ([(self._ranks[group], tensor) for group, tensor in some] for some in (sends, receives))

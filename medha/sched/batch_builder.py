@@ -25,6 +25,8 @@ from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.prefix import Hit
 from medha.sched.queue import Queue, State
 
+Works = tuple[Sequence[Work] | Decodes, Sequence[Work]]
+"""Decodes and chunks."""
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
 Fill = Callable[[Queue, "BatchBuilder"], Prediction | None]
@@ -55,9 +57,7 @@ def work_of(row: Row, memory: KVMemory, group: int) -> Work:
     return Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, row.samples and group == row.group)
 
 
-def parts_of(
-    rows: Sequence[Row], num_decodes: int, memory: KVMemory, group: int
-) -> tuple[Sequence[Work] | Decodes, Sequence[Work]]:
+def parts_of(rows: Sequence[Row], num_decodes: int, memory: KVMemory, group: int) -> Works:
     """Decodes and chunks of a batch on a group, of rows of which the first ones decode; where there is one group these
     are summed up."""
     if memory.num_groups > 1:
@@ -222,7 +222,7 @@ class BatchBuilder:
     def would_be_in_way(self, state: State) -> bool:
         """Whether a request gave way to a class above, of which prefills are left: it does not start before them."""
         was_in_way = self.preemption.by_class and state.num_preempted and not state.has_started
-        return bool(was_in_way and self._queue.has_prefill_above(state.request.priority))
+        return bool(was_in_way and (self._queue.column("priority") < state.request.priority).any())
 
     def chunk_tokens(self, slot: int) -> int:
         """Tokens of the chunk that a request has in the batch; 0 for none."""
@@ -278,7 +278,7 @@ class BatchBuilder:
             blocks[swap.group] += swap.count
         return max(blocks) * self.memory.swap_block_s
 
-    def works(self, group: int) -> tuple[Sequence[Work] | Decodes, Sequence[Work]]:
+    def works(self, group: int) -> Works:
         """Decodes, which come first, and chunks that a group has by now, as the predictor wants them."""
         return parts_of(self.rows, len(self.rows) - len(self.chunked), self.memory, group)
 

@@ -25,7 +25,7 @@ and comes back to the same group. The file is long because all of this reads and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -40,6 +40,7 @@ _MOST_AHEAD = 1 << 18  # tokens of a prompt for which room is made at once: it t
 _OUTPUT_AHEAD = 512  # and of an output
 
 
+@dataclass(eq=False, repr=False)
 class KVMemory:
     """The KV block pools of all groups.
 
@@ -56,23 +57,20 @@ class KVMemory:
         extents, frees, swaps_in, shared, copies, deals: of the next batch, and so are the prefix cache's swaps.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        *,
-        num_blocks: int,
-        block_size: int,
-        num_groups: int = 1,
-        prefix_cost_s: Callable[[int], float] = lambda depth: 1.0,
-    ) -> None:
+    config: InitVar[SchedulerConfig]
+    _: KW_ONLY
+    num_blocks: int
+    block_size: int
+    num_groups: int = 1
+    prefix_cost_s: InitVar[Callable[[int], float]] = lambda depth: 1.0
+
+    def __post_init__(self, config: SchedulerConfig, prefix_cost_s: Callable[[int], float]) -> None:
+        num_blocks, block_size, num_groups = self.num_blocks, self.block_size, self.num_groups
         whole, num_on_host = num_blocks * block_size, config.num_swap_blocks
         max_kv_per_group = whole if config.max_kv_per_group is None else config.max_kv_per_group
         if max_kv_per_group % block_size or max_kv_per_group > whole:
             accepted = f"a multiple of the block size {block_size}, at most the pool's {whole} tokens"
             raise ValueError(f"max_kv_per_group={max_kv_per_group}; accepted: {accepted}")
-        self.num_blocks = num_blocks
-        self.num_groups = num_groups
-        self.block_size = block_size
         self.max_kv_per_group = max_kv_per_group
         self.spread_kv = max_kv_per_group  # tokens on one group of a request that is rather spread over several
         self.max_span: int | None = None  # groups of one request at most, where all are dealt
@@ -471,11 +469,8 @@ class KVMemory:
         more = dict(taker.rest()) if set_aside else needs
         if any(promised[g] + more.get(g, 0) > free[g] for g in range(self.num_groups)):  # where its hit lies, too
             return False
-        prefills = [
-            (a.rest(), a.holds())
-            for slot, a in self._accounts.items()
-            if not a.is_set_aside and a is not taker and slot not in gone
-        ]
+        others = [account for slot, account in self._accounts.items() if account is not taker and slot not in gone]
+        prefills = [(account.rest(), account.holds()) for account in others if not account.is_set_aside]
         if not set_aside:
             left = [(g, blocks - needs.get(g, 0)) for g, blocks in taker.rest()]
             prefills.append((left, [(g, blocks + needs.get(g, 0)) for g, blocks in taker.holds()]))

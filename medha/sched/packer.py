@@ -50,7 +50,6 @@ from functools import cache, partial
 from itertools import accumulate, groupby, islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
@@ -59,7 +58,7 @@ from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.params import PRIORITIES
 from medha.sched.batch_builder import BatchBuilder, Packer, work_of
 from medha.sched.decision import Prediction
-from medha.sched.policy import SHORTEST_S, load_policy, sort_rows
+from medha.sched.policy import SHORTEST_S, Bools, RowNumbers, load_policy, sort_rows
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and the most rounds of a batch; of an empty one with none in
@@ -328,7 +327,7 @@ class MedhaPacker(Packer):
                 return
             tried.update(state.slot for state in states)
 
-    def _order(self, queue: Queue, builder: BatchBuilder, tried: Collection[int] = ()) -> NDArray[np.intp]:
+    def _order(self, queue: Queue, builder: BatchBuilder, tried: Collection[int] = ()) -> RowNumbers:
         """Rows of the first that may enter, until one of them is scheduled whole: then rows move."""
         now_s, among = builder.now_s + self._ahead_s, self._candidates(queue, builder, tried)
         return queue.order(self._ranking, now_s, factor=self._factor, first=_FIRST, among=among)
@@ -345,7 +344,7 @@ class MedhaPacker(Packer):
                 return
             self._give(state, queue, builder, may_exceed=False)
 
-    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int]) -> NDArray[np.bool_]:
+    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int]) -> Bools:
         """Which rows may enter the batch.
 
         No new ones where all places are taken or nobody of their class may start, no long ones where each group has
@@ -470,10 +469,8 @@ class MedhaPacker(Packer):
 
         def fits(q_len: int) -> bool:
             work = dealt_work(Row(0, position, q_len, False, False, 0, count))
-            return all(
-                group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) <= limit_s
-                for group, limit_s in zip(groups, limits, strict=True)
-            )
+            took_s = (group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for group in groups)
+            return all(seconds <= limit_s for seconds, limit_s in zip(took_s, limits, strict=True))
 
         if most < PIECES * count or fits(most):
             return most if most >= PIECES * count else 0
@@ -484,7 +481,7 @@ class MedhaPacker(Packer):
     ) -> int:
         """The most tokens that fit the time of each group, of which ``share`` is left to others; without one, all that
         a batch may take."""
-        tokens, limits = most, []
+        tokens, limits, step = most, [], self.config.chunk_granularity
         run = (first, first + count - 1) if count > 1 else None
         for index in range(first, first + count):
             group = self._groups[index]
@@ -496,9 +493,7 @@ class MedhaPacker(Packer):
                 limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
             limits.append(limit_s)
             samples = tokens == state.num_left and index == first
-            tokens = group.tick.largest_chunk(
-                kv, limit_s, tokens, self.config.chunk_granularity, run=run, samples=samples
-            )
+            tokens = group.tick.largest_chunk(kv, limit_s, tokens, step, run=run, samples=samples)
         if count > 1 and builder.width(state) > 1:
             groups = self._groups[first : first + count]
             tokens = max(tokens, self._ring_fitting(state.num_scheduled_tokens, groups, limits, most))

@@ -24,6 +24,8 @@ from medha.errors import ConfigError, PolicyError, hint
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+RowNumbers: TypeAlias = NDArray[np.intp]
 
 # Shorter works and deadlines count as this long where something is divided by them.
 SHORTEST_S = 1e-9
@@ -146,15 +148,13 @@ class Ranking:
     by_class: bool = False
 
 
-def sort_rows(
-    by: Sequence[Floats | Ints], *, first: int | None = None, among: NDArray[np.bool_] | None = None
-) -> NDArray[np.intp]:
+def sort_rows(by: Sequence[Floats | Ints], *, first: int | None = None, among: Bools | None = None) -> RowNumbers:
     """Row numbers in ascending order of ``by``, the most significant column first; no value is NaN."""
     rows = _near(by, by[0].size if first is None else first, among)
     return rows[np.lexsort([column[rows] for column in reversed(by)])][:first]
 
 
-def _near(by: Sequence[Floats | Ints], count: int, among: NDArray[np.bool_] | None) -> NDArray[np.intp]:
+def _near(by: Sequence[Floats | Ints], count: int, among: Bools | None) -> RowNumbers:
     """Rows, few if there are many, with the ``count`` first of ``among`` (None is all) in the order of ``by``.
 
     A sample says below which value they are; where that is too low, a partition does. Many that are tied at it, as of a

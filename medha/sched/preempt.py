@@ -69,9 +69,7 @@ class Preemption:
         again_s = self.queue.left_s(kept, had) * self._predictor.factor("prefill") if had else 0.0
         blocks = self.memory.swappable(state.slot)
         moved_s = 2 * blocks * self.memory.swap_block_s
-        if blocks and moved_s < again_s:
-            return moved_s, True
-        return again_s, False
+        return (moved_s, True) if blocks and moved_s < again_s else (again_s, False)
 
     def preempt(self, victims: Iterable[State], now_s: float) -> None:
         """Take all memory back from requests, which wait again; their KV goes to host memory where that is cheaper."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -158,6 +158,7 @@ class Hit:
         return [one for i, one in enumerate(starts) if not i or one[0] != starts[i - 1][0]]
 
 
+@dataclass(eq=False, repr=False)
 class PrefixCache:
     """Paths by the ids of the prefixes that end in them.
 
@@ -174,29 +175,24 @@ class PrefixCache:
         swaps_out: what the next batch copies there.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        pools: list[BlockPool],
-        hosts: list[HostBlocks],
-        *,
-        block_size: int,
-        cost_s: Callable[[int], float],
-    ) -> None:
-        self.unit = _UNIT if block_size % _UNIT == 0 else block_size
-        self.block_size = block_size
-        self.units_per_block = block_size // self.unit
-        self.num_idle = [0] * len(pools)
-        self.num_pinned = [0] * len(pools)
+    config: SchedulerConfig
+    pools: list[BlockPool]
+    hosts: list[HostBlocks]
+    _: KW_ONLY
+    block_size: int
+    cost_s: Callable[[int], float]
+
+    def __post_init__(self) -> None:
+        self.unit = _UNIT if self.block_size % _UNIT == 0 else self.block_size
+        self.units_per_block = self.block_size // self.unit
+        self.num_idle = [0] * len(self.pools)
+        self.num_pinned = [0] * len(self.pools)
         self.stale: dict[int, None] = {}
         self.swaps_out: list[Swap] = []
-        self._swap_block_s = config.swap_block_s
-        self._pools, self._hosts = pools, hosts
-        for host in hosts:
+        for host in self.hosts:
             host.stale = self.stale
-        self._cost_s = cost_s
         self._known: dict[bytes, Path] = {}
-        self._heaps: list[list[_Entry]] = [[] for _ in pools]  # paths whose end may go; those counted on come last
+        self._heaps: list[list[_Entry]] = [[] for _ in self.pools]  # paths whose end may go; those counted on come last
         self._num_entries = 0
         self._waits_for: _Marks = {}  # slots whose hit grows with an id
         self._watched: dict[int, list[Callable[[], None]]] = {}  # what ends the watch for a slot
@@ -210,7 +206,7 @@ class PrefixCache:
         whole = bisect_left(range(1, most // size + 1), True, key=lambda n: chain[n * size] not in known)
         parts = known[chain[whole * size]].up_to(whole) if whole else ()
         ends = range((whole + 1) * size, most + 1, size)
-        for host in self._hosts[parts[-1][0].group :][:2] if parts else self._hosts:
+        for host in self.hosts[parts[-1][0].group :][:2] if parts else self.hosts:
             if ids := host.run(chain[end] for end in ends):
                 return Hit(parts, host_group=host.pool.group, host_ids=ids)
         for num_units in range(min(most - whole * size, size - 1), 0, -1):
@@ -235,7 +231,7 @@ class PrefixCache:
             _mark(self._waits_for, one := chain[wanted], slot)
             ends.append(partial(_unmark, self._waits_for, one, slot))
         for one in hit.host_ids:
-            _mark(marks := self._hosts[hit.host_group].counted_on, one, slot)
+            _mark(marks := self.hosts[hit.host_group].counted_on, one, slot)
             ends.append(partial(_unmark, marks, one, slot))
         self._watched[slot] = ends
         return hit.num_tokens(self.block_size)
@@ -293,13 +289,13 @@ class PrefixCache:
 
     def read_back(self, hit: Hit) -> list[int]:
         """The host blocks of a hit, for one request: others find them in the pools when it has been sent."""
-        return self._hosts[hit.host_group].take(hit.host_ids) if hit.host_ids else []
+        return self.hosts[hit.host_group].take(hit.host_ids) if hit.host_ids else []
 
     # -- what goes ---------------------------------------------------------------------------------------------------
 
     def make_free(self, group: int, num_blocks: int) -> None:
         """Let blocks that nobody holds go until so many are free; there are as many."""
-        pool, heap = self._pools[group], self._heaps[group]
+        pool, heap = self.pools[group], self._heaps[group]
         while pool.num_free < num_blocks:
             is_counted_on, _, _, path = entry = heappop(heap)
             if not self._is_valid(entry):
@@ -307,7 +303,7 @@ class PrefixCache:
             steps = [int(bound) for bound, _, _ in path.steps if bound < path.end]
             floor = max([path.kept, *steps, *(() if is_counted_on else path.counted_on)])
             end = max(floor, path.end - num_blocks + pool.num_free)
-            if self._hosts:
+            if self.hosts:
                 self._to_host(path, end)
             self._drop(path, end)
 
@@ -315,7 +311,7 @@ class PrefixCache:
         """Forget everything; what requests hold stays theirs, of whom none goes on with a path that it has."""
         for path in dict.fromkeys(self._known.values()):
             self._drop(path, path.start)
-        for host in self._hosts:
+        for host in self.hosts:
             host.make_free(host.num_free)
 
     def _drop(self, path: Path, end: int) -> None:
@@ -341,7 +337,7 @@ class PrefixCache:
         end = max([path.held, *path.children, min(path.start + num_named, path.end)])
         self.num_idle[path.group] -= path.end - end
         for run in path.blocks(end, path.end):
-            self._pools[path.group].free(*run)
+            self.pools[path.group].free(*run)
         path.runs, path.end = [*path.blocks(path.start, end)], end
         if path.start == path.end:
             if (parent := path.parent) is not None:
@@ -370,9 +366,9 @@ class PrefixCache:
         chance p of another is taken to be n in n + 1, and p times the seconds to compute a block, more the deeper it
         lies, are to be more than those to copy it, and by p back."""
         num_uses = max(next(step[2] for step in path.steps if step[0] >= path.end), 1)
-        least_s, size = self._swap_block_s * (2 + 1 / num_uses), self.units_per_block
-        end += bisect_left(range(end, path.end), True, key=lambda depth: self._cost_s(depth) > least_s)
+        least_s, size = self.config.swap_block_s * (2 + 1 / num_uses), self.units_per_block
+        end += bisect_left(range(end, path.end), True, key=lambda depth: self.cost_s(depth) > least_s)
         ids = path.ids[(end - path.start + 1) * size - 1 :: size]
         blocks = zip(ids, blocks_of(path.blocks(end, path.end)), strict=False)  # the last may not be whole
         gone = {one: block for one, block in blocks if self._known.get(one) is path}
-        self.swaps_out += self._hosts[path.group].put(gone)
+        self.swaps_out += self.hosts[path.group].put(gone)

@@ -19,7 +19,7 @@ from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import COLUMN_NAMES, Columns, Ranking, keys_of, sort_rows
+from medha.sched.policy import COLUMN_NAMES, Bools, Columns, Ranking, RowNumbers, keys_of, sort_rows
 from medha.sched.prefix import Chain, PrefixCache
 from medha.sched.tenants import Tenants
 
@@ -128,9 +128,7 @@ class Queue:
             views |= {name: views[name] * factor for name in ("work_total_s", "work_left_s")}
         return Columns(**views)
 
-    def order(
-        self, ranking: Ranking, now_s: float, *, factor: float, first: int, among: NDArray[np.bool_] | None
-    ) -> NDArray[np.intp]:
+    def order(self, ranking: Ranking, now_s: float, *, factor: float, first: int, among: Bools | None) -> RowNumbers:
         """The first rows of ``among``, None is all, in the order of a policy: within a class those of a tenant that is
         ahead come last, and whoever is relegated after all others. ``factor`` is as of :meth:`columns`."""
         columns, last = self.columns(factor), self.column("relegated")
@@ -166,10 +164,6 @@ class Queue:
         """So many that have not started, those of the highest class first, then by arrival."""
         by = self.column("priority"), self.column("arrival_s")
         return self.states_of_rows(sort_rows(by, first=count, among=~self.column("started")))
-
-    def has_prefill_above(self, priority: int) -> bool:
-        """Whether a prefill of a higher class than this waits or is under way."""
-        return bool((self.column("priority") < priority).any())
 
     def prefills(self) -> Iterator[State]:
         """Started requests with prompt tokens left, in the order in which they started."""

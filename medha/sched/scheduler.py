@@ -302,9 +302,8 @@ class Scheduler:
             return Decision()
         for slot in list(islice(self.memory.prefix.stale, _MOST_STALE)):
             self._queue.look_again(self._queue.waiting[slot], self.memory.prefix)
-        builder = BatchBuilder(
-            self.config, self._preemption, batch_id=self._next_batch_id, now_s=now_s, is_idle=not self._in_flight
-        )
+        batch_id, is_idle = self._next_batch_id, not self._in_flight
+        builder = BatchBuilder(self.config, self._preemption, batch_id=batch_id, now_s=now_s, is_idle=is_idle)
         prediction = self.packer.fill(self._queue, builder)
         preempted, refused = tuple(self._preemption.preempted), tuple(builder.refused)
         self._preemption.preempted.clear()
@@ -312,7 +311,7 @@ class Scheduler:
             return Decision(preempted=preempted, refused=refused)
         for slot in builder.chunked:
             self.memory.note(slot, self._queue.running[slot].num_scheduled_tokens)
-        batch = self.memory.batch(self._next_batch_id, builder.rows)
+        batch = self.memory.batch(batch_id, builder.rows)
         self._next_batch_id += 1
         self._in_flight.append((batch, prediction))
         slack_s = tuple([self._slack_s(slot, now_s) for slot in builder.chunked])
