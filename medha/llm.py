@@ -271,11 +271,9 @@ class LLM(AbstractContextManager["LLM"]):
         engine, box = self.engine, deque[RequestOutput]()
         engine.add_prepared(request, arrival_s=engine.now(), sink=box.append)
         try:
-            finished = False
-            while not finished:
-                piece = self._next(box)
-                finished = piece.finished
+            while not (piece := self._next(box)).finished:
                 yield piece
+            yield piece
         finally:
             engine.end([request.request_id])
 

@@ -208,9 +208,8 @@ class SamplingParams:
 
     def resolve(self, defaults: Mapping[str, float | int | None]) -> SamplingParams:
         """A copy in which every field has a value: given here > ``defaults``, by field name, > class default."""
-        silent: dict[str, Any] = {name: None for name in MODEL_DEFAULTS if getattr(self, name) is None}
-        for name in silent:
-            silent[name] = MODEL_DEFAULTS[name] if defaults.get(name) is None else defaults[name]
+        known = MODEL_DEFAULTS | {name: value for name, value in defaults.items() if value is not None}
+        silent: dict[str, Any] = {name: known[name] for name in MODEL_DEFAULTS if getattr(self, name) is None}
         return dataclasses.replace(self, **silent)
 
     def capped(self, max_tokens: int) -> SamplingParams:

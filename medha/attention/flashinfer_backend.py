@@ -347,9 +347,8 @@ def workspace_bytes(shape: LayerShape, *, num_sms: int, num_decodes: int = 0) ->
     row_bytes = 4 * (shape.head_dim + 1)
     split = KVSplit(shape, num_sms, 1)
     eager = split.most_tiles * MOST_TILE_ROWS
-    tile_rows = MOST_TILE_ROWS
-    if split.group <= 64:  # with wide heads the smallest tile may not be had
-        tile_rows = split.tile_rows(split.group)
+    # with wide heads the smallest tile may not be had
+    tile_rows = split.tile_rows(split.group) if split.group <= 64 else MOST_TILE_ROWS
     graph = max(split.slots, -(-num_decodes * split.group // tile_rows) + num_decodes) * tile_rows
     return int(shape.num_heads * max(eager, graph) * row_bytes) + _WORKSPACE_SPARE
 

@@ -24,6 +24,8 @@ Ints = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
+_ZERO = np.zeros(1, np.int64)
+
 
 @dataclass(slots=True)
 class AttentionRows:
@@ -86,21 +88,16 @@ class AttentionRows:
         """With rows of one query behind them that see the first token of ``page``, so many in all."""
         more = num_rows - len(self)
         ones = np.ones(more, np.int64)
-        return AttentionRows(
-            np.append(self.q_indptr, self.q_indptr[-1] + ones.cumsum()),
-            np.append(self.kv_len, ones),
-            np.append(self.causal, ones.astype(bool)),
-            self.page_size,
-            np.append(self.pages, np.full(more, page, np.int32)),
-            np.append(self.page_indptr, self.page_indptr[-1] + ones.cumsum()),
-        )
+        both = self.q_indptr, self.page_indptr
+        q_indptr, page_indptr = (np.append(ends, ends[-1] + ones.cumsum()) for ends in both)
+        kv_len, causal = np.append(self.kv_len, ones), np.append(self.causal, ones.astype(bool))
+        pages = np.append(self.pages, np.full(more, page, np.int32))
+        return AttentionRows(q_indptr, kv_len, causal, self.page_size, pages, page_indptr)
 
 
 def indptr(counts: Ints) -> Ints:
     """Where each of some adjacent parts begins and, as the last entry, where the last one ends."""
-    ends = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=ends[1:])
-    return ends
+    return np.concatenate((_ZERO, np.cumsum(counts)))
 
 
 def adjacent_runs(numbers: npt.NDArray[Any], breaks: Ints | None = None) -> Ints:

@@ -134,9 +134,8 @@ def _cpu_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, ca
 
 def _cuda_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, causal: bool) -> Partial:
     """torch's FlashAttention-2 (16-bit): group native, KV split by itself, mask right aligned."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q_LNH[None], k_SKH[None], v_SKH[None], None, None, len(q_LNH), len(k_SKH), 0.0, causal, False
-    )
+    flash, sizes = torch.ops.aten._flash_attention_forward, (len(q_LNH), len(k_SKH))
+    out, lse, *_ = flash(q_LNH[None], k_SKH[None], v_SKH[None], None, None, *sizes, 0.0, causal, False)
     return out[0], lse[0].transpose(0, 1)
 
 
@@ -173,5 +172,4 @@ def _fold(q_LNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 def _unfold(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The inverse of :func:`_fold` for [K, G * L, H] or [K, G * L], as a tensor of ``shape`` [L, N, (H)]."""
     L, rest = shape[0], tuple(shape[2:])
-    unfolded = x.reshape(x.shape[0], -1, L, *rest).movedim(2, 0)
-    return unfolded.reshape(shape)
+    return x.reshape(x.shape[0], -1, L, *rest).movedim(2, 0).reshape(shape)

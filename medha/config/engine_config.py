@@ -140,7 +140,6 @@ class EngineConfig:
         (``4GiB``); lengths in tokens may be text, too (``128K``).
         """
         sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-        seen: set[str] = set()
         for name, value in options.items():
             if name == "enforce_eager" and isinstance(value, bool):
                 name, value = "cuda_graphs", not value
@@ -151,10 +150,9 @@ class EngineConfig:
             if canonical not in _OPTIONS:
                 meant = hint(name, [*_OPTIONS, *OPTION_ALIASES]) or f"; known: {', '.join(sorted(_OPTIONS))}"
                 raise ConfigError(f"unknown option {name}={value!r}{meant}")
-            if canonical in seen:
-                raise ConfigError(f"{canonical} is given twice, under its own name or an alias")
-            seen.add(canonical)
             section, of = _OPTIONS[canonical]
+            if of.name in sections[section]:
+                raise ConfigError(f"{canonical} is given twice, under its own name or an alias")
             sections[section][of.name] = read_option(of, value, name)
         parts: dict[str, Any] = {part: SECTIONS[part](**given) for part, given in sections.items() if part}
         return cls(model, **parts, **sections[""])

@@ -217,8 +217,7 @@ def _chunks(spec: HardwareSpec, shard: Shard) -> ChunkAttention:
     first = first_chunk_s(spec, sizes, heads=shard.heads, head_dim=head_dim)
     heads, dtype_bytes = {"heads": shard.heads, "kv_heads": shard.kv_heads}, shard.dtype_bytes
     slope = chunk_slope_s(spec, sizes, **heads, head_dim=head_dim, dtype_bytes=dtype_bytes)
-    columns = np.maximum(first, spec.attention.cached_launch_s), slope, first
-    a, b, own = map(shard.seconds, columns)
+    a, b, own = map(shard.seconds, (np.maximum(first, spec.attention.cached_launch_s), slope, first))
     return ChunkAttention(tuple(sizes.tolist()), a, b, own, tile)
 
 
