@@ -307,9 +307,8 @@ class Batch:
             for slot, at, q_len, flags, group, count in _parts(ints[_HEADER:frees_at], _ROW)
         )
         parts, kinds = _parts(ints[parts_at:], _PART), (Extent, Swap, Swap, Shared, Copy, Deal)
-        found: list[Any] = [
-            tuple(kind(*part) for part in islice(parts, count)) for kind, count in zip(kinds, counts, strict=True)
-        ]
+        pairs = zip(kinds, counts, strict=True)
+        found: list[Any] = [tuple(kind(*part) for part in islice(parts, count)) for kind, count in pairs]
         return cls(batch_id, rows, found[0], tuple(ints[frees_at:parts_at]), *found[1:])
 
     def digest(self) -> int:

@@ -99,9 +99,8 @@ def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
 
 
 def _name_of_build(compiler: str, flags: tuple[str, ...]) -> str:
-    version = subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, errors="replace", timeout=_BUILD_S
-    ).stdout
+    command = [compiler, "--version"]
+    version = subprocess.run(command, check=True, capture_output=True, errors="replace", timeout=_BUILD_S).stdout
     facts = Path("/proc/cpuinfo")
     cpu = next((line for line in facts.open() if line.startswith(("flags", "Features"))), "") if facts.exists() else ""
     sources = (path.read_text() for path in (*_SOURCES, *_HEADERS))

@@ -172,12 +172,10 @@ def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory, where: st
     span = kv.max_span or kv.num_groups
     groups = f", {kv.max_share} on each of {span} groups" if span > 1 else ""
     prompt_fits = num_prompt_tokens <= kv.max_request_tokens
-    raise KVCapacityError(
-        f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache{where}; "
-        f"accepted: at most {kv.max_request_tokens}{groups}, or more with a larger {remedy}",
-        param="max_tokens" if prompt_fits else "prompt",
-        value=max_tokens if prompt_fits else num_prompt_tokens,
-    )
+    param, value = ("max_tokens", max_tokens) if prompt_fits else ("prompt", num_prompt_tokens)
+    what = f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache{where}"
+    accepted = f"at most {kv.max_request_tokens}{groups}, or more with a larger {remedy}"
+    raise KVCapacityError(f"{what}; accepted: {accepted}", param=param, value=value)
 
 
 def check_type(name: str, value: Any, kind: type) -> None:

@@ -120,9 +120,8 @@ def build_role(config: EngineConfig, *, timeline: Tracer | None = None) -> RankH
     if launch is None:
         if (size := config.parallel.world_size) > 1:
             start = f"OMP_NUM_THREADS=1 torchrun --nproc-per-node {size} {_this_program()}"
-            raise ParallelConfigError(
-                f"{config.parallel} needs {size} ranks, this is one process; start it as: {start}"
-            )
+            what = f"{config.parallel} needs {size} ranks, this is one process"
+            raise ParallelConfigError(f"{what}; start it as: {start}")
         return _build(config, None, timeline)
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):
@@ -204,10 +203,8 @@ def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> Ra
         alone = _scheduling(alone, async_scheduling=is_async, scheduler="medha", max_kv_per_group=None, ring=False)
         if alone.parallel != dataclasses.replace(config.parallel.of_group(0), kvp=1):  # else they hold for it as well
             coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
-        instances = [
-            DecodeInstance(group, _build_scheduler(alone, coefficients, longest, pools[True]))
-            for group in range(config.parallel.kvp, config.parallel.num_groups)
-        ]
+        for group in range(config.parallel.kvp, config.parallel.num_groups):
+            instances.append(DecodeInstance(group, _build_scheduler(alone, coefficients, longest, pools[True])))
     reasons = "; ".join(filter(None, (why, backend.describe(shard.layer_shape))))
     attention = backend.name if device.type == "cpu" else f"{backend.name} ({reasons})"
     place = f"{str(dtype).removeprefix('torch.')} on {device}"

@@ -81,11 +81,8 @@ class HandOvers:
         instance's group, says where keys and values go."""
         while self.waiting:
             request = next(iter(self.waiting.values()))
-            able = [
-                one
-                for one in self.instances
-                if len(one.coming) < self._most and one.scheduler.has_room(request, len(one.coming))
-            ]
+            open_ = [one for one in self.instances if len(one.coming) < self._most]
+            able = [one for one in open_ if one.scheduler.has_room(request, len(one.coming))]
             if not able:
                 return
             instance = max(able, key=lambda one: one.freeness)
@@ -134,5 +131,4 @@ class HandOvers:
         metrics = one.metrics
         waits = one.slot in self.waiting or one.slot in self.transfers
         if waits and metrics.explanation is not None and metrics.first_token is not None:
-            wait_s = now_s - metrics.first_token
-            metrics.explanation = replace(metrics.explanation, decode_wait_s=wait_s)
+            metrics.explanation = replace(metrics.explanation, decode_wait_s=now_s - metrics.first_token)

@@ -209,9 +209,8 @@ class Explainer(Observer):
         """Where the time of the request that has a slot, or had it last, went; KeyError if none has had it."""
         account, spent = self._accounts[slot], self._spent[slot]
         decodes_s, chunks_s = spent[_DECODES:].reshape(2, -1)
-        group = account.group
-        if group is None:  # it has begun nowhere: the busiest
-            group = int((decodes_s + chunks_s).argmax())
+        # where it has begun nowhere: the busiest
+        group = int((decodes_s + chunks_s).argmax()) if account.group is None else account.group
         end_s = self._time_s if account.end_s is None else account.end_s
         total_s = max(end_s - account.request.arrival_s, 0.0)
         parts = {

@@ -180,11 +180,9 @@ class Completion:
         return request.request_id if request.params.n == 1 else f"{request.request_id}[{self.index}]"
 
     def __str__(self) -> str:
-        return (
-            f"{self.name!r:.80} in slot {self.slot}: {self.metrics.num_prompt_tokens} prompt tokens, "
-            f"{len(self.token_ids)} of {self.request.params.max_tokens} out, {self.metrics.num_chunks} chunks, "
-            f"{self.metrics.num_preemptions} preemptions"
-        )
+        its, out = self.metrics, f"{len(self.token_ids)} of {self.request.params.max_tokens} out"
+        counts = f"{its.num_chunks} chunks, {its.num_preemptions} preemptions"
+        return f"{self.name!r:.80} in slot {self.slot}: {its.num_prompt_tokens} prompt tokens, {out}, {counts}"
 
     @property
     def is_prefilling(self) -> bool:

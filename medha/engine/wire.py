@@ -209,11 +209,8 @@ class TokenLine:
     def _wait_for(self, step: StepInput) -> None:
         """Note the tokens that a step's decodes embed, once they are here."""
         wanted, queued = set(step.decode_slots.tolist()), list(self._receives)  # a copy, as another thread posts more
-        needed = [
-            at
-            for at, (batch_id, slots, _) in enumerate(queued, start=1)
-            if batch_id < step.batch.batch_id and not wanted.isdisjoint(slots)
-        ]
+        earlier = [(at, slots) for at, (number, slots, _) in enumerate(queued, start=1) if number < step.batch.batch_id]
+        needed = [at for at, slots in earlier if not wanted.isdisjoint(slots)]
         for _ in range(max([0, *needed, len(queued) - _TOKENS_IN_FLIGHT])):
             batch_id, slots, received = self._receives.popleft()
             tokens = received()

@@ -161,10 +161,8 @@ def build_decoder(
         weights = {name: parameter.new_empty(parameter.shape, device=device) for name, parameter in named}
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"the weights held here take {num_bytes} bytes on {device}, which does not give them ({reason}); accepted: "
-            "a smaller model or dtype, or more ranks"
-        ) from error
+        what = f"the weights held here take {num_bytes} bytes on {device}, which does not give them ({reason})"
+        raise ConfigError(f"{what}; accepted: a smaller model or dtype, or more ranks") from error
     decoder.load_state_dict(weights, strict=False, assign=True)
     decoder.tie_()
     return decoder.eval()

@@ -49,10 +49,8 @@ def resolve_model(model: str, *, revision: str | None = None, with_weights: bool
         return Path(snapshot_download(model, revision=revision, **wanted))
     except Exception as error:  # which classes the hub raises depends on its version and its HTTP library
         at = "" if revision is None else f" at revision {revision!r}"
-        raise ModelLoadError(
-            f"model {model!r}{at}: no such folder here, and the hub did not deliver it "
-            f"({type(error).__name__}: {error}); {_ACCEPTED}"
-        ) from error
+        what = f"model {model!r}{at}: no such folder here, and the hub did not deliver it"
+        raise ModelLoadError(f"{what} ({type(error).__name__}: {error}); {_ACCEPTED}") from error
 
 
 MAX_LENGTH = 2**31 - 1
@@ -60,9 +58,7 @@ MAX_LENGTH = 2**31 - 1
 LENGTH = integer(1, MAX_LENGTH)
 
 
-def read_json_object(
-    path: Path, *, max_bytes: int = 10_000_000, error: type[MedhaError] = ConfigError
-) -> dict[str, Any]:
+def read_json_object(path: Path, *, max_bytes: int = 10**7, error: type[MedhaError] = ConfigError) -> dict[str, Any]:
     """The object that a JSON file holds; raises ``error`` where it is missing, no file, too large, or no object."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):

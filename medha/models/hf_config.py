@@ -246,10 +246,8 @@ def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_len
     for cause, limit in causes:
         if cause and (limit is None or limit < max_length):
             within = f"; within it both agree: --max-model-len {limit} or less" if limit is not None else ""
-            raise UnsupportedModelError(
-                f"{reader.where}: {cause}: medha attends over the whole context, of up to {max_length} tokens here, "
-                f"which differs beyond the window{within}"
-            )
+            what = f"medha attends over the whole context, of up to {max_length} tokens here"
+            raise UnsupportedModelError(f"{reader.where}: {cause}: {what}, which differs beyond the window{within}")
 
 
 def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int | None) -> str | None:

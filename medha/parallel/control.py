@@ -78,9 +78,8 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
     arrived = _signed_crc(ints[_HEADER:batch_end])
     if arrived != crc:
         what = f"batch {ints[_HEADER]}" if num_batch else "no batch"
-        raise PlanDivergenceError(
-            f"{what}: rank 0 sent a plan with digest {crc & 0xFFFFFFFF:08x}, {arrived & 0xFFFFFFFF:08x} has arrived"
-        )
+        sent, here = (f"{digest & 0xFFFFFFFF:08x}" for digest in (crc, arrived))
+        raise PlanDivergenceError(f"{what}: rank 0 sent a plan with digest {sent}, {here} has arrived")
     batch = Batch.from_ints(ints[_HEADER:batch_end].tolist()) if num_batch else None
     text = ints[ids_end:].tobytes()[:num_bytes]
     return Message(_KINDS[kind], json.loads(text) if text else {}, batch, ints[batch_end:ids_end])
@@ -227,7 +226,5 @@ def _frames(ints: npt.NDArray[np.int32], most: int) -> list[torch.Tensor]:
     """A message cut into frames of at most so many integers."""
     size = most - _FRAME_HEADER
     pieces = [ints[i : i + size] for i in range(0, len(ints), size)]
-    return [
-        torch.from_numpy(np.concatenate((np.array((len(piece), i < len(pieces)), np.int32), piece)))
-        for i, piece in enumerate(pieces, start=1)
-    ]
+    headers = (np.array((len(piece), i < len(pieces)), np.int32) for i, piece in enumerate(pieces, start=1))
+    return [torch.from_numpy(np.concatenate(parts)) for parts in zip(headers, pieces, strict=True)]

@@ -74,10 +74,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     if not there:
         return None
     if missing := [name for name in _NEEDED if name not in env]:
-        raise ConfigError(
-            f"the environment sets {', '.join(there)}, as torchrun does, but not {', '.join(missing)}; "
-            "accepted: all of them (start with torchrun), or none for a single process"
-        )
+        what = f"the environment sets {', '.join(there)}, as torchrun does, but not {', '.join(missing)}"
+        raise ConfigError(f"{what}; accepted: all of them (start with torchrun), or none for a single process")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
         rank, size, local_rank, local_size, port = (int(env.get(n, env[n.removeprefix("LOCAL_")])) for n in names)
@@ -88,12 +86,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     if not 0 < port < 65536:
         raise ConfigError(f"MASTER_PORT={port}; accepted: 1 to 65535")
     return Launch(
-        rank,
-        size,
-        local_rank,
-        local_size,
-        env["MASTER_ADDR"],
-        port,
+        *(rank, size, local_rank, local_size, env["MASTER_ADDR"], port),
         agent_pid=_PARENT if AGENT in env else None,
         processes=dict(own_processes),
         agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

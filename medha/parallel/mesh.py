@@ -105,10 +105,9 @@ class Ranks:
 def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) -> None:
     """Refuse a layout that cannot work; a pure function of its arguments, so every rank says the same."""
     if config.world_size != world_size:
-        raise ParallelConfigError(
-            f"{config} is {config.world_size} ranks, and {world_size} were started; accepted: degrees whose "
-            f"{'sum' if config.decode_replicas else 'product'} is {world_size}"
-        )
+        what = f"{config} is {config.world_size} ranks, and {world_size} were started"
+        which = "sum" if config.decode_replicas else "product"
+        raise ParallelConfigError(f"{what}; accepted: degrees whose {which} is {world_size}")
     config.check_model(model)
 
 
@@ -134,10 +133,8 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         monitor.stop()
         if not isinstance(error, (dist.DistError, RuntimeError, ValueError)):
             raise
-        what = "could not listen" if has_store else "could not reach the others"
-        raise ConfigError(
-            f"rank {launch.rank} {what} at {launch.address} (MASTER_ADDR and MASTER_PORT): {error}"
-        ) from error
+        what = f"rank {launch.rank} {'could not listen' if has_store else 'could not reach the others'}"
+        raise ConfigError(f"{what} at {launch.address} (MASTER_ADDR and MASTER_PORT): {error}") from error
     job = Job(launch, config, PrefixStore(prefix, whole), monitor)
     wait_for_all(job, "here", limit_s=config.dist_timeout_s)
     if launch.rank == 0:
@@ -185,13 +182,10 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
     wait_for_all(job, "ready", limit_s=_READ_LIMIT_S)
     try:
         if not dist.is_initialized():
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",  # the next LLM may be on another device
-                store=PrefixStore("groups", job.store),
-                rank=launch.rank,
-                world_size=launch.world_size,
-                timeout=timeout,
-            )
+            # the next LLM may be on another device
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            store, size = PrefixStore("groups", job.store), launch.world_size
+            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=size, timeout=timeout)
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, _tp_neighbours(config), timeout)
         pipe = dist.new_group(timeout=timeout)
         report, control = (dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, _CONTROL_TIMEOUT))

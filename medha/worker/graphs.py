@@ -96,10 +96,8 @@ class CudaGraphs:
                 found[size] = capture(size)
             except torch.OutOfMemoryError as error:
                 if not self._is_alone:
-                    raise ConfigError(
-                        f"no memory for the CUDA graph of {size} {what}; accepted: a lower gpu_memory_utilization or "
-                        "max_num_seqs, or enforce_eager"
-                    ) from error
+                    accepted = "a lower gpu_memory_utilization or max_num_seqs, or enforce_eager"
+                    raise ConfigError(f"no memory for the CUDA graph of {size} {what}; accepted: {accepted}") from error
                 logger.warning("no memory for the CUDA graph of %d %s; larger batches run without one", size, what)
                 torch.cuda.empty_cache()
         listed = ", ".join(map(str, sorted(found))) or "none"

@@ -66,10 +66,9 @@ class KVCache:
             self.k, self.v = ([new_pool(whole, shape.dtype, device) for _ in range(num_layers)] for _ in range(2))
         except RuntimeError as error:
             token_bytes = 2 * num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-            raise ConfigError(
-                f"a KV pool of {num_blocks} blocks takes {num_blocks * block_size * token_bytes} bytes, and the system "
-                f"does not give them ({error}); accepted: fewer, with num_kv_blocks or kv_memory"
-            ) from error
+            what = f"a KV pool of {num_blocks} blocks takes {num_blocks * block_size * token_bytes} bytes"
+            accepted = "fewer, with num_kv_blocks or kv_memory"
+            raise ConfigError(f"{what}, and the system does not give them ({error}); accepted: {accepted}") from error
 
     @property
     def block_bytes(self) -> int:

@@ -122,9 +122,8 @@ def draw(
     step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
     for part in (rows[first : first + step] for first in range(0, len(rows), step)):
         at = to_device(np.array(part), logits_SV.device)
-        tokens_S[at] = _draw(
-            logits_SV.index_select(0, at), [slots[row] for row in part], [indices[row] for row in part]
-        )
+        some, at_index = [slots[row] for row in part], [indices[row] for row in part]
+        tokens_S[at] = _draw(logits_SV.index_select(0, at), some, at_index)
     _note_(tokens_S, finite_S, slots)
     logprobs = _Logprobs.of(logits_SV, tokens_S, [slot.params.logprobs for slot in slots])
     return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S])), logprobs)
@@ -158,10 +157,8 @@ def _draw(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Seque
 
     tops = [p.top_k if p.top_k and 0 < p.top_k < num_tokens else num_tokens for p in wanted]
     numbers = uniforms([slot.seed for slot in slots], indices)
-    table = [
-        (p.is_greedy, 1.0 if p.is_greedy else p.temperature, top, p.top_p, p.min_p, number)
-        for p, top, number in zip(wanted, tops, numbers, strict=True)
-    ]
+    rows = zip(wanted, tops, numbers, strict=True)
+    table = [(p.is_greedy, 1.0 if p.is_greedy else p.temperature, top, p.top_p, p.min_p, u) for p, top, u in rows]
     columns = to_device(np.array(table, np.float64).T[:, :, None], device)
     greedy_D1, temperature_D1, top_k_D1, top_p_D1, min_p_D1, uniform_D1 = columns
 
@@ -255,12 +252,8 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
         is_out_DV[to_device(np.array(limited), device)] = True
         is_out_DV[rows, ids] = False
         logits_DV.masked_fill_(is_out_DV, -torch.inf)
-    held_back = [
-        (row, token)
-        for row, (slot, index) in enumerate(zip(slots, indices, strict=True))
-        if index < slot.held_until
-        for token in slot.end_ids
-    ]
+    early = [(r, slot) for r, (slot, index) in enumerate(zip(slots, indices, strict=True)) if index < slot.held_until]
+    held_back = [(r, token) for r, slot in early for token in slot.end_ids]
     if held_back:
         logits_DV[tuple(to_device(np.array(held_back).T, device))] = -torch.inf
 
@@ -313,9 +306,8 @@ class _Logprobs(NamedTuple):
     def read(self) -> dict[int, tuple[tuple[int, float, int], ...]]:
         """By row: (id, log-probability, rank) of the drawn token, then of the likeliest."""
         found = {}
-        for (row, num_top), values, (*ids, rank) in zip(
-            self.rows, self.values.tolist(), self.ids.tolist(), strict=True
-        ):
+        told = zip(self.rows, self.values.tolist(), self.ids.tolist(), strict=True)
+        for (row, num_top), values, (*ids, rank) in told:
             found[row] = tuple(zip(ids, values, [rank, *range(1, num_top + 1)], strict=False))
         return found
 

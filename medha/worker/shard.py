@@ -182,10 +182,8 @@ def _fused_kernels(backend: AttentionBackend, shard: ModelShard, ranks: Ranks | 
         append_kv(q, q, ints, ints, (q[None].clone(), q[None].clone()), ints[:1], ints, ints[:1])
 
     if (wrong := agreed(ranks, "fused kernels", wrong_with(try_out, device))) is not None:
-        logger.warning(
-            "norms, silu, RoPE and writes of keys and values run unfused: FlashInfer's kernels could not be built: %s",
-            wrong,
-        )
+        what = "norms, silu, RoPE and writes of keys and values run unfused"
+        logger.warning("%s: FlashInfer's kernels could not be built: %s", what, wrong)
         return None
     return fused
 

@@ -52,9 +52,8 @@ def num_kv_blocks(config: EngineConfig, shard: ModelShard, max_model_len: int, *
         memory = _available_memory() // (1 if launch is None else launch.local_world_size)
         memory, source = max(memory - shard.weight_bytes, 0) // 2, "half of the memory that is free beside the weights"
     if memory < block_bytes:
-        raise ConfigError(
-            f"{source} leaves {memory} bytes for the KV pool; a block of {cache.block_size} tokens takes {block_bytes}"
-        )
+        what = f"{source} leaves {memory} bytes for the KV pool"
+        raise ConfigError(f"{what}; a block of {cache.block_size} tokens takes {block_bytes}")
     useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
     fitting = memory // block_bytes
     return fitting if cache.memory_bytes is not None else min(fitting, useful)
@@ -90,10 +89,8 @@ def bytes_beside_kv(config: EngineConfig, shard: ModelShard, model: Decoder, bac
             taken += torch.cuda.max_memory_allocated(device) - before
             torch.cuda.empty_cache()
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"no memory on {device} for a batch of max_batch_tokens={scheduler.max_batch_tokens} beside the weights; "
-            "accepted: fewer, a smaller model or dtype, or more ranks"
-        ) from error
+        what = f"no memory on {device} for a batch of max_batch_tokens={scheduler.max_batch_tokens} beside the weights"
+        raise ConfigError(f"{what}; accepted: fewer, a smaller model or dtype, or more ranks") from error
     return taken
 
 
@@ -115,10 +112,9 @@ def num_swap_blocks(config: EngineConfig, shard: ModelShard) -> int:
     cache = config.cache
     block_bytes = shard.token_bytes * cache.block_size
     if 0 < cache.swap_bytes < block_bytes:
-        raise ConfigError(
-            f"swap_space={cache.swap_bytes} bytes; accepted: 0, or at least a block of {cache.block_size} tokens, "
-            f"{block_bytes} bytes (a number is GiB; or text as '512MiB')"
-        )
+        accepted = f"0, or at least a block of {cache.block_size} tokens, {block_bytes} bytes"
+        what = f"swap_space={cache.swap_bytes} bytes; accepted: {accepted}"
+        raise ConfigError(f"{what} (a number is GiB; or text as '512MiB')")
     return cache.swap_bytes // block_bytes
 
 

@@ -124,9 +124,8 @@ class Slots:
         """Let there be so many slots."""
         if num_slots > len(self.held):
             more = max(num_slots - len(self.held), len(self.held))
-            self.held, self._first, self._num_blocks = (
-                np.pad(column, (0, more)) for column in (self.held, self._first, self._num_blocks)
-            )
+            columns = self.held, self._first, self._num_blocks
+            self.held, self._first, self._num_blocks = (np.pad(column, (0, more)) for column in columns)
             self._blocks += [_NONE] * more
 
     def _append(self, extent: Extent) -> None:

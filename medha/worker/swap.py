@@ -42,10 +42,8 @@ class HostCache:
                 for pools in (cache.k, cache.v)
             )
         except RuntimeError as error:
-            raise ConfigError(
-                f"swap_space of {num_blocks} blocks takes {num_blocks * cache.block_bytes} bytes of host memory, and "
-                f"the system does not give them ({error}); accepted: less"
-            ) from error
+            what = f"swap_space of {num_blocks} blocks takes {num_blocks * cache.block_bytes} bytes of host memory"
+            raise ConfigError(f"{what}, and the system does not give them ({error}); accepted: less") from error
 
     def move(self, out: Sequence[Run], back: Sequence[Run]) -> list[Wait]:
         """Begin to copy tokens, behind the compute launched so far: in each layer first out, then back in.

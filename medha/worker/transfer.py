@@ -86,8 +86,7 @@ def parts_of(
             continue
         source = config.rank_of(stage=stage, tp_rank=rank, kvp_rank=group)
         its_target = config.rank_of(stage=0, tp_rank=to, kvp_rank=target)
-        layers = config.layers_of(stage, num_layers)
-        parts.append(Part(source, its_target, layers, heads, start, count))
+        parts.append(Part(source, its_target, config.layers_of(stage, num_layers), heads, start, count))
     return parts
 
 
