@@ -44,18 +44,16 @@ ATTENTION_BACKENDS = {
 
 _DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _model = partial(option, MODEL)
+_FOLDER, _MAPPING = Check("a folder or a hub id", TEXT.holds), Check("a mapping", lambda value: isinstance(value, dict))
+_DEVICES = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
+_DEVICE = Check("auto, cpu, cuda, cuda:N", lambda name: _DEVICES.fullmatch(str(name)) is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything an engine is told at start, apart from the requests."""
 
-    model: str = _model(
-        dataclasses.MISSING,
-        "Hugging Face folder or hub id.",
-        Check("a folder or a hub id", TEXT.holds),
-        flags=("--model", "-m"),
-    )
+    model: str = _model(dataclasses.MISSING, "Hugging Face folder or hub id.", _FOLDER, flags=("--model", "-m"))
     tokenizer: str | None = _model(
         None, "Folder or hub id of the tokenizer, if not the model's.", TEXT, shown="the model's"
     )
@@ -66,11 +64,7 @@ class EngineConfig:
         choice("auto", *DTYPES),
         read=text_read(lambda name: _DTYPE_ALIASES.get(name, name)),
     )
-    device: str = _model(
-        "auto",
-        "auto (CUDA where there is one), cpu, cuda or cuda:N.",
-        Check("auto, cpu, cuda, cuda:N", lambda name: bool(re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d?))?", str(name)))),
-    )
+    device: str = _model("auto", "auto (CUDA where there is one), cpu, cuda or cuda:N.", _DEVICE)
     attention_backend: str = _model(
         "auto",
         f"{', '.join(ATTENTION_BACKENDS)}, or auto: FlashInfer on CUDA where it is installed and has kernels for the "
@@ -93,11 +87,7 @@ class EngineConfig:
         shown="none",
     )
     hf_overrides: dict[str, Any] | None = _model(
-        None,
-        "JSON object merged over config.json, as '{\"hidden_size\": 64}'.",
-        Check("a mapping", lambda value: isinstance(value, dict)),
-        kind=str,
-        shown="none",
+        None, "JSON object merged over config.json, as '{\"hidden_size\": 64}'.", _MAPPING, kind=str, shown="none"
     )
     load_format: str = _model(
         "auto", "auto or safetensors, or dummy (random weights).", choice("auto", "safetensors", "dummy")

@@ -40,6 +40,8 @@ CDSP = "cdsp"
 PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
 """Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
 
+_PART = number("a number above 0, at most 1", lambda share: 0 < share <= 1)
+_PATIENCE = number("a number above 0", lambda seconds: seconds > 0)
 _memory, _parallel = partial(option, panels.MEMORY), partial(option, panels.PARALLEL)
 _scheduling, _serving = partial(option, panels.SCHEDULING), partial(option, panels.SERVING)
 _simulated, _dealt = partial(option, panels.SIMULATED), partial(option, panels.DEALT)
@@ -60,11 +62,7 @@ class CacheConfig:
     memory_bytes: int | None = _memory(
         None, "Size of the KV pool, as 4GiB.", integer(1, 2**60), name="kv_memory", kind=str, shown="none", read=as_size
     )
-    gpu_memory_utilization: float = _memory(
-        0.9,
-        "Share of the GPU's memory that weights and pool may take.",
-        number("a number above 0, at most 1", lambda share: 0 < share <= 1),
-    )
+    gpu_memory_utilization: float = _memory(0.9, "Share of the GPU's memory that weights and pool may take.", _PART)
     swap_bytes: int = _memory(
         0,
         "Host memory of a rank for KV blocks of prefixes and of requests that give way: GiB, or as 512MiB; 0 is none.",
@@ -158,9 +156,7 @@ class SchedulerConfig:
         shown="0.08; 0 with lars, ilrs, lrs, edf and fcfs",
     )
     patience_s: float = _serving(
-        10.0,
-        "Seconds without a chunk after which a request counts as passed over; inf is never.",
-        number("a number above 0", lambda seconds: seconds > 0),
+        10.0, "Seconds without a chunk after which a request counts as passed over; inf is never.", _PATIENCE
     )
     # Below it the KV cache is read no faster than the arithmetic that it hides behind; the paper, v4 section 3.2, gives
     # about 40.

@@ -111,10 +111,9 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     if files := [file for file in files if not file.startswith("consolidated")] or files:
         return files, {}
     if others := [entry for entry in entries if entry.endswith(_OTHER_FORMATS)]:
-        raise WeightsError(
-            f"{folder}: no *.safetensors, only {_listing(others)}; accepted: safetensors. Pickled and GGUF weights are "
-            "never opened; convert them first, with model.save_pretrained(folder) of transformers"
-        )
+        what = f"{folder}: no *.safetensors, only {_listing(others)}; accepted: safetensors"
+        remedy = "convert them first, with model.save_pretrained(folder) of transformers"
+        raise WeightsError(f"{what}. Pickled and GGUF weights are never opened; {remedy}")
     raise WeightsError(f"{folder}: no weights; accepted: *.safetensors, with or without {INDEX_NAME}")
 
 

@@ -194,8 +194,9 @@ class MedhaPacker(Packer):
         builder.preemption.by_class = True
         states = queue.states_of_rows(queue.rows_of(self._refused[:_FIRST]))
         if queue.num_prefills and len(queue.running) >= self.config.max_num_seqs:
-            first = queue.first_of_highest_class(_FIRST)
-            states += [state for state in first if not builder.would_be_in_way(state)][:1]
+            by = queue.column("priority"), queue.column("arrival_s")
+            rows = sort_rows(by, first=_FIRST, among=~queue.column("started"))
+            states += [state for state in queue.states_of_rows(rows) if not builder.would_be_in_way(state)][:1]
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         lower = [state for state in states if state.request.priority < lowest]
         able = (s for s in lower if not (builder.would_be_in_way(s) or builder.is_held(s)) and builder.make_room(s))

@@ -160,11 +160,6 @@ class Queue:
         row, factor = self._row_of[state.slot], factor * self.stretch
         return self._table["work_total_s"][row] * factor, self._table["work_left_s"][row] * factor
 
-    def first_of_highest_class(self, count: int) -> list[State]:
-        """So many that have not started, those of the highest class first, then by arrival."""
-        by = self.column("priority"), self.column("arrival_s")
-        return self.states_of_rows(sort_rows(by, first=count, among=~self.column("started")))
-
     def prefills(self) -> Iterator[State]:
         """Started requests with prompt tokens left, in the order in which they started."""
         return (state for state in self.running.values() if state.prefilling and not state.ended)
