@@ -37,12 +37,10 @@ class Explanation:
         what = "TTFT" if self.has_first_token else "no first token after"
         top = ", ".join(f"{name(request_id)} {seconds:.3f}" for request_id, seconds in self.others)
         samples = ", ".join(f"{slack_s:+.3f} at {at_s:.3f}" for at_s, slack_s in self.slack_s)
-        lines = [
-            f"{name(self.request_id)}: {what} {self.total_s:.3f} s",
-            f"  own compute {self.own_s:.3f}, decodes {self.decodes_s:.3f}, other prefills {self.others_s:.3f}"
-            + (f" ({top})" if top else ""),
-            f"  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}",
-        ]
+        others = f"other prefills {self.others_s:.3f}" + (f" ({top})" if top else "")
+        lines = [f"{name(self.request_id)}: {what} {self.total_s:.3f} s"]
+        lines.append(f"  own compute {self.own_s:.3f}, decodes {self.decodes_s:.3f}, {others}")
+        lines.append(f"  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}")
         if self.decode_wait_s:
             lines.append(f"  waiting for decode {self.decode_wait_s:.3f}, behind the first token")
         return "\n".join([*lines, *([f"  slack {samples}"] if samples else [])])

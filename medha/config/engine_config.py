@@ -45,6 +45,7 @@ ATTENTION_BACKENDS = {
 _DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _model = partial(option, MODEL)
 _FOLDER, _MAPPING = Check("a folder or a hub id", TEXT.holds), Check("a mapping", lambda value: isinstance(value, dict))
+_FORMAT, _SEED = choice("auto", "safetensors", "dummy"), integer(-(2**63), 2**63 - 1, "a 64-bit integer")
 _DEVICES = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 _DEVICE = Check("auto, cpu, cuda, cuda:N", lambda name: _DEVICES.fullmatch(str(name)) is not None)
 
@@ -89,12 +90,8 @@ class EngineConfig:
     hf_overrides: dict[str, Any] | None = _model(
         None, "JSON object merged over config.json, as '{\"hidden_size\": 64}'.", _MAPPING, kind=str, shown="none"
     )
-    load_format: str = _model(
-        "auto", "auto or safetensors, or dummy (random weights).", choice("auto", "safetensors", "dummy")
-    )
-    seed: int = _model(
-        0, "Of dummy weights, and of requests that bring none.", integer(-(2**63), 2**63 - 1, "a 64-bit integer")
-    )
+    load_format: str = _model("auto", "auto or safetensors, or dummy (random weights).", _FORMAT)
+    seed: int = _model(0, "Of dummy weights, and of requests that bring none.", _SEED)
     num_threads: int | None = _model(None, "CPU threads.", integer(1, 4096), shown="torch's choice")
     profile: str | None = option(
         SCHEDULING, None, "File of medha profile, for this machine, model and layout.", TEXT, shown="a hardware spec"

@@ -122,12 +122,9 @@ class HardwareSpec(JsonFile):
 
         gemm = replace(self.gemm, flops_per_s=tuple(rate * count for rate in self.gemm.flops_per_s))
         machine: HardwareSpec = scaled(self, "peak_flops_per_s", "hbm_bytes_per_s", "num_sms")
-        return replace(
-            machine,
-            gemm=scaled(gemm, "bytes_per_s"),
-            attention=scaled(self.attention, "flops_per_s", "bytes_per_s"),
-            elementwise=scaled(self.elementwise, "bytes_per_s"),
-        )
+        attention = scaled(self.attention, "flops_per_s", "bytes_per_s")
+        elementwise = scaled(self.elementwise, "bytes_per_s")
+        return replace(machine, gemm=scaled(gemm, "bytes_per_s"), attention=attention, elementwise=elementwise)
 
 
 def load_spec(name_or_path: str | Path) -> HardwareSpec:

@@ -187,9 +187,7 @@ def together(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 def _whole(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
     last = pieces[-1]
-    return replace(
-        last,
-        text=None if last.text is None else "".join(piece.text or "" for piece in pieces),
-        token_ids=list(chain.from_iterable(piece.token_ids for piece in pieces)),
-        logprobs=None if last.logprobs is None else list(chain.from_iterable(piece.logprobs or () for piece in pieces)),
-    )
+    text = None if last.text is None else "".join(piece.text or "" for piece in pieces)
+    ids = list(chain.from_iterable(piece.token_ids for piece in pieces))
+    logprobs = None if last.logprobs is None else list(chain.from_iterable(piece.logprobs or () for piece in pieces))
+    return replace(last, text=text, token_ids=ids, logprobs=logprobs)

@@ -36,9 +36,7 @@ from medha.worker.step_input import StepInput
 
 logger = logging.getLogger("medha")
 
-_SMALL_SIZES = (1, 2, 4, 8)
-_SIZE_STEP = 16
-_MOST_DECODES = 256
+_DECODE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 _PIECE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 
 Replay = Callable[[], None]
@@ -290,9 +288,8 @@ class PieceGraphs:
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes worth a graph where at most so many requests decode at once: dense where padding costs most."""
-    most = min(max_num_seqs, _MOST_DECODES)
-    sizes = {*_SMALL_SIZES, *range(_SIZE_STEP, _MOST_DECODES + 1, _SIZE_STEP)}
-    return (*sorted(size for size in sizes if size < most), most)
+    most = min(max_num_seqs, _DECODE_SIZES[-1])
+    return (*(size for size in _DECODE_SIZES if size < most), most)
 
 
 def piece_sizes(max_batch_tokens: int) -> tuple[int, ...]:
