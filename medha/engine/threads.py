@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -37,18 +37,25 @@ class Turns:
     def __init__(self, nudge: Callable[[], None] = lambda: None) -> None:
         self._nudge = nudge  # called where somebody comes who must wait
         self._door = threading.Lock()  # held by the one who is next
-        self._room = threading.RLock()
+        self._room = threading.RLock()  # an interrupt may strike when it is held and no owner noted
+        self._owner: int | None = None
+        self._depth = 0
 
     def __enter__(self) -> None:
-        # as threading.Condition asks; an owner that is noted here would be missed by an interrupt that strikes before
-        is_mine = self._room._is_owned()  # type: ignore[attr-defined]
-        with nullcontext() if is_mine else self._door:
-            if not self._room.acquire(blocking=False):
-                self._nudge()
-                self._room.acquire()
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._door:
+                if not self._room.acquire(blocking=False):
+                    self._nudge()
+                    self._room.acquire()
+            self._owner = me
+        self._depth += 1
 
     def __exit__(self, *exc: object) -> None:
-        self._room.release()
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._room.release()
 
 
 def in_turn(method: Callable[P, R]) -> Callable[P, R]:
