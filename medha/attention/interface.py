@@ -88,11 +88,14 @@ class AttentionRows:
         """With rows of one query behind them that see the first token of ``page``, so many in all."""
         more = num_rows - len(self)
         ones = np.ones(more, np.int64)
-        both = self.q_indptr, self.page_indptr
-        q_indptr, page_indptr = (np.append(ends, ends[-1] + ones.cumsum()) for ends in both)
-        kv_len, causal = np.append(self.kv_len, ones), np.append(self.causal, ones.astype(bool))
-        pages = np.append(self.pages, np.full(more, page, np.int32))
-        return AttentionRows(q_indptr, kv_len, causal, self.page_size, pages, page_indptr)
+        return AttentionRows(
+            np.append(self.q_indptr, self.q_indptr[-1] + ones.cumsum()),
+            np.append(self.kv_len, ones),
+            np.append(self.causal, ones.astype(bool)),
+            self.page_size,
+            np.append(self.pages, np.full(more, page, np.int32)),
+            np.append(self.page_indptr, self.page_indptr[-1] + ones.cumsum()),
+        )
 
 
 def indptr(counts: Ints) -> Ints:

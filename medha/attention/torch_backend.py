@@ -134,8 +134,9 @@ def _cpu_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, ca
 
 def _cuda_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, causal: bool) -> Partial:
     """torch's FlashAttention-2 (16-bit): group native, KV split by itself, mask right aligned."""
-    flash, sizes = torch.ops.aten._flash_attention_forward, (len(q_LNH), len(k_SKH))
-    out, lse, *_ = flash(q_LNH[None], k_SKH[None], v_SKH[None], None, None, *sizes, 0.0, causal, False)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q_LNH[None], k_SKH[None], v_SKH[None], None, None, len(q_LNH), len(k_SKH), 0.0, causal, False
+    )
     return out[0], lse[0].transpose(0, 1)
 
 

@@ -86,7 +86,12 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     if not 0 < port < 65536:
         raise ConfigError(f"MASTER_PORT={port}; accepted: 1 to 65535")
     return Launch(
-        *(rank, size, local_rank, local_size, env["MASTER_ADDR"], port),
+        rank,
+        size,
+        local_rank,
+        local_size,
+        env["MASTER_ADDR"],
+        port,
         agent_pid=_PARENT if AGENT in env else None,
         processes=dict(own_processes),
         agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
