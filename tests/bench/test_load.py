@@ -43,8 +43,7 @@ def test_who_is_held_back_arrives_when_there_is_room(local: Local) -> None:
 
 
 def test_a_refused_request_has_an_error_and_the_others_go_on(local: Local) -> None:
-    served = serve_load(local.engine, [arrival("long", prompt=100), arrival("a")], max_concurrency=1)
-    long, a = served.outcomes
+    long, a = serve_load(local.engine, [arrival("long", prompt=100), arrival("a")], max_concurrency=1).outcomes
     assert not long.is_completed and long.error.startswith("ContextLengthError: ") and long.ttft_s is None
     assert (long.input_len, long.output_len) == (100, 0)
     assert a.is_completed

@@ -1,6 +1,6 @@
 """``medha bench micro attention``, ``sampling`` and ``scheduler`` at a toy size."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_useful_operations_are_those_under_the_mask() -> None:
 
 def test_sampling(bench: Bench) -> None:
     results = bench("micro", "sampling", *SMALL, "--batch-size", "1,3")[0]["results"]
-    assert [(one["batch_size"], one["way"]) for one in results] == [(batch, way) for batch in (1, 3) for way in WAYS]
+    assert [(one["batch_size"], one["way"]) for one in results] == [*product((1, 3), WAYS)]
     assert all(one["timing"]["median_s"] > 0 for one in results)
 
 
@@ -46,9 +46,7 @@ def test_scheduler(bench: Bench) -> None:
     options += ["--num-prefills", "4", "--num-iters", "10", "--num-iters-warmup", "2"]
     report, done = bench("micro", "scheduler", *options, of=[])
     assert {"date", "cpu", "python", "packages"} <= report["environment"].keys()
-    assert [(r["policy"], r["waiting"]) for r in report["results"]] == [
-        (policy, waiting) for policy in ("lars", "priority") for waiting in (20, 40)
-    ]
+    assert [(r["policy"], r["waiting"]) for r in report["results"]] == [*product(("lars", "priority"), (20, 40))]
     for result in report["results"]:
         for call in ("schedule", "complete", "both"):
             figures = [result[call][name] for name in ("median_ms", "p99_ms", "max_ms")]

@@ -45,9 +45,8 @@ def test_table_and_report(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 < report["max_output_tokens_per_s"] <= 24 and 1 <= report["max_concurrent_requests"] <= 6
     assert report["p50_ttft_ms"] == pytest.approx(report["median_ttft_ms"])
     assert report["p99_e2el_ms"] <= report["p99.9_e2el_ms"]
-    for start, ttft, itls, latency, queue in zip(
-        *(report[name] for name in ("start_times", "ttfts", "itls", "latencies", "queue_times")), strict=True
-    ):
+    columns = (report[name] for name in ("start_times", "ttfts", "itls", "latencies", "queue_times"))
+    for start, ttft, itls, latency, queue in zip(*columns, strict=True):
         assert start >= 0 and 0 <= queue <= ttft and len(itls) == 3
         assert latency == pytest.approx(ttft + sum(itls))
     (line,) = report["ttft_by_length"]

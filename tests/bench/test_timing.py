@@ -1,12 +1,9 @@
 """The machine's rates at toy sizes: what they are made of."""
 
-import sys
-
 import pytest
 import torch
 
-from medha.bench.timing import Worker, Yardstick, in_turn, matrix_product
-from medha.errors import ConfigError
+from medha.bench.timing import Yardstick, in_turn, matrix_product
 
 CPU = torch.device("cpu")
 
@@ -48,8 +45,3 @@ def test_contestants_take_turns_and_the_warm_up_does_not_count() -> None:
     seconds = in_turn(contestants, warmup=1, runs=2)
     assert "".join(calls) == "ababab"
     assert seconds == {"a": [13.0, 15.0], "b": [24.0, 26.0]}
-
-
-def test_a_worker_that_answers_no_json() -> None:
-    with pytest.raises(ConfigError, match=r"no JSON.*which is not JSON"):
-        Worker("peer", [sys.executable, "-c", "input(); print('no JSON')"], {})
