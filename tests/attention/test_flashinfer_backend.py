@@ -87,8 +87,7 @@ def test_chunks_run_in_fa3_if_it_ends_first(chunks: list[tuple[int, int]], has_f
     backend = make_flashinfer(num_sms=7, has_fa3=has_fa3)
     assert_rows_close(run(qkv, rows, backend), qkv, rows)
     decode = backend.api.BatchDecodeWithPagedKVCacheWrapper
-    kinds = ["decode" if isinstance(w, decode) else w._backend for w in backend.api.made]
-    assert kinds == kernels
+    assert ["decode" if isinstance(w, decode) else w._backend for w in backend.api.made] == kernels
 
 
 def test_workspace_covers_what_flashinfer_cuts_out_of_it() -> None:

@@ -106,8 +106,7 @@ def test_equal_rows_that_fill_the_gpu_are_left_whole() -> None:
 def test_parts_in_a_graph(num_decodes: int, num_parts: int) -> None:
     """As many items as were captured: ceil(B * 4 / 16) + B - 1, of which the others take one each."""
     pages = np.array([100 * MILLION] + [1] * (num_decodes - 1))
-    part = H100.graph_part_pages(pages, num_decodes)
-    assert -(-int(pages[0]) // part) == num_parts
+    assert -(-int(pages[0]) // H100.graph_part_pages(pages, num_decodes)) == num_parts
 
 
 def test_a_long_context_that_a_graph_would_starve_leaves_it() -> None:
