@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from medha.cost.predictor import Correction, Kind
 
 
-def run(correction: Correction, truth: float, steps: int, *, depth: int = 1, noise: float = 0.0) -> list[float]:
+def run(correction: Correction, truth: float, steps: int, *, depth: int = 1) -> list[float]:
     """Factors while batches of 10 ms by the table take ``truth`` times as long, ``depth`` of them in flight."""
-    random = np.random.default_rng(0)
     flying: deque[tuple[float, float]] = deque()
     factors = []
     for _ in range(steps):
@@ -21,8 +20,7 @@ def run(correction: Correction, truth: float, steps: int, *, depth: int = 1, noi
         flying.append((0.01 * factor, factor))
         if len(flying) == depth:
             predicted_s, within = flying.popleft()
-            busy_s = 0.01 * truth * math.exp(random.normal(0.0, noise))
-            assert correction.observe("prefill", predicted_s, busy_s, factor=within)
+            assert correction.observe("prefill", predicted_s, 0.01 * truth, factor=within)
         factors.append(correction.factor("prefill"))
     return factors
 

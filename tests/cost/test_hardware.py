@@ -25,6 +25,8 @@ from tests.sched.costs import changed as changed_file
 NAMES = ("a100-80g", "b200-180g", "h100-80g", "h200-141g")
 A100, H100 = load_spec("a100-80g"), load_spec("h100-80g")
 LLAMA_8B, LLAMA_70B, QWEN = (find_model(name) for name in ("llama-3-8b", "llama-3-70b", "qwen2.5-14b-1m"))
+TIED = replace(LLAMA_8B, tie_word_embeddings=True, qk_norm=True, o_bias=True, qkv_bias=True)
+changed = functools.partial(changed_file, A100)
 
 
 def predictor(spec: HardwareSpec, *of: Any, max_tokens: int = 16384) -> Predictor:
@@ -34,9 +36,6 @@ def predictor(spec: HardwareSpec, *of: Any, max_tokens: int = 16384) -> Predicto
 
 def chunk_s(model: Predictor, tokens: int, kv: int = 0) -> float:
     return model.predict([Work(tokens, kv, False)])
-
-
-changed = functools.partial(changed_file, A100)
 
 
 # -- specs -----------------------------------------------------------------------------------------------------
@@ -147,16 +146,11 @@ COSTS = {
     for name, spec in BACKENDS.items()
     for degrees in ((1, 1, 1), (2, 2, 2), (8, 4, 4))
 }
+TOKENS, KV = st.integers(1, 16383), st.integers(0, 10_000_000)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.sampled_from(sorted(COSTS)),
-    st.integers(1, 16383),
-    st.integers(1, 4096),
-    st.integers(0, 10_000_000),
-    st.integers(1, 1_000_000),
-)
+@given(st.sampled_from(sorted(COSTS)), TOKENS, st.integers(1, 4096), KV, st.integers(1, 1_000_000))
 def test_never_cheaper_with_more_tokens_or_kv(of: Any, tokens: int, more_tokens: int, kv: int, more_kv: int) -> None:
     costs = COSTS[of]
     more = min(tokens + more_tokens, 16384)
@@ -198,9 +192,6 @@ def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
-
-
-TIED = replace(LLAMA_8B, tie_word_embeddings=True, qk_norm=True, o_bias=True, qkv_bias=True)
 
 
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B, QWEN, TIED], ids=["8b", "70b", "qwen", "tied"])

@@ -202,8 +202,7 @@ def stage_time(step: Step) -> StageTime:
 def test_a_stage_of_the_predictors_form_is_found_again() -> None:
     steps = [step for family in families(Effort(), max_kv=65536, num_groups=1, block_size=64) for step in family]
     measured = [Measured(step, stage_time(step)) for step in steps]
-    found = fit(measured, KEY, MODEL, ParallelConfig(), stage=0, dtype_bytes=4)
-    predictor = Predictor(found)
+    predictor = Predictor(fit(measured, KEY, MODEL, ParallelConfig(), stage=0, dtype_bytes=4))
     for step in (*steps, chunk(448, 30000), chunk(1024, 900000), decodes(24, 10000), decodes(3, 500000)):
         works = [Work(part.q_len, part.position, part.is_decode) for part in step]
         assert predictor.predict(works) == pytest.approx(stage_time(step).busy_s, rel=0.03), step
@@ -215,8 +214,7 @@ def test_a_stage_of_the_predictors_form_is_found_again() -> None:
 
 def test_what_a_ring_takes_beside_its_computation_is_found_again() -> None:
     """From chunks that were dealt to 2 and to 4 groups; one of them ran once beside something else."""
-    effort = Effort()
-    wanted = [step for steps in families(effort, max_kv=65536, num_groups=4, block_size=64) for step in steps]
+    wanted = [step for steps in families(Effort(), max_kv=65536, num_groups=4, block_size=64) for step in steps]
     alone = [step for step in wanted if step[0].num_groups == 1]
     given = [Measured(step, stage_time(step)) for step in alone], KEY, MODEL, ParallelConfig(kvp=4)
     predictor = Predictor(fit(*given, stage=0, dtype_bytes=4))

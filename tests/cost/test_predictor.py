@@ -97,8 +97,7 @@ def test_mixed_attention_is_the_work_of_all_or_the_longest_decode() -> None:
 
 
 def test_without_a_kv_split_the_longest_decode_bounds_the_batch() -> None:
-    table = DecodeAttention((1.0, 64.0), (0.0, 0.0), (1e-6, 1e-6))
-    stage = dataclasses.replace(FREE, decodes=table)
+    stage = dataclasses.replace(FREE, decodes=DecodeAttention((1.0, 64.0), (0.0, 0.0), (1e-6, 1e-6)))
     rows = [Work(1, 1_000_000, True)] + [Work(1, 0, True)] * 63
     assert Predictor(stage).predict(rows) == pytest.approx(1e-6 * 1_000_000 / 64)
     assert Predictor(dataclasses.replace(stage, splits_kv=False)).predict(rows) == pytest.approx(1.0)
@@ -119,8 +118,7 @@ def test_collectives_are_counted() -> None:
 
 
 def test_a_merge_is_paid_once_a_run_and_per_token_and_group() -> None:
-    stage = dataclasses.replace(PLAIN, kvp=Link(4, 1e-3, 1e9, 1000.0))
-    plain, shared = Predictor(PLAIN), Predictor(stage)
+    plain, shared = Predictor(PLAIN), Predictor(dataclasses.replace(PLAIN, kvp=Link(4, 1e-3, 1e9, 1000.0)))
 
     def extra(*runs: tuple[int, int] | None) -> float:
         rows = [Work(1, 0, True, run) for run in runs]
@@ -133,8 +131,7 @@ def test_a_merge_is_paid_once_a_run_and_per_token_and_group() -> None:
     assert extra((0, 1), (0, 1)) == pytest.approx(4e-3 + 2 * token_s)
     assert extra((0, 1), (1, 2)) == pytest.approx(8e-3 + 2 * token_s)
     tick = shared.tick([Work(1, 0, True, (0, 1))])
-    chunk_s = tick.with_chunk(16, 0, run=(0, 1)) - tick.with_chunk(16, 0)
-    assert chunk_s == pytest.approx(16 * token_s)
+    assert tick.with_chunk(16, 0, run=(0, 1)) - tick.with_chunk(16, 0) == pytest.approx(16 * token_s)
 
 
 def test_the_head_runs_on_sampled_rows() -> None:

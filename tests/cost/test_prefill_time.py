@@ -59,8 +59,7 @@ def test_what_is_left_after_some_chunks() -> None:
     times = PrefillTimes(PREDICTOR, rule)
     starts, done = stepwise(PREDICTOR, rule, 1_000_000)
     at = np.array(starts[:-1:50])
-    total = exact(PREDICTOR, starts, done, 900_000)
-    left = total - np.array(done[:-1:50])
+    left = exact(PREDICTOR, starts, done, 900_000) - np.array(done[:-1:50])
     at, left = at[at < 800_000], left[at < 800_000]
     np.testing.assert_allclose([times.remaining_s(int(done), 900_000) for done in at], left, rtol=0.01)
 

@@ -70,8 +70,7 @@ def test_rows_hold_what_they_have_cached(step: Step) -> None:
 def test_rows_lie_side_by_side_until_the_pool_is_full() -> None:
     runner = Replicas()
     hand_made(runner).run(decodes(4, 40))
-    firsts = [int(runner.slots[0].blocks(FIRST_SLOT + i)[0]) for i in range(4)]
-    assert firsts == [0, 3, 0, 3]
+    assert [int(runner.slots[0].blocks(FIRST_SLOT + i)[0]) for i in range(4)] == [0, 3, 0, 3]
 
 
 @pytest.mark.parametrize("num_groups", [2, 3])
