@@ -1,6 +1,5 @@
 """Reservations of the KV pools of several groups: where shards lie, who may take blocks, and no endless wait."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -12,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from medha.batch import Extent, Row
+from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.sched.memory import KVMemory
 from tests.sched.virtual import Drive, can_start, make_scheduler, worlds
@@ -23,10 +22,6 @@ from tests.sched.virtual import Drive, can_start, make_scheduler, worlds
 def three_groups() -> KVMemory:
     """Eight blocks of four tokens a group, six of them for one request."""
     return KVMemory(SchedulerConfig(max_kv_per_group=24), num_blocks=8, block_size=4, num_groups=3)
-
-
-def chunk(slot: int, position: int, q_len: int, memory: KVMemory, *, samples: bool = False) -> Row:
-    return Row(slot, position, q_len, False, samples, *memory.place(slot, position))
 
 
 @pytest.mark.parametrize(
@@ -48,30 +43,11 @@ def test_a_share_of_no_whole_blocks_or_beyond_the_pool_is_refused(tokens: int) -
         KVMemory(SchedulerConfig(max_kv_per_group=tokens), num_blocks=8, block_size=4, num_groups=2)
 
 
-def test_a_request_grows_along_its_span() -> None:
-    memory = three_groups()
-    memory.start(5, 1, 40)
-    assert (memory.span(5), memory.place(5, 0), memory.room(5, 0)) == ((1, 2), (1, 1), 24)
-    assert memory.take(chunk(5, 0, 18, memory)) == [Extent(5, 0, 5, 1)]
-    assert (memory.place(5, 18), memory.room(5, 18)) == ((1, 1), 6)
-    assert memory.take(chunk(5, 18, 2, memory)) == []  # fits the fifth block
-    assert memory.take(chunk(5, 20, 4, memory)) == [Extent(5, 5, 1, 1)]
-    assert (memory.place(5, 24), memory.room(5, 24)) == ((1, 2), 24)  # its first shard is full
-    assert memory.take(chunk(5, 24, 10, memory, samples=True)) == [Extent(5, 0, 3, 2)]
-    assert (memory.place(5, 34), memory.room(5, 34)) == ((1, 2), 14)
-    assert memory.take(Row(5, 34, 1, True, True, 1, 2)) == []
-    assert [pool.num_used for pool in memory.pools] == [0, 6, 3]
-    assert [memory.kv_before(5, 35, group) for group in (1, 2)] == [24, 11]
-    memory.release(5)
-    assert memory.num_used == 0
-    assert memory.frees == [5]
-
-
 def test_a_request_that_has_filled_its_span_grows_no_further() -> None:
     """Its last token has been scheduled and not come back: it is asked for its place, and there is no group behind."""
     memory = three_groups()
     memory.start(0, 2, 24)
-    memory.take(chunk(0, 0, 24, memory, samples=True))
+    memory.take(Row(0, 0, 24, False, True, *memory.place(0, 0)))
     assert memory.place(0, 24) == (2, 1)
 
 
@@ -84,25 +60,6 @@ def test_a_request_that_was_bound_and_got_nothing_gives_nothing_back() -> None:
 
 
 # -- the banker's test ------------------------------------------------------------------------------------
-
-
-def test_two_long_prefills_share_a_pool_only_while_one_can_end() -> None:
-    memory = KVMemory(SchedulerConfig(), num_blocks=9, block_size=1)
-    for slot in (0, 1):
-        assert can_start(memory, 0, 6, 3, set_aside=False)
-        memory.start(slot, 0, 6)
-        memory.take(chunk(slot, 0, 3, memory))
-    # Six are held and three are free, and each may want three: whoever gets one first must get the others too.
-    assert memory.can_take(chunk(1, 3, 1, memory))
-    memory.take(chunk(0, 3, 1, memory))
-    assert not memory.can_take(chunk(1, 3, 1, memory))
-    assert not memory.can_take(chunk(1, 3, 2, memory))
-    assert not can_start(memory, 0, 3, 1, set_aside=False)
-    assert can_start(memory, 0, 1, 1, set_aside=True)  # it ends by itself
-    assert memory.can_take(chunk(0, 4, 2, memory, samples=True))
-    memory.release(0)
-    assert memory.can_take(chunk(1, 3, 3, memory, samples=True))
-    assert can_start(memory, 0, 3, 3, set_aside=True)
 
 
 @dataclass
@@ -168,6 +125,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if can:
             slot = next(s for s in range(6) if s not in self.requests)
             self.memory.start(slot, request.first, num_tokens)
+            assert self.memory.span(slot) == (request.first, -(-num_tokens // self.share))
             self.requests[slot] = request
             self.take(slot, kv_len)
 
@@ -221,8 +179,6 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def everybody_can_end(self) -> None:
-        if not hasattr(self, "memory"):
-            return
         held = [0] * self.memory.num_groups
         for slot, request in self.requests.items():
             assert self.is_safe_with(slot, request, request.num_done)
@@ -258,9 +214,7 @@ def ignores_decodes(memory: KVMemory, *args: Any, **options: Any) -> bool:
 
 
 @pytest.mark.parametrize("mutation", [grants_everything, ignores_decodes])
-def test_a_drive_notices_a_banker_who_gives_too_much(
-    mutation: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_notices_a_banker_who_gives_too_much(mutation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVMemory, "_is_safe", mutation)
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
@@ -277,8 +231,7 @@ def test_what_is_gathered_finds_room_on_the_last_group() -> None:
     memory = KVMemory(SchedulerConfig(max_kv_per_group=160), num_blocks=10, block_size=16, num_groups=2)
     memory.deal_pays = lambda num_prompt, count: True
     memory.start(0, 0, 200, num_prompt=200)
-    room = memory.gather_room(0)
-    assert room > 48
+    assert memory.gather_room(0) > 48
     memory.start(1, 1, 112)
     memory.begin(Row(1, 0, 112, False, False, 1))
     assert memory.gather_room(0) == 48
