@@ -50,8 +50,7 @@ def order(ranking: Ranking, columns: Columns, *, slots: Ints, now_s: float, firs
     return sort_rows((*before, keys_of(ranking, columns, now_s), columns.arrival_s, slots), first=first)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Formulas
+# -- formulas --------------------------------------------------------------------------------------------------
 
 
 def plain_slack(r: Waiting, now_s: float) -> float:
@@ -81,14 +80,6 @@ def test_keys_are_those_of_plain_python(requests: list[Waiting], now_s: float) -
         np.testing.assert_allclose(keys, [plain(r, now_s) for r in requests], rtol=1e-9, atol=1e-6, err_msg=name)
 
 
-def test_priority_goes_before_the_key_and_srpt_is_the_default_inside() -> None:
-    requests = [Waiting(priority=3, deadline_s=1.0), Waiting(priority=0, deadline_s=9.0, work_left_s=2.0)]
-    requests.append(Waiting(priority=0))
-    for spec in ("priority", "priority:lars", "priority:edf"):
-        rows = order(load_policy(spec), columns_of(requests), slots=slots_of(requests), now_s=0.0)
-        assert rows.tolist() == [2, 1, 0], spec
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_work_and_no_deadline_give_keys_without_nan(name: str) -> None:
     requests = [
@@ -103,8 +94,7 @@ def test_no_work_and_no_deadline_give_keys_without_nan(name: str) -> None:
     assert not np.isnan(keys).any()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The order
+# -- the order -------------------------------------------------------------------------------------------------
 
 SECONDS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0, 1e-3, 1e6])  # exact sums: ties in plain Python tie in numpy
 REQUESTS = st.lists(
@@ -164,8 +154,7 @@ def test_of_many_the_first_are_those_of_sorting_all(seed: int) -> None:
             assert sort_rows(by, first=first, among=among).tolist() == expected[:first].tolist(), (first, count)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Policies that are wrong
+# -- policies that are wrong -----------------------------------------------------------------------------------
 
 
 def nan_at(*rows: int) -> Policy:
@@ -205,8 +194,7 @@ def test_what_a_policy_does_wrong_is_named(policy: Callable[[Columns, float], An
     assert caught.value.policy == "mine" and str(caught.value) == f"policy mine: {fault}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# By name
+# -- by name ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -278,10 +266,8 @@ def test_a_policy_in_the_current_folder_is_found_as_python_m_finds_it(
 ) -> None:
     """An installed command has its own folder first on the path, and not the current one; so has this script."""
     (tmp_path / "here").mkdir()
-    (tmp_path / "bin").mkdir()
     (tmp_path / "here" / "own.py").write_text("def newest(columns, now_s):\n    return -columns.arrival_s\n")
-    script = tmp_path / "bin" / "script.py"
-    script.write_text(START + LOAD)
+    (script := tmp_path / "script.py").write_text(START + LOAD)
     done = run_python(*flags, script, cwd=tmp_path / "here")
     if is_found:
         assert (done.returncode, done.stdout) == (0, "own:newest True\n"), done.stderr
