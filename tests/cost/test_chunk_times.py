@@ -10,12 +10,13 @@ from medha.batch import Row
 from medha.config import ParallelConfig
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times, fitted_times
 from medha.cost.hardware import HardwareSpec, LinkRates, load_spec
-from medha.cost.predictor import Predictor, dealt_work
-from medha.cost.roofline import stage_coefficients
+from medha.cost.predictor import dealt_work
 from medha.errors import ConfigError
 from medha.sim.replica import Replica, find_model
+from tests.sched.virtual import gpu_predictor
 
 SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
+PREDICTOR = gpu_predictor(max_tokens=1 << 18)
 
 
 def test_table_1_is_met_within_seven_percent() -> None:
@@ -36,17 +37,13 @@ def test_coefficients_that_chunks_were_made_of_are_found_again_and_none_falls_be
         fit_chunk_times({1: [(0, 1, 1.0), (0, 2, 2.0)]})
 
 
-def predictor() -> Predictor:
-    return Predictor(stage_coefficients(SPEC, MODEL, ParallelConfig(), 0), max_tokens=1 << 18)
-
-
 def ring_chunk_s(spec: HardwareSpec, kvp: int, *, size: int, history: int, tokens: int) -> float:
-    over = Replica(spec, MODEL, ParallelConfig(kvp=kvp)).predictor_over(size, predictor=predictor())
+    over = Replica(spec, MODEL, ParallelConfig(kvp=kvp)).predictor_over(size, predictor=PREDICTOR)
     return over.predict([dealt_work(Row(0, history, tokens, False, True, 0, size))])
 
 
 def test_the_ring_is_met_by_its_fit() -> None:
-    over = partial(Replica(SPEC, MODEL, ParallelConfig(kvp=16)).predictor_over, predictor=predictor())
+    over = partial(Replica(SPEC, MODEL, ParallelConfig(kvp=16)).predictor_over, predictor=PREDICTOR)
     times = fitted_times(over, (1, 2, 4, 8, 16), longest=190_000)
     for size in times.sizes:
         for history, n in ((0, 1024), (0, 16384), (16384, 4096), (65536, 4096), (65536, 65536), (0, 131072)):
@@ -66,13 +63,13 @@ def test_what_shows_of_a_transfer_grows_with_a_slow_link() -> None:
     slow = replace(SPEC, send=LinkRates(1e-3, 1e9))
     ring = {"size": 2, "history": 0, "tokens": 4096}
     assert ring_chunk_s(slow, 2, **ring) - ring_chunk_s(SPEC, 2, **ring) > 32 * 1e-3
-    alone_s = predictor().tick().with_chunk(4096, 0, samples=True)
+    alone_s = PREDICTOR.tick().with_chunk(4096, 0, samples=True)
     assert ring_chunk_s(SPEC, 2, size=1, history=0, tokens=4096) == alone_s
 
 
 def test_where_cores_that_compute_send_all_of_a_transfer_shows() -> None:
     plain = replace(SPEC, hides_sends=False, ring_step_s=2e-3, send=LinkRates(1e-3, 1e9))
-    alone_s = predictor().tick().with_chunk(2048, 16384 + 1024, samples=True)
+    alone_s = PREDICTOR.tick().with_chunk(2048, 16384 + 1024, samples=True)
     sent_s = 1e-3 + (16384 + 4096) / 2 * 2 * 8 * 128 * 2 / 1e9
     with_ring_s = ring_chunk_s(plain, 2, size=2, history=16384, tokens=4096)
     assert with_ring_s - alone_s == pytest.approx(32 * (2e-3 + sent_s))

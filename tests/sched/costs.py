@@ -88,10 +88,7 @@ def decode_tables(draw: st.DrawFn) -> DecodeAttention:
     return DecodeAttention(x, columns[0], columns[1], 100.0, columns[2], columns[3])
 
 
-def links() -> st.SearchStrategy[Link | None]:
-    return st.none() | st.builds(
-        Link, st.integers(1, 8), st.floats(0, 1e-3), st.floats(1e6, 1e10), st.floats(1.0, 4096.0)
-    )
+LINKS = st.none() | st.builds(Link, st.integers(1, 8), st.floats(0, 1e-3), st.floats(1e6, 1e10), st.floats(1.0, 4096.0))
 
 
 @st.composite
@@ -109,7 +106,7 @@ def coefficients(draw: st.DrawFn) -> Coefficients:
         splits_kv=draw(st.booleans()),
         head=draw(st.none() | curves()),
         host_s=draw(st.floats(0, 1e-3)),
-        tp=draw(links()),
-        spp=draw(links()),
-        kvp=draw(links()),
+        tp=draw(LINKS),
+        spp=draw(LINKS),
+        kvp=draw(LINKS),
     )

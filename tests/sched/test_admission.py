@@ -18,17 +18,15 @@ def make_scheduler(admission: str = "refuse", **options: Any) -> Scheduler:
     return new_scheduler(num_blocks=2000, admission=admission, **options)
 
 
-def request(
-    slot: int = 0, num_prompt: int = 1000, *, arrival_s: float = 0.0, ttft_s: float | None = None
-) -> SchedulerRequest:
-    return SchedulerRequest(slot, num_prompt, 4, arrival_s, SLO(ttft_s))
+def request(slot: int = 0, num_prompt: int = 1000, *, ttft_s: float | None = None) -> SchedulerRequest:
+    return SchedulerRequest(slot, num_prompt, 4, 0.0, SLO(ttft_s))
 
 
-def alone_s(scheduler: Scheduler, num_prompt: int = 1000) -> float:
-    """Of a prompt alone: its derived deadline is a multiple of it."""
+def alone_s(scheduler: Scheduler) -> float:
+    """Of a prompt of 1,000 tokens alone: its derived deadline is a multiple of it."""
     config = replace(scheduler.config, deadline_floor_s=1e-9, deadline_factor=1.0)
     alone = new_scheduler(config, num_blocks=2000, predictor=scheduler.predictor)
-    return alone.add(SchedulerRequest(0, num_prompt, 4, 0.0)).deadline_s
+    return alone.add(SchedulerRequest(0, 1000, 4, 0.0)).deadline_s
 
 
 def late_s(scheduler: Scheduler, asked: SchedulerRequest, now_s: float) -> float | None:
@@ -72,7 +70,7 @@ def test_a_cadence_that_a_decode_alone_cannot_keep(period: int) -> None:
 def test_the_wait_so_far_and_what_is_in_flight_count() -> None:
     scheduler = make_scheduler()
     needed_s = alone_s(scheduler)
-    late = request(arrival_s=2.0, ttft_s=needed_s + 1.0)
+    late = replace(request(ttft_s=needed_s + 1.0), arrival_s=2.0)
     assert late_s(scheduler, late, 2.9) is None
     assert late_s(scheduler, late, 3.5) == pytest.approx(needed_s + 1.5)
     scheduler.add(request(1, 3000))

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from medha.batch import Row
-from medha.sched.decision import SchedulerRequest
-from tests.sched.virtual import Drive, Job, by_tokens, finish, new_scheduler, next_batch
+from tests.sched.virtual import Drive, Job, add, by_tokens, finish, new_scheduler, next_batch
 
 
 def batches(scheduler: str, *jobs: Job, **options: Any) -> list[str]:
@@ -69,7 +68,7 @@ def test_a_batch_of_a_packer_that_predicts_nothing_may_take_what_its_rows_take()
     """A rank that computes a whole prompt is not behind: whoever asks how long it may take hears of minutes."""
     sched = new_scheduler("orca", num_blocks=8192, max_num_seqs=8, max_batch_tokens=2048)
     assert sched.longest_s() == 0.0
-    sched.add(SchedulerRequest(0, 100_000, 2, arrival_s=0.0))
+    add(sched, 0, 100_000, 2, arrival_s=0.0)
     batch = next_batch(sched)
     assert batch.num_tokens == 100_000
     alone_s = sched.prefill_left_s(0, 100_000)

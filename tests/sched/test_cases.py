@@ -17,14 +17,9 @@ from tests.sched.virtual import BLOCK, Drive, Job, finish, new_scheduler
 DEFAULT = SchedulerConfig()
 
 
-def play(scheduler: Scheduler, jobs: Sequence[Job]) -> Drive:
-    """To the end; every batch takes as long as predicted."""
-    return Drive(scheduler, jobs, None).run()
-
-
 def alone_s(num_tokens: int) -> float:
     """Seconds of a prefill that runs alone."""
-    return play(new_scheduler(num_blocks=1 << 16), [Job(0.0, num_tokens)]).first_token_s[0]
+    return Drive(new_scheduler(num_blocks=1 << 16), [Job(0.0, num_tokens)], None).run().first_token_s[0]
 
 
 # -- B22: streams ------------------------------------------------------------------------------------------------
@@ -40,7 +35,7 @@ def test_a_long_request_ends_within_its_bound_while_a_stream_of_short_ones_goes_
     assert deadline_s > max(DEFAULT.patience_s, DEFAULT.deadline_floor_s)
     bound_s = deadline_s + long_s / DEFAULT.guarded_share
     stream = [Job(at_s, SHORT, 2) for at_s in np.arange(0.0, bound_s + 10.0, short_s / load).tolist()]
-    drive = play(new_scheduler(num_blocks=1 << 16), [Job(0.0, LONG, 2), *stream])
+    drive = Drive(new_scheduler(num_blocks=1 << 16), [Job(0.0, LONG, 2), *stream], None).run()
     assert drive.first_token_s[0] < bound_s < stream[-1].arrival_s
     if load < 1:  # nobody waits much longer than the queue of the short ones alone would make it
         waits_s = [drive.first_token_s[i] - job.arrival_s for i, job in enumerate(stream, 1)]
@@ -53,7 +48,7 @@ def test_short_requests_wait_seconds_while_a_stream_of_long_ones_goes_on(load: f
     long_s, short_s = alone_s(LONG), alone_s(SHORT)
     stream = [Job(i * long_s / load, LONG, 2) for i in range(8)]
     shorts = [Job(at_s, SHORT, 2) for at_s in np.linspace(1.0, stream[-1].arrival_s, 8).tolist()]
-    drive = play(new_scheduler(num_blocks=1 << 16), stream + shorts)
+    drive = Drive(new_scheduler(num_blocks=1 << 16), stream + shorts, None).run()
     waits_s = [drive.first_token_s[i] - job.arrival_s for i, job in enumerate(shorts, len(stream))]
     deadline_s = max(DEFAULT.deadline_floor_s, DEFAULT.deadline_factor * short_s)
     assert max(waits_s) < deadline_s < long_s

@@ -20,8 +20,7 @@ from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption, fewest
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
-from tests.sched import virtual
-from tests.sched.virtual import BLOCK, Drive, Job, by_tokens, finish, new_scheduler, next_batch
+from tests.sched.virtual import BLOCK, Drive, Job, add, by_tokens, finish, new_scheduler, next_batch, step
 
 
 def make(num_blocks: int, **options: Any) -> Scheduler:
@@ -149,7 +148,7 @@ def test_what_others_hold_as_well_is_not_lost() -> None:
     scheduler = make(60, scheduler="sarathi", chunk_size=64)
     ids = PrefixIds(16, key=b"of tests").of(np.arange(320, dtype=np.int32))
     for slot in range(2):
-        scheduler.add(SchedulerRequest(slot, 320 - 50 * slot, 40, 0.0, prefix=ids[: len(ids) - 48 * slot]))
+        add(scheduler, slot, 320 - 50 * slot, 40, 0.0, prefix=ids[: len(ids) - 48 * slot])
         while slot not in scheduler._queue.decoding:
             finish(scheduler, next_batch(scheduler), 0.0, 0.1)
     first, second = scheduler._queue.running.values()
@@ -157,17 +156,12 @@ def test_what_others_hold_as_well_is_not_lost() -> None:
     scheduler.memory.note(0, first.num_computed_tokens)
     left_s, preemption = scheduler._queue.left_s, scheduler._preemption
     for state in (first, second):  # each would lose what lies behind the 16 blocks that both hold
-        had = state.num_computed_tokens
-        assert preemption.loss(state) == (pytest.approx(left_s(256, had)), False)
+        assert preemption.loss(state) == (pytest.approx(left_s(256, state.num_computed_tokens)), False)
     scheduler.cancel(1)
     assert preemption.loss(first)[0] == pytest.approx(left_s(0, first.num_computed_tokens))
 
 
-def add(scheduler: Scheduler, slot: int, num_prompt: int, max_new: int, priority: int, prefix: bytes = b"") -> None:
-    scheduler.add(SchedulerRequest(slot, num_prompt, max_new, 0.0, priority=priority, prefix=prefix))
-
-
-def step(scheduler: Scheduler, count: int = 1) -> list[int]:
+def run(scheduler: Scheduler, count: int = 1) -> list[int]:
     """Run so many batches, none of whose tokens ends a request; who gave way."""
     gone = []
     for _ in range(count):
@@ -178,64 +172,56 @@ def step(scheduler: Scheduler, count: int = 1) -> list[int]:
     return gone
 
 
-def shares_with_a_decode(num_blocks: int, max_new: int, low: tuple[int, int]) -> Scheduler:
+@pytest.mark.parametrize(("num_blocks", "max_new", "low", "gone"), [(95, 240, (280, 40), [1]), (94, 510, (16, 16), [])])
+def test_a_class_needs_no_room_for_what_it_shares(
+    num_blocks: int, max_new: int, low: tuple[int, int], gone: list[int]
+) -> None:
     """One of the highest class decodes behind 60 blocks, as one of the lowest does; then one of the highest comes that
-    shares those 60 and needs 11 more, where all that are free are set aside."""
+    shares those 60 and needs 11 more, where all that are free are set aside. The 20 blocks of the lowest class are
+    enough; where it has 2, the other is queued as before, by what it has to compute itself."""
     scheduler = make(num_blocks, policy="priority", max_batch_tokens=512)
     ids = PrefixIds(16, key=b"of tests").of(np.arange(1120, dtype=np.int32))
-    add(scheduler, 0, 961, max_new, 0, ids[: 60 * 16])
-    add(scheduler, 1, *low, 3)
-    step(scheduler, 5)
-    assert set(scheduler._queue.decoding) == {0, 1}
-    add(scheduler, 2, 1120, 17, 0, ids)
-    return scheduler
-
-
-def test_a_class_needs_no_room_for_what_it_shares() -> None:
-    """The 20 blocks of the lowest class are enough."""
-    scheduler = shares_with_a_decode(95, 240, (280, 40))
-    assert step(scheduler, 3) == [1]
-    assert scheduler._queue.running[2].num_cached == 960
+    add(scheduler, 0, 961, max_new, priority=0, prefix=ids[: 60 * 16])
+    add(scheduler, 1, *low, priority=3)
+    run(scheduler, 5)
+    queue = scheduler._queue
+    assert set(queue.decoding) == {0, 1}
+    add(scheduler, 2, 1120, 17, priority=0, prefix=ids)
+    assert run(scheduler, 3) == gone
+    assert (queue.running if gone else queue.waiting)[2].num_cached == 960
 
 
 def test_nobody_gives_way_to_one_that_may_not_start() -> None:
     """The second has given way to a long prompt of the highest class, and may not come back before that is read."""
     scheduler = make(500, policy="priority", max_num_seqs=2, max_batch_tokens=64)
-    add(scheduler, 0, 16, 400, 1)
-    add(scheduler, 1, 16, 400, 1)
-    step(scheduler, 2)
-    add(scheduler, 2, 2000, 2, 0)
-    (gone,) = step(scheduler, 2)
+    add(scheduler, 0, 16, 400, priority=1)
+    add(scheduler, 1, 16, 400, priority=1)
+    run(scheduler, 2)
+    add(scheduler, 2, 2000, 2, priority=0)
+    (gone,) = run(scheduler, 2)
     scheduler.cancel(1 - gone)
-    add(scheduler, 3, 16, 400, 3)
-    step(scheduler)
+    add(scheduler, 3, 16, 400, priority=3)
+    run(scheduler)
     assert set(scheduler._queue.running) == {2, 3}
-    assert step(scheduler, 5) == []
-    add(scheduler, 4, 16, 400, 1)  # as high as who waits, and has not given way
-    assert step(scheduler, 2) == [3]
+    assert run(scheduler, 5) == []
+    add(scheduler, 4, 16, 400, priority=1)  # as high as who waits, and has not given way
+    assert run(scheduler, 2) == [3]
     assert set(scheduler._queue.running) == {2, 4}
-
-
-def test_one_for_whom_there_is_no_room_is_queued_as_before() -> None:
-    """By what it has to compute itself: the 2 blocks of the lowest class are not enough."""
-    scheduler = shares_with_a_decode(94, 510, (16, 16))
-    assert step(scheduler, 3) == []
-    assert 2 in scheduler._queue.waiting and scheduler._queue.waiting[2].num_cached == 960
 
 
 def test_one_that_has_just_given_way_has_no_room_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of the highest class and a started prefill were refused; the second gives way to the first, and may not
     start before it."""
     scheduler = make(100, policy="priority", max_batch_tokens=64)
-    add(scheduler, 2, 16, 40, 3)
-    step(scheduler)
-    add(scheduler, 1, 600, 2, 1)
+    add(scheduler, 2, 16, 40, priority=3)
+    run(scheduler)
+    add(scheduler, 1, 600, 2, priority=1)
     queue, packer, preemption, asked = scheduler._queue, scheduler.packer, scheduler._preemption, list[int]()
     assert isinstance(packer, MedhaPacker)
     packer._spare_s = 0.0
-    step(scheduler, 2)
+    run(scheduler, 2)
     assert queue.running[1].prefilling and 2 in queue.decoding
-    add(scheduler, 0, 600, 2, 0)
+    add(scheduler, 0, 600, 2, priority=0)
     builder = BatchBuilder(scheduler.config, preemption, batch_id=9, now_s=0.0, is_idle=True)
 
     def make_room(state: State) -> bool:
@@ -253,12 +239,12 @@ def test_a_class_that_asked_for_room_is_not_forgotten() -> None:
     scheduler = make(87, policy="priority", depth=2, async_scheduling=True, max_batch_tokens=64)
     packer = scheduler.packer
     assert isinstance(packer, MedhaPacker)
-    add(scheduler, 0, 16, 1000, 3)
-    add(scheduler, 1, 64, 300, 1)
-    step(scheduler, 3)
+    add(scheduler, 0, 16, 1000, priority=3)
+    add(scheduler, 1, 64, 300, priority=1)
+    run(scheduler, 3)
     assert set(scheduler._queue.decoding) == {0, 1}
     in_flight, gone = [scheduler.schedule(0.0).batch], list[int]()
-    add(scheduler, 2, 1000, 2, 0)
+    add(scheduler, 2, 1000, 2, priority=0)
     for at in range(8):
         packer._spare_s = at % 2 * packer._most_spare_s
         decision = scheduler.schedule(0.0)
@@ -272,9 +258,9 @@ def test_a_class_that_asked_for_room_is_not_forgotten() -> None:
 def test_room_made_for_one_is_not_counted_for_the_next() -> None:
     scheduler = new_scheduler(num_blocks=20)
     for slot in (0, 1):
-        scheduler.add(SchedulerRequest(slot, 16, 145, 0.0, priority=3))  # ten blocks each
-    virtual.step(scheduler)
+        add(scheduler, slot, 16, 145, 0.0, priority=3)  # ten blocks each
+    step(scheduler)
     for slot, new, priority in ((2, 145, 0), (3, 225, 1), (4, 97, 3)):  # ten, fifteen, seven
-        scheduler.add(SchedulerRequest(slot, 16, new, 1.0, priority=priority))
-    virtual.step(scheduler, 1.3)
-    assert {row.slot for row in virtual.step(scheduler, 1.4).rows} == {1, 2}
+        add(scheduler, slot, 16, new, 1.0, priority=priority)
+    step(scheduler, 1.3)
+    assert {row.slot for row in step(scheduler, 1.4).rows} == {1, 2}

@@ -18,11 +18,10 @@ from medha.engine.prefix import PrefixIds
 from medha.params import SLO
 from medha.sched.account import Account
 from medha.sched.blocks import BlockPool, HostBlocks
-from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, Live, make_scheduler, new_scheduler, pairs, step, worlds
+from tests.sched.virtual import BLOCK, Drive, Job, Live, add, make_scheduler, new_scheduler, pairs, step, worlds
 
 IDS = PrefixIds(16, key=b"of tests")
 
@@ -356,11 +355,11 @@ def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
 def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:
     scheduler = new_scheduler(block_size=64, max_prompt_tokens=200_000, max_batch_tokens=2048)
     tokens = np.arange(200_000, dtype=np.int32)
-    scheduler.add(SchedulerRequest(0, 200_000, 1, 0.0, SLO(ttft_s=1.0), prefix=IDS.of(tokens)))
+    add(scheduler, 0, 200_000, 1, 0.0, slo=SLO(ttft_s=1.0), prefix=IDS.of(tokens))
     for _ in range(65):
         leads = step(scheduler, 9.0, 0.01)
     assert leads.rows[0].kv_len > 100_000
-    scheduler.add(SchedulerRequest(1, 100_000, 1, 0.0, prefix=IDS.of(tokens[:100_000])))
+    add(scheduler, 1, 100_000, 1, 0.0, prefix=IDS.of(tokens[:100_000]))
     assert step(scheduler, 9.0).shared == (Shared(1, 0, 0, 99_984),)
 
 
@@ -516,8 +515,7 @@ def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
         memory.release(turn)
         assert memory.prefix.num_idle == [4] and memory.num_used == 0
     assert len(memory.prefix._heaps[0]) < 100
-    waiting = [memory.prefix.watch(slot, chain, 63) for slot in range(5)]
-    assert waiting == [48] * 5
+    assert [memory.prefix.watch(slot, chain, 63) for slot in range(5)] == [48] * 5
     for slot in range(5):
         memory.prefix.forget(slot)
     assert not memory.prefix._watched and not memory.prefix._waits_for
@@ -539,7 +537,7 @@ def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.Mon
     scheduler = new_scheduler("sarathi", num_blocks=20, block_size=32, **options)
     ids = IDS.of(np.arange(320, dtype=np.int32))
     for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
-        scheduler.add(SchedulerRequest(slot, 320, 280, 0.0, prefix=ids))
+        add(scheduler, slot, 320, 280, 0.0, prefix=ids)
     held = mock.Mock(wraps=scheduler.memory.prefix.hold)
     monkeypatch.setattr(scheduler.memory.prefix, "hold", held)
     for turn in range(20):
@@ -554,7 +552,7 @@ def test_a_reset_is_of_what_is_on_the_host_as_well(is_out: bool) -> None:
     options = {"max_kv_per_group": 2560, "num_swap_blocks": 80, "swap_block_s": 1e-6}
     scheduler = new_scheduler(num_blocks=40, block_size=64, policy="priority", max_batch_tokens=256, **options)
     ids = IDS.of(np.arange(1600, dtype=np.int32))
-    scheduler.add(SchedulerRequest(0, 1600, 50, 0.0, priority=3, prefix=ids))
+    add(scheduler, 0, 1600, 50, 0.0, priority=3, prefix=ids)
 
     def run_until(slot: int, is_over: bool = False) -> list[Batch]:
         batches = []
@@ -565,13 +563,12 @@ def test_a_reset_is_of_what_is_on_the_host_as_well(is_out: bool) -> None:
     run_until(0)
     if not is_out:
         scheduler.reset_prefix_cache()
-    scheduler.add(SchedulerRequest(1, 2300, 1, 0.0, priority=0))
+    add(scheduler, 1, 2300, 1, 0.0, priority=0)
     run_until(1, is_over=True)
     if is_out:
         scheduler.reset_prefix_cache()
-    back = run_until(0)
-    assert any(batch.swaps_in for batch in back) or scheduler.memory.swapped_on(0) is None
-    scheduler.add(SchedulerRequest(2, 1600, 1, 0.0, priority=2, prefix=ids))
+    assert any(batch.swaps_in for batch in run_until(0)) or scheduler.memory.swapped_on(0) is None
+    add(scheduler, 2, 1600, 1, 0.0, priority=2, prefix=ids)
     assert not any(batch.shared for batch in run_until(2, is_over=True))
 
 
@@ -582,27 +579,27 @@ def ids_of(shared: int, own: int, count: int) -> bytes:
 
 def test_a_refused_request_is_not_taken_for_one_that_fits() -> None:
     scheduler = new_scheduler(num_blocks=20, chunk_size=64, policy="fcfs")
-    scheduler.add(SchedulerRequest(0, 80, 1, 0.0, prefix=ids_of(64, 1000, 16)))
+    add(scheduler, 0, 80, 1, 0.0, prefix=ids_of(64, 1000, 16))
     step(scheduler)
     step(scheduler, ended=[0])
-    scheduler.add(SchedulerRequest(1, 80, 81, 0.0))
+    add(scheduler, 1, 80, 81, 0.0)
     step(scheduler)
     step(scheduler)
-    scheduler.add(SchedulerRequest(2, 80, 97, 0.2, prefix=ids_of(64, 2000, 16)))  # all of it would have to be set aside
-    scheduler.add(SchedulerRequest(3, 192, 1, 0.3, prefix=ids_of(64, 3000, 128)))
+    add(scheduler, 2, 80, 97, 0.2, prefix=ids_of(64, 2000, 16))  # all of it would have to be set aside
+    add(scheduler, 3, 192, 1, 0.3, prefix=ids_of(64, 3000, 128))
     assert [row.slot for row in step(scheduler, 0.4).rows] == [1, 3]
 
 
 def test_a_reset_tells_who_counts_on_the_host() -> None:
     scheduler = new_scheduler(num_blocks=200, num_swap_blocks=200, max_num_seqs=1)
     ids = ids_of(1600, 0, 0)
-    scheduler.add(SchedulerRequest(0, 1601, 1, 0.0, prefix=ids))
+    add(scheduler, 0, 1601, 1, 0.0, prefix=ids)
     while scheduler.knows(0):
         step(scheduler, ended=[0])
     scheduler.memory.prefix.make_free(0, 200)
-    scheduler.add(SchedulerRequest(1, 50, 2, 0.0))
+    add(scheduler, 1, 50, 2, 0.0)
     step(scheduler)
-    scheduler.add(SchedulerRequest(2, 1620, 1, 0.0, prefix=ids))
+    add(scheduler, 2, 1620, 1, 0.0, prefix=ids)
     assert scheduler.num_there(2) == 1600
     scheduler.reset_prefix_cache()
     step(scheduler)
@@ -613,11 +610,11 @@ def test_a_reset_tells_who_counts_on_the_host() -> None:
 def test_those_of_one_prefix_are_not_tried_in_vain(num_own: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no end of theirs fits what is left of the batch's time: each would be bound, and let go again."""
     scheduler = new_scheduler(num_blocks=100_000, max_num_seqs=1000, max_batch_tokens=16_384)
-    scheduler.add(SchedulerRequest(0, 1024, 1, 0.0, prefix=ids_of(1024, 0, 0)))
+    add(scheduler, 0, 1024, 1, 0.0, prefix=ids_of(1024, 0, 0))
     while scheduler.knows(0):
         step(scheduler, ended=[0])
     for slot in range(1, 500):
-        scheduler.add(SchedulerRequest(slot, 1024 + num_own, 1, 0.0, prefix=ids_of(1024, 2000 * slot, num_own)))
+        add(scheduler, slot, 1024 + num_own, 1, 0.0, prefix=ids_of(1024, 2000 * slot, num_own))
     bound, start = list[int](), KVMemory.start
 
     def noted(self: KVMemory, slot: int, *its: Any, **more: Any) -> None:
@@ -632,14 +629,14 @@ def test_those_of_one_prefix_are_not_tried_in_vain(num_own: int, monkeypatch: py
 
 def test_what_is_there_of_a_refused_request_stays_known() -> None:
     scheduler = new_scheduler(num_blocks=100, num_groups=2, policy="srpt")
-    scheduler.add(SchedulerRequest(0, 961, 1, 0.0, prefix=ids_of(960, 0, 0)))
+    add(scheduler, 0, 961, 1, 0.0, prefix=ids_of(960, 0, 0))
     while scheduler.knows(0):
         step(scheduler, ended=[0])
     scheduler.memory.spread_kv = 1600
     for slot, new in ((1, 1550), (2, 1580)):  # a group each, all of whose memory they are promised
-        scheduler.add(SchedulerRequest(slot, 16, new, 0.0))
+        add(scheduler, slot, 16, new, 0.0)
     for _ in range(3):
         step(scheduler, 0.1)
-    scheduler.add(SchedulerRequest(4, 1000, 1, 0.2, prefix=ids_of(960, 0, 0)))
+    add(scheduler, 4, 1000, 1, 0.2, prefix=ids_of(960, 0, 0))
     assert scheduler.num_there(4) == 960
     assert scheduler.schedule(0.3).refused == (4,) and scheduler.num_there(4) == 960

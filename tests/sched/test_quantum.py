@@ -4,28 +4,24 @@ from typing import Any
 
 import pytest
 
-from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_spec
+from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import chunk_rules, least_chunk
-from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
-from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import MODEL, Steps, make_predictor, new_scheduler, next_batch
+from tests.sched.virtual import MODEL, Steps, add, gpu_predictor, make_predictor, new_scheduler, next_batch
 
-SIZES = (64, 128, 256, 512, 1024, 2048)
 PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
 QUANTUM_S, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
 
 
 def rates_behind(kv_before: int) -> dict[int, float]:
     """Tokens a second of chunks behind so many cached tokens, by size."""
-    return {size: size / PREDICTOR.tick().with_chunk(size, kv_before) for size in SIZES}
+    return {size: size / PREDICTOR.tick().with_chunk(size, kv_before) for size in (64, 128, 256, 512, 1024, 2048)}
 
 
-GPU = Predictor(stage_coefficients(load_spec("h100-80g"), MODEL, ParallelConfig(), 0), max_tokens=8192)
+GPU = gpu_predictor("h100-80g", MODEL, max_tokens=8192)
 """On which a larger chunk is read faster, as the weights are read once for all of it."""
 
 
@@ -34,8 +30,7 @@ def on_one_group(predictor: Predictor = PREDICTOR, **options: Any) -> Scheduler:
 
 
 def on_two_groups(num_blocks: int = 1 << 16, **options: Any) -> Scheduler:
-    predictor = make_predictor(kvp=2, max_tokens=2048)
-    return new_scheduler(num_blocks=num_blocks, num_groups=2, predictor=predictor, **options)
+    return new_scheduler(num_blocks=num_blocks, num_groups=2, **options)
 
 
 def chunks_of_one(slo: SLO | None = None) -> list[tuple[int, int]]:
@@ -77,7 +72,7 @@ def test_an_objective_makes_chunks_as_small_as_it_needs(slo: SLO) -> None:
 def test_a_class_goes_first_by_default() -> None:
     scheduler = on_one_group(max_batch_tokens=64, max_num_seqs=2)
     for slot, (tokens, priority) in enumerate([(40, 2), (60, 0), (50, 1)]):
-        scheduler.add(SchedulerRequest(slot, tokens, 4, 0.0, priority=priority))
+        add(scheduler, slot, tokens, 4, 0.0, priority=priority)
     assert next_batch(scheduler).rows[0].slot == 1
 
 
@@ -158,17 +153,15 @@ def test_decodes_of_several_groups_share_batches_of_half_the_time_that_is_set(op
     assert all(0.35 < seconds <= 0.4 for seconds in found[False])
 
 
-def batches_of_a_document(
-    scheduler: Scheduler, decision_s: list[float], num_tokens: int = 30_000
-) -> list[tuple[float, float, int]]:
+def batches_of_a_document(scheduler: Scheduler, at_s: list[float], num_tokens: int) -> list[tuple[float, float, int]]:
     """Start, predicted seconds and tokens of the batches that read so many tokens from 0 on; short prompts come at
-    ``decision_s``, each answered at once."""
+    ``at_s``, each answered at once."""
     steps, found = Steps(scheduler), []
     steps.add(9, num_tokens)
     while not steps.times_s[9]:
         start_s = steps.now_s
-        if decision_s and start_s >= decision_s[0]:
-            steps.add(1, 100, arrival_s=decision_s.pop(0))
+        if at_s and start_s >= at_s[0]:
+            steps.add(1, 100, arrival_s=at_s.pop(0))
         batch, seconds = steps.step()
         found.append((start_s, seconds, sum(row.q_len for row in batch.rows)))
     return found
@@ -193,13 +186,9 @@ def test_a_prompt_that_is_alone_takes_batches_in_which_a_newcomer_is_unlikely() 
     assert len(busy) > 1.5 * len(alone)
 
 
-@pytest.mark.parametrize(
-    ("options", "most_s"), [({}, QUANTUM_S), ({"quantum_s": 0.1}, 0.1), ({"t_target_s": 0.1}, 0.1)]
-)
-def test_no_batch_takes_longer_where_that_gains_nothing_or_a_time_is_given(
-    options: dict[str, float], most_s: float
-) -> None:
-    alone = batches_of_a_document(on_one_group(**options), [])
+@pytest.mark.parametrize(("given", "most_s"), [({}, QUANTUM_S), ({"quantum_s": 0.1}, 0.1), ({"t_target_s": 0.1}, 0.1)])
+def test_no_batch_takes_longer_where_that_gains_nothing_or_a_time_is_given(given: Any, most_s: float) -> None:
+    alone = batches_of_a_document(on_one_group(**given), [], 30_000)
     assert max(seconds for _, seconds, tokens in alone if tokens > 64) <= most_s
 
 

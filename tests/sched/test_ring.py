@@ -64,8 +64,7 @@ def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
         scheduler = new_scheduler(predictor=predictor, num_blocks=1000, num_groups=2, ring=ring, max_kv_per_group=4096)
         left_s[ring] = [scheduler.prefill_left_s(done, 8000) for done in (0, 4000)]
         assert scheduler.prefill_left_s(0, 4000) == pytest.approx(alone_on_one_s)
-        drive = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1).run()
-        seen[ring] = drive.log
+        seen[ring] = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1).run().log
     if step_s > 1:
         assert (seen[True], left_s[True]) == (seen[False], left_s[False])
         return

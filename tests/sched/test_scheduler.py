@@ -31,8 +31,7 @@ def started(*requests: tuple[int, int, int], **options: int) -> Scheduler:
     return sched
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Groups
+# -- groups ----------------------------------------------------------------------------------------------------
 
 
 def first_groups(sched: Scheduler, *lengths: int) -> dict[int, int]:
@@ -70,8 +69,7 @@ def test_a_group_without_memory_is_passed_over() -> None:
     assert {row.slot: row.group for row in next_batch(sched).rows} == {0: 0, 2: 1}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Wrong calls
+# -- wrong calls -----------------------------------------------------------------------------------------------
 
 
 def test_complete_out_of_order_is_refused() -> None:

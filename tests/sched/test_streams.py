@@ -6,14 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medha.config import ParallelConfig
-from medha.cost.hardware import load_spec
-from medha.cost.predictor import Predictor
-from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
-from medha.sched.decision import SchedulerRequest
-from medha.sim.replica import find_model
-from tests.sched.virtual import Drive, Job, by_tokens, new_scheduler, next_batch, step
+from tests.sched.virtual import Drive, Job, add, by_tokens, gpu_predictor, new_scheduler, next_batch, step
 
 
 @pytest.mark.parametrize("num_tokens", [150, 300])
@@ -30,14 +24,14 @@ def test_a_decode_over_two_groups_beside_one_on_each(first_s: float, num_tokens:
 def test_a_decision_while_nothing_can_enter(num_waiting: int) -> None:
     """One request holds the pool and is in flight: only the first of the order are looked at."""
     scheduler = new_scheduler(num_blocks=100, max_batch_tokens=512, depth=2)
-    scheduler.add(SchedulerRequest(0, 1000, 600, 0.0))
+    add(scheduler, 0, 1000, 600, 0.0)
     now_s = 0.0
     while 0 not in scheduler._queue.decoding:
         now_s += 0.1
         step(scheduler, now_s, 0.1)
     assert next_batch(scheduler, now_s).num_decodes
     for slot in range(1, num_waiting + 1):
-        scheduler.add(SchedulerRequest(slot, 1000, 100, now_s))
+        add(scheduler, slot, 1000, 100, now_s)
     asked = []
     scheduler.memory.can_take = lambda *args, **options: asked.append(args) and False  # type: ignore[method-assign]
     assert scheduler.schedule(now_s).batch is None and len(asked) < 1000
@@ -50,12 +44,11 @@ def wait_beside_chats_s(chats_s: float, num_new: int, **options: Any) -> float:
     return Drive(scheduler, [Job(1.0, 2900, 4), *chats], None).run().first_token_s[0] - 1.0
 
 
-SWAP = {"overcommit": True, "num_swap_blocks": 300, "swap_block_s": 1e-4}
+OVER = {"overcommit": True}
+SWAP = {**OVER, "num_swap_blocks": 300, "swap_block_s": 1e-4}
 
 
-@pytest.mark.parametrize(
-    ("num_new", "options"), [(30, {}), (30, {"overcommit": True}), (80, {"overcommit": True}), (30, SWAP)]
-)
+@pytest.mark.parametrize(("num_new", "options"), [(30, {}), (30, OVER), (80, OVER), (30, SWAP)])
 def test_a_long_prompt_in_a_pool_full_of_chats(num_new: int, options: dict[str, Any]) -> None:
     """Once it is guarded what comes free is kept for it."""
     waits = [wait_beside_chats_s(chats_s, num_new, **options) for chats_s in (45.0, 90.0)]
@@ -64,16 +57,14 @@ def test_a_long_prompt_in_a_pool_full_of_chats(num_new: int, options: dict[str, 
 
 def test_a_context_so_deep_that_the_share_holds_no_chunk() -> None:
     """Its least chunk takes longer than a batch; more short prompts than can be served come when most of it is read."""
-    coefficients = stage_coefficients(load_spec("h100-80g"), find_model("llama-3-8b"), ParallelConfig(), 0)
     begin_s, num_tokens = 20.0, 220_000
 
     def first_token_s(stream_s: float) -> float:
-        predictor = Predictor(coefficients, max_tokens=2048)
-        scheduler = new_scheduler(block_size=256, num_blocks=4000, predictor=predictor)
+        scheduler = new_scheduler(block_size=256, num_blocks=4000, predictor=gpu_predictor("h100-80g"))
         shorts = [Job(at_s, 3000, 2) for at_s in np.arange(begin_s, begin_s + stream_s, 0.05).tolist()]
         return Drive(scheduler, [Job(0.0, num_tokens, 2), *shorts], None).run().first_token_s[0]
 
-    config = new_scheduler(predictor=Predictor(coefficients, max_tokens=2048)).config
+    config = new_scheduler(predictor=gpu_predictor("h100-80g")).config
     left_s = first_token_s(0.0) - begin_s
     bound_s = begin_s + config.patience_s + 1.1 * left_s / config.guarded_share + 1.0
     assert left_s > 2.0
@@ -89,13 +80,11 @@ def test_without_the_guard_it_waits_for_as_long_as_chats_come() -> None:
 @pytest.mark.parametrize("num_prompts", [60, 120])
 def test_one_impossible_cadence_holds_up_nobody(num_prompts: int) -> None:
     """Batches as short as it asks for would read no prompt at the speed of the machine."""
-    coefficients = stage_coefficients(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), 0)
 
     def first_tokens_s(slo: SLO | None) -> dict[int, float]:
-        scheduler = new_scheduler(block_size=256, predictor=Predictor(coefficients, max_tokens=2048))
+        scheduler = new_scheduler(block_size=256, predictor=gpu_predictor(tp=8))
         prompts = [Job(float(second), (500, 2000, 20_000)[second % 3], 20) for second in range(num_prompts)]
-        jobs = [Job(0.0, 500, 100 * num_prompts, slo=slo), *prompts]
-        return Drive(scheduler, jobs, None).run().first_token_s
+        return Drive(scheduler, [Job(0.0, 500, 100 * num_prompts, slo=slo), *prompts], None).run().first_token_s
 
     assert first_tokens_s(SLO(tpot_s=0.001)) == first_tokens_s(None) != first_tokens_s(SLO(tpot_s=0.02))
 
@@ -107,10 +96,7 @@ def gaps_s(high: list[Job], low: list[Job], **options: Any) -> list[np.ndarray[A
     return [np.diff(drive.token_s[job]) for job in range(len(drive.jobs))]
 
 
-AHEAD = [{}, {"async_scheduling": True}, {"depth": 2}]
-
-
-@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("ahead", [{}, {"async_scheduling": True}, {"depth": 2}])
 def test_lower_classes_are_left_out_for_the_cadence_of_a_higher_one(ahead: dict[str, Any]) -> None:
     """Their decodes come in turns, as many as fit."""
     objective_s = 0.0121

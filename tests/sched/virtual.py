@@ -19,6 +19,7 @@ from medha.sched.decision import Admitted, Decision, Observer, Preempted, Schedu
 from medha.sched.memory import KVMemory
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
+from medha.sim.replica import find_model
 from tests.sched.costs import FREE
 
 MODEL = ModelConfig("LlamaForCausalLM", 32_000, 1024, 2816, 8, 16, 4, 64, 1 << 24, RopeConfig())
@@ -34,9 +35,17 @@ def make_predictor(*, max_tokens: int = 2048, kvp: int = 1, attention: float = 1
     return Predictor(stage_coefficients(spec, MODEL, ParallelConfig(kvp=kvp), 0, dtype_bytes=4), max_tokens=max_tokens)
 
 
-def by_tokens(max_tokens: int = 16384) -> Predictor:
+def gpu_predictor(
+    spec: str = "a100-80g", model: ModelConfig | None = None, *, max_tokens: int = 2048, tp: int = 1
+) -> Predictor:
+    """That of a GPU, or of so many beside each other, for Llama-3 8B if no other model is given."""
+    coefficients = stage_coefficients(load_spec(spec), model or find_model("llama-3-8b"), ParallelConfig(tp=tp), 0)
+    return Predictor(coefficients, max_tokens=max_tokens)
+
+
+def by_tokens() -> Predictor:
     """One of which every token takes a millisecond, whatever it sees."""
-    return Predictor(replace(FREE, linear=Curve((1.0, 2.0), (1e-3, 2e-3))), max_tokens=max_tokens)
+    return Predictor(replace(FREE, linear=Curve((1.0, 2.0), (1e-3, 2e-3))), max_tokens=16384)
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,7 @@ class Job:
 
 
 @st.composite
-def jobs(
-    draw: st.DrawFn, *, max_prompt: int = 3000, max_new: int = 6, within_s: float = 8.0, cancels: bool = True
-) -> Job:
+def jobs(draw: st.DrawFn, *, max_prompt: int, max_new: int = 6, within_s: float = 8.0) -> Job:
     """Prompts short and long, with and without objectives."""
     times = st.floats(0.0, within_s)
     num_prompt = draw(st.integers(1, max_prompt) | st.integers(1, min(max_prompt, 200)))
@@ -69,8 +76,7 @@ def jobs(
     tpot_s = draw(st.none() | st.floats(0.01, 1.0))
     slo = SLO(ttft_s, tpot_s) if ttft_s or tpot_s else None
     arrival_s, num_new, priority = draw(times), draw(st.integers(1, tokens)), draw(st.integers(0, 3))
-    cancel_s = draw(st.none() | st.none() | times) if cancels else None
-    return Job(arrival_s, num_prompt, tokens, num_new, slo, priority, cancel_s)
+    return Job(arrival_s, num_prompt, tokens, num_new, slo, priority, draw(st.none() | st.none() | times))
 
 
 POLICIES = (*BUILT_IN, "priority", "priority:edf")
@@ -79,10 +85,10 @@ BLOCK = 16
 
 @st.composite
 def worlds(
-    draw: st.DrawFn, *, any_scheduler: bool = False, cancels: bool = True, thresholds: Sequence[int] = (300, 1000, 8192)
+    draw: st.DrawFn, *, any_scheduler: bool = False, thresholds: Sequence[int] = (300, 1000, 8192)
 ) -> dict[str, Any]:
     """A configuration, pools of little more than the longest request or larger, and a load."""
-    load = draw(st.lists(jobs(max_prompt=2500, cancels=cancels), min_size=1, max_size=8))
+    load = draw(st.lists(jobs(max_prompt=2500), min_size=1, max_size=8))
     if any_scheduler and draw(st.booleans()):  # decodes that outgrow the pool
         load = draw(st.lists(jobs(max_prompt=400, max_new=80, within_s=1.0), min_size=4, max_size=8))
     num_groups = draw(st.integers(1, 3))
@@ -136,6 +142,13 @@ def make_scheduler(world: dict[str, Any]) -> Scheduler:
     return new_scheduler(world["config"], **sizes, max_prompt_tokens=3000)
 
 
+def add(
+    scheduler: Scheduler, slot: int, num_prompt: int, max_new: int = 1, arrival_s: float = 0.0, **its: Any
+) -> Admitted:
+    """Queue a request."""
+    return scheduler.add(SchedulerRequest(slot, num_prompt, max_new, arrival_s, **its))
+
+
 def next_batch(scheduler: Scheduler, now_s: float = 0.0) -> Batch:
     """The next one; there has to be one."""
     batch = scheduler.schedule(now_s).batch
@@ -184,9 +197,8 @@ class Steps:
     ) -> Admitted:
         """Queue a request that arrives now, or has arrived before."""
         self.times_s[slot], self._max_new[slot] = [], max_new
-        return self.scheduler.add(
-            SchedulerRequest(slot, num_prompt, max_new, self.now_s if arrival_s is None else arrival_s, slo)
-        )
+        arrival_s = self.now_s if arrival_s is None else arrival_s
+        return add(self.scheduler, slot, num_prompt, max_new, arrival_s, slo=slo)
 
     def step(self) -> tuple[Batch, float]:
         """Run the next batch; it, and its predicted seconds."""
