@@ -54,7 +54,7 @@ SPLITS = st.builds(
 @given(SPLITS, DECODES | CHUNKS)
 def test_the_longest_row_fills_the_gpu(split: KVSplit, rows: Rows) -> None:
     """Or is cut as far as it can be, or its parts are short beside what the others give the GPU to do."""
-    found = pieces(split, rows)
+    found, shape = pieces(split, rows), split.shape
     assert [piece.first for piece in found] + [len(rows)] == [0] + [piece.last for piece in found]
     assert len(found) <= 3
     longest = max(range(len(rows)), key=lambda row: rows[row][1])
@@ -65,13 +65,12 @@ def test_the_longest_row_fills_the_gpu(split: KVSplit, rows: Rows) -> None:
         num_parts = -(-pages // piece.part_pages)
         items = int((tiles * num_parts).sum())
         if num_parts.max() > 1:  # partial results are kept
-            assert split.shape.num_heads * items * tile * (split.shape.head_dim + 1) * 4 <= workspace_bytes(
-                split.shape, num_sms=split.num_sms
-            )
+            partials = shape.num_heads * items * tile * (shape.head_dim + 1) * 4
+            assert partials <= workspace_bytes(shape, num_sms=split.num_sms)
         if piece.first <= longest < piece.last:
             at = longest - piece.first
             share = float((tiles * pages).sum()) / split.slots
-            fills = int(tiles[at] * num_parts[at]) * split.shape.num_kv_heads >= 0.8 * 2 * split.num_sms
+            fills = int(tiles[at] * num_parts[at]) * shape.num_kv_heads >= 0.8 * 2 * split.num_sms
             in_least_parts = piece.part_pages == min(max(128 // split.page_size, 1), pages[at])
             among_others = piece.part_pages <= share / 2 or pages[at] <= share
             assert fills or in_least_parts or among_others
