@@ -8,12 +8,13 @@ or bfloat16, heads of 128, milliseconds), and Vidur's ``mlp``, ``attention*``, `
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from medha.cost.coefficients import Floats
 from medha.cost.hardware import HardwareSpec
@@ -44,15 +45,15 @@ class Table:
     def of(
         cls,
         name: str,
-        rows: Sequence[Sequence[float]],
+        columns: Iterable[ArrayLike],
         predict: Predict,
         *,
         shape: Sequence[int] = (),
         source: str = "",
     ) -> Table:
-        """From rows that end in milliseconds, of which ``shape`` are the columns that make a shape. Failed rows, of 0,
+        """From columns, the last of which is milliseconds; ``shape`` are those that make a shape. Failed rows, of 0,
         are left out."""
-        array = np.array(rows, dtype=np.float64)
+        array = np.stack(np.broadcast_arrays(*columns), axis=1)
         array = array[array[:, -1] > 0]
         shapes = np.unique(array[:, list(shape)], axis=0, return_inverse=True)[1].reshape(-1).astype(np.float64)
         return cls(name, array[:, :-1], array[:, -1] * 1e-3, shapes, predict, source)
@@ -82,10 +83,10 @@ class Folders:
                 yield f"{origin} {path.parent.name}/{path.name.split('.csv')[0]}", read_records(path)
 
 
-def floats(record: Record, *names: str) -> list[float]:
-    """Columns of a line; empty ones are 0."""
+def floats(records: Sequence[Record], *names: str) -> Floats:
+    """Columns of a table, [names, rows]; empty cells are 0."""
     try:
-        return [float(record[name] or 0) for name in names]
+        return np.array([[float(record[name] or 0) for record in records] for name in names])
     except (KeyError, ValueError) as error:
         raise ConfigError(f"a table has no number in column {error}; accepted: columns {', '.join(names)}") from error
 
@@ -94,14 +95,14 @@ def floats(record: Record, *names: str) -> list[float]:
 # Products and elementwise kernels
 
 
-def _mlp(records: Sequence[Record]) -> Iterator[tuple[list[float], dict[str, float]]]:
-    """Tokens, hidden size, this rank's widths of queries, keys and MLP; and milliseconds of each operation."""
-    for record in records:
-        tp, tokens, hidden, inner, heads, kv = floats(
-            record, "num_tensor_parallel_workers", "num_tokens", "n_embd", "n_expanded_embd", "n_head", "n_kv_head"
-        )
-        timed = {name.split(".")[1]: float(ms) for name, ms in record.items() if name.startswith("time_stats.")}
-        yield [tokens, hidden, hidden / tp, hidden / heads * kv / tp, inner / tp], timed
+def _mlp(data: Folders, *operations: str) -> Iterator[tuple[str, Floats, Floats]]:
+    """Names of tables; [5, rows]: tokens, hidden size, this rank's widths of queries, keys and MLP; and milliseconds,
+    [operations, rows]."""
+    sizes = ("num_tensor_parallel_workers", "num_tokens", "n_embd", "n_expanded_embd", "n_head", "n_kv_head")
+    for name, records in sorted(data.each("mlp"), reverse=True):
+        tp, tokens, hidden, inner, heads, kv = floats(records, *sizes)
+        widths = np.stack([tokens, hidden, hidden / tp, hidden / heads * kv / tp, inner / tp])
+        yield name, widths, floats(records, *(f"time_stats.{one}.median" for one in operations))
 
 
 def gemms(data: Folders) -> list[Table]:
@@ -110,16 +111,14 @@ def gemms(data: Folders) -> list[Table]:
     def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
         return gemm_s(spec, *sizes.T)
 
-    found = [
-        (name, [floats(record, "m", "n", "k", "latency") for record in records]) for name, records in data.each("gemm")
+    found: list[tuple[str, Iterable[Floats]]] = [
+        (name, floats(records, "m", "n", "k", "latency")) for name, records in data.each("gemm")
     ]
-    for name, records in sorted(data.each("mlp"), reverse=True):
-        rows = []
-        for (m, hidden, width, kv, inner), ms in _mlp(records):
-            rows += [[m, width + 2 * kv, hidden, ms["attn_pre_proj"]], [m, hidden, width, ms["attn_post_proj"]]]
-            rows += [[m, 2 * inner, hidden, ms["mlp_up_proj"]], [m, hidden, inner, ms["mlp_down_proj"]]]
-        found.append((name, rows))
-    return [Table.of(f"products, {name}", rows, predict, shape=(1, 2), source=name) for name, rows in found]
+    operations = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+    for name, (m, hidden, width, kv, inner), ms in _mlp(data, *operations):
+        n, k = (width + 2 * kv, hidden, 2 * inner, hidden), (hidden, width, hidden, inner)
+        found.append((name, [np.ravel(column, "F") for column in ([m] * 4, n, k, ms)]))  # row after row
+    return [Table.of(f"products, {name}", columns, predict, shape=(1, 2), source=name) for name, columns in found]
 
 
 def elementwise(data: Folders) -> list[Table]:
@@ -129,12 +128,9 @@ def elementwise(data: Folders) -> list[Table]:
         return elementwise_s(spec, 2 * sizes[:, 0] * sizes[:, 1], kernels=len(_ELEMENTWISE))
 
     tables = []
-    for name, records in sorted(data.each("mlp"), reverse=True):
-        rows = [
-            [m, 7 * hidden + 2 * (width + kv) + 3 * inner, sum(ms[kernel] for kernel in _ELEMENTWISE)]
-            for (m, hidden, width, kv, inner), ms in _mlp(records)
-        ]
-        tables.append(Table.of(f"elementwise, {name}", rows, predict, shape=(1,), source=name))
+    for name, (m, hidden, width, kv, inner), ms in _mlp(data, *_ELEMENTWISE):
+        columns = m, 7 * hidden + 2 * (width + kv) + 3 * inner, sum(ms)
+        tables.append(Table.of(f"elementwise, {name}", columns, predict, shape=(1,), source=name))
     return tables
 
 
@@ -146,16 +142,13 @@ def chunks(data: Folders) -> list[Table]:
     """Columns: tokens, cached tokens, query heads, KV heads. Rows of one prompt."""
     tables = []
     for name, records in sorted(data.each("context_attention"), reverse=True):
-        columns = ("isl", "step", "num_heads", "num_key_value_heads", "latency")
-        rows = [floats(record, *columns) for record in records if float(record["batch_size"]) == 1]
-        tables.append(Table.of(f"prefills, {name}", rows, _chunk_s, shape=(2, 3), source=name))
+        table = floats(records, "batch_size", "isl", "step", "num_heads", "num_key_value_heads", "latency")
+        columns = table[1:, table[0] == 1]
+        tables.append(Table.of(f"prefills, {name}", columns, _chunk_s, shape=(2, 3), source=name))
     for name, records in data.each("attention"):
         if records and "attn_prefill_median_ms" in records[0]:  # of Llama-3 8B, whose heads it does not tell
-            rows = [
-                [*floats(r, "prefill_chunk_size", "kv_cache_size"), 32.0, 8.0, float(r["attn_prefill_median_ms"])]
-                for r in records
-            ]
-            tables.append(Table.of(f"chunks, {name}", rows, _chunk_s, shape=(0,), source=name))
+            tokens, kv, ms = floats(records, "prefill_chunk_size", "kv_cache_size", "attn_prefill_median_ms")
+            tables.append(Table.of(f"chunks, {name}", (tokens, kv, 32.0, 8.0, ms), _chunk_s, shape=(0,), source=name))
     return tables
 
 
@@ -171,33 +164,30 @@ def derived_chunks(data: Folders) -> list[Table]:
     chunk of one token: what more keys take, where many are read, is that of its tile, with as many rows as query heads
     share a KV head. Launches drop out of both.
     """
-    found = []
+    found: list[tuple[str, tuple[ArrayLike, ...]]] = []
     for name, records in data.each("context_attention"):
-        lengths = defaultdict[tuple[float, float], dict[float, float]](dict)
-        for record in records:
-            batch, heads, own, tokens, ms = floats(
-                record, "batch_size", "num_heads", "num_key_value_heads", "isl", "latency"
-            )
-            if batch == 1 and tokens >= _FULL_PROMPT and ms > 0:
-                lengths[heads, own][tokens] = ms
-        rows = [[more, at, *heads, ms] for heads, of in lengths.items() for at, more, ms in _steps(of)]
-        found.append((f"chunks, from {name}", rows))
+        table = floats(records, "batch_size", "num_heads", "num_key_value_heads", "isl", "latency")
+        is_full = (table[0] == 1) & (table[3] >= _FULL_PROMPT)
+        _, heads, own, at, more, ms = _steps(table[:, is_full])
+        found.append((f"chunks, from {name}", (more, at, heads, own, ms)))
     for name, records in data.each("generation_attention"):
-        keys = defaultdict[tuple[float, float, float], dict[float, float]](dict)
-        for record in records:
-            batch, heads, own, kv, ms = _decode(record)
-            if heads > own and kv >= _LONG_KV and batch * own * kv >= _FULL_KEYS and ms > 0:
-                keys[batch, heads, own][kv] = ms
-        rows = [[1.0, more, *heads, ms / n] for (n, *heads), of in keys.items() for _, more, ms in _steps(of)]
-        found.append((f"chunks of 1, from {name}", rows))
-    tables = [Table.of(name, rows, _increment_s, shape=(2, 3)) for name, rows in found if rows]
+        batch, heads, own, kv, ms = table = _decode(records)
+        is_full = (heads > own) & (kv >= _LONG_KV) & (batch * own * kv >= _FULL_KEYS)
+        batch, heads, own, _, more, ms = _steps(table[:, is_full])
+        found.append((f"chunks of 1, from {name}", (1.0, more, heads, own, ms / batch)))
+    tables = [Table.of(name, columns, _increment_s, shape=(2, 3)) for name, columns in found]
     return [table for table in tables if len(table.sizes)]
 
 
-def _steps(times: dict[float, float]) -> list[tuple[float, float, float]]:
-    """Where a size is, how far it is to the next, and how much more that takes."""
-    sizes = sorted(times)
-    return [(at, to - at, times[to] - times[at]) for at, to in pairwise(sizes)]
+def _steps(table: Floats) -> Floats:
+    """Of columns that end in a size and milliseconds: those before, where a size is, how far it is to the next with the
+    same before, and how much more that takes."""
+    times = defaultdict[tuple[float, ...], dict[float, float]](dict)
+    for *group, size, ms in table.T.tolist():
+        if ms > 0:
+            times[tuple(group)][size] = ms
+    rows = [[*group, at, to - at, of[to] - of[at]] for group, of in times.items() for at, to in pairwise(sorted(of))]
+    return np.reshape(rows, (-1, len(table) + 1)).T
 
 
 def _chunk_s(spec: HardwareSpec, sizes: Floats) -> Floats:
@@ -222,44 +212,42 @@ def _slope_s(spec: HardwareSpec, sizes: Floats) -> Floats:
     return slope
 
 
-def _decode(record: Record) -> list[float]:
-    return floats(record, "batch_size", "num_heads", "num_key_value_heads", "step", "latency")
+def _decode(records: Sequence[Record]) -> Floats:
+    return floats(records, "batch_size", "num_heads", "num_key_value_heads", "step", "latency")
 
 
 def decodes(data: Folders) -> list[Table]:
     """Columns: decodes times KV heads, cached tokens."""
     tables = []
     for name, records in data.each("generation_attention"):
-        measured = [_decode(record) for record in records]
-        shared = [[batch * own, kv, heads / own, ms] for batch, heads, own, kv, ms in measured if heads > own]
-        alone = [[batch * own, kv, 1.0, ms] for batch, heads, own, kv, ms in measured if heads == own]
-        unsplit = _never_split(shared, alone)
-        tables.append(_decodes(name, shared + ([] if unsplit else alone), _decode_s))
-        if unsplit:
-            tables.append(_decodes(name, alone, _unsplit_s, ", not split"))
+        batch, heads, own, kv, ms = _decode(records)
+        table = np.stack([batch * own, kv, heads / own, ms])
+        shared, alone = table[:, heads > own], table[:, heads == own]
+        if _never_split(shared, alone):
+            tables += [_decodes(name, shared, _decode_s), _decodes(name, alone, _unsplit_s, ", not split")]
+        else:
+            tables.append(_decodes(name, np.concatenate([shared, alone], axis=1), _decode_s))
     for name, records in data.each("attention"):
         names = ("batch_size", "kv_cache_size", "n_kv_head", "num_tensor_parallel_workers")
-        timed = [r for r in records if r.get("is_prefill", "True") != "True"]
-        rows = [(*floats(r, *names), float(r["time_stats.attn_decode.median"])) for r in timed]
-        if rows:
-            per_head = [[batch * heads / tp, kv, 0.0, ms] for batch, kv, heads, tp, ms in rows]
-            tables.append(_decodes(name, per_head, _decode_s))
+        if timed := [r for r in records if r.get("is_prefill", "True") != "True"]:
+            batch, kv, heads, tp, ms = floats(timed, *names, "time_stats.attn_decode.median")
+            tables.append(_decodes(name, np.stack([batch * heads / tp, kv, np.zeros_like(kv), ms]), _decode_s))
     return tables
 
 
-def _decodes(name: str, rows: list[list[float]], predict: Predict, what: str = "") -> Table:
+def _decodes(name: str, columns: Floats, predict: Predict, what: str = "") -> Table:
     """Shapes are query heads of a KV head, or where there is one shape alone the decodes."""
-    several = len({row[2] for row in rows}) > 1
-    table = Table.of(f"decodes, {name}{what}", rows, predict, shape=(2,) if several else (0,), source=name)
+    several = len(np.unique(columns[2])) > 1
+    table = Table.of(f"decodes, {name}{what}", columns, predict, shape=(2,) if several else (0,), source=name)
     return replace(table, sizes=table.sizes[:, :2])
 
 
-def _never_split(shared: list[list[float]], alone: list[list[float]]) -> bool:
+def _never_split(shared: Floats, alone: Floats) -> bool:
     """Whether a kernel leaves the keys of heads that nobody shares to one thread block: its longest rows tell."""
-    times: dict[tuple[float, ...], float] = {}
-    for units, kv, _, ms in shared:
-        times.setdefault((units, kv), ms)
-    ratios = [ms / times[units, kv] for units, kv, _, ms in alone if kv >= _LONG_KV and times.get((units, kv))]
+    times = {(units, kv): ms for units, kv, _, ms in shared.T[::-1].tolist()}  # of several the first
+    ratios = [
+        ms / times[units, kv] for units, kv, _, ms in alone.T.tolist() if kv >= _LONG_KV and times.get((units, kv))
+    ]
     return bool(ratios) and max(ratios) > _UNSPLIT
 
 
@@ -288,36 +276,32 @@ def links(data: Folders, op: str, nvlink_bytes_per_s: float) -> dict[tuple[int, 
     in the A100's table, they are bytes. Of a gather a rank's own part is not received.
     """
     found = defaultdict[tuple[int, int], list[tuple[str, Floats]]](list)
+
+    def add(name: str, columns: Floats) -> None:
+        for ranks, per_node in np.unique(columns[:2].astype(int), axis=1).T.tolist():
+            size, ms = columns[2:, (columns[0] == ranks) & (columns[1] == per_node) & (columns[3] > 0)]
+            rows = np.stack([size, ms * 1e-3], axis=1)
+            found[ranks, per_node].append((f"{name}: {ranks} ranks, {per_node} a node", rows))
+
     for name, records in data.each(op):
-        columns = ("num_workers", "devices_per_node", "size", f"time_stats.{op}.median")
-        _sort_links(found, name, [floats(record, *columns) for record in records])
+        add(name, floats(records, "num_workers", "devices_per_node", "size", f"time_stats.{op}.median"))
     for name, records in data.each("nccl"):
-        timed = [(record["op_name"], floats(record, "num_gpus", "message_size", "latency")) for record in records]
-        element = 2.0 if all(_passed(own, *row) <= nvlink_bytes_per_s / 2 for own, row in timed) else 1.0
-        for own, row in timed:
-            row[1] *= element * (1 - 1 / row[0] if own == "all_gather" else 1.0)
-        _sort_links(found, name, [[n, n, size, ms] for own, (n, size, ms) in timed if own == op])
+        ops = np.array([record["op_name"] for record in records])
+        ranks, size, ms = floats(records, "num_gpus", "message_size", "latency")
+        share = 1 - 1 / ranks
+        around = 2 * size * np.where(ops == "all_reduce", 2 * share, share)  # bytes one way, around a ring
+        is_elements = (around <= nvlink_bytes_per_s / 2 * ms * 1e-3)[ms > 0].all()
+        size = size * ((2.0 if is_elements else 1.0) * np.where(ops == "all_gather", share, 1.0))
+        add(name, np.stack([ranks, ranks, size, ms])[:, ops == op])
     return dict(found)
-
-
-def _passed(op: str, ranks: float, elements: float, ms: float) -> float:
-    """Bytes a second one way that a message of so many elements would mean, around a ring."""
-    share = 1 - 1 / ranks
-    return 0.0 if ms <= 0 else 2 * elements * (2 * share if op == "all_reduce" else share) / (ms * 1e-3)
-
-
-def _sort_links(found: dict[tuple[int, int], list[tuple[str, Floats]]], name: str, rows: list[list[float]]) -> None:
-    for ranks, per_node in sorted({(int(row[0]), int(row[1])) for row in rows}):
-        own = np.array([row[2:] for row in rows if row[:2] == [ranks, per_node] and row[-1] > 0])
-        found[ranks, per_node].append((f"{name}: {ranks} ranks, {per_node} a node", own * [1.0, 1e-3]))
 
 
 def host(data: Folders) -> tuple[str, float, float] | None:
     """File, seconds of a step on the host with a batch of none, and of sampling one token; None without a table."""
     for name, records in data.each("cpu_overheads"):
-        batch = [float(record["batch_size"]) for record in records]
-        names = ("schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median")
-        _, own_ms = np.polyfit(batch, [sum(floats(record, *names)) for record in records], 1)
-        sample_ms, fixed_ms = np.polyfit(batch, [floats(record, "sampler_e2e_median")[0] for record in records], 1)
+        names = ("schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median", "sampler_e2e_median")
+        batch, schedule_ms, prepare_ms, process_ms, sampler_ms = floats(records, "batch_size", *names)
+        _, own_ms = np.polyfit(batch, schedule_ms + prepare_ms + process_ms, 1)
+        sample_ms, fixed_ms = np.polyfit(batch, sampler_ms, 1)
         return name, (max(own_ms, 0.0) + fixed_ms) * 1e-3, sample_ms * 1e-3
     return None
