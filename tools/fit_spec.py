@@ -41,6 +41,7 @@ _DECODE_RATES = (
 )
 _CHUNK_RATES: tuple[str, ...] = ("flops_per_s", "block_flops_per_s", "overlap_power", "launch_s", "cached_launch_s")
 _UNTOLD = ("ring_step_s", "hides_sends")  # of which no table tells
+_AS_PUBLISHED = ("name", "machine", "peak_flops_per_s", "hbm_bytes_per_s", "num_sms", "gpus_per_node")
 _CHUNKS_DERIVED = (
     "chunks behind a cache are derived: differences of prompts, decodes as chunks of one token, and the launch of a "
     "decode whose keys are split"
@@ -231,7 +232,7 @@ def fit_spec(gpu: Published, data: Folders, base: HardwareSpec | None) -> tuple[
     basis = None if base is None else derived(base, published(base.name), gpu)
     sources = dict.fromkeys(("peak_flops_per_s", "hbm_bytes_per_s", "num_sms"), "published; dense bfloat16")
     sources |= {"memory_bytes": "published, as nvidia-smi shows it", "gpus_per_node": "published"}
-    told = spec if basis is None else basis
+    told = basis or spec
     spec = replace(spec, ring_step_s=told.ring_step_s, hides_sends=told.hides_sends)
     sources |= {name: told.sources[name] for name in _UNTOLD}
     errors: list[TableErrors] = []
@@ -307,11 +308,8 @@ def derived(spec: HardwareSpec, of: Published, to: Published) -> HardwareSpec:
     block = of.num_sms / to.num_sms  # a machine's rate is shared by its multiprocessors
     nvlink = to.nvlink_bytes_per_s / of.nvlink_bytes_per_s
     attention = {
-        "flops_per_s": flops,
-        "block_flops_per_s": flops * block,
-        "bytes_per_s": memory,
-        "short_bytes_per_s": memory * block,
-        "block_bytes_per_s": memory * block,
+        **{"flops_per_s": flops, "block_flops_per_s": flops * block, "bytes_per_s": memory},
+        **dict.fromkeys(("short_bytes_per_s", "block_bytes_per_s"), memory * block),
     }
     network = LinkRates(*to.network)
     by_peak, by_links = (
@@ -321,19 +319,12 @@ def derived(spec: HardwareSpec, of: Published, to: Published) -> HardwareSpec:
             "NVLink bandwidths, latency unchanged",
         )
     )
+    as_published: dict[str, Any] = {name: getattr(to, name) for name in _AS_PUBLISHED}
     return replace(
         spec,
-        name=to.name,
-        machine=to.machine,
-        peak_flops_per_s=to.peak_flops_per_s,
-        hbm_bytes_per_s=to.hbm_bytes_per_s,
+        **as_published,
         memory_bytes=to.memory_mib * 2**20,
-        num_sms=to.num_sms,
-        gpus_per_node=to.gpus_per_node,
-        gemm=replace(
-            _times(spec.gemm, bytes_per_s=memory),
-            flops_per_s=tuple(_rounded(rate * flops) for rate in spec.gemm.flops_per_s),
-        ),
+        gemm=_times(spec.gemm, flops_per_s=flops, bytes_per_s=memory),
         attention=_times(spec.attention, **attention),
         elementwise=_times(spec.elementwise, bytes_per_s=memory),
         all_reduce=tuple(_times(link, bytes_per_s=nvlink) for link in spec.all_reduce),
@@ -357,7 +348,8 @@ def derived(spec: HardwareSpec, of: Published, to: Published) -> HardwareSpec:
 
 def _times(part: Any, **ratios: float) -> Any:
     """A part of a spec with some of its rates multiplied."""
-    return replace(part, **{name: _rounded(getattr(part, name) * ratio) for name, ratio in ratios.items()})
+    values = [np.atleast_1d(getattr(part, name)) * ratio for name, ratio in ratios.items()]
+    return _with_rates(part, tuple(ratios), np.concatenate(values))
 
 
 def published(name_or_path: str) -> Published:

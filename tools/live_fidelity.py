@@ -45,7 +45,7 @@ from medha.sim.simulator import Simulation
 from medha.workload.metrics import Flags, Goodput, TokenTimes
 from medha.workload.trace import Trace
 from tools.command import main
-from tools.fidelity import METRICS, Figures, against_aims, compared, makespan_s
+from tools.fidelity import METRICS, Figures, against_aim, compared, makespan_s
 
 LIVE_LLAMA: dict[str, Any] = CONVOY_MODEL | {
     "hidden_size": 512,
@@ -204,7 +204,7 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
         "lines": rehearsed.lines,
         "after_pause": rehearsed.after_pause,
         **figures,
-        "aims": against_aims(errors, dict.fromkeys(errors, AIM)),
+        "aims": against_aim(errors, AIM),
         "notes": [
             f"{options.num_short} prompts of {options.short_lens[0]} to {options.short_lens[1]} tokens and "
             f"{options.num_long} of {options.long_lens[0]:,} to {options.long_lens[1]:,} within the span (Poisson), "
@@ -266,10 +266,7 @@ def spread(mix: Trace, span_s: float, *, seed: int) -> Trace:
 
 
 def simulate(
-    config: EngineConfig,
-    coefficients: Coefficients,
-    trace: Trace,
-    rehearsed: Rehearsed = NOTHING,
+    config: EngineConfig, coefficients: Coefficients, trace: Trace, rehearsed: Rehearsed = NOTHING
 ) -> TokenTimes:
     """The requests in the simulator, one rank on the CPU.
 
@@ -285,12 +282,8 @@ def simulate(
     learned = {kind: (math.log(factor), count) for kind, (factor, count) in rehearsed.factors.items()}
     predictor.correction.learned |= learned
     pool = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
-    scheduler = Scheduler(
-        complete_config(config.scheduler, predictor, config.parallel, longest=longest, **pool),
-        predictor=predictor,
-        max_prompt_tokens=longest,
-        **pool,
-    )
+    completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **pool)
+    scheduler = Scheduler(completed, predictor=predictor, max_prompt_tokens=longest, **pool)
     found = Simulation(scheduler, LivePipeline([real], rehearsed=rehearsed), trace).run().requests
     return TokenTimes(trace.arrival_s, found.first_token_s, found.finish_s, trace.output_tokens)
 
