@@ -9,14 +9,15 @@ holds these shares of the trace's distinct tokens. Prints a table in Markdown. B
 
 from __future__ import annotations
 
+from collections import defaultdict
 from heapq import heappop, heappush
 from pathlib import Path
 
 import numpy as np
 
+from examples.reproduce.timing import A100, MODELS
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_spec
-from medha.sim.replica import Replica, find_model
+from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
 from medha.workload.io import read_trace
 from medha.workload.metrics import percentile
@@ -27,38 +28,37 @@ NEVER = 1 << 60
 POLICIES = {"none kept": SchedulerConfig(prefix_caching=False), "lru": SchedulerConfig()}
 
 
-def belady(trace: Trace, capacity: int) -> float:
-    """Share of the prompts' tokens that the best eviction of so many blocks saves."""
-    chains = [
-        [int(one) for one in row.prefix_hashes or ()][: row.prompt_tokens // HASHED_TOKENS] for row in trace.rows()
-    ]
-    following: dict[int, int] = {}
-    next_use: list[list[int]] = [[] for _ in chains]
-    for index in range(len(chains) - 1, -1, -1):
-        next_use[index] = [following.get(one, NEVER) for one in chains[index]]
-        following.update(dict.fromkeys(chains[index], index))
+def chains_of(trace: Trace) -> list[list[int]]:
+    """The whole blocks of each prompt."""
+    return [[int(one) for one in row.prefix_hashes or ()][: row.prompt_tokens // HASHED_TOKENS] for row in trace.rows()]
+
+
+def belady(chains: list[list[int]], capacity: int) -> int:
+    """Blocks that the best eviction of so many saves."""
+    uses = defaultdict[int, list[int]](lambda: [NEVER])  # of a block: in which prompts it is, the next one last
+    for index in reversed(range(len(chains))):
+        for one in chains[index]:
+            uses[one].append(index)
     kept: dict[int, int] = {}  # block: its next use
     heap: list[tuple[int, int]] = []
     hits = 0
-    for chain, uses in zip(chains, next_use, strict=True):
-        found = next((at for at, one in enumerate(chain) if one not in kept), len(chain))
-        hits += found
-        for one, use in zip(chain, uses, strict=True):
-            kept[one] = use
-            heappush(heap, (-use, one))
+    for chain in chains:
+        hits += next((at for at, one in enumerate(chain) if one not in kept), len(chain))
+        for one in chain:
+            uses[one].pop()
+            kept[one] = uses[one][-1]
+            heappush(heap, (-kept[one], one))
         while len(kept) > capacity:
             use, one = heappop(heap)
             if kept.get(one) == -use:
                 del kept[one]
-    return hits * HASHED_TOKENS / int(trace.prompt_tokens.sum())
+    return hits
 
 
 def play(trace: Trace, num_blocks: int, scheduler: SchedulerConfig) -> tuple[float, float, float]:
     """Hit rate, and TTFT at P50 and P99 in seconds."""
-    model, where = find_model("llama-3-8b"), ParallelConfig(tp=8)
-    outcome = Simulation(
-        *Replica(load_spec("a100-80g"), model, where, scheduler, num_blocks=num_blocks).build(), trace
-    ).run()
+    replica = Replica(A100, MODELS["Llama-3 8B"], ParallelConfig(tp=8), scheduler, num_blocks=num_blocks)
+    outcome = Simulation(*replica.build(), trace).run()
     p50, p99 = (percentile(outcome.times.ttft_s, percent) or float("nan") for percent in (50, 99))
     return outcome.num_cached_tokens / int(trace.prompt_tokens.sum()), p50, p99
 
@@ -70,8 +70,8 @@ def prefix_hits(
     if plot is not None:
         import matplotlib.pyplot as plt  # before minutes of playing, should it not be there
     given, parts = read_trace(trace).trace.first(num_prompts), numbers("shares", shares)
-    rows = given.rows()
-    distinct = len({one for row in rows for one in (row.prefix_hashes or ())[: row.prompt_tokens // HASHED_TOKENS]})
+    chains, num_tokens = chains_of(given), int(given.prompt_tokens.sum())
+    distinct = len(set[int]().union(*chains))
     print(f"{len(given):,} requests, {distinct * HASHED_TOKENS:,} distinct tokens in whole blocks")
     print_head("memory", "eviction", "hit rate", "TTFT P50 / P99")
     lines: dict[str, list[float]] = {name: [] for name in (*POLICIES, "Belady")}
@@ -81,7 +81,7 @@ def prefix_hits(
             rate, p50, p99 = play(given, capacity * HASHED_TOKENS // 256, scheduler)
             lines[name].append(rate)
             print_row(f"{share:.0%}", name, f"{rate:.1%}", f"{p50:.2f} / {p99:.1f} s")
-        lines["Belady"].append(belady(given, capacity))
+        lines["Belady"].append(belady(chains, capacity) * HASHED_TOKENS / num_tokens)
         print_row(f"{share:.0%}", "Belady", f"{lines['Belady'][-1]:.1%}", "")
     if plot is not None:
         figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -63,7 +64,7 @@ class Play:
         self._wanted = {one.slot: one for one in requests}
         for one in requests:
             head = SchedulerRequest(one.slot, one.num_prompt_tokens, 1, one.arrival_s)
-            self._at(one.arrival_s, lambda now_s, head=head: self.prefills[0].add(head, now_s))  # type: ignore[misc]
+            self._at(one.arrival_s, partial(self.prefills[0].add, head))
         while self._events:
             now_s, _, event = heapq.heappop(self._events)
             event(now_s)
@@ -87,22 +88,16 @@ class Play:
             scheduler, pipeline = side
             while (batch := scheduler.schedule(now_s).batch) is not None:
                 passage = pipeline.send(batch, scheduler.memory, now_s)
-                end = lambda time_s, side=side, batch=batch, busy_s=passage.busy_s: self._done(  # noqa: E731
-                    side, batch, time_s, busy_s
-                )
-                self._at(passage.end_s, end)
+                self._at(passage.end_s, partial(self._done, side, batch, passage.busy_s))
 
     def _hand_over(self, request: SchedulerRequest, target: int, now_s: float) -> None:
         self.granted_s[request.slot] = now_s
         length = request.num_prompt_tokens
         held = self.prefills[0].memory.held_by_group(request.slot, length)
-        end_s = now_s
-        for link, tokens, token_s in [
-            *((group, n, self.link_s[0]) for group, n in held),
-            (target, length, self.link_s[1]),
-        ]:
+        parts = [*((group, tokens, self.link_s[0]) for group, tokens in held), (target, length, self.link_s[1])]
+        for link, tokens, token_s in parts:
             self._free_s[link] = max(now_s, self._free_s[link]) + tokens * token_s
-            end_s = max(end_s, self._free_s[link])
+        end_s = max(self._free_s[link] for link, _, _ in parts)
         self._at(end_s, lambda _: self._arrive(request.slot, target))
 
     def _arrive(self, slot: int, target: int) -> None:
@@ -110,7 +105,7 @@ class Play:
         instance = next(one for one in self.instances if one.group == target)
         instance.scheduler.arrived(instance.coming.pop(slot), wanted=True)
 
-    def _done(self, side: Side, batch: Batch, now_s: float, busy_s: float) -> None:
+    def _done(self, side: Side, batch: Batch, busy_s: float, now_s: float) -> None:
         drawn = [row.slot for row in batch.rows if row.samples]
         is_first, results = side is self.prefills, []
         for slot in drawn:
@@ -129,8 +124,8 @@ def played(prefills: Replica, trace: Trace, *, gbit: float, buffers: int, num_in
     decodes = Replica(spec, model, ParallelConfig(tp=tp), alone, prefills.max_model_len)
     link_s = kv_bytes_per_token(model, prefills.parallel, 0) * 8 / (gbit * 1e9)
     play = Play(prefills.build(), [decodes.build() for _ in range(num_instances)], buffers, (link_s, link_s / tp))
-    rows = zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
-    play.run([SchedulerRequest(slot, prompt, max(new, 2), at) for slot, (at, prompt, new) in enumerate(rows)])
+    asked = ((row.prompt_tokens, max(row.output_tokens, 2), row.arrival_s or 0.0) for row in trace.rows())
+    play.run([SchedulerRequest(slot, *one) for slot, one in enumerate(asked)])
     return play
 
 
@@ -151,14 +146,13 @@ def transfer_buffers(
     buffers: int = 4,
     num_requests: int = 300,
     num_seeds: int = 3,
-) -> int:
+) -> None:
     """Print the mean seconds to the second token with all of the transfer buffers, and with half of them."""
     print_head("Gbit/s", "seed", f"{buffers} buffers", f"{buffers // 2}", "overhead")
     for rate in numbers("gbit", gbit):
         for seed in range(num_seeds):
             whole, half = (second_token_s(lengths, qps, num_requests, seed, rate, n) for n in (buffers, buffers // 2))
             print_row(f"{rate:g}", seed, f"{whole:.3f} s", f"{half:.3f} s", f"{100 * (half / whole - 1):+.2f} %")
-    return 0
 
 
 if __name__ == "__main__":
