@@ -45,17 +45,14 @@ def prefix_cost(
 
     params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
 
-    def add(engine: Engine, round_: int) -> None:
-        for number in range(num_requests):
-            ids = np.random.default_rng([round_, number]).integers(0, 512, prompt).tolist()
-            engine.add_request(f"{round_}-{number}", {"prompt_token_ids": ids}, params)
-
     def spent(engines: dict[str, Engine], round_: int) -> dict[str, float]:
         """CPU seconds of each engine's steps, with adding; they take turns."""
         seconds = dict.fromkeys(engines, 0.0)
         for name, engine in engines.items():
             begin = time.thread_time()
-            add(engine, round_)
+            for number in range(num_requests):
+                ids = np.random.default_rng([round_, number]).integers(0, 512, prompt).tolist()
+                engine.add_request(f"{round_}-{number}", {"prompt_token_ids": ids}, params)
             seconds[name] += time.thread_time() - begin
         order = deque(engines)
         while any(engine.has_unfinished for engine in engines.values()):

@@ -64,10 +64,8 @@ def prefix_peer(
     outputs = [max(row.output_tokens // divide_by, 1) for row in rows.rows()]
     longest = max(len(ids) + number for ids, number in zip(prompts, outputs, strict=True))
     settings: dict[str, Any] = {"dtype": dtype, "num_threads": 2, "enable_prefix_caching": True, "seed": 0}
-    settings |= {
-        "kv_cache_memory_bytes": num_kv_tokens * model.kv_bytes_per_token(TORCH_DTYPES[dtype].itemsize),
-        "max_model_len": longest,
-    }
+    kv_bytes = num_kv_tokens * model.kv_bytes_per_token(TORCH_DTYPES[dtype].itemsize)
+    settings |= {"kv_cache_memory_bytes": kv_bytes, "max_model_len": longest}
     settings["engine_options"] = parse_json_object(engine_options.encode(errors="replace"), "engine_options")
     work = {"prompts": prompts, "num_outputs": outputs, "way": "anew"}
     with subject.checkpoint(longest, dtype=dtype, seed=0) as folder, ExitStack() as stack:

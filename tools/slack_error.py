@@ -14,19 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
 
 from examples.reproduce.load import MIX, Load
+from examples.reproduce.timing import A100, MODELS
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_spec
 from medha.engine import replay
 from medha.errors import ConfigError
 from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from medha.sim.replica import Replica, find_model
+from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
 from tools.command import main, print_head, print_row
 
@@ -45,12 +45,13 @@ class _Prefill:
 
 
 class Watched(Scheduler):
-    """A scheduler that keeps what it said and what became of it in :attr:`ended`."""
+    """A scheduler that keeps what it said and what became of it in :attr:`ended`, which all share."""
+
+    ended: ClassVar[list[_Prefill]] = []
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.prefills: dict[int, _Prefill] = {}
-        self.ended: list[_Prefill] = []
 
     def add(self, request: SchedulerRequest, now_s: float | None = None) -> Admitted:
         admitted = super().add(request, now_s)
@@ -86,24 +87,17 @@ def show(ended: list[_Prefill]) -> None:
             "with the first chunk": [(one.at_first_s or 0.0) / sum(one.busy_s[1:]) - 1 for one in group],
         }
         for said, found in errors.items():
-            sizes = np.abs(found) if found else np.full(1, np.nan)
-            cells = (np.median(found or [np.nan]), np.median(sizes), np.percentile(sizes, 90))
+            sizes = np.abs(signed := found or [np.nan])
+            cells = (np.median(signed), np.median(sizes), np.percentile(sizes, 90))
             print_row(said, name, len(found), *(f"{100 * x:.1f} %" for x in cells))
 
 
-def replayed(journal: Path) -> list[Watched]:
-    """The schedulers of a journal, played again."""
-    watched: list[Watched] = []
-
-    def make(*given: Any, **named: Any) -> Watched:
-        watched.append(Watched(*given, **named))
-        return watched[-1]
-
-    with mock.patch.object(replay, "Scheduler", make):
+def play_again(journal: Path) -> None:
+    """Play the schedulers of a journal."""
+    with mock.patch.object(replay, "Scheduler", Watched):
         found = replay.replay(journal)
     if found.mismatch is not None:
         raise ConfigError(f"journal={str(journal)!r} is of another version: {found.mismatch}; accepted: one of this")
-    return watched
 
 
 def slack_error(
@@ -116,16 +110,16 @@ def slack_error(
 ) -> None:
     """Hold what the scheduler said to what happened, in a journal or in a simulation of medha-mix on 8 A100s."""
     if journal is not None:
-        watched = replayed(journal)
+        play_again(journal)
     else:
-        replica = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8))
-        scheduler, pipeline = replace(replica, scheduler=SchedulerConfig(policy=policy)).build()
+        config = SchedulerConfig(policy=policy)
+        scheduler, pipeline = Replica(A100, MODELS["Llama-3 8B"], ParallelConfig(tp=8), config).build()
         trace = Load(MIX, qps, duration, seed=seed).trace()
         if tpot_s is not None:
             trace = replace(trace, tpot_slo_s=np.full(len(trace), tpot_s))
-        watched = [Watched(scheduler.config, predictor=scheduler.predictor, **scheduler.sizes)]
-        Simulation(watched[0], pipeline, trace, stop_s=duration).run()
-    show([one for each in watched for one in each.ended])
+        watched = Watched(scheduler.config, predictor=scheduler.predictor, **scheduler.sizes)
+        Simulation(watched, pipeline, trace, stop_s=duration).run()
+    show(Watched.ended)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.command import main
@@ -59,9 +59,7 @@ class Way:
     num_frames: int = 0
     num_bytes: int = 0
     num_lost: int = 0
-
-    def __post_init__(self) -> None:
-        self._due: deque[tuple[float, bytes]] = deque()  # ascending, as the delay is the same for all
+    due: deque[tuple[float, bytes]] = field(default_factory=deque)  # ascending, as the delay is the same for all
 
     def take(self, frame: bytes, now_s: float, chance: random.Random) -> None:
         """A frame enters the cable, or is lost."""
@@ -70,19 +68,19 @@ class Way:
             self.num_lost += 1
             return
         self.free_at_s = starts_s + len(frame) / self.bytes_per_s
-        self._due.append((self.free_at_s + self.delay_s, frame))
+        self.due.append((self.free_at_s + self.delay_s, frame))
 
     def give(self, now_s: float) -> float | None:
         """Hand over what is due; returns seconds until the next frame is, None where the cable is empty."""
-        while self._due and self._due[0][0] <= now_s:
-            frame = self._due.popleft()[1]
+        while self.due and self.due[0][0] <= now_s:
+            frame = self.due.popleft()[1]
             try:
                 os.write(self.target, frame)
             except BlockingIOError:
                 self.num_lost += 1
                 continue
             self.num_frames, self.num_bytes = self.num_frames + 1, self.num_bytes + len(frame)
-        return max(0.0, self._due[0][0] - now_s) if self._due else None
+        return max(0.0, self.due[0][0] - now_s) if self.due else None
 
 
 def relay(ways: Sequence[Way], cut: threading.Event, over: threading.Event, seed: int) -> None:
