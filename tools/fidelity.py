@@ -195,10 +195,8 @@ def fidelity(
     run = read_run(folder / "vllm_run", model=model)
     kernels = read_kernels(folder / "profile", run.model.num_layers)
     if run.config.max_batch_tokens > kernels.max_chunk:
-        raise ConfigError(
-            f"max_num_batched_tokens={run.config.max_batch_tokens} in {folder}; accepted: at most "
-            f"{kernels.max_chunk}, the longest chunk in its attention table"
-        )
+        what = f"max_num_batched_tokens={run.config.max_batch_tokens} in {folder}"
+        raise ConfigError(f"{what}; accepted: at most {kernels.max_chunk}, the longest chunk in its attention table")
     if (run.tp > 1) != (link is not None):
         accepted = "a link, by latency and bandwidth, with several ranks and none with one"
         raise ConfigError(f"tensor_parallel_size={run.tp} in {folder} and link={link}; accepted: {accepted}")
@@ -248,10 +246,8 @@ def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> To
     if outcome.is_refused.any():
         row = int(np.argmax(outcome.is_refused))
         tokens = int(run.trace.prompt_tokens[row] + run.trace.output_tokens[row])
-        raise ConfigError(
-            f"num_kv_tokens={num_blocks * run.block_size}; accepted: at least the {tokens} tokens of request "
-            f"{run.trace.request_ids[row]}"
-        )
+        accepted = f"at least the {tokens} tokens of request {run.trace.request_ids[row]}"
+        raise ConfigError(f"num_kv_tokens={num_blocks * run.block_size}; accepted: {accepted}")
     return TokenTimes(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens)
 
 

@@ -43,13 +43,7 @@ class Table:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        columns: Iterable[ArrayLike],
-        predict: Predict,
-        *,
-        shape: Sequence[int] = (),
-        source: str = "",
+        cls, name: str, columns: Iterable[ArrayLike], predict: Predict, *, shape: Sequence[int], source: str = ""
     ) -> Table:
         """From columns, the last of which is milliseconds; ``shape`` are those that make a shape. Failed rows, of 0,
         are left out."""

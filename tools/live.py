@@ -14,18 +14,16 @@ import numpy as np
 from medha import LLM
 from medha.bench.harness import Subject, random_prompt
 from medha.bench.load import fixed_output
+from medha.cli.options import engine_options
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
-from medha.errors import short_repr
-from medha.models.folder import parse_json_object
 
 SHORT_LENS, SHORT_FROM_S, OUTPUT_LEN = (50, 400), 0.5, 8
 
 
 def random_llama(hf_overrides: str) -> Subject:
     """A random Llama under what a JSON object says of its ``config.json``; raises ConfigError where it is none."""
-    where = f"hf_overrides {short_repr(hf_overrides)}"
-    return Subject(hf_overrides=parse_json_object(hf_overrides.encode(errors="replace"), where))
+    return Subject(hf_overrides=engine_options({"hf_overrides": hf_overrides})["hf_overrides"])
 
 
 @contextmanager

@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,21 +86,18 @@ class Way:
 
 def relay(ways: Sequence[Way], cut: threading.Event, over: threading.Event, seed: int) -> None:
     """Hand frames over until ``over``; from ``cut`` on nothing passes, in either direction."""
-    chance = random.Random(seed)
+    chance, wait_s = random.Random(seed), 0.1
     with selectors.DefaultSelector() as selector:
         for way in ways:
             selector.register(way.source, selectors.EVENT_READ, way)
-        wait_s = 0.1
         while not over.is_set():
             for key, _ in selector.select(wait_s):
                 now_s = time.monotonic()
-                try:
+                with suppress(BlockingIOError):
                     while True:
                         frame = os.read(key.fd, _FRAME)
                         if not cut.is_set():
                             key.data.take(frame, now_s, chance)
-                except BlockingIOError:
-                    pass
             waits_s = [way.give(time.monotonic()) for way in ways]
             wait_s = min([one for one in waits_s if one is not None], default=0.1)
 
