@@ -80,6 +80,17 @@ def test_a_gpu_with_tables_of_its_own(tmp_path: Path) -> None:
         assert slopes[0] == pytest.approx(slopes[1], rel=0.15)
 
 
+def test_vidurs_products_are_its_medians(tmp_path: Path) -> None:
+    """A row is four products, each with other figures of its time behind the median."""
+    names = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+    times = ",".join(f"time_stats.{name}.{figure}" for name in names for figure in ("median", "std"))
+    sizes = "num_tokens,n_embd,n_expanded_embd,n_head,n_kv_head,num_tensor_parallel_workers"
+    write(tmp_path / "mlp.csv", f"{sizes},{times}", [(64, 4096, 14336, 32, 8, 2, 1, 9, 2, 9, 3, 9, 4, 9)])
+    (table,) = gemms(Folders([tmp_path]))
+    assert table.sizes.tolist() == [[64, 3072, 4096], [64, 4096, 2048], [64, 14336, 4096], [64, 4096, 7168]]
+    assert table.seconds.tolist() == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
+
+
 def test_chunks_behind_a_cache_are_differences(tmp_path: Path) -> None:
     """A row of the prompts' table more is a chunk; decodes are chunks of one token, by the request."""
     write_tables(tmp_path, H100)
