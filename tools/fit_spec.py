@@ -312,12 +312,10 @@ def derived(spec: HardwareSpec, of: Published, to: Published) -> HardwareSpec:
         **dict.fromkeys(("short_bytes_per_s", "block_bytes_per_s"), memory * block),
     }
     network = LinkRates(*to.network)
-    by_peak, by_links = (
-        f"derived, not measured: {spec.name} by the ratio of {ratio}"
-        for ratio in (
-            "peaks times that of the shares which products reach, bytes by that of HBM bandwidths, launches unchanged",
-            "NVLink bandwidths, latency unchanged",
-        )
+    ratio = f"derived, not measured: {spec.name} by the ratio of"
+    by_peak = (
+        f"{ratio} peaks times that of the shares which products reach, bytes by that of HBM bandwidths, launches "
+        "unchanged"
     )
     as_published: dict[str, Any] = {name: getattr(to, name) for name in _AS_PUBLISHED}
     return replace(
@@ -336,8 +334,8 @@ def derived(spec: HardwareSpec, of: Published, to: Published) -> HardwareSpec:
             **dict.fromkeys(("gemm", "attention", "elementwise"), by_peak),
             **dict.fromkeys(("host_s", "sample_s"), f"that of {spec.name}"),
             **{name: spec.sources[name] for name in _UNTOLD},
-            **dict.fromkeys(("all_reduce", "all_gather", "send"), by_links),
-            "node_all_reduce": f"derived, not measured: {spec.name} by the ratio of node_send, latency unchanged",
+            **dict.fromkeys(("all_reduce", "all_gather", "send"), f"{ratio} NVLink bandwidths, latency unchanged"),
+            "node_all_reduce": f"{ratio} node_send, latency unchanged",
             "node_send": (
                 "derived, not measured: 0.72 of 400 Gbit/s an accelerator and 19 us, as fitted to Vidur's "
                 "h100_dgx/send_recv, two nodes"
