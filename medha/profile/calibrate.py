@@ -14,12 +14,11 @@ not measured; the predictor extrapolates, linearly in KV and in tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ import numpy as np
 from medha.batch import PIECES, Row
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey, RingCost
-from medha.cost.predictor import Predictor, dealt_work
+from medha.cost.predictor import Predictor, Work, dealt_work
 from medha.engine.build import RankHandle, build_role
 from medha.errors import ConfigError
 from medha.outputs import RequestOutput
@@ -158,12 +157,9 @@ def fit(
     chunk_rows = [row for row in rows if not row.step[0].is_decode]
     decode_rows = [row for row in rows if row.step[0].is_decode]
     host_s = statistics.median(row.time.host_s for row in rows if len(row.step) == 1)
-    q_len, kv, attention = _medians(
-        [(row.step[0].q_len, row.step[0].position, row.time.attention_s) for row in chunk_rows]
-    )
-    beside = [row.time.attention_s + max(row.time.host_s - host_s, 0.0) for row in decode_rows]
+    q_len, kv, attention = _medians((row.step, row.time.attention_s) for row in chunk_rows)
     batch, mean_kv, beside = _medians(
-        [(len(row.step), row.step[0].position, seconds) for row, seconds in zip(decode_rows, beside, strict=True)]
+        (row.step, row.time.attention_s + max(row.time.host_s - host_s, 0.0)) for row in decode_rows
     )
     kvp = None
     if merges:  # what a rank receives grows with the groups beyond its own
@@ -181,7 +177,7 @@ def fit(
     if not dealt:
         return found
     block_bytes = 2.0 * max(1, model.num_kv_heads // parallel.tp) * model.head_dim * dtype_bytes
-    return dataclasses.replace(found, ring=RingCost(_link(_beyond(found, dealt), num_layers, block_bytes)))
+    return replace(found, ring=RingCost(_link(_beyond(found, dealt), num_layers, block_bytes)))
 
 
 def _told_apart(rows: Sequence[Measured]) -> list[Measured]:
@@ -190,7 +186,7 @@ def _told_apart(rows: Sequence[Measured]) -> list[Measured]:
     for is_decode in (False, True):
         steps = [row for row in rows if row.step[0].is_decode == is_decode]
         first = [row.step[0] for row in steps]
-        size = [len(row.step) if is_decode else row.step[0].q_len for row in steps]
+        size = [sum(part.q_len for part in row.step) for row in steps]
         seen = [part.position + (part.q_len + 1) / 2 for part in first]
         attention = attention_of(size, [part.position for part in first], seen, [row.time.linear_s for row in steps])
         for row, attention_s in zip(steps, np.maximum(attention, _SMALLEST).tolist(), strict=True):
@@ -218,13 +214,13 @@ def _curve(points: Sequence[tuple[int, float]]) -> Curve:
     return fit_curve(x, np.maximum(seconds, _SMALLEST))
 
 
-def _medians(rows: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[int], list[float]]:
-    """One row (size, cached, seconds) a shape, so that shapes weigh alike and a slow spell does not count; columns."""
-    runs: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for size, length, seconds in rows:
-        runs[size, length].append(seconds)
+def _medians(rows: Iterable[tuple[Step, float]]) -> tuple[list[int], list[int], list[float]]:
+    """One row (tokens, cached, seconds) a step, so that steps weigh alike and a slow spell does not count; columns."""
+    runs = defaultdict[Step, list[float]](list)
+    for step, seconds in rows:
+        runs[step].append(seconds)
     medians = [max(statistics.median(seconds), _SMALLEST) for seconds in runs.values()]
-    return [size for size, _ in runs], [length for _, length in runs], medians
+    return [sum(part.q_len for part in step) for step in runs], [step[0].position for step in runs], medians
 
 
 def _link(points: Sequence[tuple[float, float, float]], num_layers: int, token_bytes: float) -> Link:
@@ -260,10 +256,10 @@ def measure(
         ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
         RankFailedError: another rank failed.
     """
-    scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)  # step by step
+    scheduler = replace(config.scheduler, async_scheduling=False)  # step by step
     if pick_device(config.device).type == "cuda":  # graphs for all batches of decodes
-        scheduler = dataclasses.replace(scheduler, max_num_seqs=max(effort.batches))
-    role = build_role(dataclasses.replace(config, scheduler=scheduler))
+        scheduler = replace(scheduler, max_num_seqs=max(effort.batches))
+    role = build_role(replace(config, scheduler=scheduler))
     effort, longest = _bounded(role, effort, max_kv)
     num_blocks = -(-(longest + effort.chunks[-1]) // role.runner.cache.block_size)
     fill_pools(role.runner.cache, num_blocks * role.runner.cache.block_size, seed=role.runner.group)
@@ -289,7 +285,7 @@ def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effo
     """Chunks and the longest KV cache that model and pool allow."""
     runner = role.runner
     positions = role.limits.max_model_len
-    effort = dataclasses.replace(effort, chunks=tuple(size for size in effort.chunks if size <= positions) or (1,))
+    effort = replace(effort, chunks=tuple(size for size in effort.chunks if size <= positions) or (1,))
     most = min(positions, runner.cache.num_blocks * runner.cache.block_size - effort.chunks[-1])
     if most < 1 or (max_kv is not None and not 1 <= max_kv <= most):
         why = f"what the model's {positions} positions and half of the free memory allow"
@@ -314,13 +310,17 @@ def _fitted(
             dealt.append((row, max(time.busy_s for time in times)))
         elif row.is_shared:  # the group that comes last waits for nobody
             merges.append((row, min(time.merge_s for time in times)))
-    return fit(
-        rows,
-        role.engine.scheduler.predictor.coefficients.key,
-        model,
-        parallel,
-        stage=stage,
-        dtype_bytes=role.runner.cache.k[0].dtype.itemsize,
-        merges=merges,
-        dealt=dealt,
-    )
+    key, dtype_bytes = role.engine.scheduler.predictor.coefficients.key, role.runner.cache.k[0].dtype.itemsize
+    return fit(rows, key, model, parallel, stage=stage, dtype_bytes=dtype_bytes, merges=merges, dealt=dealt)
+
+
+def predicted(found: Coefficients) -> list[dict[str, str | float]]:
+    """What some steps are predicted to take."""
+    predict = Predictor(found).predict
+    steps = {
+        "a decode behind 1K": [Work(1, 1024, True)],
+        "16 decodes behind 1K": [Work(1, 1024, True)] * 16,
+        "a first chunk of 256": [Work(256, 0, False)],
+        "one behind 64K": [Work(256, 65536, False)],
+    }
+    return [{"step": name, "predicted_s": predict(rows)} for name, rows in steps.items()]

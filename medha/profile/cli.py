@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,31 +18,22 @@ from medha.cli.options import LogLevel, but, engine_options, pick, takes
 from medha.config import EngineConfig
 from medha.parallel.launch import is_first_rank
 
-if TYPE_CHECKING:
-    from medha.cost.coefficients import Coefficients
-
-_MAX_KV = 131072
+_MODEL = pick("hf_overrides", "dtype", "device", "load_format", "attention_backend", "num_threads")
+_MOST = "131,072, or what model and memory allow"
 
 
-@takes(
-    but(
-        pick("hf_overrides", "dtype", "device", "load_format", "attention_backend", "num_threads"), load_format="dummy"
-    ),
-    pick("tp", "spp", "kvp", "block_size"),
-)
+@takes(but(_MODEL, load_format="dummy"), pick("tp", "spp", "kvp", "block_size"))
 def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder or hub id.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("medha-profile.json"),
-    max_kv: Annotated[
-        int | None, typer.Option(help="Longest KV cache.", show_default=f"{_MAX_KV:,}, or what model and memory allow")
-    ] = None,
+    max_kv: Annotated[int | None, typer.Option(help="Longest KV cache.", show_default=_MOST)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats: about a minute.")] = False,
     log_level: LogLevel = "info",
     **given: Any,
 ) -> int:
     """Measure what steps cost here; medha generate --profile FILE predicts with it. With several ranks: by torchrun."""
     from medha.cli.report import check_writable, print_report, progress, stamp, write_report
-    from medha.profile.calibrate import QUICK, Effort, measure
+    from medha.profile.calibrate import QUICK, Effort, measure, predicted
 
     start_logging(log_level)
     # max_num_seqs bounds the pool: a long row and a batch beside it
@@ -58,24 +49,10 @@ def profile(
     write_report(output, json.loads(found.to_json()))
     report = {
         "title": f"{output}: {found.key.model}, {found.key.dtype}, {found.key.layout}",
-        "steps": _predicted(found),
+        "steps": predicted(found),
         "threads": found.key.num_threads,
         "load": {"before": load, "after": os.getloadavg()[0]},
         "environment": stamp(),
     }
     print_report(report)
     return 0
-
-
-def _predicted(found: Coefficients) -> list[dict[str, Any]]:
-    """What some steps are predicted to take."""
-    from medha.cost.predictor import Predictor, Work
-
-    predict = Predictor(found).predict
-    steps = {
-        "a decode behind 1K": [Work(1, 1024, True)],
-        "16 decodes behind 1K": [Work(1, 1024, True)] * 16,
-        "a first chunk of 256": [Work(256, 0, False)],
-        "one behind 64K": [Work(256, 65536, False)],
-    }
-    return [{"step": name, "predicted_s": predict(rows)} for name, rows in steps.items()]

@@ -94,7 +94,8 @@ def _affine(
             weights.append(weight)
     b = np.zeros_like(sizes)
     if known:
-        b = _extend(sizes, np.array(known), isotonic(slopes, weights) if rising else np.array(slopes))
+        b = np.interp(sizes, known, isotonic(slopes, weights) if rising else slopes)
+        b = np.where(sizes > known[-1], b[-1] * sizes / known[-1], b)  # in proportion beyond it
         if not rising:
             b = np.where(sizes < known[0], b * sizes / known[0], b)
     offsets = seconds - np.interp(size, sizes, b) * kv
@@ -167,12 +168,6 @@ def _slope(kv: Floats, seconds: Floats, scale: Floats) -> tuple[float, float]:
     if np.average(seconds, weights=weights) < slope * centre:  # the offset would be negative
         slope = float(np.sum(weights * kv * seconds) / np.sum(weights * kv * kv))
     return max(slope, 0.0), spread
-
-
-def _extend(sizes: Floats, known: Floats, values: Floats) -> Floats:
-    """Values at ``sizes``: interpolated, and in proportion to the size beyond the largest known one."""
-    inside = np.interp(sizes, known, values)
-    return np.asarray(np.where(sizes > known[-1], values[-1] * sizes / known[-1], inside), dtype=np.float64)
 
 
 def floats(values: ArrayLike) -> Floats:

@@ -123,11 +123,10 @@ def _stage_time(record: BatchRecord, marks: _Marks) -> StageTime:
     attention_s, packing_s = spent.values()
     merge_s = packing_s + record.merge_wait_s
     layers_s, host_s = _between(marks.layers, marks.layers_end), _between(marks.entered, marks.layers)
+    head_s = _between(marks.layers_end, marks.end)
     if marks.layers is not marks.entered:
         host_s -= record.hidden_wait_s
-    return StageTime(
-        attention_s, merge_s, layers_s - attention_s - merge_s, _between(marks.layers_end, marks.end), host_s
-    )
+    return StageTime(attention_s, merge_s, layers_s - attention_s - merge_s, head_s, host_s)
 
 
 def gathered(ranks: Ranks, mine: Mapping[int, StageTime]) -> list[dict[int, StageTime]]:

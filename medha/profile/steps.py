@@ -60,8 +60,7 @@ class StepRunner:
         self._num_blocks = num_blocks
         self._batch_ids = count()
         self._num_open = 0
-        tokens = np.random.default_rng(0).integers(0, vocab_size, num_blocks * block_size)
-        self._prompt = tokens.astype(np.int32)
+        self._prompt = np.random.default_rng(0).integers(0, vocab_size, num_blocks * block_size).astype(np.int32)
 
     def run(self, step: Step) -> tuple[int, float]:
         """Run a step once, behind what it has cached; returns its batch id and its busy seconds, those of the stage
@@ -72,7 +71,7 @@ class StepRunner:
     def run_all(self, steps: Sequence[Step]) -> list[tuple[int, float]]:
         """Run steps one behind the other, all of them sent at once; returns what :meth:`run` does of each."""
         self._open(max(map(len, steps)))
-        batches = [self._batch(step, self._extents(step), tuple(row.slot for row in step)) for step in steps]
+        batches = [self._batch(step, tuple(row.slot for row in step)) for step in steps]
         start_s = time.perf_counter()
         pending = [self._runner.submit(batch) for batch in batches]
         busy_s = [one.result().busy_s for one in pending]
@@ -88,35 +87,28 @@ class StepRunner:
         for slot in new:
             self._runner.open(slot, self._prompt, sampling, [])
         if new:
-            rows, extents = [Row(slot, 0, 1, False, True) for slot in new], [Extent(slot, 0, 1) for slot in new]
-            self._runner.submit(self._batch(rows, extents, ())).result()
+            self._runner.submit(self._batch(tuple(Row(slot, 0, 1, False, True) for slot in new), ())).result()
         self._num_open = max(self._num_open, number)
 
-    def _batch(self, rows: Sequence[Row], extents: Sequence[Extent], frees: tuple[int, ...]) -> Batch:
-        """A batch that says what every group holds before it: nobody else has computed it."""
-        shared, deals = list[Shared](), list[Deal]()
-        for row in rows:
-            start, dealt = 0, row.is_dealt
-            for group, held in zip(row.groups, _held(row, self._block_size), strict=True):
-                shared += [Shared(row.slot, group, 0 if dealt else start, held)] * (held > 0)
-                deals += [Deal(row.slot, group, held, held)] * dealt
-                start += held
-        return Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees, (), (), tuple(shared), (), tuple(deals))
-
-    def _extents(self, step: Step) -> list[Extent]:
-        """Blocks of each slot, one run of them a group, one row behind the other around the pool."""
-        extents = []
+    def _batch(self, step: Step, frees: tuple[int, ...]) -> Batch:
+        """A batch that says what every group holds before it: nobody else has computed it. The blocks of each slot are
+        one run a group, one row behind the other around the pool."""
+        extents, shared, deals = list[Extent](), list[Shared](), list[Deal]()
         first = [0] * max(row.num_groups for row in step)
         for row in step:
+            start, dealt = 0, row.is_dealt
             for group, held in zip(row.groups, _held(row, self._block_size), strict=True):
-                more = row.tokens_on(group) if row.is_dealt or group == row.writer else 0
+                more = row.tokens_on(group) if dealt or group == row.writer else 0
                 size = -(-(held + more) // self._block_size)
                 assert size <= self._num_blocks, "a row fits the pool"
                 if first[group] + size > self._num_blocks:
                     first[group] = 0
                 extents.append(Extent(row.slot, first[group], size, group))
                 first[group] += size
-        return extents
+                shared += [Shared(row.slot, group, 0 if dealt else start, held)] * (held > 0)
+                deals += [Deal(row.slot, group, held, held)] * dealt
+                start += held
+        return Batch(next(self._batch_ids), step, tuple(extents), frees, (), (), tuple(shared), (), tuple(deals))
 
 
 def _held(row: Row, block_size: int) -> list[int]:
