@@ -47,15 +47,12 @@ def _environment(fuel: int) -> minijinja.Environment:
     def raise_exception(reason: Any = "") -> None:
         raise ChildError(f"raise_exception: {str(reason)[:500]}")
 
-    def strftime_now(layout: str) -> str:
-        return datetime.now().strftime(layout)
-
     def tojson(value: Any, ensure_ascii: bool = False, separators: Any = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators and tuple(separators), **options)
 
     environment = minijinja.Environment(
         filters={"tojson": tojson},
-        globals={"raise_exception": raise_exception, "strftime_now": strftime_now},
+        globals={"raise_exception": raise_exception, "strftime_now": lambda layout: datetime.now().strftime(layout)},
         debug=False,
         fuel=fuel,
         auto_escape_callback=lambda name: False,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import codecs
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,10 +50,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     if not file.is_file():
         return None
     data = _read(file)
-    try:
+    with _errors_told(f"{file} is not a usable tokenizer: it", "be made of"):
         backend = tokenizers.Tokenizer.from_str(data)
-    except BaseException as error:
-        raise tokenizer_error(f"{file} is not a usable tokenizer: it", "be made of", error) from error
     config = _read_json(path / "tokenizer_config.json")
     specials = {**_named_specials(_read_json(path / "special_tokens_map.json")), **_named_specials(config)}
     template_file = path / "chat_template.jinja"
@@ -150,11 +149,9 @@ class Tokenizer:
         Where it ``goes_on``, it is what they add to a text: SentencePiece drops the first space of a beginning.
         """
         before = self.some_text if goes_on else []
-        try:
+        with _errors_told(self.name, "decode"):
             decode = partial(self.backend.decode, skip_special_tokens=skip_special_tokens)
             return str(decode([*before, *ids])[len(decode(before)) if before else 0 :])
-        except BaseException as error:
-            raise tokenizer_error(self.name, "decode", error) from error
 
     @cached_property
     def some_text(self) -> list[int]:
@@ -241,22 +238,24 @@ class _Encoder:
         self.child = Child("medha.child.text", setup=lambda: source().encode())
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        try:
+        with _errors_told(self._name, "encode"):
             if len(text) <= _LONG_TEXT:  # unlike encode this lets other threads run, and counts no characters
                 found = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 return np.array(found[0].ids, np.int32)
             return np.frombuffer(bytearray(self.child.ask(bytes([add_special_tokens]) + text.encode())), np.int32)
-        except BaseException as error:
-            raise tokenizer_error(self._name, "encode", error) from error
 
 
-def tokenizer_error(name: str, what: str, error: BaseException) -> TokenizerError:
-    """What a tokenizer raised, be it a panic of its Rust code, which is no Exception, as a TokenizerError; raises an
-    interrupt again."""
-    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-        raise error
-    kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
-    return TokenizerError(f"{name} cannot {what} this: {kind}{str(error)[:500]}")
+@contextmanager
+def _errors_told(name: str, what: str) -> Iterator[None]:
+    """Within, what a tokenizer raises, be it a panic of its Rust code, which is no Exception, becomes a TokenizerError;
+    an interrupt stays one."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
+        raise TokenizerError(f"{name} cannot {what} this: {kind}{str(error)[:500]}") from error
 
 
 def _read(file: Path) -> str:
@@ -327,9 +326,8 @@ class Detokenizer:
             return ""
         if (byte_of := self._tokenizer.byte_of) is not None:
             token = self._tokenizer.backend.id_to_token(token_id) or ""
-            text = self._utf8.decode(
-                bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else token.encode()
-            )
+            own = bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else token.encode()
+            text = self._utf8.decode(own)
             self._holds_back = bool(self._utf8.getstate()[0])
             self._num_emitted += len(text)
             return text
@@ -338,10 +336,8 @@ class Detokenizer:
             self._run.append(token_id)
             return ""
         ids, self._run = [*self._run, token_id], []
-        try:
+        with _errors_told(self._tokenizer.name, "decode"):
             text = self._stream.step(self._tokenizer.backend, ids) or ""
-        except BaseException as error:
-            raise tokenizer_error(self._tokenizer.name, "decode", error) from error
         self._holds_back = not text
         self._num_emitted += len(text)
         return text
@@ -365,8 +361,7 @@ class StopChecker:
         self.matched: str | None = None
         self._stops = tuple(stops)
         self._include = include_stop_str_in_output
-        first_chars = {re.escape(stop[0]) for stop in stops}
-        self._starts = re.compile("|".join(first_chars) or r"(?!)")
+        self._starts = re.compile("|".join({re.escape(stop[0]) for stop in stops}) or r"(?!)")
         self._held = ""  # from where the earliest occurrence began that is not complete
 
     def push(self, piece: str) -> str:
