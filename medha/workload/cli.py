@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from medha.cli.command import complain, make_app, start_logging
-from medha.cli.options import Group, OutputJson, but, takes
+from medha.cli.options import Group, OutputJson, but, option, takes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,12 +25,6 @@ LENGTHS = (
     "sharegpt4-8k, medha-swe, medha-mix, medha-mix-1, medha-mix-2m, tetris-short, tetris-medium, tetris-long, "
     "fixed:P,D, uniform:A-B,C-D or sessions:DOCUMENT,P,D,REQUESTS"
 )
-
-
-def option(*flags: str, help: str, shows: bool | str = False, **more: Any) -> Any:
-    """An option of the laboratory; ``shows`` is what stands for its default."""
-    return typer.Option(*flags, help=help, show_default=shows, **more)
-
 
 _load = partial(option, rich_help_panel="Workload")
 Rate = Annotated[float | None, _load("--request-rate", "--qps", help="Requests a second, on average.")]

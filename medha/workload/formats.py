@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from medha.config.fields import number_or_text
 from medha.errors import ValidationError
 from medha.params import PRIORITIES, SLO, check_priority
 from medha.workload.trace import MAX_TOKENS, Row
@@ -82,10 +83,8 @@ def _count(fields: Fields, name: str, low: int = 1) -> int:
 
 def _seconds(fields: Fields, name: str, unit: str = "s") -> float:
     value, per_s = _get(fields, name), {"s": 1, "ms": 1000}[unit]
-    try:
-        seconds = math.nan if "_" in str(value) else float(str(value)) / per_s
-    except ValueError:
-        seconds = math.nan
+    number = math.nan if "_" in str(value) else number_or_text(str(value))
+    seconds = number / per_s if isinstance(number, float) else math.nan
     if not 0 <= seconds <= MAX_SECONDS:
         raise _bad(name, value, f"a time in {unit}, not negative, at most {MAX_SECONDS * per_s:.0e}")
     return seconds + 0.0  # -0 becomes 0

@@ -12,7 +12,6 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -152,24 +151,20 @@ def detect(path: Path) -> Format:
     if kind is None:
         known = "; ".join(f"{f.name}: {', '.join(f.needs)}" for f in FORMATS.values())
         first = head.split("\n", 1)[0]
-        raise TraceFormatError(
-            path, f"{first[:80]!r} is of no known format; accepted, with their columns or keys: {known}", "line 1"
-        )
+        what = f"{first[:80]!r} is of no known format"
+        raise TraceFormatError(path, f"{what}; accepted, with their columns or keys: {known}", "line 1")
     return kind
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """The lines that are not blank, with their places, without their ends."""
     with open_bytes(path) as file:
-        for number in count(1):
-            if not (data := file.readline(MAX_LINE_BYTES + 1)):
-                return
+        for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
             if len(data) > MAX_LINE_BYTES:
-                raise TraceFormatError(
-                    path, f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines", f"line {number}"
-                )
-            if data := data.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
-                yield f"line {number}", data
+                what = f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines"
+                raise TraceFormatError(path, what, f"line {number}")
+            if text := data.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
+                yield f"line {number}", text
 
 
 def _start(data: bytes) -> str:
@@ -213,9 +208,8 @@ def _csv_rows(path: Path, needs: tuple[str, ...]) -> Iterator[tuple[str, Callabl
     missing = [name for name in needs if name not in header]
     if missing or len(set(header)) < len(header):
         problem = f"lacks {', '.join(missing)}" if missing else "has a column twice"
-        raise TraceFormatError(
-            path, f"header {header!r:.160} {problem}; accepted: {', '.join(needs)}, once each", place
-        )
+        what = f"header {header!r:.160} {problem}"
+        raise TraceFormatError(path, f"{what}; accepted: {', '.join(needs)}, once each", place)
 
     def fields_of(data: bytes) -> Fields:
         cells = _cells(data)

@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from medha.config.fields import POSITIVE, number, number_or_text
 from medha.errors import ConfigError
 from medha.params import SLO
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-Counted = tuple[Floats, NDArray[np.int64]]  # times, and a number of requests from each of them on
 
 METRICS = ("ttft", "tpot", "itl", "e2el")  # vLLM's names of what percentiles are taken of
+_PERCENT = number("a number above 0, below 100", lambda value: 0 < value < 100)
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 BUCKET_ENDS = tuple(4**power for power in range(4, 11))
@@ -45,10 +46,10 @@ class Goodput:
         found: dict[str, float] = {}
         for text in " ".join(texts).replace(",", " ").split():
             name, _, value = text.partition(":")
-            if name not in OBJECTIVES or not 0 < _number(value) < math.inf or name in found:
+            if name not in OBJECTIVES or not POSITIVE.holds(number_or_text(value)) or name in found:
                 accepted = ", ".join(f"{one}:MS" for one in OBJECTIVES)
                 raise ConfigError(f"goodput={text!r}; accepted: {accepted}, each at most once, milliseconds above 0")
-            found[name] = _number(value) / 1e3
+            found[name] = float(value) / 1e3
         return cls(**{f"{name}_s": value for name, value in found.items()})
 
     @property
@@ -69,7 +70,7 @@ def parse_metrics(option: str, text: str) -> tuple[str, ...]:
 def parse_percentiles(option: str, text: str) -> tuple[float, ...]:
     """``50,99.9`` as numbers, each once; ConfigError where they are not above 0 and below 100."""
     parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not 0 < _number(part) < 100]
+    wrong = [part for part in parts if not _PERCENT.holds(number_or_text(part))]
     if wrong:
         raise ConfigError(f"{option}={wrong[0]!r}; accepted: numbers above 0, below 100, comma separated")
     return tuple(sorted({float(part) for part in parts}))
@@ -131,7 +132,7 @@ class Times(TokenTimes):
         return ~np.isnan(self.finish_s)
 
 
-def counted(from_s: Floats, to_s: Floats, counts: Flags) -> Counted:
+def counted(from_s: Floats, to_s: Floats, counts: Flags) -> tuple[Floats, NDArray[np.int64]]:
     """Times at which the number of requests between two events changes, and that number from each of them on."""
     begins_s, ends_s = from_s[counts], to_s[counts]
     ends_s = ends_s[~np.isnan(ends_s)]
@@ -215,13 +216,6 @@ def latency_fields(name: str, seconds: ArrayLike, percentiles: Sequence[float]) 
     }
 
 
-def seconds_of(name: str, outcomes: Iterable[Outcome]) -> list[float]:
-    """The values of one metric over requests; those that do not exist are left out."""
-    if name == "itl":
-        return [gap for one in outcomes for gap in one.itl_s]
-    return [value for one in outcomes if (value := getattr(one, f"{name}_s")) is not None]
-
-
 def serving_fields(
     times: Times,
     duration_s: float,
@@ -268,15 +262,13 @@ def by_length(times: Times, percentiles: Sequence[float]) -> list[dict[str, Any]
         if not here.any():
             continue
         aimed, ttft_s = here & times.has_objective, times.ttft_s[here & ~times.is_refused]
-        lines.append(
-            {
-                "bucket": f"{_short(low)}-{_short(high)}" if high else f"{_short(low)}-",
-                "num_requests": int(here.sum()),
-                "completed": int((here & times.has_finished).sum()),
-                "slo_attainment": float(times.is_in_time[aimed].mean()) if aimed.any() else None,
-                **latency_fields("ttft", np.where(np.isnan(ttft_s), np.inf, ttft_s), percentiles),
-            }
-        )
+        line = {
+            "bucket": f"{_short(low)}-{_short(high)}" if high else f"{_short(low)}-",
+            "num_requests": int(here.sum()),
+            "completed": int((here & times.has_finished).sum()),
+            "slo_attainment": float(times.is_in_time[aimed].mean()) if aimed.any() else None,
+        }
+        lines.append(line | latency_fields("ttft", np.where(np.isnan(ttft_s), np.inf, ttft_s), percentiles))
     return lines
 
 
@@ -286,13 +278,12 @@ def serving_figures(
     """The fields of a load on a live engine; a request's own objectives go before those of ``goodput``."""
     completed = [one for one in served.outcomes if one.is_completed]
     times = served.times(goodput)
-    itl = latency_fields("itl", seconds_of("itl", completed), percentiles)
-    found = serving_fields(times, served.duration_s, itl, metrics=metrics, percentiles=percentiles)
+    itl = latency_fields("itl", [gap for one in completed for gap in one.itl_s], percentiles)
     # most within one second of the load's clock, counted from its start
     at_s = [accumulate([one.start_s + one.ttft_s, *one.itl_s]) for one in served.outcomes if one.ttft_s is not None]
     a_second = np.bincount(np.fromiter(chain.from_iterable(at_s), np.int64))
     return {
-        **found,
+        **serving_fields(times, served.duration_s, itl, metrics=metrics, percentiles=percentiles),
         "max_output_tokens_per_s": float(a_second.max(initial=0)),
         "ttft_by_length": by_length(times, percentiles),
     }
@@ -323,10 +314,3 @@ def meets(outcome: Outcome, goodput: Goodput) -> bool:
 
 def _short(tokens: int) -> str:
     return f"{tokens >> 20}M" if tokens >= 1 << 20 else f"{tokens >> 10}K" if tokens >= 1 << 10 else str(tokens)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
