@@ -28,9 +28,13 @@ Group = Mapping[str, tuple[Any, Any]]
 
 _KINDS = (bool, int, float, str)  # the type on a command line is the first of these that a field may have
 
-OutputJson = Annotated[
-    Path | None, typer.Option("--output-json", help="Write the report here; - is stdout.", show_default=False)
-]
+
+def option(*flags: str, help: str, shows: bool | str = False, **more: Any) -> Any:
+    """An option; ``shows`` is what stands for its default."""
+    return typer.Option(*flags, help=help, show_default=shows, **more)
+
+
+OutputJson = Annotated[Path | None, option("--output-json", help="Write the report here; - is stdout.")]
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="MEDHA_LOG_LEVEL")]
 
@@ -49,9 +53,8 @@ def options_of(*classes: type) -> dict[str, Group]:
             default = None if field.default is MISSING or (kind is not hint and said.kind is str) else field.default
             is_pair = kind is bool and default is not False  # whose spellings typer makes
             flags = said.flags or (() if is_pair else (f"--{name.replace('_', '-')}",))
-            declared = typer.Option(
-                *flags, help=said.help, rich_help_panel=said.panel, show_default=said.shown or default is not None
-            )
+            shows = said.shown or default is not None
+            declared = option(*flags, help=said.help, rich_help_panel=said.panel, shows=shows)
             groups.setdefault(said.panel, {})[name] = _parameter(kind, declared, default)
     return dict(groups)
 
@@ -96,6 +99,11 @@ def parse_lengths(name: str, text: str) -> tuple[int, ...]:
     raise ConfigError(f"{name}={text!r}; accepted: positive integers such as 2048 or 16K, comma separated")
 
 
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """Text that is a JSON object; raises ConfigError for any other."""
+    return parse_json_object(text.encode(errors="replace"), f"{name} {short_repr(text)}")
+
+
 def takes(*groups: Group) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Let a command with ``**given`` take the options of some groups beside its own; typer reads the signature."""
 
@@ -120,5 +128,5 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("hf_overrides", "rope_scaling", "tenant_weights"):
         text = options.get(name)
         if text is not None and (name != "rope_scaling" or text.lstrip().startswith("{")):
-            options[name] = parse_json_object(text.encode(errors="replace"), f"{name} {short_repr(text)}")
+            options[name] = parse_object(name, text)
     return options

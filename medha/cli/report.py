@@ -78,8 +78,7 @@ def progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
     counts = () if total is None else (MofNCompleteColumn(),)
     columns = TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield partial(bar.advance, task)
+        yield partial(bar.advance, bar.add_task(what, total=total))
 
 
 def stamp() -> dict[str, Any]:
@@ -138,8 +137,7 @@ def print_report(report: Mapping[str, Any]) -> None:
         console.print(str(note), highlight=False, markup=False)
     if facts := report.get("environment"):
         versions = ", ".join(f"{name} {facts['packages'][name]}" for name in ("torch", "transformers"))
-        line = f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}"
-        console.print(line, highlight=False)
+        console.print(f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}", highlight=False)
 
 
 def _print_entry(console: Console, name: str, value: Any) -> None:

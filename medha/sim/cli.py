@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from medha.cli.command import FAILED_REQUESTS, start_logging
-from medha.cli.options import DEALT, MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, pick, takes
+from medha.cli.options import DEALT, MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, option, pick, takes
 from medha.config import CDSP, SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError, exit_code
-from medha.workload.cli import PLAYED, option
-
-if TYPE_CHECKING:
-    from medha.sim.study import Run
+from medha.workload.cli import PLAYED
 
 NONE_MEETS = 1  # exit code of ``medha plan`` where no layout meets everything
 BARE = {"tp": 8, "policy": ["priority,fcfs"], "qps": "0.3", "num_requests": 60}
@@ -31,6 +28,7 @@ _OTHERS = (
     *("tp_forward", "dist_timeout", "kv_memory", "swap_space", "block_size"),
     *("decode_replicas", "decode_tp", "transfer_buffers"),
 )
+_SHARED = [but(group, *_OTHERS) for group in (PARALLEL, SCHEDULING, SERVING, MEMORY)]
 
 OutputJson = Annotated[Path | None, option("--output-json", "--json", help="Write the report here; - is stdout.")]
 _SPECS = "a100-80g, h100-80g, h200-141g, b200-180g, cpu (a thread), or the JSON file of a spec."
@@ -38,19 +36,11 @@ Hardware = Annotated[str, option(help=_SPECS, shows=True)]
 _MODELS = "llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder."
 Model = Annotated[str, option("--model", "-m", help=_MODELS, shows=True)]
 _SCHEDULERS = f"Of {', '.join((*SCHEDULERS, CDSP))}; several: repeated or comma separated."
-_POLICIES = (
-    "Of the medha scheduler: priority[:NAME], srpt, lars, ilrs, lrs, edf, sjf, fcfs or package.module:name; several "
-    "likewise."
-)
+_NAMES = "priority[:NAME], srpt, lars, ilrs, lrs, edf, sjf, fcfs or package.module:name"
+_POLICIES = f"Of the medha scheduler: {_NAMES}; several likewise."
 
 
-@takes(
-    *(but(group, *_OTHERS) for group in (PARALLEL, SCHEDULING, SERVING, MEMORY)),
-    pick("max_model_len"),
-    SIMULATED,
-    DEALT,
-    PLAYED,
-)
+@takes(*_SHARED, pick("max_model_len"), SIMULATED, DEALT, PLAYED)
 def simulate(
     context: typer.Context,
     scheduler: Annotated[list[str] | None, option(help=_SCHEDULERS, shows="medha")] = None,
@@ -69,7 +59,7 @@ def simulate(
     a small comparison runs.
     """
     from medha.cli.report import check_writable, deliver, progress
-    from medha.sim.study import NOTES, about, config_of, remarks, run_all, shown, systems_of
+    from medha.sim.study import NOTES, about, config_of, remarks, run_all, shown, speed, systems_of
 
     start_logging("warning")
     is_bare = not any(str(context.get_parameter_source(name)).endswith("COMMANDLINE") for name in context.params)
@@ -95,19 +85,10 @@ def simulate(
         from medha.sim.outcome import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
-    _print_wall(runs)
+    print(speed(runs), file=sys.stderr)
     if interrupted:
         return exit_code(KeyboardInterrupt())
     return FAILED_REQUESTS if any(one["failed"] for one in reports) else 0
-
-
-def _print_wall(runs: list[Run]) -> None:
-    """How fast this machine was, on stderr."""
-    wall_s = max(sum(run.wall_s for run in runs), 1e-9)
-    virtual_s = sum(run.outcome.duration_s for run in runs)
-    requests, batches = (sum(run.report[name] for run in runs) / wall_s for name in ("num_prompts", "num_batches"))
-    speed = f"{requests:,.0f} requests/s, {batches:,.0f} batches/s"
-    print(f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {speed}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,6 +131,5 @@ def plan(
     with progress("simulating layouts", len(planner.layouts())) as done:
         candidates = planner.plan(done)
     options = {"model": model, "hardware": hardware}
-    shown_of = shown(planner, options, candidates, top=top)
-    deliver(report_of(planner, options, candidates), output_json, shown=shown_of)
+    deliver(report_of(planner, options, candidates), output_json, shown=shown(planner, options, candidates, top=top))
     return 0 if candidates[0]["meets"] else NONE_MEETS

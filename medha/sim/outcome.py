@@ -20,7 +20,6 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -254,9 +253,8 @@ def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> No
         logger.warning("%s has the first %s batches on a stage of %s", path, f"{MAX_SEGMENTS:,}", f"{len(segments):,}")
     events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "memory")]
     events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
-    used = zip(outcome.usage_at_s, outcome.usage, strict=True)
-    points = (counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in used)
-    events += islice(points, MAX_SEGMENTS)
+    used = zip(outcome.usage_at_s[:MAX_SEGMENTS], outcome.usage[:MAX_SEGMENTS], strict=True)
+    events += (counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in used)
     write_events(path, events)
 
 
@@ -264,9 +262,6 @@ def _records(segments: Sequence[Segment]) -> list[RankRecords]:
     """Batches on stages as the stages of a live engine have them."""
     batches = defaultdict(list)
     for one in segments:
-        record = BatchRecord(one.batch_id, one.num_tokens, one.start_s, one.end_s)
-        batches[one.group, one.stage].append(record)
-    return [
-        RankRecords(i, stage, 0, tuple(batches[group, stage]), group)
-        for i, (group, stage) in enumerate(sorted(batches))
-    ]
+        batches[one.group, one.stage].append(BatchRecord(one.batch_id, one.num_tokens, one.start_s, one.end_s))
+    places = enumerate(sorted(batches))
+    return [RankRecords(i, stage, 0, tuple(batches[group, stage]), group) for i, (group, stage) in places]

@@ -62,8 +62,7 @@ class Pipeline:
         self._control_s = self.control_s if len(stages) > 1 else 0.0
         self._tokens_s: dict[int, float] | None = {} if self.is_async else None  # when each slot has its newest token
         self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in groups] for _ in range(3))
-        key = stages[0].coefficients.key
-        costs = [replace(predictor.coefficients, key=key) for predictor in stages]
+        costs = [replace(predictor.coefficients, key=stages[0].coefficients.key) for predictor in stages]
         self._kinds = [costs.index(cost) for cost in costs]  # stages that cost the same are predicted once
         self._distinct = sorted(set(self._kinds))
 
@@ -119,9 +118,8 @@ def _together(batch: Batch, num_groups: int) -> list[list[int]]:
     if num_groups == 1:
         return [[0]]
     moving = {extent.group for extent in (*batch.swaps_out, *batch.swaps_in)}
-    concerned = sorted(moving | {group for row in batch.rows for group in row.groups})
     joined: list[list[int]] = []
-    for group in concerned:
+    for group in sorted(moving | {group for row in batch.rows for group in row.groups}):
         if joined and any(row.group < group <= row.writer for row in batch.rows):
             joined[-1].append(group)
         else:

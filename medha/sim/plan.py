@@ -141,8 +141,7 @@ def _fit(planner: Planner, layout: Layout, replica: Replica, found: Found) -> No
         tokens = replica.kv_blocks() * replica.block_size * layout.kvp
     except ConfigError as error:
         return _out(found, kind, str(error))
-    headroom = 1 - (planner.goal.context + NUM_OUTPUT_TOKENS) / tokens
-    found.update(num_kv_tokens=tokens, headroom=headroom)
+    found.update(num_kv_tokens=tokens, headroom=1 - (planner.goal.context + NUM_OUTPUT_TOKENS) / tokens)
 
 
 def _alone(planner: Planner, layout: Layout, replica: Replica, found: Found) -> None:

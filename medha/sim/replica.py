@@ -67,10 +67,8 @@ class Replica:
         most = self.scheduler.max_batch_tokens
         if self.scheduler.scheduler in ("static", "orca", CDSP):  # these cut no prompt
             most = max(self.max_model_len, most)
-        return [
-            Predictor(stage_coefficients(self.spec, self.model, self.parallel, stage), max_tokens=most)
-            for stage in range(self.parallel.spp)
-        ]
+        costs = (stage_coefficients(self.spec, self.model, self.parallel, stage) for stage in range(self.parallel.spp))
+        return [Predictor(cost, max_tokens=most) for cost in costs]
 
     def build(self, *, on_segment: Callable[[Segment], None] | None = None) -> tuple[Scheduler, Pipeline]:
         """A fresh scheduler, and the stages that run what it decides; ConfigError if something does not fit."""

@@ -50,15 +50,11 @@ class Simulation:
     on_progress: Callable[[int], None] = lambda count: None
 
     def __post_init__(self) -> None:
-        pipeline = self.pipeline
+        stages = self.pipeline
         self.requests = Requests(len(self.trace))
-        self.outcome = Outcome(
-            self.trace, self.requests, stage_busy_s=pipeline.busy_s, stage_bubble_s=pipeline.bubble_s
-        )
-        self.gaps = self.outcome.gaps
+        self.outcome = Outcome(self.trace, self.requests, stage_busy_s=stages.busy_s, stage_bubble_s=stages.bubble_s)
         self.now_s = 0.0
         self._stop_s = math.inf if self.stop_s is None else self.stop_s
-        self._lanes = self.scheduler.planner is not None
         self._arrivals = enumerate(self.trace.rows())
         self._next = next(self._arrivals, None)
         self._live: dict[int, _Live] = {}
@@ -84,7 +80,7 @@ class Simulation:
                 self._next = next(self._arrivals, None)
             self._fill()
             if self._in_flight:
-                if self._lanes:
+                if self.scheduler.planner is not None:
                     ends_s = [passage.end_s for _, passage in self._in_flight]
                     self._in_flight.rotate(-ends_s.index(min(ends_s)))  # the one that is done first comes first
                     if self._next is not None and self._arrival_s() < min(ends_s):
@@ -110,9 +106,8 @@ class Simulation:
         slo = SLO(row.ttft_slo_s, row.tpot_slo_s) if row.ttft_slo_s or row.tpot_slo_s else None
         priority = NORMAL if row.priority is None else row.priority
         lengths, arrival_s = (row.prompt_tokens, row.output_tokens), row.arrival_s or 0.0
-        head = SchedulerRequest(
-            slot, *lengths, arrival_s, slo, priority, tenant=row.tenant or "", prefix=self._prefix(index, row)
-        )
+        prefix = self._prefix(index, row)
+        head = SchedulerRequest(slot, *lengths, arrival_s, slo, priority, tenant=row.tenant or "", prefix=prefix)
         if head.num_kv_tokens > self.scheduler.memory.max_request_tokens:
             self.requests.is_refused[index] = True
             self._free_slots.append(slot)
@@ -170,7 +165,7 @@ class Simulation:
                 self.requests.finish_s[live.row] = now_s
             results.append((row.slot, 1, not live.num_left))
         for gap_s, count in Counter(now_s - last_s for last_s in last_tokens_s).items():
-            self.gaps.add(gap_s, count)
+            self.outcome.gaps.add(gap_s, count)
         closed = self.scheduler.complete(batch, self.now_s, results, passage.busy_s)
         for slot in closed:
             self._note(self._live.pop(slot))

@@ -71,6 +71,15 @@ def run_all(
             return
 
 
+def speed(runs: Sequence[Run]) -> str:
+    """How fast this machine was, in words."""
+    wall_s = max(sum(run.wall_s for run in runs), 1e-9)
+    virtual_s = sum(run.outcome.duration_s for run in runs)
+    requests, batches = (sum(run.report[name] for run in runs) / wall_s for name in ("num_prompts", "num_batches"))
+    rates = f"{requests:,.0f} requests/s, {batches:,.0f} batches/s"
+    return f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {rates}"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # From parameters
 
@@ -81,14 +90,12 @@ def systems_of(given: Mapping[str, Any]) -> list[System]:
         if given[name] is not None:
             check_number(name, given[name])
     spec, model = load_spec(given["hardware"]), find_model(given["model"])
-    parallel = ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"])
     memory = {"utilization": given["gpu_memory_utilization"], "num_blocks": given["num_kv_blocks"]}
-    replica = Replica(spec, model, parallel, **memory)
+    replica = Replica(spec, model, ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"]), **memory)
     configs, traces = _schedulers(given), _traces(given)
     if CDSP in configs and any((trace.output_tokens > 1).any() for trace in traces.values()):
-        raise ConfigError(
-            "scheduler='cdsp' with outputs of more than a token; accepted: --prefill-only, as no decode runs"
-        )
+        accepted = "--prefill-only, as no decode runs"
+        raise ConfigError(f"scheduler='cdsp' with outputs of more than a token; accepted: {accepted}")
     longest, most = max(trace.longest for trace in traces.values()), given["max_model_len"]
     if most is not None and longest > most:
         raise ConfigError(f"a request has {longest:,} tokens and max_model_len={most}; accepted: at least as many")
@@ -113,13 +120,12 @@ def about(systems: Sequence[System], given: Mapping[str, Any]) -> list[str]:
     tokens = replica.kv_blocks() * replica.block_size
     has_tpot = trace.tpot_slo_s is not None and not np.isnan(trace.tpot_slo_s).all()
     what = given["trace"] or f"{given['workload'] or 'medha-mix'} ({given['arrivals']}, seed {given['seed']})"
+    at_rate = " at the first rate" * (len({system.qps for system in systems}) > 1)
     return [
         f"{given['model']} on {layout.world_size} x {spec.name} ({spec.provenance}): tp {layout.tp}, "
         f"spp {layout.spp}, kvp {layout.kvp}, {tokens:,} KV tokens a group",
         f"{what}: {len(trace):,} requests over {trace.duration_s:,.4g} s, {int(trace.prompt_tokens.sum()):,} prompt "
-        f"and {int(trace.output_tokens.sum()):,} output tokens"
-        + " at the first rate"
-        * (len({system.qps for system in systems}) > 1),
+        f"and {int(trace.output_tokens.sum()):,} output tokens{at_rate}",
         *dict.fromkeys(budget_text(system.replica.scheduler, has_tpot=has_tpot) for system in systems),
     ]
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
 from medha.cli.command import end_process, make_app, run_app, start_logging
-from medha.cli.options import LogLevel, OutputJson, but, parse_lengths, pick, takes
+from medha.cli.options import LogLevel, OutputJson, but, option, parse_lengths, pick, takes
 from medha.cli.report import check_writable
 from medha.config import EngineConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError
@@ -31,11 +29,11 @@ app = make_app()
 )
 def verify(
     needle_tokens: Annotated[
-        str, typer.Option(help="Lengths of the documents in which a fact is looked for, comma separated.")
+        str, option(help="Lengths of the documents in which a fact is looked for, comma separated.", shows=True)
     ] = "8192",
     needle_depth: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, max=1.0, help="Where the fact lies, as a share; may be repeated.", show_default="0.1"),
+        option(min=0.0, max=1.0, help="Where the fact lies, as a share; may be repeated.", shows="0.1"),
     ] = None,
     output_json: OutputJson = None,
     log_level: LogLevel = "warning",
@@ -74,10 +72,8 @@ def layout_of(tp: int | None, spp: int | None, kvp: int | None, *, world_size: i
         return chosen_layout(world_size)
     layout = ParallelConfig(tp=tp or 1, spp=spp or 1, kvp=kvp or 1)
     if layout.world_size != world_size:
-        raise ParallelConfigError(
-            f"tp={layout.tp} x spp={layout.spp} x kvp={layout.kvp} is {layout.world_size} ranks, and {world_size} were "
-            f"started (with torchrun --nproc-per-node); accepted: degrees whose product is {world_size}"
-        )
+        what = f"{layout} is {layout.world_size} ranks, and {world_size} were started (with torchrun --nproc-per-node)"
+        raise ParallelConfigError(f"{what}; accepted: degrees whose product is {world_size}")
     return layout
 
 

@@ -8,7 +8,6 @@ the needle model (:mod:`medha.models.needle`), whose right answers are known, so
 from __future__ import annotations
 
 import tempfile
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,14 +48,10 @@ class Question(NamedTuple):
 
 def questions(long_prompt_tokens: int = LONG_PROMPT_TOKENS) -> list[Question]:
     """One about a long document, and short ones that arrive while it is read."""
-    haystack = make_haystack(long_prompt_tokens, depth=0.4)
+    haystack, parts = make_haystack(long_prompt_tokens, depth=0.4), len(_CODES) + 1
+    asked = f"{_FACTS}Which code? The code of"
     shorts = [
-        Question(
-            f"chat-{i}",
-            f"{_FACTS}Which code? The code of {name} is",
-            f" {code}.",
-            after=i * long_prompt_tokens // (len(_CODES) + 1),
-        )
+        Question(f"chat-{i}", f"{asked} {name} is", f" {code}.", after=i * long_prompt_tokens // parts)
         for i, (name, code) in enumerate(_CODES.items(), start=1)
     ]
     return [Question("document", haystack.prompt, haystack.answer.rstrip("\n"), after=0), *shorts]
@@ -189,7 +184,7 @@ def _serve(
     """Ask the first question at once and the others as the first one's prompt is read, or what was asked ``before`` at
     the same times; shows pieces as they come, returns whole outputs in order of arrival."""
     first, *rest = asked
-    waiting = deque(() if before else rest)
+    waiting = [] if before else rest
     arrivals = [
         Arrival(one.request_id, one.prompt or "", _PARAMS, arrival_s=one.metrics.arrival - before[0].metrics.arrival)
         for one in before
@@ -199,7 +194,7 @@ def _serve(
         display.refresh()
         progress = {request_id: done for request_id, done, _ in engine.prefills()}
         while waiting and progress.get(first.request_id, waiting[0].after) >= waiting[0].after:
-            question = waiting.popleft()
+            question = waiting.pop(0)
             engine.add_request(question.request_id, question.prompt, _PARAMS)
 
     joiner = Joiner()

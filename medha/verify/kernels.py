@@ -53,8 +53,7 @@ def merge_rows(
     """Keys and values cut at block multiples, attended to in parts and merged; empty parts; the natural logarithm."""
     for count in num_parts:
         qkv = random_qkv(2 * count * _BLOCK - 156, q_len=16, device=device, dtype=dtype)
-        cuts = cut(len(qkv[1]), count)
-        merged = merge_partials([shard_attention(backend, qkv, *bounds) for bounds in cuts])
+        merged = merge_partials([shard_attention(backend, qkv, *bounds) for bounds in cut(len(qkv[1]), count)])
         want = dense_attention(*qkv, causal=True)
         limits = out_limit(want[0], dtype), lse_limit(want[1], dtype, backend.name)
         yield held("merge", f"output, {count} shards as the whole", largest_error(merged[0], want[0]), limits[0])

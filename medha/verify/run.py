@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +127,12 @@ def _check_basics(setting: Setting, launch: Launch | None, add: Add) -> None:
             check_same_everywhere(job, {"options": setting, **versions})
         device = own_device(pick_device(setting.device), launch)
         dtype = TORCH_DTYPES[setting.dtype]
-        backends = {
-            each: choose_backend(setting.attention_backend, LayerShape(8, 2, 64, each), device)[0]
-            for each in (torch.float32, dtype)
-        }
-        backend = backends[dtype]
-        found = chain.from_iterable(attention_rows(one, device, [each]) for each, one in backends.items())
+        shapes = {each: LayerShape(8, 2, 64, each) for each in (torch.float32, dtype)}
+        backends = {each: choose_backend(setting.attention_backend, shapes[each], device)[0] for each in shapes}
+        found = (row for each, one in backends.items() for row in attention_rows(one, device, [each]))
         add(worst(job, "attention", attempted("attention", found)))
         num_parts = sorted({max(2, setting.parallel.kvp), 3})
-        merged = merge_rows(backend, device, dtype, num_parts=num_parts)
-        add(worst(job, "merge", attempted("merge", merged)))
+        add(worst(job, "merge", attempted("merge", merge_rows(backends[dtype], device, dtype, num_parts=num_parts))))
 
 
 def _of_every_rank(setting: Setting, launch: Launch | None, value: Any) -> list[Any]:
