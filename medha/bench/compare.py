@@ -22,10 +22,9 @@ from medha.bench.harness import Subject
 from medha.bench.load import Workload
 from medha.bench.peers import PAGE, Prompts
 from medha.bench.timing import Worker, in_turn, timing_of
-from medha.cli.options import parse_lengths
+from medha.cli.options import parse_lengths, parse_object
 from medha.config.fields import POSITIVE, choice, integer
-from medha.errors import ConfigError, short_repr
-from medha.models.folder import parse_json_object
+from medha.errors import ConfigError
 from medha.worker.shard import TORCH_DTYPES
 from medha.workload.metrics import percentile
 
@@ -54,10 +53,7 @@ class CompareOptions:
         None, "They arrive so many a second beside a prompt of each length, and all are timed.", POSITIVE, kind=float
     )
     engine_options: Mapping[str, Any] | None = asked(
-        None,
-        'Options of an engine: \'{"vllm": {"max_num_batched_tokens": 512}}\'.',
-        kind=str,
-        read=lambda name, text: parse_json_object(text.encode(errors="replace"), f"{name} {short_repr(text)}"),
+        None, 'Options of an engine: \'{"vllm": {"max_num_batched_tokens": 512}}\'.', kind=str, read=parse_object
     )
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     num_threads: int = asked(2, "CPU threads, the same for both.", COUNT)
@@ -75,9 +71,8 @@ class CompareOptions:
         if self.request_rate is not None and (self.peer == "transformers" or few):
             what = f"request_rate={self.request_rate:g} with peer={self.peer} and num_prompts={self.num_prompts}"
             lens = f"input_len={','.join(map(str, self.input_lens)) or 'none'}"
-            raise ConfigError(
-                f"{what}, {lens}; accepted: with peer=vllm, requests that arrive and a prompt beside them"
-            )
+            accepted = "with peer=vllm, requests that arrive and a prompt beside them"
+            raise ConfigError(f"{what}, {lens}; accepted: {accepted}")
 
 
 class _Case(NamedTuple):

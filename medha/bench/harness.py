@@ -34,7 +34,7 @@ from medha.models.hf_config import load_model_config, merge_overrides
 from medha.models.weights import expected_tensors
 from medha.parallel.launch import read_launch
 from medha.parallel.own_ranks import own_ranks
-from medha.profile.steps import StepRunner, fill_pools
+from medha.profile.steps import fill_pools
 from medha.sched.scheduler import Scheduler
 from medha.worker.shard import TORCH_DTYPES
 
@@ -91,8 +91,8 @@ class Subject:
 
     def model_config(self, *, longest: int) -> ModelConfig:
         """The model's shape alone, no weights; raises ConfigError."""
-        overrides = self.overrides(longest) or None
-        return load_model_config(resolve_model(self.folder), hf_overrides=overrides, max_model_len=longest)
+        folder = resolve_model(self.folder)
+        return load_model_config(folder, hf_overrides=self.overrides(longest), max_model_len=longest)
 
     @contextmanager
     def checkpoint(self, longest: int, *, dtype: str, seed: int) -> Iterator[str]:
@@ -156,13 +156,6 @@ class Local(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Of weights and KV cache."""
         return self.role.runner.cache.k[0].dtype
-
-    @property
-    def hand(self) -> StepRunner:
-        """Runs steps that are made by hand, over all of its KV pool."""
-        cache = self.role.runner.cache
-        sizes = {"block_size": cache.block_size, "num_blocks": cache.num_blocks}
-        return StepRunner(self.engine.runner, vocab_size=self.model.vocab_size, **sizes)
 
     def engine_with(self, **scheduler: Any) -> Engine:
         """Another engine over the same weights and KV pool, with other fields of :class:`SchedulerConfig`.

@@ -117,9 +117,7 @@ def serve_load(engine: Engine, arrivals: Sequence[Arrival], *, max_concurrency: 
     for output in drive(engine, arrivals, start_s=start_s, most=max_concurrency):
         times[output.request_id] += [engine.now()] * len(output.outputs[0].token_ids)
         last[output.request_id] = output
-    outcomes = tuple(
-        _outcome(last[one.request_id], len(one.prompt), times[one.request_id], start_s) for one in arrivals
-    )
+    outcomes = tuple(_outcome(one, last[one.request_id], times[one.request_id], start_s) for one in arrivals)
     return Served(outcomes, max((one.end_s for one in outcomes), default=0.0))
 
 
@@ -149,7 +147,7 @@ def steps_noted(engine: Engine) -> Iterator[list[NotedStep]]:
         engine.on_step = None
 
 
-def _outcome(output: RequestOutput, input_len: int, times: list[float], start_s: float) -> Outcome:
+def _outcome(arrival: Arrival, output: RequestOutput, times: list[float], start_s: float) -> Outcome:
     """Of a request that has ended, whose tokens came at these times."""
     metrics = output.metrics
     assert metrics.finished is not None, "it has ended"
@@ -161,7 +159,7 @@ def _outcome(output: RequestOutput, input_len: int, times: list[float], start_s:
         error = f"ended by {reason}"
     return Outcome(
         request_id=output.request_id,
-        input_len=input_len,
+        input_len=len(arrival.prompt),
         output_len=len(times),
         start_s=metrics.arrival - start_s,
         queue_s=metrics.queue_time,

@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import count
-from itertools import product as pairs
+from itertools import count, product
 from typing import Any
 
 import numpy as np
@@ -88,13 +87,13 @@ def attention(options: AttentionOptions) -> Report:
         run = torch.inference_mode()(partial(backend.run, q_TNH, cache.k[0], cache.v[0], plan))
         return timed(run, device)
 
-    product = matrix_product(dtype, device)
-    runs: dict[Any, Callable[[], float]] = {_YARDSTICK: product.seconds}
-    for kv_len, chunk in pairs(sorted(set(options.kv_lens)), sorted(set(options.chunks))):
+    yardstick = matrix_product(dtype, device)
+    runs: dict[Any, Callable[[], float]] = {_YARDSTICK: yardstick.seconds}
+    for kv_len, chunk in product(sorted(set(options.kv_lens)), sorted(set(options.chunks))):
         if chunk <= kv_len:
             runs[kv_len, chunk] = attend(chunk, kv_len)
     seconds = in_turn(runs, warmup=options.warmup, runs=options.runs)
-    rate = product.rate(seconds.pop(_YARDSTICK))
+    rate = yardstick.rate(seconds.pop(_YARDSTICK))
     results: list[Report] = []
     for (kv_len, chunk), found in seconds.items():
         timing, flops = timing_of(found), attention_flops(model, chunk, kv_len)
@@ -141,7 +140,7 @@ def sampling(options: SamplingOptions) -> Report:
     model = options.subject.model_config(longest=1)
     prompt = np.arange(min(1024, model.vocab_size), dtype=np.int32)
     runs: dict[Any, Callable[[], float]] = {}
-    for batch, way in pairs(options.batch_sizes, WAYS):
+    for batch, way in product(options.batch_sizes, WAYS):
         logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
         slots = [SlotSampling.of(WAYS[way].resolve({}), i, (), prompt) for i in range(batch)]
         runs[batch, way] = timed(partial(draw, logits_SV, slots, [0] * batch), device)
@@ -189,7 +188,7 @@ class SchedulerOptions:
 def scheduler(options: SchedulerOptions) -> Report:
     """CPU time of one scheduling decision as the queue grows; no model runs."""
     results: list[Report] = []
-    for policy, waiting in pairs(options.policies, options.waiting):
+    for policy, waiting in product(options.policies, options.waiting):
         queue = Queue(policy, waiting, options)
         steps = [queue.step()[:2] for _ in range(options.warmup + options.runs)][options.warmup :]
         schedule_s, complete_s = np.array(steps).T
@@ -198,8 +197,7 @@ def scheduler(options: SchedulerOptions) -> Report:
             found = (np.percentile(seconds, [50, 99, 100]) * 1e3).tolist()
             line[call] = dict(zip(_FIGURES, found, strict=True))
         results.append(line)
-    head = {"benchmark": "micro scheduler", "environment": stamp(), "options": asdict(options)}
-    return head | {"results": results}
+    return {"benchmark": "micro scheduler", "environment": stamp(), "options": asdict(options), "results": results}
 
 
 class Queue:
@@ -212,12 +210,8 @@ class Queue:
         size, num_tokens = CacheConfig().block_size, config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS)
         if options.is_full:  # the decode is in the last block throughout
             num_tokens = _LONG_TOKENS + (size := options.warmup + options.runs + 2)
-        self.scheduler = Scheduler(
-            config,
-            num_blocks=-(-num_tokens // size),
-            block_size=size,
-            predictor=Replica(load_spec("a100-80g"), find_model("llama-3-8b"), scheduler=config).stages()[0],
-        )
+        predictor = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), scheduler=config).stages()[0]
+        self.scheduler = Scheduler(config, num_blocks=-(-num_tokens // size), block_size=size, predictor=predictor)
         self._num_decoding, self._num_waiting = 1 if options.is_full else options.num_decoding, 0
         self._random, self._now_s = np.random.default_rng(options.seed), options.backlog_s
         self._unit = self.scheduler.memory.prefix.unit

@@ -33,11 +33,10 @@ from medha.bench.load import NotedStep, Workload, arrivals_of, fixed_output, ser
 from medha.bench.timing import in_turn, matrix_product, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
 from medha.config import ModelConfig
-from medha.engine.admission import Prompt
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.workload.metrics import Outcome, Served, seconds_of
+from medha.workload.metrics import Outcome, Served
 from medha.workload.trace import Trace
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -75,7 +74,7 @@ def _latency(local: Local, options: LatencyOptions) -> Report:
     if options.whole:
         one_chunk = {"chunk_size": max(options.input_lens), "max_batch_tokens": max(options.input_lens)}
         engines[WHOLE] = local.engine_with(scheduler="orca", policy="fcfs", **one_chunk)
-    chance = np.random.default_rng(options.seed % 2**64)
+    chance, params = np.random.default_rng(options.seed % 2**64), fixed_output(options.output_len)
     contestants: dict[Any, Callable[[], Any]] = {}
     product = matrix_product(local.dtype, local.device) if options.whole else None
     if product is not None:
@@ -83,11 +82,12 @@ def _latency(local: Local, options: LatencyOptions) -> Report:
     for length in dict.fromkeys(options.input_lens):
         prompt = random_prompt(length, local.model.vocab_size, chance)
         for way, engine in engines.items():
-            contestants[length, way] = partial(_request, engine, prompt, options.output_len)
+            contestants[length, way] = partial(_served, engine, [Arrival("request", prompt, params)])
     found = in_turn(contestants, warmup=options.warmup, runs=options.runs)
     product_s = found.pop(_PRODUCT, [])
     lines: list[Report] = [
-        {"input_len": length, "way": way} | latency_fields(outcomes) for (length, way), outcomes in found.items()
+        {"input_len": length, "way": way} | latency_fields([one for served in runs for one in served.outcomes])
+        for (length, way), runs in found.items()
     ]
     report = local.report("latency", asdict(options)) | {"results": lines}
     if product is not None:
@@ -101,12 +101,6 @@ def _latency(local: Local, options: LatencyOptions) -> Report:
     return report | (lines[0] if len(lines) == 1 else {})
 
 
-def _request(engine: Engine, prompt: Prompt, output_len: int) -> Outcome:
-    """Serve a request alone."""
-    (outcome,) = _served(engine, [Arrival("request", prompt, fixed_output(output_len))]).outcomes
-    return outcome
-
-
 def _served(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
     """Serve requests; ConfigError where one fails."""
     served = serve_load(engine, arrivals)
@@ -118,7 +112,9 @@ def _served(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
 
 def latency_fields(outcomes: Sequence[Outcome]) -> Report:
     """The fields of ``vllm bench latency``, and medha's, of the runs of one request; times in seconds."""
-    e2els, ttfts, tpots = (seconds_of(name, outcomes) for name in ("e2el", "ttft", "tpot"))
+    e2els = [one.e2el_s for one in outcomes]
+    ttfts = [one.ttft_s for one in outcomes if one.ttft_s is not None]
+    tpots = [one.tpot_s for one in outcomes if one.tpot_s is not None]
     return {
         "output_len": outcomes[0].output_len,
         "num_chunks": outcomes[-1].num_chunks,
@@ -165,8 +161,7 @@ class ThroughputOptions:
 
 def throughput(options: ThroughputOptions) -> Report | None:
     """A number of requests, all there from the start: requests and tokens a second; on one rank or several."""
-    longest = options.workload.trace.longest
-    return on_ranks(options.subject, lambda local: _throughput(local, options), longest=longest)
+    return on_ranks(options.subject, lambda local: _throughput(local, options), longest=options.workload.trace.longest)
 
 
 def _throughput(local: Local, options: ThroughputOptions) -> Report:

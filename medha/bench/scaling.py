@@ -223,7 +223,9 @@ def _records(local: Local, ids: Sequence[int] | None) -> list[str]:
 
 def _serve_lines(local: Local) -> Report:
     """Answer line after line until the input ends, on rank 0 of a job."""
-    hand = local.hand
+    cache = local.role.runner.cache
+    sizes = {"block_size": cache.block_size, "num_blocks": cache.num_blocks}
+    hand = StepRunner(local.engine.runner, vocab_size=local.model.vocab_size, **sizes)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         work = json.loads(line)
@@ -236,14 +238,9 @@ _NOTES = (
     "interleaved; 1 thread a rank; ratio: one rank's time over a layout's",
     "of a step: turns of 10 over random keys and values; waits: of a turn",
 )
-verb(
-    "scaling",
-    ScalingOptions,
-    scaling,
-    {"results": ("length", "layout", "timing", "ratio", "usage")},
-    _NOTES,
-    pick("dtype", "device", "attention_backend", "hf_overrides"),
-)
+_SHOWS = {"results": ("length", "layout", "timing", "ratio", "usage")}
+_TAKES = pick("dtype", "device", "attention_backend", "hf_overrides")
+verb("scaling", ScalingOptions, scaling, _SHOWS, _NOTES, _TAKES)
 
 if __name__ == "__main__":
     end_process(run_guarded(lambda: as_told(sys.stdin.readline(), _serve_lines)))

@@ -57,11 +57,8 @@ _NOT_ITS = (
 _NEAR = 0.15  # an error of predicted step times up to which a prediction was right
 
 _OBJECTIVES = "Objectives in ms, as ttft:100 tpot:50 e2el:900; the first two are the scheduler's."
-_MORE: Group = {
-    "more_goodput": (
-        Annotated[list[str] | None, typer.Argument(metavar="KEY:MS", help="Further values of --goodput.")], None
-    )
-}  # fmt: skip
+_FURTHER = typer.Argument(metavar="KEY:MS", help="Further values of --goodput.")
+_MORE: Group = {"more_goodput": (Annotated[list[str] | None, _FURTHER], None)}
 
 
 @dataclass(frozen=True)
@@ -101,9 +98,8 @@ class ServeOptions:
         given, bare = given | given["workload"], bare | bare["workload"]
         if wrong := [name for name in _NOT_ITS if given[name] not in (bare[name], [])]:
             what = ", ".join(f"{name}={given[name]!r}" for name in wrong)
-            raise ConfigError(
-                f"{what} with preset={self.preset}; accepted: without, its workload and figures are given"
-            )
+            accepted = "without, its workload and figures are given"
+            raise ConfigError(f"{what} with preset={self.preset}; accepted: {accepted}")
 
     @cached_property
     def goals(self) -> Goodput:
@@ -125,8 +121,7 @@ def serve(options: ServeOptions) -> Report | None:
     """
     if options.preset is not None:
         return convoy(options)
-    longest = options.workload.trace.longest
-    return on_ranks(options.subject, lambda local: _serve(local, options), longest=longest)
+    return on_ranks(options.subject, lambda local: _serve(local, options), longest=options.workload.trace.longest)
 
 
 def _serve(local: Local, options: ServeOptions) -> Report:
@@ -170,9 +165,8 @@ def prediction_error(steps: Sequence[NotedStep]) -> Report:
     errors = [seconds / busy_s - 1.0 for seconds, busy_s in known if seconds > 0 and busy_s > 0]
     number = max(len(errors), 1)
     mean_abs, mean_signed = sum(map(abs, errors)) / number, sum(errors) / number
-    within = sum(abs(error) <= _NEAR for error in errors) / number
     found = {"count": len(errors), "mean_abs_error": mean_abs, "mean_signed_error": mean_signed}
-    return found | {"within_share": within}
+    return found | {"within_share": sum(abs(error) <= _NEAR for error in errors) / number}
 
 
 def systems_of(longest: int) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -88,7 +88,7 @@ def in_turn(contestants: Mapping[Any, Callable[[], T]], *, warmup: int, runs: in
     return {name: ran[warmup:] for name, ran in found.items()}
 
 
-class Worker:
+class Worker(AbstractContextManager["Worker"]):
     """A process that gets its settings as its first line of JSON and answers when it is ready; then each line is work
     and is answered by what came of it, or ``{"error": ...}``. It ends with its input.
 
@@ -134,9 +134,6 @@ class Worker:
         if "error" in answer:
             raise ConfigError(f"{self._name}: {answer['error']}")
         return answer
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         self._signal(signal.SIGCONT)
