@@ -24,10 +24,6 @@ def follow(config: EngineConfig) -> int:
     return 0
 
 
-def _follow_as_told() -> int:
-    start_logging("warning")
-    return follow(EngineConfig.from_flat(**json.loads(sys.argv[1])))
-
-
 if __name__ == "__main__":
-    end_process(run_guarded(_follow_as_told))
+    start_logging("warning")
+    end_process(run_guarded(lambda: follow(EngineConfig.from_flat(**json.loads(sys.argv[1])))))

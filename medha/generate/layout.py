@@ -32,10 +32,8 @@ def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
     in_node = gcd(size, launch.local_world_size)  # nodes may differ
     degrees = [tp for tp in range(1, in_node + 1) if in_node % tp == 0]
     splits = [(tp, size // tp) for tp in sorted(degrees, reverse=is_gpu)]
-    if config.scheduler.scheduler == CDSP:
-        layouts = [ParallelConfig(tp=tp, kvp=rest) for tp, rest in splits]
-    else:
-        layouts = [ParallelConfig(tp=tp, spp=rest) for tp, rest in splits]
+    is_cdsp = config.scheduler.scheduler == CDSP
+    layouts = [ParallelConfig(tp=tp, kvp=rest) if is_cdsp else ParallelConfig(tp=tp, spp=rest) for tp, rest in splits]
     for layout in (*layouts, ParallelConfig(kvp=size)):
         with suppress(ParallelConfigError):
             check_layout(layout, model, size)

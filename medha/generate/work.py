@@ -72,9 +72,8 @@ def _check_files(given: Mapping[str, Any]) -> None:
         raise ConfigError("--resume without --requests; accepted: the same request file as before")
     is_free = output is None or not output.is_file() or not output.stat().st_size
     if not (is_free or given["overwrite"] or given["resume"]):
-        raise ConfigError(
-            f"output file {output} is not empty; accepted: another file, --resume (go on with it), --overwrite"
-        )
+        accepted = "another file, --resume (go on with it), --overwrite"
+        raise ConfigError(f"output file {output} is not empty; accepted: {accepted}")
 
 
 def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
@@ -126,9 +125,8 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
         file = STDIN
     if (bool(texts) or file is not None) == (requests is not None):
         both = "neither" if requests is None else "both"
-        raise ConfigError(
-            f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file, a pipe, or --requests"
-        )
+        accepted = "--prompt, --prompt-file, a pipe, or --requests"
+        raise ConfigError(f"{both} of prompts and --requests given; accepted: {accepted}")
     filters = ("top_p", "top_k", "min_p")
     if not given["temperature"] and (names := [name for name in filters if given[name] is not None]):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
@@ -217,19 +215,22 @@ def read_earlier(path: Path, arrivals: Sequence[Arrival]) -> Earlier:
     dropped = set()
     num_failed = 0
     for number, line in _lines(path):
-        fields = _fields(line)
+        fields, wrong = _fields(line), None
         if not line.endswith(b"\n"):  # the last one, torn
             dropped.add(number)
         elif fields is None:
-            raise _not_ours(path, number, f"{line[:40]!r} is no output line")
+            wrong = f"{line[:40]!r} is no output line"
         elif fields["id"] not in asked or fields["id"] in done:
             reason = "there twice" if fields["id"] in done else "not among the requests"
-            raise _not_ours(path, number, f"id {fields['id']!r:.80} is {reason}")
+            wrong = f"id {fields['id']!r:.80} is {reason}"
         elif _was_cut_short(fields):
             dropped.add(number)
         else:
             done.add(fields["id"])
             num_failed += fields.get("error") is not None
+        if wrong is not None:
+            accepted = "what a run of the same requests wrote, or --overwrite"
+            raise ConfigError(f"output file {path} line {number}: {wrong}; accepted: {accepted}")
     return Earlier(frozenset(done), num_failed, frozenset(dropped))
 
 
@@ -273,9 +274,3 @@ def _was_cut_short(fields: dict[str, Any]) -> bool:
     error, outputs = fields.get("error"), fields.get("outputs", [])
     is_lost = isinstance(error, dict) and error.get("type") in _LOST
     return is_lost or any(one.get("finish_reason") == "abort" for one in (fields, *outputs))
-
-
-def _not_ours(path: Path, number: int, reason: str) -> ConfigError:
-    return ConfigError(
-        f"output file {path} line {number}: {reason}; accepted: what a run of the same requests wrote, or --overwrite"
-    )

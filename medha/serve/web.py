@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A head is whole."""
-        if len(self.url) + sum(map(len, chain.from_iterable(self.headers))) > _HEAD_BYTES:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _HEAD_BYTES:
             raise ValueError("the head is too large")
         self._num_new = 0
         super().on_headers_complete()
