@@ -202,8 +202,7 @@ def _steps(
     local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool, attention: str, steps: int = _STEPS
 ) -> Report:
     """Equal steps of one row over a context that lies on all groups."""
-    groups = local.config.parallel.kvp
-    step = (Row(FIRST_SLOT, context, q_len, is_decode, is_decode, 0, groups, attention == RING),)
+    step = (Row(FIRST_SLOT, context, q_len, is_decode, is_decode, 0, local.config.parallel.kvp, attention == RING),)
     ran = [(hand.run(step)[0], hand.last_s) for _ in range(steps)]
     return {"batch_ids": [batch_id for batch_id, _ in ran], "seconds": [seconds for _, seconds in ran]}
 

@@ -30,8 +30,7 @@ def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
     model, size = _load_model_config(config), launch.world_size
     is_gpu = pick_device(config.device).type == "cuda"
     in_node = gcd(size, launch.local_world_size)  # nodes may differ
-    degrees = [tp for tp in range(1, in_node + 1) if in_node % tp == 0]
-    splits = [(tp, size // tp) for tp in sorted(degrees, reverse=is_gpu)]
+    splits = sorted(((tp, size // tp) for tp in range(1, in_node + 1) if in_node % tp == 0), reverse=is_gpu)
     is_cdsp = config.scheduler.scheduler == CDSP
     layouts = [ParallelConfig(tp=tp, kvp=rest) if is_cdsp else ParallelConfig(tp=tp, spp=rest) for tp, rest in splits]
     for layout in (*layouts, ParallelConfig(kvp=size)):

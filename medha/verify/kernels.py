@@ -130,8 +130,7 @@ def _attention_errors(
 ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """Of each segment the error of the output and its limit, and those of the log-sum-exp."""
     N, K, H = heads
-    shape = LayerShape(N, K, H, dtype)
-    cache = KVCache(shape, num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, device=device)
+    cache = KVCache(LayerShape(N, K, H, dtype), num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, device=device)
     generator = torch.Generator(device=device).manual_seed(0)
     k_PKH, v_PKH = (pool.normal_(generator=generator) for pool in (cache.k[0], cache.v[0]))
     plan = AttentionRows.over(list(_SEGMENTS.values()), _BLOCK)
