@@ -31,6 +31,13 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is no GPU."""
+    for item in items if not torch.cuda.is_available() else ():
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Show where the end of the process hangs, if it does, and end it: no limit of a test covers that. A worker of
     xdist stays until all others are done, and is ended by the first process."""

@@ -218,6 +218,11 @@ def test_values(name: str) -> None:
     assert len(configs) > 1  # it lands somewhere
 
 
+def test_sizes_that_are_listed_are_a_tuple() -> None:
+    """As ranks compare them, and JSON has no tuples."""
+    assert EngineConfig.from_flat("m", sp_sizes=[1, 2]).scheduler.sp_sizes == (1, 2)
+
+
 @pytest.mark.parametrize("model", [None, "", 3, ["a"], b"a"])
 def test_bad_model(model: Any) -> None:
     assert refusal(model) == f"model={model!r}; accepted: a folder or a hub id"

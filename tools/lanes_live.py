@@ -33,7 +33,7 @@ from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
 from medha.workload.metrics import Outcome
 from tools.best_rates import played_ttft_s
-from tools.command import main, numbers
+from tools.command import check_launched, main, numbers
 from tools.live import random_llama
 
 RATE, DECODE_S = 0.1, 0.02
@@ -134,6 +134,7 @@ def lanes_live(
     """Measure; every rank of the layout runs this."""
     sizes, longest = tuple(int(size) for size in numbers("sp_sizes", sp_sizes)), max(long_len, 4000) + _GAPS
     if not real:
+        check_launched()
         times = times_of(sizes)
         Runner.run = lambda self, step: sleep_instead(times, self, step)  # type: ignore[method-assign]
         build.fitted_times = lambda *_, **__: times  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from medha.worker.runner import Runner
 from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
 from medha.worker.swap import Wait
-from tools.command import main
+from tools.command import check_launched, main
 from tools.live import random_llama
 
 BLOCK = 256
@@ -91,6 +91,7 @@ def ring_shifts(history: int = 32768, chunk: int = 2048, runs: int = 3, hf_overr
     """Measure, --runs of each kind behind one that does not count; print two lines."""
     if chunk > history:
         raise ConfigError(f"chunk={chunk}; accepted: at most the history of {history}")
+    check_launched()
     patch()
     engine = {"num_threads": 1, "kvp": 2, "block_size": BLOCK, "num_kv_blocks": history // BLOCK + 2}
     work = partial(run, history=history, chunk=chunk, runs=runs)

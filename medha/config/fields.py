@@ -166,7 +166,14 @@ def parse_size(text: str) -> int:
 
 as_rate = text_read(number_or_text)
 """A number, or the name of a file."""
-as_sp_sizes = text_read(lambda text: tuple(int(size) if size.isdecimal() else 0 for size in words(text)))
+_read_sp_sizes = text_read(lambda text: tuple(int(size) if size.isdecimal() else 0 for size in words(text)))
+
+
+def as_sp_sizes(name: str, value: Any) -> Any:
+    """A tuple of a list or of text with commas."""
+    return tuple(value) if isinstance(value, list) else _read_sp_sizes(name, value)
+
+
 """``1,2,4`` as integers; 0 for a part that is none, which no check accepts."""
 
 

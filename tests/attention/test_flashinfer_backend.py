@@ -221,7 +221,6 @@ def test_flashinfer_asked_for_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (32, 8), (4, 4), (8, 1)])

@@ -258,7 +258,6 @@ def test_the_plain_fallback(max_scores: int | None, model: Model, batch: list[Sh
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_major", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

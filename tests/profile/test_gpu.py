@@ -1,7 +1,6 @@
 """``medha profile`` on a GPU; on the emulated one see ``tests/cuda``."""
 
 import pytest
-import torch
 
 from medha.config import EngineConfig
 from medha.cost.predictor import Predictor, Work
@@ -10,7 +9,6 @@ from tests.serving import Model
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("attention_backend", ["flashinfer", "torch"])
 def test_what_grows_with_the_keys_is_told_apart(needle: Model, attention_backend: str) -> None:
     if attention_backend == "flashinfer":

@@ -198,7 +198,6 @@ def test_a_number_as_swap_space_is_gib_as_in_vllm(value: Any, size: int) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
     device = torch.device("cuda")
     shape = LayerShape(8, 8, 128, torch.bfloat16)
