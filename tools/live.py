@@ -14,7 +14,7 @@ import numpy as np
 from medha import LLM
 from medha.bench.harness import Subject, random_prompt
 from medha.bench.load import fixed_output
-from medha.cli.options import engine_options
+from medha.cli.options import parse_object
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 
@@ -23,7 +23,7 @@ SHORT_LENS, SHORT_FROM_S, OUTPUT_LEN = (50, 400), 0.5, 8
 
 def random_llama(hf_overrides: str) -> Subject:
     """A random Llama under what a JSON object says of its ``config.json``; raises ConfigError where it is none."""
-    return Subject(hf_overrides=engine_options({"hf_overrides": hf_overrides})["hf_overrides"])
+    return Subject(hf_overrides=parse_object("hf_overrides", hf_overrides))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.reproduce.timing import A100, MODELS
+from examples.reproduce.timing import A100, LLAMA_8B
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
@@ -57,7 +57,7 @@ def belady(chains: list[list[int]], capacity: int) -> int:
 
 def play(trace: Trace, num_blocks: int, scheduler: SchedulerConfig) -> tuple[float, float, float]:
     """Hit rate, and TTFT at P50 and P99 in seconds."""
-    replica = Replica(A100, MODELS["Llama-3 8B"], ParallelConfig(tp=8), scheduler, num_blocks=num_blocks)
+    replica = Replica(A100, LLAMA_8B, ParallelConfig(tp=8), scheduler, num_blocks=num_blocks)
     outcome = Simulation(*replica.build(), trace).run()
     p50, p99 = (percentile(outcome.times.ttft_s, percent) or float("nan") for percent in (50, 99))
     return outcome.num_cached_tokens / int(trace.prompt_tokens.sum()), p50, p99

@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 
 from examples.reproduce.load import MIX, Load
-from examples.reproduce.timing import A100, MODELS
+from examples.reproduce.timing import A100, LLAMA_8B
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.engine import replay
 from medha.errors import ConfigError
@@ -87,7 +87,8 @@ def show(ended: list[_Prefill]) -> None:
             "with the first chunk": [(one.at_first_s or 0.0) / sum(one.busy_s[1:]) - 1 for one in group],
         }
         for said, found in errors.items():
-            sizes = np.abs(signed := found or [np.nan])
+            signed = found or [np.nan]
+            sizes = np.abs(signed)
             cells = (np.median(signed), np.median(sizes), np.percentile(sizes, 90))
             print_row(said, name, len(found), *(f"{100 * x:.1f} %" for x in cells))
 
@@ -109,11 +110,12 @@ def slack_error(
     policy: str = "priority",
 ) -> None:
     """Hold what the scheduler said to what happened, in a journal or in a simulation of medha-mix on 8 A100s."""
+    Watched.ended.clear()
     if journal is not None:
         play_again(journal)
     else:
         config = SchedulerConfig(policy=policy)
-        scheduler, pipeline = Replica(A100, MODELS["Llama-3 8B"], ParallelConfig(tp=8), config).build()
+        scheduler, pipeline = Replica(A100, LLAMA_8B, ParallelConfig(tp=8), config).build()
         trace = Load(MIX, qps, duration, seed=seed).trace()
         if tpot_s is not None:
             trace = replace(trace, tpot_slo_s=np.full(len(trace), tpot_s))

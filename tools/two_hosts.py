@@ -49,6 +49,7 @@ class Way:
     Attributes:
         source: TAP device whose frames it takes.
         target: and the one that gets them.
+        due: frames on their way, ascending, as the delay is the same for all.
     """
 
     source: int
@@ -60,7 +61,9 @@ class Way:
     num_frames: int = 0
     num_bytes: int = 0
     num_lost: int = 0
-    due: deque[tuple[float, bytes]] = field(default_factory=deque)  # ascending, as the delay is the same for all
+    due: deque[tuple[float, bytes]] = field(
+        default_factory=deque, init=False, repr=False
+    )  # ascending, as the delay is the same for all
 
     def take(self, frame: bytes, now_s: float, chance: random.Random) -> None:
         """A frame enters the cable, or is lost."""

@@ -24,8 +24,6 @@ Ints = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
-_ZERO = np.zeros(1, np.int64)
-
 
 @dataclass(slots=True)
 class AttentionRows:
@@ -100,7 +98,9 @@ class AttentionRows:
 
 def indptr(counts: Ints) -> Ints:
     """Where each of some adjacent parts begins and, as the last entry, where the last one ends."""
-    return np.concatenate((_ZERO, np.cumsum(counts)))
+    ends = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends
 
 
 def adjacent_runs(numbers: npt.NDArray[Any], breaks: Ints | None = None) -> Ints:

@@ -50,9 +50,12 @@ def _environment(fuel: int) -> minijinja.Environment:
     def tojson(value: Any, ensure_ascii: bool = False, separators: Any = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators and tuple(separators), **options)
 
+    def strftime_now(layout: str) -> str:
+        return datetime.now().strftime(layout)
+
     environment = minijinja.Environment(
         filters={"tojson": tojson},
-        globals={"raise_exception": raise_exception, "strftime_now": lambda layout: datetime.now().strftime(layout)},
+        globals={"raise_exception": raise_exception, "strftime_now": strftime_now},
         debug=False,
         fuel=fuel,
         auto_escape_callback=lambda name: False,

@@ -44,10 +44,12 @@ ATTENTION_BACKENDS = {
 
 _DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _model = partial(option, MODEL)
-_FOLDER, _MAPPING = Check("a folder or a hub id", TEXT.holds), Check("a mapping", lambda value: isinstance(value, dict))
-_FORMAT, _SEED = choice("auto", "safetensors", "dummy"), integer(-(2**63), 2**63 - 1, "a 64-bit integer")
-_DEVICES = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
-_DEVICE = Check("auto, cpu, cuda, cuda:N", lambda name: _DEVICES.fullmatch(str(name)) is not None)
+_FOLDER = Check("a folder or a hub id", TEXT.holds)
+_MAPPING = Check("a mapping", lambda value: isinstance(value, dict))
+_FORMAT = choice("auto", "safetensors", "dummy")
+_SEED = integer(-(2**63), 2**63 - 1, "a 64-bit integer")
+_DEVICE_NAME = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
+_DEVICE = Check("auto, cpu, cuda, cuda:N", lambda name: _DEVICE_NAME.fullmatch(str(name)) is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ CDSP = "cdsp"
 PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
 """Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
 
-_PART = number("a number above 0, at most 1", lambda share: 0 < share <= 1)
+_UTILIZATION = number("a number above 0, at most 1", lambda share: 0 < share <= 1)
 _PATIENCE = number("a number above 0", lambda seconds: seconds > 0)
 _memory, _parallel = partial(option, panels.MEMORY), partial(option, panels.PARALLEL)
 _scheduling, _serving = partial(option, panels.SCHEDULING), partial(option, panels.SERVING)
@@ -62,7 +62,9 @@ class CacheConfig:
     memory_bytes: int | None = _memory(
         None, "Size of the KV pool, as 4GiB.", integer(1, 2**60), name="kv_memory", kind=str, shown="none", read=as_size
     )
-    gpu_memory_utilization: float = _memory(0.9, "Share of the GPU's memory that weights and pool may take.", _PART)
+    gpu_memory_utilization: float = _memory(
+        0.9, "Share of the GPU's memory that weights and pool may take.", _UTILIZATION
+    )
     swap_bytes: int = _memory(
         0,
         "Host memory of a rank for KV blocks of prefixes and of requests that give way: GiB, or as 512MiB; 0 is none.",

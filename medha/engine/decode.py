@@ -81,8 +81,8 @@ class HandOvers:
         instance's group, says where keys and values go."""
         while self.waiting:
             request = next(iter(self.waiting.values()))
-            open_ = [one for one in self.instances if len(one.coming) < self._most]
-            able = [one for one in open_ if one.scheduler.has_room(request, len(one.coming))]
+            with_place = [one for one in self.instances if len(one.coming) < self._most]
+            able = [one for one in with_place if one.scheduler.has_room(request, len(one.coming))]
             if not able:
                 return
             instance = max(able, key=lambda one: one.freeness)

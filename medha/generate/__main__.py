@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("medha")
 app = command.make_app()
 _request_option = partial(typer.Option, rich_help_panel="Requests", show_default=False)
-_option = partial(typer.Option, rich_help_panel="Output")
+_output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 @app.command()
@@ -55,26 +55,30 @@ def generate(
     ] = None,
     chat: Annotated[bool, _request_option("--chat", help="Put prompts into the model's chat template.")] = False,
     dry_run: Annotated[
-        bool, _option("--dry-run", help="Print rank map, memory and longest context; load nothing.")
+        bool, _output_option("--dry-run", help="Print rank map, memory and longest context; load nothing.")
     ] = False,
-    output: Annotated[Path | None, _option(help="New or empty file for JSON lines, one as each request ends.")] = None,
-    overwrite: Annotated[bool, _option("--overwrite", help="Start --output anew.")] = False,
+    output: Annotated[
+        Path | None, _output_option(help="New or empty file for JSON lines, one as each request ends.")
+    ] = None,
+    overwrite: Annotated[bool, _output_option("--overwrite", help="Start --output anew.")] = False,
     resume: Annotated[
         bool,
-        _option(
+        _output_option(
             "--resume",
             help="Go on with the --output of a run of the same --requests and options that was cut short. What has a "
             "line there is skipped, also with an error of its own; what was aborted, or lost with the engine, runs "
             "again. The tokens are those of one whole run.",
         ),
     ] = False,
-    json_lines: Annotated[bool, _option("--json", help="The same lines on stdout in place of text.")] = False,
-    timeline: Annotated[Path | None, _option(help="Chrome trace of what ran (.json or .json.gz), replaced.")] = None,
-    journal: Annotated[Path | None, _option(help="What the scheduler was asked and decided; replaced.")] = None,
-    explain: Annotated[bool, _option("--explain", help="Say on stderr where each TTFT went.")] = False,
+    json_lines: Annotated[bool, _output_option("--json", help="The same lines on stdout in place of text.")] = False,
+    timeline: Annotated[
+        Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz), replaced.")
+    ] = None,
+    journal: Annotated[Path | None, _output_option(help="What the scheduler was asked and decided; replaced.")] = None,
+    explain: Annotated[bool, _output_option("--explain", help="Say on stderr where each TTFT went.")] = False,
     log_level: LogLevel = "info",
     no_progress: Annotated[
-        bool, _option("--no-progress", help="Draw nothing on a terminal.", envvar="MEDHA_NO_PROGRESS")
+        bool, _output_option("--no-progress", help="Draw nothing on a terminal.", envvar="MEDHA_NO_PROGRESS")
     ] = False,
     **given: Any,
 ) -> int:
@@ -114,11 +118,12 @@ def asked_config(
 ) -> tuple[EngineConfig, dict[str, Any], Launch | None]:
     """What a command was given for the engine, the same as flat options, and what the launcher says; the layout is
     chosen where none is asked for."""
+    options = engine_options(given)
     if model_argument is not None and given["model"] is not None:
         raise ConfigError(f"the model is given twice: {model_argument!r} and --model {given['model']!r}")
-    if (model := model_argument or given["model"]) is None:
+    options["model"] = model_argument or given["model"]
+    if options["model"] is None:
         raise ConfigError("no model; accepted: --model with a Hugging Face folder or hub id (or no argument: the demo)")
-    options = engine_options(given) | {"model": model}
     launch = read_launch()
     if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp", "decode_replicas"):
         from medha.generate.layout import choose_layout

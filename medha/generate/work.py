@@ -215,22 +215,19 @@ def read_earlier(path: Path, arrivals: Sequence[Arrival]) -> Earlier:
     dropped = set()
     num_failed = 0
     for number, line in _lines(path):
-        fields, wrong = _fields(line), None
+        fields = _fields(line)
         if not line.endswith(b"\n"):  # the last one, torn
             dropped.add(number)
         elif fields is None:
-            wrong = f"{line[:40]!r} is no output line"
+            raise _not_ours(path, number, f"{line[:40]!r} is no output line")
         elif fields["id"] not in asked or fields["id"] in done:
             reason = "there twice" if fields["id"] in done else "not among the requests"
-            wrong = f"id {fields['id']!r:.80} is {reason}"
+            raise _not_ours(path, number, f"id {fields['id']!r:.80} is {reason}")
         elif _was_cut_short(fields):
             dropped.add(number)
         else:
             done.add(fields["id"])
             num_failed += fields.get("error") is not None
-        if wrong is not None:
-            accepted = "what a run of the same requests wrote, or --overwrite"
-            raise ConfigError(f"output file {path} line {number}: {wrong}; accepted: {accepted}")
     return Earlier(frozenset(done), num_failed, frozenset(dropped))
 
 
@@ -274,3 +271,8 @@ def _was_cut_short(fields: dict[str, Any]) -> bool:
     error, outputs = fields.get("error"), fields.get("outputs", [])
     is_lost = isinstance(error, dict) and error.get("type") in _LOST
     return is_lost or any(one.get("finish_reason") == "abort" for one in (fields, *outputs))
+
+
+def _not_ours(path: Path, number: int, reason: str) -> ConfigError:
+    accepted = "what a run of the same requests wrote, or --overwrite"
+    return ConfigError(f"output file {path} line {number}: {reason}; accepted: {accepted}")

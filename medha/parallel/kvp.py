@@ -33,7 +33,7 @@ from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import Digests, check_digest
 
 Tensors = Sequence[tuple[int, torch.Tensor]]
-"""What goes to ranks, or comes from them: rank and tensor."""
+"""Tensors, each with the rank, or group, that it goes to or comes from."""
 
 _ALIGNMENT = 16  # bytes
 

@@ -138,8 +138,10 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
     job = Job(launch, config, PrefixStore(prefix, whole), monitor)
     wait_for_all(job, "here", limit_s=config.dist_timeout_s)
     if launch.rank == 0:
-        message = "%d ranks meet at %s (store of %s, open on every interface), gloo listens on %s; "
-        message += "none of it asks for a password: keep it inside a network you trust"
+        message = (
+            "%d ranks meet at %s (store of %s, open on every interface), gloo listens on %s; none of it asks for a "
+            "password: keep it inside a network you trust"
+        )
         logger.info(message, launch.world_size, launch.address, monitor.store_holder, interface)
     return job
 

@@ -57,8 +57,8 @@ class Digests:
 def check_digest(ours: list[int], theirs: list[int], what: str) -> None:
     """Refuse what another rank says of a batch, ``what`` it did with it, if it is not the id and digest here."""
     if theirs != ours:
-        what = f"{what} batch {theirs[0]} with digest {theirs[1]:08x}"
-        raise PlanDivergenceError(f"batch {ours[0]}: {what}, this one has {ours[0]} with {ours[1]:08x}")
+        there = f"{what} batch {theirs[0]} with digest {theirs[1]:08x}"
+        raise PlanDivergenceError(f"batch {ours[0]}: {there}, this one has {ours[0]} with {ours[1]:08x}")
 
 
 @dataclass(eq=False, repr=False)

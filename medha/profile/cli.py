@@ -18,15 +18,15 @@ from medha.cli.options import LogLevel, but, engine_options, pick, takes
 from medha.config import EngineConfig
 from medha.parallel.launch import is_first_rank
 
-_MODEL = pick("hf_overrides", "dtype", "device", "load_format", "attention_backend", "num_threads")
-_MOST = "131,072, or what model and memory allow"
+_MODEL_OPTIONS = pick("hf_overrides", "dtype", "device", "load_format", "attention_backend", "num_threads")
+_MAX_KV_SHOWN = "131,072, or what model and memory allow"
 
 
-@takes(but(_MODEL, load_format="dummy"), pick("tp", "spp", "kvp", "block_size"))
+@takes(but(_MODEL_OPTIONS, load_format="dummy"), pick("tp", "spp", "kvp", "block_size"))
 def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder or hub id.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("medha-profile.json"),
-    max_kv: Annotated[int | None, typer.Option(help="Longest KV cache.", show_default=_MOST)] = None,
+    max_kv: Annotated[int | None, typer.Option(help="Longest KV cache.", show_default=_MAX_KV_SHOWN)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats: about a minute.")] = False,
     log_level: LogLevel = "info",
     **given: Any,

@@ -95,7 +95,9 @@ def _affine(
     b = np.zeros_like(sizes)
     if known:
         b = np.interp(sizes, known, isotonic(slopes, weights) if rising else slopes)
-        b = np.where(sizes > known[-1], b[-1] * sizes / known[-1], b)  # in proportion beyond it
+        b = np.where(
+            sizes > known[-1], b[-1] * sizes / known[-1], b
+        )  # in proportion to the size beyond the largest known one
         if not rising:
             b = np.where(sizes < known[0], b * sizes / known[0], b)
     offsets = seconds - np.interp(size, sizes, b) * kv

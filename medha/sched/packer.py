@@ -470,8 +470,8 @@ class MedhaPacker(Packer):
 
         def fits(q_len: int) -> bool:
             work = dealt_work(Row(0, position, q_len, False, False, 0, count))
-            took_s = (group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for group in groups)
-            return all(seconds <= limit_s for seconds, limit_s in zip(took_s, limits, strict=True))
+            take_s = (group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for group in groups)
+            return all(seconds <= limit_s for seconds, limit_s in zip(take_s, limits, strict=True))
 
         if most < PIECES * count or fits(most):
             return most if most >= PIECES * count else 0

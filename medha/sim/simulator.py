@@ -50,9 +50,9 @@ class Simulation:
     on_progress: Callable[[int], None] = lambda count: None
 
     def __post_init__(self) -> None:
-        stages = self.pipeline
         self.requests = Requests(len(self.trace))
-        self.outcome = Outcome(self.trace, self.requests, stage_busy_s=stages.busy_s, stage_bubble_s=stages.bubble_s)
+        busy_s, bubble_s = self.pipeline.busy_s, self.pipeline.bubble_s
+        self.outcome = Outcome(self.trace, self.requests, stage_busy_s=busy_s, stage_bubble_s=bubble_s)
         self.now_s = 0.0
         self._stop_s = math.inf if self.stop_s is None else self.stop_s
         self._arrivals = enumerate(self.trace.rows())

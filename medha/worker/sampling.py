@@ -122,8 +122,8 @@ def draw(
     step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
     for part in (rows[first : first + step] for first in range(0, len(rows), step)):
         at = to_device(np.array(part), logits_SV.device)
-        some, at_index = [slots[row] for row in part], [indices[row] for row in part]
-        tokens_S[at] = _draw(logits_SV.index_select(0, at), some, at_index)
+        its_slots, its_indices = [slots[row] for row in part], [indices[row] for row in part]
+        tokens_S[at] = _draw(logits_SV.index_select(0, at), its_slots, its_indices)
     _note_(tokens_S, finite_S, slots)
     logprobs = _Logprobs.of(logits_SV, tokens_S, [slot.params.logprobs for slot in slots])
     return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S])), logprobs)

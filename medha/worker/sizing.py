@@ -112,9 +112,9 @@ def num_swap_blocks(config: EngineConfig, shard: ModelShard) -> int:
     cache = config.cache
     block_bytes = shard.token_bytes * cache.block_size
     if 0 < cache.swap_bytes < block_bytes:
-        accepted = f"0, or at least a block of {cache.block_size} tokens, {block_bytes} bytes"
-        what = f"swap_space={cache.swap_bytes} bytes; accepted: {accepted}"
-        raise ConfigError(f"{what} (a number is GiB; or text as '512MiB')")
+        least = f"at least a block of {cache.block_size} tokens, {block_bytes} bytes"
+        accepted = f"0, or {least} (a number is GiB; or text as '512MiB')"
+        raise ConfigError(f"swap_space={cache.swap_bytes} bytes; accepted: {accepted}")
     return cache.swap_bytes // block_bytes
 
 

@@ -163,8 +163,8 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
             if len(data) > MAX_LINE_BYTES:
                 what = f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines"
                 raise TraceFormatError(path, what, f"line {number}")
-            if text := data.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
-                yield f"line {number}", text
+            if stripped := data.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
+                yield f"line {number}", stripped
 
 
 def _start(data: bytes) -> str:

@@ -224,7 +224,7 @@ def test_what_is_wrong_with_a_line_is_known_before_it_arrives(
 
 def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
     """Whatever else is run, or in which order; the completions of a line draw with seeds of its own. -1 is none."""
-    rows = [{"prompt": "x", "arrival_s": 1}, "{", *({"prompt": "x"} | seed for seed in ({"seed": 5}, {}, {"seed": -1}))]
+    rows = [{"prompt": "x", "arrival_s": 1}, "{", *({"prompt": "x"} | seed for seed in ({"seed": 5}, {"seed": -1}, {}))]
     path = write_lines(tmp_path / "r", *rows)
     found = {a.request_id: a.params.seed for a in read_requests(path, {}, seed=2) if a.params}
     of_its_place = {f"line-{at}": (2_000_005 + at) * 16384 for at in (1, 4, 5)}

@@ -88,12 +88,13 @@ PROGRAMS = (forgotten, caught, leaves, closes_beside_a_call, sends_much_ahead, c
 def run(rank: int, program: Callable[[int, Path], None], model: Path) -> None:
     """With the handlers of an interpreter that ends, which a forked process has none of."""
     program(rank, model)
+    print("went on")
     atexit._run_exitfuncs()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_ends_well(program: Callable[[int, Path], None], model: Path, start: Start) -> None:
-    start(2, run, program, model).end_well()
+    assert start(2, run, program, model).end_well() == ["went on\n"] * 2
 
 
 def closed_after_a_mismatch(rank: int, model: Path) -> None:

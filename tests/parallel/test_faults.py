@@ -277,15 +277,31 @@ def test_signals(serve: Start) -> None:
     assert job.stderr(1) == ""
 
 
-def test_each_rank_says_what_it_works_on_and_garbage_on_the_stores_port_changes_nothing(serve: Start) -> None:
-    """The one on SIGUSR1, also while its main thread is in a transfer; the other is D21, bytes that mean nothing. The
-    run goes on."""
-    fault = Fault(1, "decode", "hold", after=8)  # rank 0 waits for the report meanwhile
-    job = serve(2, REQUESTS, TWO_STAGES, fault=fault)
+HELD = Fault(1, "decode", "hold", after=8)  # rank 0 waits for the report meanwhile
+
+
+def test_each_rank_says_what_it_works_on(serve: Start) -> None:
+    """On SIGUSR1, also while its main thread is in a transfer; the run goes on."""
+    job = serve(2, REQUESTS, TWO_STAGES, fault=HELD)
     job.fault_s()
     for process in job.processes:
         os.kill(process.pid, signal.SIGUSR1)
     wait_until(lambda: all("most recent call first" in job.stderr(rank) for rank in (0, 1)))
+    job.let_go()
+    job.end_well()
+    assert "1 unfinished requests, " in job.stderr(0) and "'long' in slot " in job.stderr(0)
+    assert "slot 0 decode [" in job.stderr(0) or "slot 1 decode [" in job.stderr(0)
+    assert "rank 1 (stage 1): " in job.stderr(1) and "last message: batch" in job.stderr(1)
+    assert job.lines["long"]["finish_reason"] == "length"
+
+
+# -- surroundings ----------------------------------------------------------------------------------------------------
+
+
+def test_garbage_on_the_stores_port(serve: Start) -> None:
+    """D21: the store's port gets bytes that mean nothing while the job runs."""
+    job = serve(2, REQUESTS, TWO_STAGES, fault=HELD)
+    job.fault_s()
     line = next(line for line in job.stderr(0).splitlines() if "ranks meet at" in line)
     host, _, port = line.partition("meet at ")[2].split()[0].rpartition(":")
     garbage = (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 64, os.urandom(4096))
@@ -300,13 +316,7 @@ def test_each_rank_says_what_it_works_on_and_garbage_on_the_stores_port_changes_
     job.let_go()
     job.end_well()
     assert "open on every interface" in line and "gloo listens on lo" in line
-    assert "1 unfinished requests, " in job.stderr(0) and "'long' in slot " in job.stderr(0)
-    assert "slot 0 decode [" in job.stderr(0) or "slot 1 decode [" in job.stderr(0)
-    assert "rank 1 (stage 1): " in job.stderr(1) and "last message: batch" in job.stderr(1)
     assert job.lines["long"]["finish_reason"] == "length"
-
-
-# -- surroundings ----------------------------------------------------------------------------------------------------
 
 
 def limited(rank: int, arguments: list[str]) -> None:

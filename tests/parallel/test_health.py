@@ -39,14 +39,17 @@ class Ranks:
         self.ended: dict[int, tuple[str, bool]] = {}
         self._monitors: list[Monitor] = []
 
-    def monitor(self, rank: int, world_size: int, *, local_ranks: range = range(0), **options: Any) -> Monitor:
+    def monitor(
+        self, rank: int, world_size: int, *, local_ranks: range = range(0), talks: bool = True, **options: Any
+    ) -> Monitor:
         """A monitor that watches and talks; what its main thread is about, it says itself."""
         local_ranks = local_ranks or range(rank, rank + 1)
         launch = Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1", 1, **options)
         monitor = Monitor(launch, name="rank {}".format, end=lambda *told: self.ended.setdefault(rank, told))
         monitor.waits_for = lambda: "control"
         monitor.start()
-        monitor.attach(self.server.clone())
+        if talks:
+            monitor.attach(self.server.clone())
         self._monitors.append(monitor)
         return monitor
 
@@ -176,7 +179,8 @@ def test_a_rank_that_is_gone_or_stopped_is_named(ranks: Ranks, sleeper: Sleeper,
 
 
 def test_a_launcher_that_has_died(ranks: Ranks) -> None:
-    ranks.monitor(1, 2, agent_pid=os.getppid() + 1)
+    """Before there is a store, in which others could be told."""
+    ranks.monitor(1, 2, agent_pid=os.getppid() + 1, talks=False)
     wait_until(lambda: bool(ranks.ended))
     assert ranks.ended[1][0] == f"rank 1: the process that started it, {os.getppid() + 1}, has died, in start"
 

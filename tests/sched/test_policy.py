@@ -80,6 +80,10 @@ def test_keys_are_those_of_plain_python(requests: list[Waiting], now_s: float) -
         np.testing.assert_allclose(keys, [plain(r, now_s) for r in requests], rtol=1e-9, atol=1e-6, err_msg=name)
 
 
+def test_srpt_is_the_default_within_a_class() -> None:
+    assert load_policy("priority") == load_policy("priority:srpt")
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_work_and_no_deadline_give_keys_without_nan(name: str) -> None:
     requests = [

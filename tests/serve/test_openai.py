@@ -117,8 +117,7 @@ def test_logprobs_of_a_completion_and_of_its_stream(client: openai.OpenAI) -> No
     answer = client.completions.create(**given)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
-    assert "".join(logprobs.tokens) == answer.choices[0].text or "�" in answer.choices[0].text
-    assert len(logprobs.token_logprobs or ()) == len(logprobs.top_logprobs or ()) == 40
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs or ()) == len(logprobs.top_logprobs or ()) == 40
     assert logprobs.text_offset[0] == 0
     pieces = [one.choices[0].logprobs for one in client.completions.create(**given, stream=True)]
     assert [at for piece in pieces if piece is not None for at in piece.text_offset or ()] == logprobs.text_offset
