@@ -61,9 +61,7 @@ class Way:
     num_frames: int = 0
     num_bytes: int = 0
     num_lost: int = 0
-    due: deque[tuple[float, bytes]] = field(
-        default_factory=deque, init=False, repr=False
-    )  # ascending, as the delay is the same for all
+    due: deque[tuple[float, bytes]] = field(default_factory=deque, init=False, repr=False)
 
     def take(self, frame: bytes, now_s: float, chance: random.Random) -> None:
         """A frame enters the cable, or is lost."""

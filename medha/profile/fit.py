@@ -95,9 +95,8 @@ def _affine(
     b = np.zeros_like(sizes)
     if known:
         b = np.interp(sizes, known, isotonic(slopes, weights) if rising else slopes)
-        b = np.where(
-            sizes > known[-1], b[-1] * sizes / known[-1], b
-        )  # in proportion to the size beyond the largest known one
+        # in proportion to the size beyond the largest known one
+        b = np.where(sizes > known[-1], b[-1] * sizes / known[-1], b)
         if not rising:
             b = np.where(sizes < known[0], b * sizes / known[0], b)
     offsets = seconds - np.interp(size, sizes, b) * kv
