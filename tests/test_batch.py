@@ -4,8 +4,7 @@ import dataclasses
 from array import array
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medha.batch import Batch, Copy, Deal, Extent, Row, Shared, Swap, shifts
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import medha.attention.torch_backend as torch_backend
 from medha.attention.interface import AttentionRows

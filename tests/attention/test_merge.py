@@ -8,8 +8,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medha.attention.merge import merge_partials
 from medha.cpu.library import library

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medha.attention import torch_backend
 from medha.attention.cpu_backend import CpuBackend

@@ -5,8 +5,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from medha.cost.predictor import Correction, Kind
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
 from medha.cost.coefficients import Coefficients

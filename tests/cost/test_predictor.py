@@ -4,8 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, Link, MixedAttention
 from medha.cost.predictor import MIN_SECONDS, Predictor, Tick, Work

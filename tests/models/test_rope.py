@@ -4,8 +4,7 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medha.config import RopeConfig
 from medha.models.layers import cos_sin, inverse_frequencies, rotate

@@ -3,8 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from medha.profile.fit import attention_of, fit_chunks, fit_curve, fit_decodes, isotonic
 from tools.kernels import best_tile, fit_mixed

@@ -5,8 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medha.engine.journal import Journal
 from medha.engine.replay import replay

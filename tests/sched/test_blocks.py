@@ -1,8 +1,7 @@
 """The KV block pool against a model that keeps one list of blocks a slot."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha.batch import Extent

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from medha.errors import ConfigError, PolicyError
 from medha.sched.policy import BUILT_IN, Columns, Floats, Ints, Policy, Ranking, keys_of, load_policy, sort_rows

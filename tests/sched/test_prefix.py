@@ -9,8 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medha.batch import Batch, Row, Shared, Swap
 from medha.config import SchedulerConfig

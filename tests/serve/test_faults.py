@@ -16,8 +16,7 @@ from unittest.mock import Mock
 
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from medha.child import process
 from medha.child.process import Child

@@ -1,8 +1,7 @@
 """Incremental decoding against decoding all tokens at once, and stop strings against a search of the whole text."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medha.text import Detokenizer, StopChecker, Tokenizer
 from tests.text.samples import byte_level, sentencepiece, word_level

@@ -22,8 +22,7 @@ import numpy as np
 
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from examples.reproduce.timing import A100, LLAMA_8B
-from medha.config import CDSP as CDSP_SCHEDULER
-from medha.config import ParallelConfig, SchedulerConfig
+from medha.config import CDSP as CDSP_SCHEDULER, ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times
 from medha.cost.hardware import LinkRates
 from medha.cost.improvement import LoadWindow, RateTable
