@@ -44,7 +44,7 @@ def test_a_policy_of_the_papers_is_as_published(policy: str, yielded: float, gua
         assert (config.yielded_share, config.guarded_share) == (yielded, guarded)
     config = SchedulerConfig(policy=policy, rho_max=0.2, late_share=0.3)
     assert (config.yielded_share, config.guarded_share) == (0.2, 0.3)
-    assert SchedulerConfig(policy=policy).spare_share == (0.0 if not guarded else 0.08)
+    assert SchedulerConfig(policy=policy).spare_share == (0.0 if not guarded else 0.125)
     assert SchedulerConfig(policy=policy, interactive_share=0.2).spare_share == 0.2
     assert SchedulerConfig(policy=policy, interactive_share=0.2, depth=3).spare_share == 0.0
 

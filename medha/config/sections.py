@@ -153,9 +153,9 @@ class SchedulerConfig:
     )
     interactive_share: float | None = _serving(
         None,
-        "Seconds of batches for decodes and prompts of up to four quanta, for one with longer prefills.",
+        "Seconds of decodes, and of prompts of up to four quanta, for one of longer prefills.",
         SHARE,
-        shown="0.08; 0 with lars, ilrs, lrs, edf and fcfs",
+        shown="0.125; 0 with lars, ilrs, lrs, edf and fcfs",
     )
     patience_s: float = _serving(
         10.0, "Seconds without a chunk after which a request counts as passed over; inf is never.", _PATIENCE
@@ -272,7 +272,7 @@ class SchedulerConfig:
     @property
     def spare_share(self) -> float:
         """``interactive_share``, where none is given that of the policy; 0 where decodes skip batches."""
-        published = 0.0 if self.policy in PUBLISHED else 0.08
+        published = 0.0 if self.policy in PUBLISHED else 0.125
         return 0.0 if self.period > 1 else published if self.interactive_share is None else self.interactive_share
 
     @property

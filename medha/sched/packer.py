@@ -22,10 +22,10 @@ Departures from the paper, and why:
   asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty. Of several groups
   each goes on for as long as the slowest computes.
-- A batch may leave out the prefills of more than four quanta, for the sake of decodes and short prompts: its time is
-  spared from the others, ``interactive_share`` of theirs. What the policy puts before all of those left out would hold
-  them up in any case and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by
-  that share.
+- Decodes and short prompts have a share of the time of long prefills, ``interactive_share``. Where decodes alone would
+  take more of a batch, it takes up to two quanta. What they leave of their share is spent on batches that leave out the
+  prefills of more than four quanta. What the policy puts before all of those left out would hold them up in any case
+  and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by that share.
 - Where several groups have batches of a set time, what is left out of one would leave other groups idle: decodes then
   share batches of half that time, or more where they would take more than ``interactive_share`` of it.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
@@ -67,6 +67,7 @@ _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 _MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it, or nobody waits: fewer and larger chunks
+_SHARED_QUANTA = 2  # that a batch takes so that its decodes have no more than their share of it
 _MUCH = 1.2  # times as long: then a request that is alone is spread over the groups
 _FULLY = 0.97  # of the best tokens a second: no batch takes longer to read more
 _UNLIKELY = 0.05  # newcomers expected within a batch that takes longer than a quantum for a prefill that is alone
@@ -116,7 +117,7 @@ class MedhaPacker(Packer):
         builder.prefers_ring = self._prefers_ring
         builder.add_decodes()
         before, self._groups, decodes = self._groups, [], len(builder.rows)
-        lone_s = 0.0
+        lone_s, share = 0.0, self.config.spare_share
         if queue.num_prefills and not (queue.decoding or self._is_set):  # until one ends a newcomer alone is held up
             kv = int(queue.column("num_computed_tokens").max())
             lone_s = self.predictor.tick().with_chunk(self._full_chunk(kv), kv)
@@ -128,7 +129,8 @@ class MedhaPacker(Packer):
             tick, most_s = self.predictor.tick(*builder.works(index)), self._most_s(queue, builder, index)
             budget_s = min(self._quantum_s, most_s)
             if self.config.quantum_s is None and budget_s < most_s:  # what an objective leaves is used
-                longer_s = most_s if most_s < math.inf else max(budget_s, lone_s)
+                shared_s = min(tick.seconds / share, _SHARED_QUANTA * self._quantum_s) if share and decodes else 0.0
+                longer_s = most_s if most_s < math.inf else max(budget_s, lone_s, shared_s)
                 budget_s = min(_MOST_QUANTA * self._quantum_s, longer_s)
             last_s = before[index].tick.seconds - before[index].decodes_s if before else 0.0
             self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, most_s, last_s))
@@ -136,7 +138,7 @@ class MedhaPacker(Packer):
             row_s = sum(group.decodes_s for group in self._groups) / decodes
             for row in builder.rows:
                 queue.tenants.charge(queue.running[row.slot].tenant, row_s)
-        decodes_s, share = max(group.decodes_s for group in self._groups), self.config.spare_share
+        decodes_s = max(group.decodes_s for group in self._groups)
         shortens = self._is_set and len(self._groups) > 1 and share > 0
         for group in self._groups if shortens and decodes else ():
             group.budget_s = min(group.budget_s, max(self._quantum_s / 2, decodes_s / share))
@@ -147,7 +149,8 @@ class MedhaPacker(Packer):
             if favoured or shortens or not self._leave_out(queue, builder, decodes_s):
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
-                self._spare_s = min(self._spare_s + share * prefills_s, self._most_spare_s)
+                spare_s = self._spare_s + share * prefills_s - decodes_s
+                self._spare_s = min(max(spare_s, 0.0), self._most_spare_s)
         self._refused = list(dict.fromkeys([*self._asked, *builder.refused]))
         return self._prediction(queue, builder) if builder.rows else None
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, Work
 from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.params import SLO
 from medha.sched.scheduler import Scheduler
@@ -76,21 +76,38 @@ def test_a_class_goes_first_by_default() -> None:
     assert next_batch(scheduler).rows[0].slot == 1
 
 
-def test_batches_without_the_long_prompt_take_their_share_and_no_more() -> None:
-    """Beside decodes that never end the seconds of one kind bound those of the other, and tokens come more quickly."""
+def test_decodes_take_their_share_beside_and_without_the_long_prompt_and_no_more() -> None:
+    """Of those that never end; tokens come more quickly."""
     means_s = []
     for share in (0.0, 0.05, 0.2):
         steps = Steps(on_one_group(interactive_share=share), *[(64, 1 << 16)] * 4)
         steps.add(9, 300_000)
-        seconds = {True: 0.0, False: 0.0}  # of batches with a chunk of the long prompt, and without
+        decodes_s = prefills_s = 0.0
         while not steps.times_s[9]:
             batch, taken_s = steps.step()
-            seconds[any(row.slot == 9 for row in batch.rows)] += taken_s
-        first_s = 4 * QUANTUM_S * (share > 0)  # there from the start
-        least_s, most_s = (part * share * seconds[True] + first_s for part in (0.95, 1.0))
-        assert least_s <= seconds[False] <= most_s + 1.0  # and the first prompts
+            decodes = [Work(1, row.position, True) for row in batch.rows if row.is_decode]
+            decodes_s += (beside_s := PREDICTOR.predict(decodes))
+            prefills_s += taken_s - beside_s
+        if share:
+            assert 0.99 * share * prefills_s <= decodes_s <= share * prefills_s + 4 * QUANTUM_S + 1.0
         means_s.append(steps.now_s / len(steps.times_s[0]))
-    assert means_s[1] < 0.3 * means_s[0] and means_s[2] < 0.6 * means_s[1]
+    assert means_s[1] < 0.4 * means_s[0] and means_s[2] < 0.6 * means_s[1]
+
+
+@pytest.mark.parametrize(("num_decodes", "least", "most"), [(8, 1.0, 1.0), (32, 1.3, 1.5), (100, 2.0, 2.0)])
+def test_a_batch_takes_up_to_two_quanta_for_its_decodes_to_have_their_share(
+    num_decodes: int, least: float, most: float
+) -> None:
+    for share in (0.0, 0.125):
+        steps = Steps(on_one_group(interactive_share=share), *[(64, 1 << 11)] * num_decodes)
+        while steps.step()[0].num_decodes < num_decodes:
+            pass
+        steps.add(999, 300_000)
+        while steps.step()[0].num_tokens == num_decodes:
+            pass
+        prediction = steps.decision.prediction
+        assert prediction is not None
+        assert prediction.budget_s == QUANTUM_S if not share else least <= prediction.budget_s / QUANTUM_S <= most
 
 
 def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
