@@ -182,7 +182,8 @@ def budget_text(config: SchedulerConfig, *, has_tpot: bool) -> str:
         return f"scheduler {config.scheduler}: batches of at most {config.max_batch_tokens:,} tokens, {chunks}"
     if config.t_target_s is not None:
         return f"a batch may take {config.t_target_s:g} s (t_target_s)"
-    quantum = "what an efficient chunk takes" if config.quantum_s is None else f"{config.quantum_s:g} s"
+    chunks = "what one or two efficient chunks take" if config.spare_share else "what an efficient chunk takes"
+    quantum = chunks if config.quantum_s is None else f"{config.quantum_s:g} s"
     if has_tpot:
         return f"a batch may take what its decodes' TPOT objectives leave, else {quantum} (quantum_s)"
     why = "quantum_s, as there is no TPOT objective"
