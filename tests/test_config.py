@@ -113,7 +113,7 @@ def test_max_kv_per_group_is_taken_in_whole_blocks(caplog: pytest.LogCaptureFixt
     ("options", "has_tpot", "text"),
     [
         ({"quantum_s": 0.25}, False, "a batch may take 0.25 s (quantum_s, as there is no TPOT objective)"),
-        ({}, True, "a batch may take what its decodes' TPOT objectives leave, else what one or two efficient chunks take"),
+        ({}, True, "a batch may take what its decodes' TPOT objectives leave, else what one or two efficient chunks"),
         ({"t_target_s": 0.05}, False, "a batch may take 0.05 s (t_target_s)"),
         ({"scheduler": "vllm"}, False, "scheduler vllm: batches of at most 2,048 tokens, chunks of at most 2,048"),
         ({"scheduler": "orca"}, True, "scheduler orca: batches of at most 2,048 tokens, whole prompts"),
