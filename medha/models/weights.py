@@ -27,11 +27,13 @@ from medha.models.layers import local_part
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 LOADABLE_DTYPES = ("F32", "BF16", "F16")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _MAX_INDEX_BYTES = 100_000_000
 _PLAIN_NAME = re.compile(r"[\w .+-]{1,200}\.safetensors")
 _MAX_NAME = 200
 _MAX_LISTED = 10
+_NUM_ROWS = 1024  # that are compared at once
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 
 
@@ -167,10 +169,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Compare a checkpoint with what a whole model needs; no data is read.
+    """Compare a checkpoint with what a whole model needs; no data is read but of a tied head and its embedding.
 
-    One WeightsError names up to 10 missing, unexpected, misshapen and mistyped tensors each. A head that is tied, and
-    buffers of RoPE, may be there though the model does not read them.
+    One WeightsError names up to 10 missing, unexpected, misshapen and mistyped tensors each. A tied head that equals
+    the embedding, and buffers of RoPE, may be there though the model does not read them.
     """
     expected = expected_tensors(config)
     mistyped = f"of wrong dtype (accepted: {', '.join(LOADABLE_DTYPES)})"
@@ -179,7 +181,7 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
     for info in checkpoint.tensors.values():
         where, shape = f"{info.name} in {info.file}", expected.get(info.name)
         if shape is None:
-            is_tied = info.name == "lm_head.weight" and config.tie_word_embeddings
+            is_tied = info.name == HEAD and config.tie_word_embeddings
             if not is_tied and not info.name.endswith("rotary_emb.inv_freq"):
                 problems["unexpected"].append(where)
             continue
@@ -189,6 +191,18 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
             problems[mistyped].append(f"{where} is {info.dtype}")
     if found := [f"{len(names)} tensors {what}: {_listing(names)}" for what, names in problems.items() if names]:
         raise WeightsError(f"{checkpoint.folder}: {'; '.join(found)}")
+    if config.tie_word_embeddings and HEAD in checkpoint.tensors and not _are_equal(checkpoint, EMBEDDING, HEAD):
+        what = f"tie_word_embeddings=True, but {HEAD} is another than {EMBEDDING}"
+        raise WeightsError(f"{checkpoint.folder}: {what}; accepted: tie_word_embeddings=False, or one weight")
+
+
+def _are_equal(checkpoint: Checkpoint, *names: str) -> bool:
+    """Whether two matrices hold the same bytes; some rows are read at a time, until they differ."""
+    shape, other = (checkpoint.tensors[name].shape for name in names)
+    if shape != other:
+        return False
+    pieces = [(slice(i, i + _NUM_ROWS),) for i in range(0, shape[0], _NUM_ROWS)]
+    return all(torch.equal(*(checkpoint.read(name, rows).view(torch.uint8) for name in names)) for rows in pieces)
 
 
 def load_parameters(

@@ -22,7 +22,7 @@ from medha.attention.flashinfer_backend import FlashInferBackend, wrong_with
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.config import ATTENTION_BACKENDS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.cpu.library import lacks_products, library
-from medha.errors import ConfigError, WeightsError
+from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.layers import OWN_KERNELS, FusedKernels, TensorShard
 from medha.models.weights import Checkpoint, TensorInfo, check_tensors, load_parameters
@@ -202,11 +202,6 @@ def load_model(
     else:
         with Checkpoint(folder) as checkpoint:
             check_tensors(checkpoint, shard.whole)
-            ends = [checkpoint.tensors.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
-            is_tied = shard.whole.tie_word_embeddings and all(ends)
-            if is_tied and len({_middle(checkpoint, end) for end in ends if end}) > 1:
-                what = "tie_word_embeddings=True, but lm_head.weight is another than model.embed_tokens.weight"
-                raise WeightsError(f"{folder}: {what}; accepted: tie_word_embeddings=False, or one weight")
             model = build()
             load_parameters(dict(model.named_parameters()), checkpoint, index=shard.index)
     if config.parallel.tp_forward == "local":

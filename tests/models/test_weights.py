@@ -14,7 +14,15 @@ from safetensors.torch import save_file
 from medha.config import ModelConfig, RopeConfig
 from medha.errors import ConfigError, WeightsError
 from medha.models.decoder import build_decoder
-from medha.models.weights import INDEX_NAME, Checkpoint, check_tensors, expected_tensors, load_parameters
+from medha.models.weights import (
+    EMBEDDING,
+    HEAD,
+    INDEX_NAME,
+    Checkpoint,
+    check_tensors,
+    expected_tensors,
+    load_parameters,
+)
 
 FILE = "model.safetensors"
 # A vocabulary of 32, hidden 16, inner 24, 2 layers, 4 heads over 2 KV heads of dimension 4, 64 positions.
@@ -257,9 +265,20 @@ def test_one_error_lists_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_may_be_there_unread(tmp_path: Path, tied: bool) -> None:
     config = replace(CONFIG, tie_word_embeddings=tied)
-    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2), "lm_head.weight": torch.zeros(32, 16)}
-    save_file(random_tensors(config) | more, tmp_path / FILE)
+    tensors = random_tensors(config)
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2), HEAD: tensors[EMBEDDING].clone()}
+    save_file(tensors | more, tmp_path / FILE)
     with Checkpoint(tmp_path) as checkpoint:
+        check_tensors(checkpoint, config)
+
+
+@pytest.mark.parametrize("row", [0, 1100, 2099, 2100], ids=["first", "second piece", "last", "one more"])
+def test_a_tied_head_is_compared_whole(tmp_path: Path, row: int) -> None:
+    tensors = random_tensors(config := replace(CONFIG, vocab_size=2100, tie_word_embeddings=True))
+    head = torch.cat([tensors[EMBEDDING], torch.zeros(row // 2100, 16)])
+    head[row, 3] += 1
+    save_file(tensors | {HEAD: head}, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match=r"but lm_head\.weight is another than"):
         check_tensors(checkpoint, config)
 
 
