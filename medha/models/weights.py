@@ -73,7 +73,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         ``index`` has one slice for each leading dimension, without steps. What is returned is on the CPU, in the dtype
         of the file, and may be mapped from it, so copy it before changing it.
         """
-        file = self.tensors[name].file
+        name, *_, file = self.tensors[name]
         try:
             if _stamp(os.stat(self.folder / file)) != self._stamps[file]:
                 raise WeightsError(f"{file}: changed since it was opened; accepted: a file that nobody is writing")
@@ -172,17 +172,20 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Compare a checkpoint with what a whole model needs; no data is read but of a tied head and its embedding.
 
     One WeightsError names up to 10 missing, unexpected, misshapen and mistyped tensors each. A tied head that equals
-    the embedding, and buffers of RoPE, may be there though the model does not read them.
+    the embedding, and buffers of RoPE, may be there though the model does not read them. A tied head that is there
+    alone is the embedding from here on.
     """
+    if config.tie_word_embeddings and HEAD in checkpoint.tensors and EMBEDDING not in checkpoint.tensors:
+        checkpoint.tensors[EMBEDDING] = checkpoint.tensors.pop(HEAD)
     expected = expected_tensors(config)
     mistyped = f"of wrong dtype (accepted: {', '.join(LOADABLE_DTYPES)})"
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "of wrong shape": [], mistyped: []}
     problems["missing"] = [name for name in expected if name not in checkpoint.tensors]
-    for info in checkpoint.tensors.values():
-        where, shape = f"{info.name} in {info.file}", expected.get(info.name)
+    for name, info in checkpoint.tensors.items():
+        where, shape = f"{info.name} in {info.file}", expected.get(name)
         if shape is None:
-            is_tied = info.name == HEAD and config.tie_word_embeddings
-            if not is_tied and not info.name.endswith("rotary_emb.inv_freq"):
+            is_tied = name == HEAD and config.tie_word_embeddings
+            if not is_tied and not name.endswith("rotary_emb.inv_freq"):
                 problems["unexpected"].append(where)
             continue
         if info.shape != shape:

@@ -282,6 +282,19 @@ def test_a_tied_head_is_compared_whole(tmp_path: Path, row: int) -> None:
         check_tensors(checkpoint, config)
 
 
+@pytest.mark.parametrize("layers", [range(1), range(1, 2)], ids=["first stage", "last stage"])
+def test_a_tied_head_alone_is_the_embedding(tmp_path: Path, layers: range) -> None:
+    tensors = random_tensors(config := replace(CONFIG, tie_word_embeddings=True))
+    save_file({HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()}, tmp_path / FILE)
+    decoder = build_decoder(config, dtype=torch.float32, device=torch.device("cpu"), layers=layers)
+    with Checkpoint(tmp_path) as checkpoint:
+        with pytest.raises(WeightsError, match=f"1 tensors missing: {EMBEDDING}$"):
+            check_tensors(checkpoint, CONFIG)
+        check_tensors(checkpoint, config)
+        load_parameters(parameters := dict(decoder.named_parameters()), checkpoint)
+    assert torch.equal(parameters[EMBEDDING], tensors[EMBEDDING])
+
+
 def test_weights_beyond_memory_are_a_named_error() -> None:
     with pytest.raises(ConfigError, match=r"^the weights held here take \d{14} bytes on cpu, which does not give them"):
         build_decoder(replace(CONFIG, vocab_size=2**40), dtype=torch.bfloat16, device=torch.device("cpu"))
