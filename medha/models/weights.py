@@ -7,6 +7,7 @@ never opened.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
@@ -23,6 +24,8 @@ from medha.errors import WeightsError, short_repr
 from medha.models.decoder import Decoder
 from medha.models.folder import parse_json_object, read_json_object
 from medha.models.layers import local_part
+
+logger = logging.getLogger("medha")
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -103,9 +106,13 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     if INDEX_NAME in entries:  # as in vLLM; transformers would take a model.safetensors beside it
         weight_map = _read_weight_map(folder / INDEX_NAME)
         files = sorted(set(weight_map.values()))
-        if absent := [file for file in files if file not in entries]:
+        absent = [file for file in files if file not in entries]
+        if not absent:
+            return files, weight_map
+        if absent != files or SINGLE_NAME not in entries:
             raise WeightsError(f"{INDEX_NAME}: lists {len(absent)} files that are not there: {_listing(absent)}")
-        return files, weight_map
+        # transformers leaves the index where it saves one file over shards
+        logger.warning("%s: reads %s; the files that %s lists are not there", folder, SINGLE_NAME, INDEX_NAME)
     files = [entry for entry in entries if entry.endswith(".safetensors")]
     if SINGLE_NAME in files:
         return [SINGLE_NAME], {}

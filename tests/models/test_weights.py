@@ -202,6 +202,15 @@ def test_index_lists_what_is_not_there(tmp_path: Path) -> None:
     refused(tmp_path, "lists 2 tensors that are not there: 'w' in b.safetensors, 'v' in a")
 
 
+def test_stale_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / FILE)
+    write_index(tmp_path, {"w": "a.safetensors", "v": "b.safetensors"})
+    assert_reads(tmp_path, {"w": torch.ones(2)}, {"w": FILE})
+    assert f"{tmp_path}: reads {FILE}; the files that {INDEX_NAME} lists are not there" in caplog.text
+    save_file({"w": torch.zeros(2)}, tmp_path / "a.safetensors")
+    refused(tmp_path, "lists 1 files that are not there: b.safetensors")
+
+
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model-q4.gguf"])
 def test_other_formats_are_refused_unopened(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
