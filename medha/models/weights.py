@@ -108,6 +108,8 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         files = sorted(set(weight_map.values()))
         absent = [file for file in files if file not in entries]
         if not absent:
+            if SINGLE_NAME in entries and SINGLE_NAME not in files:
+                logger.warning("%s: reads the files that %s lists, and not %s", folder, INDEX_NAME, SINGLE_NAME)
             return files, weight_map
         if absent != files or SINGLE_NAME not in entries:
             raise WeightsError(f"{INDEX_NAME}: lists {len(absent)} files that are not there: {_listing(absent)}")

@@ -202,6 +202,17 @@ def test_index_lists_what_is_not_there(tmp_path: Path) -> None:
     refused(tmp_path, "lists 2 tensors that are not there: 'w' in b.safetensors, 'v' in a")
 
 
+def test_a_whole_file_beside_an_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / FILE)
+    write_index(tmp_path, {"w": FILE})
+    Checkpoint(tmp_path)
+    assert not caplog.text
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    write_index(tmp_path, {"w": "a.safetensors"})
+    assert_reads(tmp_path, {"w": torch.ones(2)}, {"w": "a.safetensors"})
+    assert f"{tmp_path}: reads the files that {INDEX_NAME} lists, and not {FILE}" in caplog.text
+
+
 def test_stale_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / FILE)
     write_index(tmp_path, {"w": "a.safetensors", "v": "b.safetensors"})
