@@ -261,9 +261,10 @@ def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int 
             raise UnsupportedModelError(f"{what}; accepted: full_attention")
         if "sliding_attention" in layer_types:
             return f"layer_types with sliding_attention (sliding_window={window})"
-    if window is None or family.sliding_window is None:
+    if window is None:
         return None
-    if family.architecture == "MistralForCausalLM":
+    # The KV cache of transformers keeps a window of a Llama too.
+    if family.architecture == "MistralForCausalLM" or (family.sliding_window is None and layer_types is None):
         absent = "" if "sliding_window" in reader.raw else ", the default of this architecture"
         return f"sliding_window={window}{absent}"
     first = reader.number("max_window_layers", integer(0, 2**31), 28)

@@ -82,6 +82,8 @@ def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
         ({"vocab_size": 2}, {"bos_token_id": 1, "eos_token_ids": ()}),
         (family("mistral", sliding_window=None), NO_WINDOW),
         (family("mistral", sliding_window=8192), NO_WINDOW),
+        ({"sliding_window": 8192}, NO_WINDOW),
+        ({"sliding_window": 512, "layer_types": ["full_attention"] * 2}, NO_WINDOW),
         (family("qwen2", use_sliding_window=False, sliding_window=512), NO_WINDOW),
         (family("qwen2", use_sliding_window=True, sliding_window=None), NO_WINDOW),
         (family("qwen2", use_sliding_window=True, sliding_window=512, max_window_layers=2), NO_WINDOW),
@@ -170,6 +172,7 @@ def test_what_transformers_saves_reads_back(tmp_path: Path, kind: str, explicit:
     [
         (family("mistral", sliding_window=4096), 4096),
         (family("mistral"), 4096),  # absent: the default of transformers
+        ({"sliding_window": 512}, 512),
         (family("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=1), 1024),
         (family("qwen3", use_sliding_window=True, max_window_layers=0), 4096),
         (family("qwen3", sliding_window=512, layer_types=TWO_KINDS), 512),
