@@ -69,10 +69,16 @@ _KNOWN_FIELDS = {
     "dual_chunk_attention_config",
 }  # fmt: skip
 
-# Fields of generation_config.json that are not implemented, with the value (beside null) that changes nothing.
-_UNREAD: dict[str, Any] = {
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), ()),
-    **{"no_repeat_ngram_size": 0, "num_beams": 1},
+# Fields of generation_config.json that are not implemented, with the values (beside null) that change nothing.
+_UNREAD: dict[str, tuple[Any, ...]] = {
+    name: neutral
+    for names, neutral in (
+        ("suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias stop_strings", ([], {}, "")),
+        ("no_repeat_ngram_size min_new_tokens min_length epsilon_cutoff eta_cutoff penalty_alpha", (0,)),
+        ("num_beams num_return_sequences typical_p guidance_scale encoder_repetition_penalty", (1,)),
+        ("top_h forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty", ()),
+    )
+    for name in names.split()
 }
 # Its others that count have the names and bounds of medha.SamplingParams.
 _CHECKS = {field.name: field.metadata["option"].check for field in dataclasses.fields(SamplingParams)}
@@ -149,7 +155,7 @@ def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, flo
     if not path.exists() and not path.is_symlink():
         return {}, ()
     reader = Fields(read_json_object(path), path.name)
-    unread = [name for name, neutral in _UNREAD.items() if (reader.raw.get(name) or neutral) != neutral]
+    unread = [name for name, neutral in _UNREAD.items() if reader.raw.get(name) not in (None, *neutral)]
     if unread:
         logger.warning("%s: not implemented, and left out: %s", path, ", ".join(unread))
     names = {name: name for name in MODEL_DEFAULTS} | {"max_tokens": "max_new_tokens"}

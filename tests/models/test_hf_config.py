@@ -278,7 +278,18 @@ def test_wrong_generation_field(tmp_path: Path, field: str, value: Any) -> None:
 
 
 def test_generation_fields_that_are_not_implemented_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    generation(tmp_path, {"suppress_tokens": [], "bad_words_ids": None, "num_beams": 1, "no_repeat_ngram_size": 0})
+    fields = {  # with a value, beside null, that changes nothing and one that does
+        **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), ([], [5])),
+        "stop_strings": ("", "x"),
+        **dict.fromkeys(("no_repeat_ngram_size", "min_new_tokens", "min_length", "epsilon_cutoff"), (0, 1)),
+        **dict.fromkeys(("eta_cutoff", "penalty_alpha"), (0.0, 0.6)),
+        **dict.fromkeys(("num_beams", "num_return_sequences"), (1, 2)),
+        **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty"), (1.0, 0)),
+        **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id"), (None, 0)),
+        "exponential_decay_length_penalty": (None, [5, 1.1]),
+    }
+    generation(tmp_path, {name: neutral for name, (neutral, _) in fields.items()})
+    generation(tmp_path, dict.fromkeys(fields))
     assert not caplog.text
-    generation(tmp_path, {"suppress_tokens": [5], "num_beams": 4})
-    assert "not implemented, and left out: suppress_tokens, num_beams" in caplog.text
+    generation(tmp_path, {name: value for name, (_, value) in fields.items()})
+    assert f"not implemented, and left out: {', '.join(fields)}" in caplog.text
