@@ -195,9 +195,11 @@ def _family(reader: Fields) -> _Family:
         what = f"{reader.where}: {given}={short_repr(value)} is not supported"
         raise UnsupportedModelError(f"{what}; supported: {', '.join(families)}")
     family = families[value]
-    if isinstance(model_type, str) and _FAMILIES.get(model_type, family) is not family:
-        what = f"{reader.where}: architectures={short_repr(names)} and model_type={model_type!r} name different models"
-        raise ConfigError(f"{what}; accepted: two that agree, or one of them")
+    if isinstance(model_type, str) and (other := _FAMILIES.get(model_type)) is not family:
+        what = f"{reader.where}: architectures={short_repr(names)} and model_type={short_repr(model_type)}"
+        if other is not None:
+            raise ConfigError(f"{what} name different models; accepted: two that agree, or one of them")
+        logger.warning("%s: medha goes by the former, transformers by the latter", what)
     return family
 
 

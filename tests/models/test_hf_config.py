@@ -95,6 +95,14 @@ def test_fields_and_defaults(tmp_path: Path, changes: Fields, expected: Fields) 
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+def test_another_model_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for model_type in ("llama", None, REMOVE):
+        load(tmp_path, {"model_type": model_type})
+    assert not caplog.text
+    assert load(tmp_path, {"model_type": "gemma"}).architecture == "LlamaForCausalLM"
+    assert "architectures=['LlamaForCausalLM'] and model_type='gemma': medha goes by the former" in caplog.text
+
+
 def test_fields_that_would_change_the_output(tmp_path: Path) -> None:
     for field, neutral in _NEUTRAL_VALUES.items():
         refused(tmp_path, UnsupportedModelError, {field: 0.7}, [f"{field}=0.7 changes the model's output", "null"])
