@@ -4,15 +4,15 @@ Decodes first, their predicted time counted; then prefills in the policy's order
 the budget. Chunks shrink as KV grows because the same budget holds fewer tokens: adaptive chunking needs no rule of its
 own. With KV parallelism every group has a budget, and a chunk that lies on several takes the least that any leaves.
 
-The guard: a policy alone starves somebody. Under an overload of short requests SRPT and LARS starve a long one for as
-long as it lasts, and LARS can hold a short one for nearly its whole deadline. So a prefill that is late, or that has
-been passed over for ``patience_s``, is guarded until its prefill ends. In each batch the guarded are served first, by
-arrival, up to ``late_share`` of the prefill budget; a share of 0 turns that off. With time counted in seconds of
-prefill budget, B that of one batch, and s the share: a guarded request with w seconds of work left, and W left in the
-guarded that arrived before it, ends its prefill within (W + w) / s + B, whoever comes later; the policy's order runs as
-on a machine slower by at most 1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no
-place, the oldest keeps its turn, and what it did not get is owed to the guarded, up to one budget: the first bound
-grows by B / s. Where that holds no chunk either, it gets the least efficient one, beyond the budget, and owes the rest.
+The guard: under an overload of short requests SRPT and LARS starve a long one for as long as it lasts, and LARS can
+hold a short one for nearly its whole deadline. So a prefill that is late, or that has been passed over for
+``patience_s``, is guarded until its prefill ends. In each batch the guarded are served first, by arrival, up to
+``late_share`` of the prefill budget; a share of 0 turns that off. With time counted in seconds of prefill budget, B
+that of one batch, and s the share: a guarded request with w seconds of work left, and W left in the guarded that
+arrived before it, ends its prefill within (W + w) / s + B, whoever comes later; the policy's order runs as on a machine
+slower by at most 1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no place, the
+oldest keeps its turn, and what it did not get is owed to the guarded, up to one budget, or where no place is free four
+quanta: the bound grows by so much over s. If that holds no chunk, it gets the least efficient one, and owes the rest.
 
 Departures from the paper, and why:
 
@@ -20,22 +20,20 @@ Departures from the paper, and why:
   to. Here only a long prefill yields, only while a short one waits, and of what the decodes leave.
 - A request that is passed over now has its first token ``(depth + 1)`` budgets later at the latest. So policies are
   asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
-- What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty. Of several groups
-  each goes on for as long as the slowest computes.
+- What a long prefill yields and no short one takes goes back to it. Each group goes on for as long as the slowest.
 - Decodes and short prompts have a share of the time of long prefills, ``interactive_share``. Where decodes alone would
   take more of a batch, it takes up to two quanta. What they leave of their share is spent on batches that leave out the
   prefills of more than four quanta. What the policy puts before all of those left out would hold them up in any case
   and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by that share.
-- Where several groups have batches of a set time, what is left out of one would leave other groups idle: decodes then
-  share batches of half that time, or more where they would take more than ``interactive_share`` of it.
+- Where several groups have batches of a set time, no batch leaves prefills out, as other groups would idle: decodes
+  share batches of half that time, or of so much that they are ``interactive_share`` of it.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
 - Without decodes a batch takes up to four quanta if that reads more, until the first prefill ends at most, where the
   time since the last arrival makes a newcomer in it unlikely: the quantum is for newcomers, no empty system pays it.
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
-  efficient one, beyond the budget: else nothing would ever be read. Where no objective bounds the batch, that is one
-  that the machine reads at nearly full speed.
+  efficient one, beyond the budget; where no objective bounds the batch, one that is read at nearly full speed.
 
 The file is long because of what stands above, and because the budget and what is packed into it change together.
 """
@@ -104,8 +102,7 @@ class MedhaPacker(Packer):
         self._spare_s = self._most_spare_s = _MOST_QUANTA * self._quantum_s  # for batches that leave out long prefills
         self._least_s = predictor.uncorrected().tick().with_chunk(1, 0)  # of a batch, whatever is in it
         self._groups: list[GroupTime] = []
-        self._ahead_s = 0.0
-        self._factor = 1.0
+        self._ahead_s, self._factor = 0.0, 1.0
         self._yields = False  # long prefills leave time to short ones
         self._yielders: list[State] = []  # those to which that left too little for a chunk
 
@@ -164,10 +161,9 @@ class MedhaPacker(Packer):
             return False
         rows = self._order(queue, builder)
         is_short = left_s[rows] <= self._most_spare_s
-        seconds = left_s[rows] * self._factor
-        if not queue.column("guarded").any():
-            seconds[: len(rows) if is_short.all() else int(is_short.argmin())] = 0.0
-        paid_s = np.cumsum(seconds[is_short]) + least_s
+        are_free = np.logical_and.accumulate(is_short) & (not queue.column("guarded").any())
+        seconds = np.cumsum(np.where(are_free, 0.0, left_s[rows] * self._factor)[is_short]) + least_s
+        paid_s = np.minimum(seconds, max(group.budget_s for group in self._groups))  # what is left then pays then
         count = int(np.searchsorted(paid_s, self._spare_s, side="right"))
         if not count and not decodes_s:
             return False
@@ -175,7 +171,8 @@ class MedhaPacker(Packer):
             if state.prefilling and self._has_room(builder, may_exceed=True):
                 self._give(state, queue, builder, may_exceed=True)
         if builder.rows:
-            self._spare_s -= float(paid_s[count - 1]) if count else decodes_s
+            paid = float(paid_s[count - 1]) if count else decodes_s
+            self._spare_s -= min(paid, max(group.tick.seconds for group in self._groups))
         return bool(builder.rows)
 
     def _serve(self, queue: Queue, builder: BatchBuilder, favoured: list[State]) -> None:
@@ -282,19 +279,22 @@ class MedhaPacker(Packer):
         if not guarded.any():
             self._owed_s = []
             return
-        is_turn, least_s = True, 0.0  # what a chunk beyond the budget takes is owed by them
-        owed, limits = self._owed_s or [0.0] * len(self._groups), []
-        for group, owed_s in zip(self._groups, owed, strict=True):
+        is_turn, least_s, most_s = True, 0.0, 0.0  # what a chunk beyond the budget takes is owed by them
+        earned, limits = list[float](), list[float]()
+        for group, owed_s in zip(self._groups, self._owed_s or [0.0] * len(self._groups), strict=True):
             prefill_s = max(0.0, group.budget_s - group.decodes_s)
-            earned_s = share * (prefill_s if owed_s >= 0 else max(prefill_s, group.last_s))
-            limits.append(min(prefill_s, owed_s + earned_s))
+            earned.append(owed_s + share * (prefill_s if owed_s >= 0 else max(prefill_s, group.last_s)))
+            limits.append(min(prefill_s, earned[-1]))
             group.limit_s = group.decodes_s + limits[-1]
             is_turn &= limits[-1] >= prefill_s
         is_whole, lengths = all(g.limit_s >= g.budget_s for g in self._groups), queue.column("num_prompt_tokens")
         may_be_long = is_whole or np.count_nonzero(lengths >= self.config.long_threshold) < 2
         rows = sort_rows((queue.column("arrival_s"), queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
-            if builder.is_held(state) or not builder.has_place(state):
+            if builder.is_held(state):
+                continue
+            if not builder.has_place(state):
+                most_s = self._most_spare_s  # when a place comes free its batch, without decodes, may be as long
                 continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
@@ -306,7 +306,8 @@ class MedhaPacker(Packer):
             if state.slot not in builder.refused:
                 break
             builder.closed_from = min(builder.closed_from, state.request.priority if self._ranking.by_class else 0)
-        left_s = [most - (its.tick.seconds - its.decodes_s) for its, most in zip(self._groups, limits, strict=True)]
+        parts = zip(limits, earned, self._groups, strict=True)
+        left_s = [max(limit, min(had_s, most_s)) - its.tick.seconds + its.decodes_s for limit, had_s, its in parts]
         self._owed_s = [max(min(limit, least_s), left) for limit, left in zip(limits, left_s, strict=True)]
 
     def _serve_in_order(self, queue: Queue, builder: BatchBuilder) -> None:

@@ -127,13 +127,13 @@ def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
 
 
 def batches_of_shorts(scheduler: Scheduler) -> tuple[int, float, float]:
-    """A short prompt of one token's answer comes with every third batch beside a long one. How many of eighty have
+    """A short prompt of one token's answer comes with every second batch beside a long one. How many of eighty have
     batches without the long one, and the seconds of batches without and with it."""
     steps = Steps(scheduler)
     steps.add(9, 300_000)
     num_own, seconds, is_there = 0, [0.0, 0.0], False
-    for step in range(240):
-        if step % 3 == 2:
+    for step in range(160):
+        if step % 2:
             steps.add(1, 20)
             is_there = True
         while True:
@@ -153,6 +153,23 @@ def test_a_prompt_that_comes_first_in_any_case_pays_nothing_for_a_batch_of_its_o
     assert num_own == 80 and without_s > 0.02 * with_s + 4 * QUANTUM_S
     num_own, without_s, with_s = batches_of_shorts(on_one_group(interactive_share=0.02, rho_max=0.0, patience_s=1e-6))
     assert num_own < 80 and without_s <= 0.02 * with_s + 4 * QUANTUM_S
+
+
+@pytest.mark.parametrize("num_tokens", [20, 600, 920])
+def test_prompts_that_come_after_a_long_one_have_their_share(num_tokens: int) -> None:
+    """They pay for what their batches take, and for no more, also where one needs nearly four quanta."""
+    options = {"policy": "fcfs", "interactive_share": 0.125, "rho_max": 0.0, "late_share": 0.0}
+    scheduler, seconds = on_one_group(**options), [0.0, 0.0]  # without the long one, and with it
+    steps = Steps(scheduler)
+    steps.add(0, 60_000)
+    while not steps.times_s[0]:
+        for slot in range(1, 6):
+            if not scheduler.knows(slot):
+                steps.add(slot, num_tokens)
+        batch, taken_s = steps.step()
+        seconds[any(row.slot == 0 for row in batch.rows)] += taken_s
+    assert scheduler.prefill_left_s(0, num_tokens) < 4 * QUANTUM_S
+    assert 0.95 * 0.125 * seconds[1] < seconds[0] < 0.125 * seconds[1] + 5 * QUANTUM_S
 
 
 @pytest.mark.parametrize("option", ["t_target_s", "quantum_s"])

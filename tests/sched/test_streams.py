@@ -66,10 +66,25 @@ def test_a_context_so_deep_that_the_share_holds_no_chunk() -> None:
 
     config = new_scheduler(predictor=gpu_predictor("h100-80g")).config
     left_s = first_token_s(0.0) - begin_s
-    bound_s = begin_s + config.patience_s + 1.1 * left_s / config.guarded_share + 1.0
+    bound_s = begin_s + config.patience_s + (1 + config.spare_share) * left_s / config.guarded_share + 1.0
     assert left_s > 2.0
     for stream_s in (40.0, 80.0):  # it would wait for 80, and 150
         assert first_token_s(stream_s) < bound_s < begin_s + 1.4 * stream_s
+
+
+@pytest.mark.parametrize("options", [{}, {"quantum_s": 0.03}])
+def test_a_guarded_prompt_gets_the_one_place_that_there_is(options: dict[str, Any]) -> None:
+    """When a chat leaves it the batch has no decodes, and is longer than those in which the share was owed."""
+
+    def wait_s(stream_s: float) -> float:
+        predictor = gpu_predictor(max_tokens=8192)
+        scheduler = new_scheduler(
+            num_blocks=4000, predictor=predictor, max_batch_tokens=8192, max_num_seqs=1, block_size=256, **options
+        )
+        chats = [Job(at_s, 500, 40, slo=SLO(tpot_s=0.02)) for at_s in np.arange(0.0, stream_s, 0.2).tolist()]
+        return Drive(scheduler, [Job(1.0, 40_000, 1), *chats], None).run().first_token_s[0] - 1.0
+
+    assert wait_s(30.0) == wait_s(45.0) < 28.0
 
 
 def test_without_the_guard_it_waits_for_as_long_as_chats_come() -> None:
