@@ -205,14 +205,16 @@ _ALL = (
 FORMATS = {one.name: one for one in _ALL}  # the formats by name
 
 
+_ALSO = {"conversation": "conversations", "prompt_token_ids": "num_prompt_tokens"}  # in place of what a format needs
+
+
 def recognised(head: str) -> Format | None:
     """The format of a file that begins so, if it is one."""
     first = head.split("\n", 1)[0]
-    if head[:1] == "[" or (head[:1] == "{" and '"conversation' in first):
+    if head[:1] == "[":
         return FORMATS["sharegpt"]
-    if head[:1] == "{":
-        if '"prompt_token_ids"' in first:
-            return FORMATS["medha"]
-        return next((f for f in FORMATS.values() if all(f'"{key}"' in first for key in f.needs)), None)
-    names = {name.strip().strip('"') for name in first.split(",")}
-    return next((f for f in FORMATS.values() if f.is_csv and names.issuperset(f.needs)), None)
+    if is_json := head[:1] == "{":
+        names = {_ALSO.get(key, key) for key in re.findall(r'"(\w+)"\s*:', first)}
+    else:
+        names = {name.strip().strip('"') for name in first.split(",")}
+    return next((f for f in FORMATS.values() if f.is_csv != is_json and names.issuperset(f.needs)), None)

@@ -147,6 +147,21 @@ def test_sharegpt_estimates_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "tokens are an estimate, characters / 4" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("format", "line"),
+    [
+        ("medha", '{"id": "conversation-1", "num_prompt_tokens" : 3, "num_output_tokens": 4}'),
+        ("medha", '{"id": "conversations", "tenant": "timestamp", "prompt_token_ids": [1, 2, 3], "max_tokens": 4}'),
+        ("mooncake", '{"conversation_id": 7, "timestamp": 0, "input_length": 3, "output_length": 4}'),
+        ("mooncake", '{"model": "prompt_token_ids", "timestamp": 0, "input_length": 3, "output_length": 4}'),
+        ("sharegpt", '{"id": 1, "conversation":[{"value": "a b c d e f"}, {"value": "0123456789abcdef"}]}'),
+    ],
+)
+def test_a_format_is_recognised_by_keys_not_values(tmp_path: Path, format: str, line: str) -> None:
+    reading = read_trace(write(tmp_path / "a", line))
+    assert (reading.format, next(reading.trace.rows())[1:3]) == (format, (3, 4))
+
+
 # -- what is wrong with a file ---------------------------------------------------------------------------------
 
 
