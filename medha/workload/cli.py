@@ -38,7 +38,7 @@ Duration = Annotated[float | None, _load(help="Seconds of arrivals to keep or ge
 Lengths = Annotated[str | None, _load("--workload", "--lengths", help=f"{LENGTHS}.", shows="medha-mix, 200 requests")]
 TraceFile = Annotated[Path | None, _load("--dataset-path", "--trace", help="Trace file in place of --workload.")]
 Objective = Annotated[float | None, _load(help="Objective of requests without their own.", shows="none, or derived")]
-_In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")]
+_In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip; - is stdin.")]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")]
 
 DRAWN: Group = {

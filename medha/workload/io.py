@@ -27,6 +27,9 @@ logger = logging.getLogger("medha")
 MAX_LINE_BYTES = 1 << 27  # A longer line is taken for a damaged file; a 10M-token prompt as ids is 70 MB
 _HEAD_BYTES = 1 << 16
 
+STDIO = Path("-")
+"""What a user calls standard input, and output."""
+
 OnFault = Callable[[TraceFormatError], None]
 
 
@@ -43,7 +46,8 @@ class Reading(NamedTuple):
 def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault | None = None) -> Reading:
     """Read a trace file into columns; some 40 bytes of memory a request, more with ids and prefix hashes.
 
-    Arrivals out of order are sorted (stably) with a warning. A JSON array (ShareGPT) is read whole.
+    Arrivals out of order are sorted (stably) with a warning. A JSON array (ShareGPT), standard input (``-``) and pipes
+    are read whole.
 
     ``format`` is a name of :data:`medha.workload.formats.FORMATS`, by default seen from the content. ``on_fault`` is
     called for each wrong request, which is then left out; by default the first is raised.
@@ -55,13 +59,20 @@ def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault
     path = Path(path)
     if format is not None and format not in FORMATS:
         raise ConfigError(f"format={format!r}; accepted: {', '.join(FORMATS)}")
-    kind = detect(path) if format is None else FORMATS[format]
+    with open_bytes(path) as file:
+        kind = detect(path, file) if format is None else FORMATS[format]
+        return _reading(path, kind, _requests(path, file, kind), on_fault)
+
+
+def _reading(
+    path: Path, kind: Format, requests: Iterator[tuple[str, Row | RowError | None]], on_fault: OnFault | None
+) -> Reading:
     columns: list[Any] = [array("d"), array("q"), array("q"), [], [], array("d"), array("d"), array("b"), []]
     missing = (np.nan, 0, 0, None, None, np.nan, np.nan, -1, "")
     columns = columns if kind.name in ("medha", "mooncake") else columns[:3]  # the others have no more
     places: dict[str, str] = {}
     num_dropped = num_faults = 0
-    for place, row in _requests(path, kind):
+    for place, row in requests:
         if isinstance(row, Row) and kind.name == "medha":
             row = row if row.request_id is not None else row._replace(request_id=place.replace(" ", "-"))
             if (earlier := places.setdefault(str(row.request_id), place)) != place:
@@ -113,11 +124,11 @@ def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
     return Trace(**found), has_arrivals
 
 
-def _requests(path: Path, kind: Format) -> Iterator[tuple[str, Row | RowError | None]]:
+def _requests(path: Path, file: BinaryIO, kind: Format) -> Iterator[tuple[str, Row | RowError | None]]:
     """What each line or object of a file is: a request, something wrong, or None to be dropped."""
     if kind.name == "sharegpt":
         logger.warning("%s: tokens are an estimate, characters / %g", path, CHARS_PER_TOKEN)
-    for place, fields_of in _csv_rows(path, kind.needs) if kind.is_csv else _json_objects(path):
+    for place, fields_of in _csv_rows(path, file, kind.needs) if kind.is_csv else _json_objects(path, file):
         try:
             yield place, kind.parse(fields_of())
         except RowError as fault:
@@ -126,10 +137,14 @@ def _requests(path: Path, kind: Format) -> Iterator[tuple[str, Row | RowError | 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """A file to read, decompressed; ConfigError if it cannot be read, TraceFormatError if its gzip data are damaged."""
+    """A file to read, decompressed, as often as one seeks its start; ConfigError if it cannot be read, TraceFormatError
+    if its gzip data are damaged."""
     try:
-        with path.open("rb") as file:
-            packed = file.peek(2)[:2] == b"\x1f\x8b"
+        is_file = path != STDIO
+        with open(path if is_file else 0, "rb", closefd=is_file) as given:
+            file = given if is_file and given.seekable() else io.BytesIO(given.read())
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
             yield cast(BinaryIO, gzip.GzipFile(fileobj=file) if packed else file)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceFormatError(path, f"the gzip data are damaged or end early: {error}") from error
@@ -137,15 +152,15 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
         raise ConfigError(f"trace file {path}: {error.strerror or error}") from error
 
 
-def _head(path: Path) -> str:
+def _head(file: BinaryIO) -> str:
     """How a file begins."""
-    with open_bytes(path) as file:
-        return file.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").lstrip()
+    file.seek(0)
+    return file.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").lstrip()
 
 
-def detect(path: Path) -> Format:
+def detect(path: Path, file: BinaryIO) -> Format:
     """The format of a file, from its first line that is not blank; TraceFormatError if there is none."""
-    if not (head := _head(path)):
+    if not (head := _head(file)):
         raise TraceFormatError(path, "is empty; accepted: a trace with requests")
     kind = recognised(head)
     if kind is None:
@@ -156,15 +171,15 @@ def detect(path: Path) -> Format:
     return kind
 
 
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
     """The lines that are not blank, with their places, without their ends."""
-    with open_bytes(path) as file:
-        for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
-            if len(data) > MAX_LINE_BYTES:
-                what = f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines"
-                raise TraceFormatError(path, what, f"line {number}")
-            if stripped := data.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
-                yield f"line {number}", stripped
+    file.seek(0)
+    for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+        if len(data) > MAX_LINE_BYTES:
+            what = f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines"
+            raise TraceFormatError(path, what, f"line {number}")
+        if stripped := data.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
+            yield f"line {number}", stripped
 
 
 def _start(data: bytes) -> str:
@@ -184,22 +199,22 @@ def _object(value: Any) -> Fields:
     return value
 
 
-def _json_objects(path: Path) -> Iterator[tuple[str, Callable[[], Fields]]]:
+def _json_objects(path: Path, file: BinaryIO) -> Iterator[tuple[str, Callable[[], Fields]]]:
     """What gives the object of each line, or of each entry of an array."""
-    if not _head(path).startswith("["):
-        yield from ((place, lambda data=data: _object(_json(data))) for place, data in _lines(path))
+    if not _head(file).startswith("["):
+        yield from ((place, lambda data=data: _object(_json(data))) for place, data in _lines(path, file))
         return
+    file.seek(0)
     try:
-        with open_bytes(path) as file:
-            values = _json(file.read())
+        values = _json(file.read())
     except RowError as error:
         raise TraceFormatError(path, str(error)) from error
     yield from ((f"entry {i}", lambda value=value: _object(value)) for i, value in enumerate(values, 1))
 
 
-def _csv_rows(path: Path, needs: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Fields]]]:
+def _csv_rows(path: Path, file: BinaryIO, needs: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Fields]]]:
     """What gives the cells of each line below a CSV header by column; the header has those of ``needs``, once each."""
-    rows = _lines(path)
+    rows = _lines(path, file)
     place, first = next(rows, ("line 1", b""))
     try:
         header = [name.strip() for name in _cells(first)]

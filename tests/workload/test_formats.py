@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import math
+import os
 import tempfile
 from array import array
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from medha.errors import ConfigError, MedhaError
 from medha.workload import io as files
 from medha.workload.formats import FORMATS
-from medha.workload.io import detect, read_trace, write_trace
+from medha.workload.io import detect, open_bytes, read_trace, write_trace
 from medha.workload.trace import MAX_TOKENS, Row, Trace, TraceFormatError
 
 VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
@@ -70,7 +71,8 @@ def test_round_trip(trace: Trace, packed: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / ("trace.gz" if packed else "trace")
         write_trace(path, trace)
-        assert detect(path).name == "medha"
+        with open_bytes(path) as file:
+            assert detect(path, file).name == "medha"
         reading = read_trace(path)
         written = path.read_bytes()
         write_trace(path, reading.trace)
@@ -281,6 +283,25 @@ def test_a_failed_write_leaves_the_former_file(tmp_path: Path, monkeypatch: pyte
         write_trace(path, Trace(np.zeros(1), np.ones(1, int), np.ones(1, int)))
     assert path.read_text() == "former"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+@pytest.mark.parametrize(
+    "content",
+    [OWN.encode(), gzip.compress(OWN.encode()), sharegpt([("a", "b")]).encode()],
+    ids=["plain", "gzip", "array"],
+)
+def test_what_comes_through_a_pipe_is_read_once(name: str, content: bytes) -> None:
+    before, (reader, writer) = os.dup(0), os.pipe()
+    os.write(writer, content)
+    os.close(writer)
+    os.dup2(reader, 0)
+    try:
+        assert read_trace(name).trace.prompt_tokens.tolist() == [1]
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+        os.close(reader)
 
 
 # -- garbage ---------------------------------------------------------------------------------------------------
