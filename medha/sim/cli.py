@@ -58,7 +58,7 @@ def simulate(
     Several schedulers, policies or rates in one call are compared on the same arrivals and lengths. Without arguments
     a small comparison runs.
     """
-    from medha.cli.report import check_writable, deliver, progress
+    from medha.cli.report import STDOUT, check_writable, deliver, progress
     from medha.sim.study import NOTES, about, config_of, remarks, run_all, shown, speed, systems_of
 
     start_logging("warning")
@@ -67,6 +67,8 @@ def simulate(
     for path in (output_json, timeline):
         check_writable(path)
     systems = systems_of(given)
+    if timeline == STDOUT:
+        raise ConfigError("timeline=-; accepted: a file, as stdout has the figures")
     if timeline is not None and len(systems) > 1:
         raise ConfigError(f"timeline={timeline} with {len(systems)} runs; accepted: one scheduler, policy and rate")
     with progress("simulating requests", sum(len(system.trace) for system in systems)) as done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +40,7 @@ Lengths = Annotated[str | None, _load("--workload", "--lengths", help=f"{LENGTHS
 TraceFile = Annotated[Path | None, _load("--dataset-path", "--trace", help="Trace file in place of --workload.")]
 Objective = Annotated[float | None, _load(help="Objective of requests without their own.", shows="none, or derived")]
 _In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip; - is stdin.")]
-_Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")]
+_Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz; - is stdout.")]
 
 DRAWN: Group = {
     **{"qps": (Rate, None), "arrivals": (Arrivals, "poisson"), "burstiness": (Burstiness, 1.0)},
@@ -144,9 +145,10 @@ def _read(
 
 
 def _write(target: Path, trace: Trace) -> int:
-    from medha.workload.io import write_trace
+    from medha.workload.io import STDIO, write_trace
 
     write_trace(target, trace)
     rate = "all at once" if trace.qps is None else f"{trace.qps:.4g} requests/s"
-    print(f"{target}: {len(trace)} requests over {trace.duration_s:,.3f} s, {rate}")
+    summary = f"{target}: {len(trace)} requests over {trace.duration_s:,.3f} s, {rate}"
+    print(summary, file=sys.stderr if target == STDIO else sys.stdout)
     return 0

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import logging
+import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -245,14 +246,19 @@ def _cells(data: bytes) -> list[str]:
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
-    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes.
+    """Write a trace in medha's own format, gzip if the name ends in ``.gz``, for ``-`` to standard output; the same
+    trace gives the same bytes.
 
     ConfigError where the trace is empty, which readers refuse, or the file cannot be written.
     """
     path = Path(path)
     if not len(trace):
         raise ConfigError(f"{path}: the trace has no requests; accepted: at least 1")
+    lines = (medha_line(row) + "\n" for row in trace.rows())
+    if path == STDIO:
+        sys.stdout.writelines(lines)
+        return
     with replacing(path, "trace file") as part, part.open("wb") as raw:
         packed = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.suffix == ".gz" else raw
         with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
-            file.writelines(medha_line(row) + "\n" for row in trace.rows())
+            file.writelines(lines)

@@ -102,6 +102,8 @@ def test_synth(trace: Command, tmp_path: Path) -> None:
     assert done.code == 2
     assert done.err == "error: ConfigError: num_requests=None and duration_s=None; accepted: one of the two\n"
     assert trace("synth", b, "--arrivals", "trace:nowhere").code == 2
+    done = trace("synth", "-", *sizes)
+    assert (done.code, done.out, done.err.startswith("-: ")) == (0, a.read_text(), True)
 
 
 def test_validate(trace: Command, mooncake: Path, tmp_path: Path) -> None:
