@@ -319,6 +319,17 @@ def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
         listener.join(1.0)  # it holds what it describes, and tensors must not be freed while the interpreter ends
 
 
+def check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) -> None:
+    """Refuse a file that is written twice, or written and read; a device, or ``-``, takes everything."""
+    files = [(path, "is read") for path in reads if path is not None]
+    for path in filter(None, writes):
+        for other, what in files:
+            is_same = path.samefile(other) if path.exists() and other.exists() else path.resolve() == other.resolve()
+            if is_same and str(path) != "-" and (path.is_file() or not path.exists()):
+                raise ConfigError(f"output file {path} is {other}, which {what}; accepted: another file")
+        files.append((path, "is written too"))
+
+
 def start_logging(level: str) -> None:
     """Log medha's own messages to stderr; raises ConfigError where there is no such level."""
     number = logging.getLevelNamesMapping().get(level.upper())

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from medha.cli.command import check_apart
 from medha.cli.files import replacing
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
@@ -62,7 +63,7 @@ def requested(given: Mapping[str, Any], config: EngineConfig) -> tuple[list[Arri
 def _check_files(given: Mapping[str, Any]) -> None:
     """Refuse files and options that do not go together."""
     output, requests = given["output"], given["requests"]
-    _check_apart([given[name] for name in ("output", "timeline", "journal")], [given["prompt_file"], requests])
+    check_apart([given[name] for name in ("output", "timeline", "journal")], [given["prompt_file"], requests])
     for name in ("overwrite", "resume"):
         if given[name] and output is None:
             raise ConfigError(f"--{name} without --output; accepted: with the file that it is about")
@@ -171,17 +172,6 @@ def _is_pipe(stream: TextIO | None) -> bool:
     except (OSError, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
-
-
-def _check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) -> None:
-    """Refuse a file that is written twice, or written and read; a device takes everything."""
-    files = [(path, "is read") for path in reads if path is not None]
-    for path in filter(None, writes):
-        for other, what in files:
-            is_same = path.samefile(other) if path.exists() and other.exists() else path.resolve() == other.resolve()
-            if is_same and (path.is_file() or not path.exists()):
-                raise ConfigError(f"output file {path} is {other}, which {what}; accepted: another file")
-        files.append((path, "is written too"))
 
 
 _LOST = ("EngineDeadError", "PlanDivergenceError", "RankFailedError")  # errors of a run, not of a request

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from medha.cli.command import FAILED_REQUESTS, start_logging
+from medha.cli.command import FAILED_REQUESTS, check_apart, start_logging
 from medha.cli.options import DEALT, MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, option, pick, takes
 from medha.config import CDSP, SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError, exit_code
@@ -66,6 +66,7 @@ def simulate(
     given = {**context.params, **(BARE if is_bare else {})}
     for path in (output_json, timeline):
         check_writable(path)
+    check_apart([output_json, timeline], [given["trace"], Path(hardware)])
     systems = systems_of(given)
     if timeline == STDOUT:
         raise ConfigError("timeline=-; accepted: a file, as stdout has the figures")

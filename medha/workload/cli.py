@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from medha.cli.command import complain, make_app, start_logging
+from medha.cli.command import check_apart, complain, make_app, start_logging
 from medha.cli.options import Group, OutputJson, but, option, takes
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def stats(source: _In, output_json: OutputJson = None, from_format: _From = None
     from medha.workload.trace import trace_stats
 
     check_writable(output_json)
+    check_apart([output_json], [source])
     reading = _read(source, from_format, skip_invalid)
     report = {
         "format": reading.format,

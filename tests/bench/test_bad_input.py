@@ -45,6 +45,10 @@ from tests.bench.shapes import ON_TINY
         (["scaling", "--attention", "ring", "--chunk-size", "3"], "on kvp2 with chunks of 3; accepted: "),
         (["scaling", "--mode", "train"], "mode='train'; accepted: prefill, decode, chunk"),
         (["scaling", "--mode", "decode", "--input-len", "256"], "256 tokens over 2 groups in blocks of 256"),
+        (
+            ["serve", "--trace", "x", "--output-json", "./x"],
+            "output file x is x, which is read; accepted: another file",
+        ),
         (["serve", "--request-rate", "0"], "request_rate=0.0; accepted: requests a second above 0, or inf"),
         (["serve", "--request-rate", "nan"], "request_rate=nan; accepted"),
         (["serve", "--request-rate", "1", "--burstiness", "0"], "burstiness=0.0; accepted"),

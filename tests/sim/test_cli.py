@@ -161,6 +161,12 @@ def test_the_timeline_has_stages_and_memory(command: Command, tmp_path: Path) ->
         (("--qps", 1, "--slo-ttft-s", 0), "slo_ttft_s=0.0; accepted: a finite number above 0"),
         (("--qps", 1, "--stop-s", -1), "stop_s=-1.0; accepted: a finite number above 0"),
         (("--qps", "1,2", "--timeline", "t.json"), "timeline=t.json with 2 runs; accepted: one scheduler"),
+        (("--trace", "x", "--json", "./x"), "output file x is x, which is read; accepted: another file"),
+        (("--qps", 1, "--hardware", "x", "--timeline", "x"), "output file x is x, which is read; accepted: another"),
+        (
+            ("--qps", 1, "--json", "x.json", "--timeline", "x.json"),
+            "output file x.json is x.json, which is written too",
+        ),
         (("--qps", 1, "--timeline", "-"), "timeline=-; accepted: a file"),
         (("--qps", 1, "--output-json", "no/such/folder/x.json"), "report file no/such/folder/x.json cannot be written"),
     ],

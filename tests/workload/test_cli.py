@@ -66,6 +66,7 @@ def test_lengths_alone_need_a_rate_and_have_no_figures_of_arrivals(trace: Comman
 
 def test_stats(trace: Command, mooncake: Path) -> None:
     assert trace("stats", mooncake, "--output-json", mooncake.parent / "no" / "x.json").code == 2
+    assert "which is read; accepted: another file" in trace("stats", mooncake, "--output-json", mooncake).err
     done = trace("stats", mooncake, "--output-json", "-")
     figures = json.loads(done.out)
     assert (figures["format"], figures["num_requests"], figures["qps"], figures["gap_cv"]) == ("mooncake", 5, 2.0, 0.0)
