@@ -82,12 +82,12 @@ def simulate(
         "config": config_of(systems[0].replica, given),
         "runs": reports,
     }
-    title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
-    deliver(report, output_json, shown={"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES]})
-    if timeline is not None:
+    if timeline is not None:  # before stdout, whose reader may leave
         from medha.sim.outcome import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
+    title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
+    deliver(report, output_json, shown={"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES]})
     print(speed(runs), file=sys.stderr)
     if interrupted:
         return exit_code(KeyboardInterrupt())
