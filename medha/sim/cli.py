@@ -15,7 +15,7 @@ import typer
 from medha.cli.command import FAILED_REQUESTS, check_apart, start_logging
 from medha.cli.options import DEALT, MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, option, pick, takes
 from medha.config import CDSP, SCHEDULERS, SchedulerConfig
-from medha.errors import ConfigError, exit_code
+from medha.errors import ConfigError, MedhaError, exit_code
 from medha.workload.cli import PLAYED
 
 NONE_MEETS = 1  # exit code of ``medha plan`` where no layout meets everything
@@ -59,7 +59,7 @@ def simulate(
     a small comparison runs.
     """
     from medha.cli.report import STDOUT, check_writable, deliver, progress
-    from medha.sim.study import NOTES, about, config_of, remarks, run_all, shown, speed, systems_of
+    from medha.sim.study import NOTES, Run, about, config_of, remarks, run_all, shown, speed, systems_of
 
     start_logging("warning")
     is_bare = not any(str(context.get_parameter_source(name)).endswith("COMMANDLINE") for name in context.params)
@@ -72,13 +72,20 @@ def simulate(
         raise ConfigError("timeline=-; accepted: a file, as stdout has the figures")
     if timeline is not None and len(systems) > 1:
         raise ConfigError(f"timeline={timeline} with {len(systems)} runs; accepted: one scheduler, policy and rate")
+    runs: list[Run] = []
+    failure: MedhaError | None = None
     with progress("simulating requests", sum(len(system.trace) for system in systems)) as done:
-        runs = list(run_all(systems, given, done))
+        try:
+            runs.extend(run_all(systems, given, done))  # those before an error stay in the list
+        except MedhaError as error:
+            if not runs:
+                raise
+            failure = error
     reports, interrupted = [run.report for run in runs], runs[-1].interrupted
     report = {
         "format": "medha-simulation",
         "version": 1,
-        "complete": not interrupted and all(one["complete"] for one in reports),
+        "complete": not (interrupted or failure) and all(one["complete"] for one in reports),
         "config": config_of(systems[0].replica, given),
         "runs": reports,
     }
@@ -89,6 +96,8 @@ def simulate(
     title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
     deliver(report, output_json, shown={"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES]})
     print(speed(runs), file=sys.stderr)
+    if failure is not None:
+        raise failure
     if interrupted:
         return exit_code(KeyboardInterrupt())
     return FAILED_REQUESTS if any(one["failed"] for one in reports) else 0

@@ -131,6 +131,27 @@ def test_an_interrupt_keeps_what_was_found(command: Command, tmp_path: Path, mon
     assert "unfinished" in done.out
 
 
+def test_a_policy_that_fails_keeps_the_runs_before_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text("def late(columns, now_s):\n    return 1 / int(now_s < 1) * columns.arrival_s\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done, first = (
+        command("simulate", *SMALL, "--policy", names, "--json", "-") for names in ("fcfs,own:late", "own:late")
+    )
+    found = json.loads(done.out)
+    assert (found["complete"], [run["label"] for run in found["runs"]], first.out) == (
+        False,
+        ["fcfs, 5 requests/s"],
+        "",
+    )
+    for code, error in ((done.code, done.err), (first.code, first.err)):
+        assert (code, error.splitlines()[-1]) == (
+            2,
+            "error: PolicyError: policy own:late: ZeroDivisionError: division by zero",
+        )
+
+
 def test_the_timeline_has_stages_and_memory(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     done = command("simulate", *SMALL, "--tp", 2, "--spp", 2, "--hardware", "a100-80g", "--timeline", path)
