@@ -10,11 +10,10 @@ LARS, too, starves a long one: the slack of a late short request falls faster, r
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -73,7 +72,7 @@ class Columns:
             raise AttributeError(f"no column {name!r}; accepted: {', '.join(COLUMN_NAMES)}", name=name, obj=self)
 
 
-COLUMN_NAMES = tuple(field.name for field in dataclasses.fields(Columns))
+COLUMN_NAMES = tuple(field.name for field in fields(Columns))
 
 # A key for each request at a time in seconds; the smallest is served first, and inf is last.
 Policy: TypeAlias = Callable[[Columns, float], Floats]
@@ -133,6 +132,7 @@ def lars(columns: Columns, now_s: float) -> Floats:
 
 BUILT_IN: dict[str, Policy] = {one.__name__: one for one in (fcfs, sjf, srpt, edf, lrs, ilrs, lars)}
 CLASS_FIRST = DEFAULT_POLICY = "priority"
+_ACCEPTED = f"{', '.join(sorted(BUILT_IN))}, {CLASS_FIRST}, {CLASS_FIRST}:NAME or package.module:name"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,15 +181,21 @@ def _near(by: Sequence[Floats | Ints], count: int, among: Bools | None) -> RowNu
 def keys_of(ranking: Ranking, columns: Columns, now_s: float) -> Floats:
     """The policy's keys, checked; PolicyError where it raised, or returned something else than a number for each."""
     try:
-        keys: Any = ranking.key(columns, now_s)
-        if not isinstance(keys, np.ndarray) or keys.dtype != np.float64 or keys.shape != (len(columns),):
-            kind = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else type(keys).__name__
-            raise TypeError(f"returned {kind}; accepted: float64 of shape ({len(columns)},)")
+        keys = ranking.key(columns, now_s)
+        if fault := _fault(keys, len(columns)):
+            raise fault
         if np.isnan(keys.min()):  # as where any is
             raise ValueError(f"{np.count_nonzero(np.isnan(keys))} of {len(keys)} keys are NaN")
     except Exception as error:
         raise PolicyError(f"policy {ranking.name}: {type(error).__name__}: {error}", policy=ranking.name) from error
     return keys
+
+
+def _fault(keys: Any, count: int) -> TypeError | None:
+    if isinstance(keys, np.ndarray) and keys.dtype == np.float64 and keys.shape == (count,):
+        return None
+    kind = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else type(keys).__name__
+    return TypeError(f"returned {kind}; accepted: float64 of shape ({count},)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,9 +211,8 @@ def load_policy(spec: str | Policy) -> Ranking:
     """
     if not isinstance(spec, str):
         if not callable(spec):
-            raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}, or a function of (columns, now_s)")
-        function = getattr(spec, "__qualname__", type(spec).__qualname__)
-        name = f"{getattr(spec, '__module__', '?')}:{function}"
+            raise ConfigError(f"policy={spec!r}; accepted: {_ACCEPTED}, or a function of (columns, now_s)")
+        name = f"{getattr(spec, '__module__', '?')}:{getattr(spec, '__qualname__', type(spec).__qualname__)}"
         return Ranking(name, _tried(spec, name))
     if spec in BUILT_IN:
         return Ranking(spec, BUILT_IN[spec])
@@ -219,7 +224,7 @@ def load_policy(spec: str | Policy) -> Ranking:
         return Ranking(f"{CLASS_FIRST}:{inner.name}", inner.key, by_class=True)
     if colon:
         return Ranking(spec, _tried(_import_policy(spec, module_name=head, function_name=rest), spec))
-    raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}{hint(spec.lower(), [*BUILT_IN, CLASS_FIRST])}")
+    raise ConfigError(f"policy={spec!r}; accepted: {_ACCEPTED}{hint(spec.lower(), [*BUILT_IN, CLASS_FIRST])}")
 
 
 def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy:
@@ -234,22 +239,18 @@ def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy
             sys.path.remove("")
     policy: Policy | None = getattr(module, function_name, None)
     if not callable(policy):
-        functions = [name for name, value in vars(module).items() if callable(value)]
-        missing = f"{module_name} has no function {function_name!r}{hint(function_name, functions)}"
-        raise ConfigError(f"policy={spec!r}: {missing}")
+        near = hint(function_name, [name for name, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"policy={spec!r}: {module_name} has no function {function_name!r}{near} ({module!r})")
     return policy
 
 
 def _tried(policy: Policy, name: str) -> Policy:
-    """A user's policy that has been asked about one request: a column that there is not is found before the first."""
+    """A user's policy, asked about one request: columns that there are not, or a wrong type, are found before it."""
     one, count = np.ones(1), np.ones(1, np.int64)
     try:
-        policy(Columns(one, one, one, one, count, count, count), 0.0)
+        fault: Exception | None = _fault(policy(Columns(one, one, one, one, count, count, count), 0.0), 1)
     except Exception as error:  # another may hold for this request alone; of a real one it is a PolicyError
-        if isinstance(error, AttributeError) and isinstance(error.obj, Columns):
-            raise ConfigError(f"policy {name}: {error}") from error
+        fault = error if isinstance(error, AttributeError) and isinstance(error.obj, Columns) else None
+    if fault:
+        raise ConfigError(f"policy {name}: {fault}") from fault
     return policy
-
-
-def _accepted() -> str:
-    return f"{', '.join(sorted(BUILT_IN))}, {CLASS_FIRST}, {CLASS_FIRST}:NAME or package.module:name"

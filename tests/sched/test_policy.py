@@ -234,6 +234,7 @@ ACCEPTED = "accepted: edf, fcfs, ilrs, lars, lrs, sjf, srpt, priority, priority:
         ("priority:priority:edf", "policy='priority:priority:edf'; accepted: priority once"),
         (3, f"policy=3; {ACCEPTED}, or a function of (columns, now_s)"),
         ("mine.good:newst", "policy='mine.good:newst': mine.good has no function 'newst'; did you"),
+        ("mine.good:x", "mine.good has no function 'x' (<module 'mine.good' from '"),
         ("mine.needy:x", "cannot import 'mine.needy': ModuleNotFoundError: No module named 'no_such_pack"),
         (":x", "policy=':x': cannot import '': ValueError: Empty module name"),
     ],
@@ -257,6 +258,22 @@ def test_a_column_that_there_is_not_is_named_with_those_there_are() -> None:
     two = [Waiting(), Waiting()]
     with pytest.raises(PolicyError, match=f"AttributeError: {message}"):
         order(load_policy(late), columns_of(two), slots=slots_of(two), now_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        (lambda columns, now_s: columns.num_prompt_tokens, "int64 of shape (1,)"),
+        (lambda columns, now_s: columns.work_left_s[:0], "float64 of shape (0,)"),
+        (lambda columns, now_s: columns.arrival_s.tolist(), "list"),
+    ],
+)
+def test_keys_of_another_type_are_found_when_the_policy_is_loaded(policy: Policy, found: str) -> None:
+    """A key that is not a number may be one of other requests."""
+    with pytest.raises(ConfigError) as caught:
+        load_policy(policy)
+    assert str(caught.value).endswith(f"<lambda>: returned {found}; accepted: float64 of shape (1,)")
+    load_policy(lambda columns, now_s: np.full(len(columns), np.nan))
 
 
 START = "import sys; from medha.sched.policy import load_policy; path = list(sys.path)\n"
