@@ -168,11 +168,23 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to end
     sys.stderr, _ = lossy(sys.stderr)  # nor is a log that nobody takes
+    sys.stdout, lost = lossy(sys.stdout, raises=True)
+
+    def run() -> int:
+        code = int(app(args=arguments, prog_name=prog_name, standalone_mode=False) or 0)
+        sys.stdout.flush()
+        return code
+
     try:
-        return run_guarded(lambda: int(app(args=arguments, prog_name=prog_name, standalone_mode=False) or 0))
+        return run_guarded(run)
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         return complain(f"{message} (see {prog_name} --help)", 2)
+    except OSError as error:
+        if error is not lost():
+            raise
+        has_left = isinstance(error, BrokenPipeError)  # a reader that had enough
+        return 1 if has_left else complain(f"stdout cannot be written: {error.strerror}", _BAD_INPUT)
 
 
 def bound_spinning() -> None:
@@ -205,9 +217,11 @@ def run_guarded(run: Callable[[], int]) -> int:
 
 
 class _Lossy(io.FileIO):
-    """Takes everything, also when its reader has gone or its disk is full; ``failure`` is why it is lost then."""
+    """Takes everything, also when its reader has gone or its disk is full; ``failure`` is why it is lost then, and
+    raised once where it ``raises``."""
 
     failure: OSError | None = None
+    raises = False
 
     def write(self, data: Buffer, /) -> int:
         if self.failure is None:
@@ -215,16 +229,19 @@ class _Lossy(io.FileIO):
                 return super().write(data)
             except OSError as error:
                 self.failure = error
+                if self.raises:
+                    raise
         return memoryview(data).nbytes
 
 
-def lossy(stream: TextIO) -> tuple[TextIO, Callable[[], OSError | None]]:
-    """A stream like ``stdout`` or ``stderr`` that never fails, and what tells the reason since when all is lost; what
-    is no file of the process is returned as it is."""
+def lossy(stream: TextIO, *, raises: bool = False) -> tuple[TextIO, Callable[[], OSError | None]]:
+    """A stream like ``stdout`` or ``stderr`` that never fails, or once, and what tells the reason since when all is
+    lost; what is no file of the process is returned as it is."""
     try:
         raw = _Lossy(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
         return stream, lambda: None
+    raw.raises = raises
     by_line = stream is sys.stderr or raw.isatty()
     text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=by_line)
     return text, lambda: raw.failure

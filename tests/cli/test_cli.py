@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import medha
 from medha.cli.command import make_app, run_app
 from medha.cli.report import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
-from tests.commands import Command, run_python, without_torch
+from tests.commands import ENVIRONMENT, LIMIT_S, Command, run_python, without_torch
 
 
 @pytest.mark.parametrize("arguments", [[], ["-v"], ["generate", "-h"], ["env", "--help"]])
@@ -91,3 +93,16 @@ def test_errors_become_exit_codes(error: BaseException, code: int | None, capsys
     assert "\n" not in err[:-1]
     if code == 2:
         assert err == f"error: {type(error).__name__}: {' '.join(str(error).split())}\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_stdout_that_cannot_be_written_is_one_line(unbuffered: str) -> None:
+    """And none where its reader has had enough."""
+    full = "error: stdout cannot be written: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stdout, code, error in ((os.open("/dev/full", os.O_WRONLY), 2, full), (writer, 1, "")):
+        command, env = [sys.executable, "-m", "medha", "--version"], ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env, timeout=LIMIT_S)
+        os.close(stdout)
+        assert (done.returncode, done.stderr) == (code, error)
