@@ -90,8 +90,9 @@ def systems_of(given: Mapping[str, Any]) -> list[System]:
         if given[name] is not None:
             check_number(name, given[name])
     spec, model = load_spec(given["hardware"]), find_model(given["model"])
-    memory = {"utilization": given["gpu_memory_utilization"], "num_blocks": given["num_kv_blocks"]}
-    replica = Replica(spec, model, ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"]), **memory)
+    cache = CacheConfig(num_blocks=given["num_kv_blocks"], gpu_memory_utilization=given["gpu_memory_utilization"])
+    parallel = ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"])
+    replica = Replica(spec, model, parallel, utilization=cache.gpu_memory_utilization, num_blocks=cache.num_blocks)
     configs, traces = _schedulers(given), _traces(given)
     if CDSP in configs and any((trace.output_tokens > 1).any() for trace in traces.values()):
         accepted = "--prefill-only, as no decode runs"

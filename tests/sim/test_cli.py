@@ -187,6 +187,7 @@ def test_the_timeline_is_there_when_stdout_fails(
         (("--trace", "x", "--workload", "medha-mix"), "workload='medha-mix' and trace='x'; accepted: one of the two"),
         (("--qps", 1, "--max-model-len", 500), "tokens and max_model_len=500; accepted: at least as many"),
         (("--qps", 1, "--max-kv-per-group", 10**8), "max_kv_per_group=100000000; accepted: a multiple"),
+        (("--qps", 1, "--num-kv-blocks", 0), "num_kv_blocks=0; accepted: an integer from 1"),
         (("--qps", 1, "--slo-ttft-s", 0), "slo_ttft_s=0.0; accepted: a finite number above 0"),
         (("--qps", 1, "--stop-s", -1), "stop_s=-1.0; accepted: a finite number above 0"),
         (("--qps", "1,2", "--timeline", "t.json"), "timeline=t.json with 2 runs; accepted: one scheduler"),
