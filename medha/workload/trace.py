@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -171,7 +172,8 @@ def trace_stats(trace: Trace) -> dict[str, Any]:
 
     ``gap_cv`` is the coefficient of variation of the gaps between arrivals, 1 for Poisson, and ``burstiness``
     1 / gap_cv**2, with which gamma arrivals have such gaps; both are None for fewer than 2 gaps. ``prefix_reuse`` is
-    the share of prompt tokens, in whole hashed blocks, that an earlier prompt began with; None without hashes.
+    the share of prompt tokens, in whole hashed blocks, that an earlier prompt of the tenant began with; None without
+    hashes.
     """
     gaps = np.diff(trace.arrival_s)
     mean = float(gaps.mean()) if len(gaps) else 0.0
@@ -193,12 +195,12 @@ def trace_stats(trace: Trace) -> dict[str, Any]:
 
 
 def _prefix_reuse(trace: Trace) -> float:
-    seen: set[int] = set()
+    seen: defaultdict[str | None, set[int]] = defaultdict(set)  # by tenant: none has what is another's
     num_reused = 0
     for row in trace.rows():
         ids = (row.prefix_hashes or array("q"))[: row.prompt_tokens // HASHED_TOKENS]
-        num_reused += sum(one in seen for one in ids)
-        seen.update(ids)
+        num_reused += sum(one in seen[row.tenant] for one in ids)
+        seen[row.tenant].update(ids)
     return num_reused * HASHED_TOKENS / int(trace.prompt_tokens.sum())
 
 

@@ -91,5 +91,7 @@ def test_stats() -> None:
     first, others, third = (prefix_ids(row, 16) for row in (rows[0], rows[0]._replace(tenant="b"), rows[2]))
     assert first[:512] == third[:512] != others[:512]
     assert trace_stats(same)["prefix_reuse"] == 1024 / 2330  # of whole blocks of 512, two came before
+    apart = replace(same, tenant=np.array(["a", "b", "c"], dtype=np.dtypes.StringDType()))
+    assert (trace_stats(named)["prefix_reuse"], trace_stats(apart)["prefix_reuse"]) == (1024 / 2330, 0.0)
     single = trace_stats(make_trace([3.0]))
     assert [single[name] for name in ("first_arrival_s", "qps", "gap_cv", "burstiness")] == [3.0, None, None, None]
