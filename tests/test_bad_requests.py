@@ -106,7 +106,11 @@ def test_bad_prompt(llm: LLM, engine: Engine, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor]
+    "make",
+    [
+        *(list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor),
+        lambda ids: list(np.array(ids)),
+    ],
 )
 def test_ids_become_an_array_of_our_own(engine: Engine, make: Any) -> None:
     ids = [5, 0, 255, 5]

@@ -134,15 +134,15 @@ def checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]
     is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0
     if not is_array and (isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence)):
         raise wrong_prompt(name, value)
-    ids = np.empty(len(value), np.int32)
+    ids, kinds = np.empty(len(value), np.int32), {int, np.int32, np.int64}
     for part in pieces(len(value)):
         try:
             some = value[part].tolist() if is_array else list(value[part])
         except (RuntimeError, TypeError) as error:  # a tensor on the meta device, a sparse one
             message = f"{name}: its values cannot be read ({error}); accepted: a list of token ids"
             raise ValidationError(message, param=name, value=value) from error
-        if not set(map(type, some)) <= {int} or not (min(some) >= 0 and max(some) < vocab_size):
-            index = next(i for i, token in enumerate(some) if type(token) is not int or not 0 <= token < vocab_size)
+        if not set(map(type, some)) <= kinds or not (min(some) >= 0 and max(some) < vocab_size):
+            index = next(i for i, token in enumerate(some) if type(token) not in kinds or not 0 <= token < vocab_size)
             message = f"{name}[{part.start + index}]={some[index]!r:.80}; accepted: integers from 0 to {vocab_size - 1}"
             raise ValidationError(message, param=name, value=some[index])
         ids[part] = some
@@ -156,8 +156,7 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, 
         message = f"the prompt has {num_prompt_tokens} tokens; accepted: fewer than max_model_len={max_model_len}"
         raise ContextLengthError(message, param="prompt", value=num_prompt_tokens)
     if params.max_tokens is None:
-        in_pool = kv.max_request_tokens + 1 - num_prompt_tokens
-        return params.capped(max(1, min(room, in_pool)))
+        return params.capped(max(1, min(room, kv.max_request_tokens + 1 - num_prompt_tokens)))
     if params.max_tokens <= room:
         return params
     logger.info("max_tokens=%d is capped to %d, the room after the prompt", params.max_tokens, room)
