@@ -33,12 +33,35 @@ MAX_FUEL = 1_000_000
 def _render(sent: bytes) -> bytes:
     source, context = json.loads(sent)
     limit_resources(len(sent))
+    context |= {name: _with_floats(context[name]) for name in ("messages", "tools", "documents")}
     environment = _environment(min(MAX_FUEL, 100_000 + 2_000 * len(context["messages"])))
     try:
         rendered: str = environment.render_str(source, "chat_template", **context)
     except minijinja.TemplateError as error:
         raise ChildError((str(error).splitlines() or ["it fails"])[0][:500]) from None
     return rendered.encode()
+
+
+class _Whole:
+    """A whole float, which a filter would get as an integer. To a template it is text or JSON, and no number."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def __bool__(self) -> bool:
+        return self._value != 0
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy in which whole floats stay floats."""
+    if isinstance(value, list):
+        return [*map(_with_floats, value)]
+    if isinstance(value, dict):
+        return {name: _with_floats(item) for name, item in value.items()}
+    return _Whole(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _environment(fuel: int) -> minijinja.Environment:
@@ -48,7 +71,8 @@ def _environment(fuel: int) -> minijinja.Environment:
         raise ChildError(f"raise_exception: {str(reason)[:500]}")
 
     def tojson(value: Any, ensure_ascii: bool = False, separators: Any = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators and tuple(separators), **options)
+        options |= {"ensure_ascii": ensure_ascii, "separators": separators and tuple(separators)}
+        return json.dumps(value, default=lambda whole: float(repr(whole)), **options)
 
     def strftime_now(layout: str) -> str:
         return datetime.now().strftime(layout)

@@ -46,7 +46,17 @@ MISTRAL = """{{ bos_token }}
     tail
   {% endif %}
 """
-TEMPLATES = {"llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL}
+GLM = """{% for t in tools %}{{ t.default | tojson }} {{ t.default }} {{ 'on' if t.default else 'off' }}
+{% endfor %}
+{%- for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{% set args = c.function.arguments %}
+{% for k, v in args.items() %}
+{{ k }}={{ v | tojson(ensure_ascii=False) if v is not string else v }}, {{ [v] | tojson }}, {{ v }}
+{% endfor %}{{ args | tojson }} {{ args }}
+{% endfor %}{% endfor %}"""
+TEMPLATES = {"llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "glm": GLM}
+ARGUMENTS = {"t": 20.0, "few": [-3.0, {"x": -0.0}], "much": 1e15, "half": 0.5, "whole": 20, "text": "2.0"}
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}]
+TOOLS = [{"type": "function", "default": default} for default in (2.0, 0.0, 3)]
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "  Be brief. "},
     {"role": "user", "content": 'naïve 你好 <b> & "quotes" 🙂'},
@@ -72,9 +82,11 @@ def test_text_and_ids_are_those_of_transformers(name: str, add_generation_prompt
     theirs: Any = transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_level(), bos_token="<|bos|>", eos_token="<|eot_id|>", chat_template=TEMPLATES[name]
     )
-    mine, options = chat_tokenizer(TEMPLATES[name]), {"add_generation_prompt": add_generation_prompt}
+    mine = chat_tokenizer(TEMPLATES[name])
+    options: Any = {"add_generation_prompt": add_generation_prompt, "tools": TOOLS if name == "glm" else None}
+    called = [*CHAT[1:2], {"role": "assistant", "content": "", "tool_calls": CALLS}]
     many = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} " * 20} for i in range(1000)]
-    for messages in (CHAT, CHAT[1:2], CHAT[1:], many):
+    for messages in (CHAT, CHAT[1:2], CHAT[1:], many, called):
         text, ids = mine.encode_chat(messages, **options)
         assert text == theirs.apply_chat_template(joined(messages), tokenize=False, **options)
         assert ids.tolist() == theirs.apply_chat_template(joined(messages), return_dict=False, **options)
