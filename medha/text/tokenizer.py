@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -54,12 +54,17 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     with _ErrorsTold(f"{file} is not a usable tokenizer: it", "be made of"):
         backend = tokenizers.Tokenizer.from_str(data)
     config = _read_json(path / "tokenizer_config.json")
-    specials = {**_named_specials(_read_json(path / "special_tokens_map.json")), **_named_specials(config)}
+    named = [*_specials(_read_json(path / "special_tokens_map.json")), *_specials(config)]
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    # What the vocabulary lacks would get an id without embedding, and of one character be in no message any more.
+    new = [text for _, text in named if text not in known and len(text) > 1 and backend.token_to_id(text) is not None]
+    source = None if backend.add_special_tokens(new) else data
+    specials = {key: text for key, text in named if key in _NAMED_SPECIALS}
     template_file = path / "chat_template.jinja"
     template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
     if template_file.is_file():
         template = _read(template_file)
-    return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path), source=data)
+    return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path), source=source)
 
 
 class Tokenizer:
@@ -275,10 +280,21 @@ def _read_json(file: Path) -> dict[str, Any]:
     return read_json_object(file, max_bytes=MAX_FILE_BYTES, error=TokenizerError) if file.is_file() else {}
 
 
-def _named_specials(config: dict[str, Any]) -> dict[str, str]:
-    given = {key: config.get(key) for key in _NAMED_SPECIALS}
-    texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in given.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
+def _specials(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Texts that a configuration calls special tokens, each with its key there."""
+    for key, its in config.items():
+        match key, its:
+            case "added_tokens_decoder", dict():
+                ones = [one for one in its.values() if isinstance(one, dict) and one.get("special")]
+            case "extra_special_tokens", dict():
+                ones = [*its.values()]
+            case "additional_special_tokens" | "extra_special_tokens", list():
+                ones = its
+            case _:
+                ones = [its] if key.endswith("_token") else []
+        for one in ones:
+            if isinstance(text := one.get("content") if isinstance(one, dict) else one, str):
+                yield key, text
 
 
 def _configured_template(value: Any, file: Path) -> str | None:

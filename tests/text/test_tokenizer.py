@@ -51,6 +51,38 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
     assert load_tokenizer(tmp_path).encode_chat(CHAT)[0] == "F"
 
 
+END = "<|im_end|>"
+NAMES = [
+    {"eos_token": END},
+    {"image_token": {"content": END}},
+    {"additional_special_tokens": [None, {"content": 1}, END, END]},
+    {"extra_special_tokens": [{"content": END}]},
+    {"extra_special_tokens": {"end_token": END}},
+    {"added_tokens_decoder": {"7": {"content": END, "special": True}, "8": {"content": "hello", "special": False}}},
+]
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("names", NAMES)
+def test_what_other_files_call_special_is(tmp_path: Path, names: Any, where: str, is_added: bool) -> None:
+    """Of the vocabulary, in which it keeps its id, and of more than one character; also in the child."""
+    data = json.loads(byte_level().to_str())
+    for token in data["added_tokens"]:
+        token["special"] = False
+        data["model"]["vocab"] |= {} if is_added else {token["content"]: token["id"]}
+    data["added_tokens"] *= is_added
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / where).write_text(json.dumps(names | {"unk_token": "<unk>", "pad_token": "!"}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}" + END)
+    tokenizer, end = load_tokenizer(tmp_path), byte_level().token_to_id(END)
+    assert tokenizer.special_ids == {end}
+    assert tokenizer.decode(tokenizer.encode("hello" + END)) == "hello"
+    assert tokenizer.encode("a" * 200_000 + END)[-1] == end
+    for content in ("hi!", END):
+        assert chat_ids(tokenizer, [{"role": "user", "content": content}]).count(end) == 1
+
+
 PANICS = byte_level().to_str().replace('"continuing_subword_prefix":null', '"continuing_subword_prefix":"\U0010ffff"')
 CORRUPT = {
     "tokenizer.json is not a usable tokenizer": ["", "{}", "[" * 100_000, PANICS],
