@@ -22,6 +22,7 @@ from medha.serve.service import END_S
 KEEP_ALIVE_S = 75  # for which a connection may be open, or be so again, without the head of a request
 READER_S = 300  # for which a client may take nothing of what is sent to it, where the kernel counts that
 _HEAD_BYTES = 16 << 10  # of a request
+_MOST_WAITING = 16  # requests behind one that is being answered, beyond which a connection is not read
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -67,9 +68,11 @@ def listening(app: Any, listener: socket.socket, *, max_connections: int, **tls:
 class TimedProtocol(HttpToolsProtocol):
     """Closes a connection on which no head is whole for :data:`KEEP_ALIVE_S`, where uvicorn's timer begins with an
     answer and ends with a byte; limits a head, which uvicorn does not; reads on where a client would change to another
-    protocol; what is no request, or comes by one connection too many, gets an error as OpenAI's."""
+    protocol; sees a client leave that has sent further requests; what is no request, or comes by one connection too
+    many, gets an error as OpenAI's."""
 
     _num_new = 0  # bytes since a head, or some of a body, was whole
+    _answered: Any = None  # the request that is, where uvicorn knows the newest alone
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer."""
@@ -107,7 +110,22 @@ class TimedProtocol(HttpToolsProtocol):
             raise ValueError("the head is too large")
         self._num_new = 0
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
+        elif len(self.pipeline) < _MOST_WAITING:  # uvicorn would read no more, and see nobody leave
+            self.flow.resume_reading()
         self._unset_keepalive_if_required()
+
+    def on_response_complete(self) -> None:
+        """The next one's turn."""
+        if self.pipeline:
+            self._answered = self.pipeline[-1][0]
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let go what is being answered."""
+        self.cycle = self._answered
+        super().connection_lost(exc)
 
     def on_body(self, body: bytes) -> None:
         """Some of it is there."""

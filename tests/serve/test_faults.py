@@ -32,11 +32,13 @@ RIGHT = {"authorization": "Bearer right"}
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("phase", "behind", "later"), [("prefill", 0, 0), ("decode", 0, 0), ("decode", 2, 0), ("decode", 0, 2)]
+)
 def test_a_client_that_leaves_aborts_its_request(
-    server: Server, monkeypatch: pytest.MonkeyPatch, phase: str, stream: bool
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: Any, phase: str, stream: bool, behind: int, later: int
 ) -> None:
-    """The engine is held after a step of it, until the server has noticed."""
+    """The engine is held after a step of it, until the server has noticed; also where further requests wait behind."""
     note, begun, may_go_on = server.engine.on_step, threading.Event(), threading.Event()
     assert note is not None
 
@@ -49,8 +51,10 @@ def test_a_client_that_leaves_aborts_its_request(
 
     monkeypatch.setattr(server.engine, "on_step", held)
     with server.dial() as client:
-        client.sendall(sent(asked(8000 if phase == "prefill" else 10, 100, stream=stream)))
+        client.sendall(sent(asked(8000 if phase == "prefill" else 10, 100, stream=stream)) + HEALTH * behind)
         assert begun.wait(LIMIT_S)
+        client.sendall(HEALTH * later)
+        time.sleep(0.1 * later)
     wait_until(lambda: not server.front.num_open.total())
     monkeypatch.undo()
     may_go_on.set()
@@ -58,6 +62,16 @@ def test_a_client_that_leaves_aborts_its_request(
     wait_until(server.is_idle)
     assert_empty(server.engine)
     assert server.post(PATH, asked(10, 2))[0] == 200  # and others are served
+    assert not caplog.records
+
+
+def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> None:
+    """Also more of them than are read ahead."""
+    with server.dial() as client:
+        for _ in range(20):
+            client.sendall(sent(asked(5, 1)) + HEALTH)
+        answer = received(client, lambda answer: answer.count(b'"ok"') == 20)
+    assert answer.count(b"200 OK") == 40 and re.findall(rb'"usage"|"ok"', answer) == [b'"usage"', b'"ok"'] * 20
 
 
 def ask_wide(client: socket.socket, server: Server, max_tokens: int, n: int) -> None:
