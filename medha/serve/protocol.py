@@ -7,12 +7,14 @@ alone are ``slo``, ``priority``, ``return_progress`` and ``explain``. Fields of 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, starmap
 from typing import Any, TypedDict
 
@@ -26,6 +28,8 @@ from medha.engine.jsonl import count_logprobs, read_fields
 from medha.engine.request import Request
 from medha.outputs import CompletionOutput, Logprob, RequestOutput
 from medha.params import CHAT_OPTIONS, PROMPT_FORMS, PROMPT_OPTIONS
+
+logger = logging.getLogger("medha")
 
 Json = dict[str, Any]
 _Stream = TypedDict("_Stream", {"include_usage": bool | None, "continuous_usage_stats": bool | None}, total=False)  # noqa: UP013
@@ -70,14 +74,22 @@ def api_error(error: Exception) -> ApiError:
             told = "the body is nested too deeply"
         case msgspec.ValidationError():  # tells types and the place
             param = told.rpartition("`$.")[2].rstrip("`") or None
-        case errors.ValidationError(__cause__=errors.ChatTemplateError()):
+        case errors.ValidationError(__cause__=errors.ChatTemplateError(__cause__=cause)):
             told = "the model has no chat template that takes these messages"
+            if cause is not None and not str(cause).startswith("raise_exception: "):
+                told = "the model's chat template failed"
+                _log_once(str(error))
         case errors.ValidationError():
             _, found, accepted = told.rpartition("; accepted: ")
             told = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
         case _:
             return ApiError(500, f"the request failed: {type(error).__name__}")
     return ApiError(400, told, param=param, code=code)
+
+
+@lru_cache(100)
+def _log_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 class Flags(msgspec.Struct):

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,6 +24,7 @@ from medha.child.process import Child
 from medha.config import EngineConfig
 from medha.serve import app, service, web
 from medha.serve.keys import Key
+from medha.text import Tokenizer
 from tests.commands import LIMIT_S, wait_until
 from tests.engines import build_engine
 from tests.serve.conftest import HEALTH, PATH, Server, Start, asked, received, sent, served
@@ -445,6 +447,19 @@ def test_fields_that_nobody_knows_are_counted_and_named_once(server: Server, cap
         assert server.post(PATH, asked(5, 1) | long)[0] == 200
     assert caplog.text.count("is ignored") == 100 and "z" * 90 not in caplog.text and "SECRET" not in caplog.text
     assert max(map(len, server.front._ignored)) <= 80
+
+
+def test_why_a_template_failed_is_logged_once(start: Start, bytes_model: Model, caplog: Any) -> None:
+    """And that the messages did not please it is not."""
+    template = "{{ raise_exception('no') if messages[0].content == 'a' else messages[0].role.rsplit() }}"
+    tokenizer = Tokenizer(bytes_model.tokenizer.backend, chat_template=template)
+    server = start(replace(bytes_model, tokenizer=tokenizer).engine())
+    reasons = {"a": "the model has no chat template that takes these messages", "b": "the model's chat template failed"}
+    for content in "abb":
+        chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        status, told, _ = server.post("/v1/chat/completions", chat)
+        assert (status, told["error"]["message"]) == (400, reasons[content])
+    assert caplog.text.count("string has no method named rsplit") == 1 and "raise_exception" not in caplog.text
 
 
 def test_a_head_alone_and_what_methods_there_are(server: Server) -> None:
