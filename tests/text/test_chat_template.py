@@ -92,6 +92,11 @@ def test_text_and_ids_are_those_of_transformers(name: str, add_generation_prompt
         assert ids.tolist() == theirs.apply_chat_template(joined(messages), return_dict=False, **options)
 
 
+def test_fuel_is_for_each_message() -> None:
+    template = "{% for m in messages %}{% for i in range(200) %}x{% endfor %}{% endfor %}"
+    assert len(rendered(chat_tokenizer(template), CHAT[1:2] * 2000)) == 400_000
+
+
 @pytest.mark.parametrize(
     ("messages", "index"),
     [
