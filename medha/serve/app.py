@@ -260,6 +260,8 @@ class Front:
         body, engine = await self._body(request, key), self.service.engine
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS, *PROMPT_OPTIONS) if name in body}
         self._note_ignored(body.keys() - prompt.keys() - {"model"})
+        if isinstance(prompt.get("prompt"), np.ndarray):  # of a large body
+            prompt["prompt_token_ids"] = prompt.pop("prompt")
         work = partial(tokenise, prompt, engine.tokenizer, engine.limits.vocab_size)
         count, tokens = await self.service.in_thread(prompt, lambda: _listed(work()[1]))
         return _json({"count": count, "max_model_len": engine.limits.max_model_len, "tokens": tokens})

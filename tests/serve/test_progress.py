@@ -88,6 +88,8 @@ def test_tokens_and_text(server: Server) -> None:
     status, told, _ = server.post("/tokenize", {"prompt": "hello"})
     assert status == 200 and told["count"] == 5 and told["max_model_len"] == 8192
     assert server.post("/detokenize", {"tokens": told["tokens"]})[1] == {"prompt": "hello"}
+    for padding in ("", " " * 600_000):
+        assert server.post("/tokenize", {"prompt": told["tokens"], "user": padding})[1] == told
     assert server.post("/detokenize", {"tokens": [-1]})[0] == server.post("/tokenize", {"prompt": 3})[0] == 400
     assert server.post("/detokenize", {"tokens": "abc"})[0] == 400
     assert "version" in server.get("/version")[1]
