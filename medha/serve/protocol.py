@@ -119,7 +119,7 @@ class Asked:
         if flags.model not in (None, *models):
             known = ", ".join(models)
             raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
-        if flags.stream_options is not None and not flags.stream:
+        if flags.stream_options and not flags.stream:
             raise errors.not_accepted("stream_options", None, "an object, with stream true")
         fields = count_logprobs(body) if is_chat else body
         form = "messages" if is_chat else "prompt" if fields.get("prompt_token_ids") is None else "prompt_token_ids"

@@ -437,7 +437,8 @@ def test_fields_that_nobody_knows_are_counted_and_named_once(server: Server, cap
     """What is known is not among them; names are cut, and there are only so many of them in the log."""
     caplog.set_level(logging.WARNING)
     for _ in range(2):
-        assert server.post(PATH, asked(5, 1, usr="SECRET", slo=None, stream=False, explain=False, x=None))[0] == 200
+        empty: Any = {"slo": None, "stream": False, "stream_options": {}, "explain": False, "x": None}
+        assert server.post(PATH, asked(5, 1, usr="SECRET", **empty))[0] == 200
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True, "top_logprobs": 1}
     chat |= {"prompt": None, "arrival_s": 5}  # as of a request line; of None nothing is said
     assert server.post("/v1/chat/completions", chat)[0] == 200
