@@ -37,6 +37,7 @@ _LONG_TEXT = 100_000
 
 _MARK = "\U0010fffdmedha\U0010fffd"  # no text of a model or of a user
 _BYTE_TOKEN = re.compile(r"<0x..>")
+_SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -60,9 +61,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     new = [text for _, text in named if text not in known and len(text) > 1 and backend.token_to_id(text) is not None]
     source = None if backend.add_special_tokens(new) else data
     specials = {key: text for key, text in named if key in _NAMED_SPECIALS}
-    template_file = path / "chat_template.jinja"
     template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
-    if template_file.is_file():
+    if (template_file := path / "chat_template.jinja").is_file():
         template = _read(template_file)
     return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path), source=source)
 
@@ -95,8 +95,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         self._renderer = Child("medha.child.text")
-        self.bos_token_id = self._named_id("bos_token")
-        self.eos_token_id = self._named_id("eos_token")
+        ids = {key: backend.token_to_id(text) for key, text in self.special_tokens.items()}
+        self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._kinds: dict[int, TokenKind] = {}
@@ -200,10 +200,6 @@ class Tokenizer:
         for child in (self._renderer, *(one.child for one in encoders)):
             child.interrupt()
 
-    def _named_id(self, key: str) -> int | None:
-        text = self.special_tokens.get(key)
-        return None if text is None else self.backend.token_to_id(text)
-
     def _with_one_bos(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         if (bos := self.bos_token_id) is None:
             return ids
@@ -283,17 +279,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _specials(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Texts that a configuration calls special tokens, each with its key there."""
     for key, its in config.items():
-        match key, its:
-            case "added_tokens_decoder", dict():
-                ones = [one for one in its.values() if isinstance(one, dict) and one.get("special")]
-            case "extra_special_tokens", dict():
-                ones = [*its.values()]
-            case "additional_special_tokens" | "extra_special_tokens", list():
-                ones = its
-            case _:
-                ones = [its] if key.endswith("_token") else []
-        for one in ones:
-            if isinstance(text := one.get("content") if isinstance(one, dict) else one, str):
+        several = [*its.values()] if isinstance(its, dict) else its if isinstance(its, list) else []
+        for one in several if key in _SPECIAL_LISTS else [its] if key.endswith("_token") else []:
+            token = one if isinstance(one, dict) else {"content": one}
+            is_special = key != "added_tokens_decoder" or token.get("special")
+            if is_special and isinstance(text := token.get("content"), str):
                 yield key, text
 
 
