@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 import typer.core
 
-from medha.cli.command import FAILED_REQUESTS, check_apart, make_app
+from medha.cli.command import FAILED_REQUESTS, check_apart, make_app, start_logging
 from medha.cli.options import MODEL, Group, OutputJson, but, engine_options, options_of, parse_lengths, takes
 from medha.config.fields import check_options, integer, option, option_of, read_option
 from medha.parallel.launch import is_first_rank
@@ -83,6 +83,7 @@ def verb(
 
     @takes(own, *groups, {"output_json": (OutputJson, None)})
     def command(**given: Any) -> int:
+        start_logging("warning")
         check_apart([given["output_json"]], [given.get("dataset_path")])
         engine = engine_options({key: value for key, value in given.items() if key not in own})
         return _run(given["output_json"], _made(cls, given, engine), measure, shows, notes)

@@ -42,7 +42,7 @@ class Child:
         """The answer to a message; ChildError where it is an error, or the child died. Other threads run meanwhile."""
         with self._lock:
             try:
-                if self._process is None:
+                if self._process is None or self._owner != os.getpid():  # behind a fork: it is the parent's
                     self._start()
                 self._pipe.send_bytes(message)
                 is_error, answer = self._pipe.recv_bytes(), self._pipe.recv_bytes()
@@ -62,13 +62,14 @@ class Child:
             process.kill()
 
     def _start(self) -> None:
+        self._owner = os.getpid()
         self._pipe, there = Pipe()
         nothing, fd = subprocess.DEVNULL, there.fileno()
         with there:
             self._process = popen_module(
                 [self._module, str(fd)], stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[fd]
             )
-        self._end = weakref.finalize(self, _end, self._process, self._pipe)
+        self._end = weakref.finalize(self, _end, self._process, self._pipe, self._owner)
         self._pipe.send_bytes(self._setup())
 
     def _stop(self, *, wait_s: float = _END_S) -> str:
@@ -91,7 +92,8 @@ def popen_module(
     return subprocess.Popen([sys.executable, "-P", "-m", *module], env={**environ, "PYTHONPATH": path}, **options)
 
 
-def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
-    process.kill()
-    process.wait()
+def _end(process: subprocess.Popen[bytes], pipe: Connection, owner: int) -> None:
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
     pipe.close()

@@ -50,7 +50,7 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medha"
         path = kept / f"cpu-{_name_of_build(compiler, flags)}.so"
-        if not path.exists():
+        if not path.exists() or not path.stat().st_size:  # as a power cut may leave it
             kept.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=kept) as scratch:
                 made = Path(scratch) / path.name

@@ -30,7 +30,7 @@ from medha.engine.decode import DecodeInstance, HandOvers
 from medha.engine.distributed import DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
-from medha.errors import ConfigError, ParallelConfigError, TokenizerError
+from medha.errors import ConfigError, EngineDeadError, ParallelConfigError, TokenizerError
 from medha.models.folder import resolve_model
 from medha.models.hf_config import load_generation_config, model_config_of
 from medha.outputs import RequestOutput
@@ -72,6 +72,7 @@ from medha.worker.transfer import TransferLine
 logger = logging.getLogger("medha")
 
 _LOAD_LIMIT_S = 3600.0
+_IS_EVERYWHERE = "_is_everywhere"  # attribute of an error that all ranks raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,18 @@ class RankHandle(AbstractContextManager["RankHandle"]):
     part: DrivingRunner | Follower | None = None  # in what several ranks do; the first is rank 0's
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """Make a call that every rank makes: it runs where the engine is, the others take part and return nothing."""
-        return run() if self.part is None else self.part.call(name, run)
+        """Make a call that every rank makes: it runs where the engine is, the others take part and return nothing. What
+        it raises all of them raise, unless the engine has ended."""
+        try:
+            return run() if self.part is None else self.part.call(name, run)
+        except Exception as error:
+            if not isinstance(error, EngineDeadError):
+                vars(error)[_IS_EVERYWHERE] = True
+            raise
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Leave the job; where an error ends this rank tell the others, which may be anywhere, and do not wait."""
-        if self.part is None or error is None or (isinstance(error, SystemExit) and not error.code):
+        """Leave the job; where an error ends this rank alone tell the others, which may be anywhere, and do not wait."""
+        if self.part is None or error is None or isinstance(error, SystemExit) or _IS_EVERYWHERE in vars(error):
             self.close()
         else:
             give_up(self.part.ranks.monitor, error)

@@ -10,6 +10,7 @@ may send one more: while three of the five buffers for each direction are writte
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
@@ -23,6 +24,8 @@ import torch.distributed as dist
 
 from medha.cpu.library import function, library
 from medha.parallel.mesh import Ranks
+
+logger = logging.getLogger("medha")
 
 MOST_BYTES = 1 << 17
 """Of a message."""
@@ -186,10 +189,13 @@ def _shared(ranks: Ranks, group: dist.ProcessGroup, device: torch.device, size: 
     path, memory = "", None
     with ExitStack() as stack:
         if ranks.rank == members[0]:
-            with suppress(OSError):  # there may be no room for it
+            try:
                 made = stack.enter_context(tempfile.NamedTemporaryFile(prefix="medha-", dir=_FOLDER))
                 os.posix_fallocate(made.fileno(), 0, size)
                 path = made.name
+            except OSError as error:  # as in a container without --shm-size
+                what = f"{_FOLDER} takes no {size >> 10} KiB ({error.strerror}): the ranks of this host decode slower"
+                logger.warning("%s, as small messages go by gloo", what)
             ranks.job.store.set(key, path)
         with suppress(OSError, ValueError), open(ranks.job.store.get(key), "r+b") as file:
             memory = mmap.mmap(file.fileno(), size)

@@ -114,6 +114,20 @@ def test_it_goes_with_its_owner(echo: Callable[..., Child]) -> None:
     assert len(os.listdir("/proc/self/fd")) == len(fds)
 
 
+def test_a_forked_process_has_one_of_its_own(echo: Callable[..., Child]) -> None:
+    child = echo()
+    pid, (reader, writer) = child.ask(b"pid"), os.pipe()
+    if not (forked := os.fork()):
+        os.write(writer, child.ask(b"pid"))
+        del child
+        gc.collect()
+        os._exit(0)
+    os.waitpid(forked, 0)
+    assert os.read(reader, 20) != pid == child.ask(b"pid")
+    os.close(reader)
+    os.close(writer)
+
+
 @pytest.mark.parametrize("message", ["", "sleep"])
 def test_it_goes_with_a_parent_that_is_killed(tmp_path: Path, message: str) -> None:
     """Also in the middle of an answer."""
@@ -149,6 +163,7 @@ def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]
 
 
 def test_children_that_have_ended_leave_nothing() -> None:
+    gc.collect()  # those of tests before
     child, before = Child("medha.serve.body"), len(weakref.finalize._registry)  # type: ignore[attr-defined]
     for _ in range(2):
         assert child.ask(b"{}")

@@ -21,7 +21,7 @@ from medha import LLM, SamplingParams
 from medha.config import ParallelConfig
 from medha.engine.build import RankHandle
 from medha.engine.distributed import DrivingRunner, Follower
-from medha.errors import ConfigError, EngineDeadError
+from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.records import Recorder
 from medha.worker.runner import Runner
 from tests.parallel.faults import Start
@@ -41,6 +41,16 @@ def caught(rank: int, model: Path) -> None:
 def leaves(rank: int, model: Path) -> None:
     with suppress(SystemExit), LLM(model, spp=2, **SMALL):
         sys.exit(0)
+
+
+def fails_everywhere(rank: int, model: Path) -> None:
+    """With an error that all ranks raise, and with an exit code of the program's own; further ones are made behind."""
+    with suppress(ValidationError), LLM(model, tp=2, **SMALL) as llm:
+        llm.generate({"prompt_token_ids": [10**6]})
+    with suppress(SystemExit), LLM(model, spp=2, **SMALL):
+        sys.exit(3)
+    with LLM(model, tp=2, **SMALL) as llm:
+        llm.generate("a", SamplingParams(max_tokens=2))
 
 
 def closes_beside_a_call(rank: int, model: Path) -> None:
@@ -82,7 +92,7 @@ def closed_early(rank: int, model: Path) -> None:
         llm.engine.step()
 
 
-PROGRAMS = (forgotten, caught, leaves, closes_beside_a_call, sends_much_ahead, closed_early)
+PROGRAMS = (forgotten, caught, leaves, fails_everywhere, closes_beside_a_call, sends_much_ahead, closed_early)
 
 
 def run(rank: int, program: Callable[[int, Path], None], model: Path) -> None:

@@ -68,21 +68,23 @@ def combine(ranks: Any, group: Any) -> None:
         assert torch.equal(total, parts[0] + parts[1] + parts[2]) or 4 * width > MOST_BYTES, width
 
 
-def lack(ranks: Any, group: Any) -> list[bool]:
-    is_there = []
+def lack(ranks: Any, group: Any) -> tuple[list[bool], int]:
+    """Whether it is there, and how often the rank warns."""
+    is_there, warned = list[bool](), list[Any]()
     for lacking in (0, 1, None):  # the rank that makes the file, and one that opens it
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_memory.logger, "warning", lambda *args: warned.append(args))
             if ranks.rank == lacking == 0:
                 patch.setattr(shared_memory, "_FOLDER", "/nowhere")
             if ranks.rank == lacking == 1:
                 patch.setattr(shared_memory.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
             ranks.job.store = dist.PrefixStore(str(lacking), dist.distributed_c10d._get_default_store())
             is_there.append(share_memory(ranks, group, CPU) is not None)
-    return is_there
+    return is_there, len(warned)
 
 
 def test_where_one_rank_cannot_have_it_none_has(workers: WorkerPool) -> None:
-    assert workers.run(on_ranks, 2, lack) == [[False, False, True]] * 2
+    assert workers.run(on_ranks, 2, lack) == [([False, False, True], 1), ([False, False, True], 0)]
 
 
 def talk(ranks: Any, _: Any) -> None:
