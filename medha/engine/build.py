@@ -97,7 +97,7 @@ class RankHandle(AbstractContextManager["RankHandle"]):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Leave the job; where an error ends this rank alone tell the others, which may be anywhere, and do not wait."""
+        """Leave the job; where an error ends this rank alone tell the others, which may be anywhere, without a wait."""
         if self.part is None or error is None or isinstance(error, SystemExit) or _IS_EVERYWHERE in vars(error):
             self.close()
         else:
