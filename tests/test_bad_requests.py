@@ -110,6 +110,7 @@ def test_bad_prompt(llm: LLM, engine: Engine, case: str) -> None:
     [
         *(list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor),
         lambda ids: list(np.array(ids)),
+        lambda ids: list(np.array(ids, dtype=np.uint8)),
     ],
 )
 def test_ids_become_an_array_of_our_own(engine: Engine, make: Any) -> None:

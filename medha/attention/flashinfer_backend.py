@@ -46,7 +46,7 @@ _LEAST_CAPABILITY = (8, 0)
 _LN2 = math.log(2.0)
 _MAX_INT32 = 2**31 - 1
 _PLAN_BYTES = 8 << 20  # on the device, of each of FlashInfer's wrappers
-_MOST_LAUNCHES = 8  # that have a plan at a time, but for odd mixes
+_MOST_LAUNCHES = 12  # that have a plan at a time, but for odd mixes
 _WORKSPACE_SPARE = 1 << 20  # alignment of what FlashInfer cuts out of it
 
 

@@ -26,12 +26,15 @@ import tokenizers
 from medha.child.process import ChildError
 from medha.child.serving import limit_resources, serve
 
+MAX_FUEL = 50_000_000
+"""Most template instructions executed in one rendering (seconds)."""
+
 
 def _render(sent: bytes) -> bytes:
     source, context = json.loads(sent)
     limit_resources(len(sent))
-    context |= {name: _with_floats(context[name]) for name in ("messages", "tools", "documents")}
-    environment = _environment(100_000 + 2_000 * len(context["messages"]))  # milliseconds, and 0.1 for each
+    context |= {name: _with_floats(context[name], name == "tools") for name in ("messages", "tools")}
+    environment = _environment(min(MAX_FUEL, 100_000 + 2_000 * len(context["messages"])))
     try:
         rendered: str = environment.render_str(source, "chat_template", **context)
     except minijinja.TemplateError as error:
@@ -40,7 +43,7 @@ def _render(sent: bytes) -> bytes:
 
 
 class _Whole:
-    """A whole float, which a filter would get as an integer. To a template it is text or JSON, and no number."""
+    """A whole float of a tool or a call, which a filter would get as an integer. To a template it is text, or JSON."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -52,13 +55,13 @@ class _Whole:
         return repr(self._value)
 
 
-def _with_floats(value: Any) -> Any:
-    """A copy in which whole floats stay floats."""
+def _with_floats(value: Any, is_written: bool) -> Any:
+    """A copy in which whole floats of what templates write, as the arguments of a call, stay floats."""
     if isinstance(value, list):
-        return [*map(_with_floats, value)]
+        return [_with_floats(item, is_written) for item in value]
     if isinstance(value, dict):
-        return {name: _with_floats(item) for name, item in value.items()}
-    return _Whole(value) if isinstance(value, float) and value.is_integer() else value
+        return {name: _with_floats(item, is_written or name == "arguments") for name, item in value.items()}
+    return _Whole(value) if is_written and isinstance(value, float) and value.is_integer() else value
 
 
 def _environment(fuel: int) -> minijinja.Environment:

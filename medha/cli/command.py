@@ -242,7 +242,7 @@ def lossy(stream: TextIO, *, raises: bool = False) -> tuple[TextIO, Callable[[],
     except (AttributeError, OSError, ValueError):
         return stream, lambda: None
     raw.raises = raises
-    by_line = stream is sys.stderr or raw.isatty()
+    by_line = stream is sys.stderr or raw.isatty() or getattr(stream, "write_through", False)
     text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=by_line)
     return text, lambda: raw.failure
 
@@ -337,12 +337,12 @@ def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) -> None:
-    """Refuse a file that is written twice, or written and read; a device, or ``-``, takes everything."""
-    files = [(path, "is read") for path in reads if path is not None]
+    """Refuse a file that is written twice, or written and read; a device takes everything, and ``-`` is stdin."""
+    files = [(path, "is read") for path in reads if path is not None and str(path) != "-"]
     for path in filter(None, writes):
         for other, what in files:
             is_same = path.samefile(other) if path.exists() and other.exists() else path.resolve() == other.resolve()
-            if is_same and str(path) != "-" and (path.is_file() or not path.exists()):
+            if is_same and (path.is_file() or not path.exists()):
                 raise ConfigError(f"output file {path} is {other}, which {what}; accepted: another file")
         files.append((path, "is written too"))
 

@@ -114,6 +114,7 @@ def deliver(report: Mapping[str, Any], path: Path | None, *, shown: Mapping[str,
     write_report(path, report)
     if path != STDOUT:
         print_report(report if shown is None else shown)
+    sys.stdout.flush()
 
 
 def report_console() -> Console:

@@ -134,7 +134,7 @@ def checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]
     is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0
     if not is_array and (isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence)):
         raise wrong_prompt(name, value)
-    ids, kinds = np.empty(len(value), np.int32), {int, np.int32, np.int64}
+    ids, kinds = np.empty(len(value), np.int32), {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
     for part in pieces(len(value)):
         try:
             some = value[part].tolist() if is_array else list(value[part])

@@ -143,10 +143,11 @@ class MedhaPacker(Packer):
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             self._mark_guarded(queue, builder)
-            if favoured or shortens or not self._leave_out(queue, builder, decodes_s):
+            are_long = bool((queue.column("work_left_s") > self._most_spare_s).any())
+            if favoured or shortens or not are_long or not self._leave_out(queue, builder, decodes_s):
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
-                spare_s = self._spare_s + share * prefills_s - decodes_s
+                spare_s = self._spare_s + share * prefills_s - decodes_s * are_long
                 self._spare_s = min(max(spare_s, 0.0), self._most_spare_s)
         self._refused = list(dict.fromkeys([*self._asked, *builder.refused]))
         return self._prediction(queue, builder) if builder.rows else None
@@ -154,25 +155,25 @@ class MedhaPacker(Packer):
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def _leave_out(self, queue: Queue, builder: BatchBuilder, decodes_s: float) -> bool:
-        """Fill a batch with decodes and prefills of up to four quanta alone, where there are others and time is spared
-        for that; whether it was. Unless somebody is guarded, those that come before all others are free."""
+        """Fill a batch with decodes and prefills of up to four quanta alone, where time is spared for that; whether it
+        was. Unless somebody is guarded, those that come before all others are free."""
         left_s, least_s = queue.column("work_left_s"), decodes_s or self._least_s * self._factor
-        if not self.config.spare_share or self._spare_s < least_s or (left_s <= self._most_spare_s).all():
+        if not self.config.spare_share or self._spare_s < least_s:
             return False
         rows = self._order(queue, builder)
         is_short = left_s[rows] <= self._most_spare_s
         are_free = np.logical_and.accumulate(is_short) & (not queue.column("guarded").any())
-        seconds = np.cumsum(np.where(are_free, 0.0, left_s[rows] * self._factor)[is_short]) + least_s
-        paid_s = np.minimum(seconds, max(group.budget_s for group in self._groups))  # what is left then pays then
-        count = int(np.searchsorted(paid_s, self._spare_s, side="right"))
+        wanted_s = np.cumsum(np.where(are_free, 0.0, left_s[rows] * self._factor)[is_short]) + least_s
+        longest_s = max(group.budget_s for group in self._groups)  # who outlasts it pays for the rest in the next
+        count = int(np.searchsorted(np.minimum(wanted_s, longest_s), self._spare_s, side="right"))
         if not count and not decodes_s:
             return False
         for state in queue.states_of_rows(rows[is_short][:count]):
             if state.prefilling and self._has_room(builder, may_exceed=True):
                 self._give(state, queue, builder, may_exceed=True)
         if builder.rows:
-            paid = float(paid_s[count - 1]) if count else decodes_s
-            self._spare_s -= min(paid, max(group.tick.seconds for group in self._groups))
+            wanted = float(wanted_s[count - 1]) if count else decodes_s
+            self._spare_s -= min(wanted, max(group.tick.seconds for group in self._groups))
         return bool(builder.rows)
 
     def _serve(self, queue: Queue, builder: BatchBuilder, favoured: list[State]) -> None:
@@ -279,7 +280,9 @@ class MedhaPacker(Packer):
         if not guarded.any():
             self._owed_s = []
             return
-        is_turn, least_s, most_s = True, 0.0, 0.0  # what a chunk beyond the budget takes is owed by them
+        is_turn, least_s = True, 0.0  # what a chunk beyond the budget takes is owed by them
+        # The batch in which a place comes free may be longer, as it has no decodes.
+        most_s = self._most_spare_s if len(queue.running) >= self.config.max_num_seqs else 0.0
         earned, limits = list[float](), list[float]()
         for group, owed_s in zip(self._groups, self._owed_s or [0.0] * len(self._groups), strict=True):
             prefill_s = max(0.0, group.budget_s - group.decodes_s)
@@ -291,10 +294,7 @@ class MedhaPacker(Packer):
         may_be_long = is_whole or np.count_nonzero(lengths >= self.config.long_threshold) < 2
         rows = sort_rows((queue.column("arrival_s"), queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
-            if builder.is_held(state):
-                continue
-            if not builder.has_place(state):
-                most_s = self._most_spare_s  # when a place comes free its batch, without decodes, may be as long
+            if builder.is_held(state) or not builder.has_place(state):
                 continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one

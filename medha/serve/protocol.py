@@ -14,7 +14,6 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate, starmap
 from typing import Any, TypedDict
 
@@ -87,9 +86,14 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(400, told, param=param, code=code)
 
 
-@lru_cache(100)
+_MOST_LOGGED = 20
+_logged = set[str]()
+
+
 def _log_once(text: str) -> None:
-    logger.warning("%s", text)
+    if text not in _logged and len(_logged) < _MOST_LOGGED:  # what is sent may be in it
+        _logged.add(text)
+        logger.warning("%s", text)
 
 
 class Flags(msgspec.Struct):

@@ -66,7 +66,7 @@ def simulate(
     given = {**context.params, **(BARE if is_bare else {})}
     for path in (output_json, timeline):
         check_writable(path)
-    check_apart([output_json, timeline], [given["trace"], Path(hardware)])
+    check_apart([output_json, timeline], [given["trace"], *filter(Path.is_file, (Path(hardware), Path(model)))])
     systems = systems_of(given)
     if timeline == STDOUT:
         raise ConfigError("timeline=-; accepted: a file, as stdout has the figures")
@@ -131,6 +131,7 @@ def plan(
     from medha.sim.replica import Replica, find_model
 
     check_writable(output_json)
+    check_apart([output_json], [*filter(Path.is_file, (Path(hardware), Path(model)))])
     shape, max_model_len = find_model(model), given["max_model_len"]
     if max_model_len is not None and context > max_model_len:
         raise ConfigError(f"context={context}; accepted: at most max_model_len={max_model_len}")

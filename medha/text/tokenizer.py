@@ -38,6 +38,7 @@ _LONG_TEXT = 100_000
 _MARK = "\U0010fffdmedha\U0010fffd"  # no text of a model or of a user
 _BYTE_TOKEN = re.compile(r"<0x..>")
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -55,12 +56,17 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     with _ErrorsTold(f"{file} is not a usable tokenizer: it", "be made of"):
         backend = tokenizers.Tokenizer.from_str(data)
     config = _read_json(path / "tokenizer_config.json")
-    named = [*_specials(_read_json(path / "special_tokens_map.json")), *_specials(config)]
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    # What the vocabulary lacks would get an id without embedding, and of one character be in no message any more.
-    new = [text for _, text in named if text not in known and len(text) > 1 and backend.token_to_id(text) is not None]
+    specials, new = dict[str, str](), list[tokenizers.AddedToken]()
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for key, its, adds in (*_specials(_read_json(path / "special_tokens_map.json")), *_specials(config)):
+        text = its["content"]
+        specials |= {key: text} if key in _NAMED_SPECIALS else {}
+        is_new = not (adds or known.special) if (known := added.get(text)) else backend.token_to_id(text) is not None
+        # What the vocabulary lacks would get an id without embedding, and of one character be in no message any more.
+        if is_new and len(text) > 1:
+            flags = {flag: getattr(known, flag) if known else its.get(flag) is True for flag in _FLAGS}
+            new.append(tokenizers.AddedToken(text, special=True, **flags))
     source = None if backend.add_special_tokens(new) else data
-    specials = {key: text for key, text in named if key in _NAMED_SPECIALS}
     template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
     if (template_file := path / "chat_template.jinja").is_file():
         template = _read(template_file)
@@ -276,15 +282,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     return read_json_object(file, max_bytes=MAX_FILE_BYTES, error=TokenizerError) if file.is_file() else {}
 
 
-def _specials(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Texts that a configuration calls special tokens, each with its key there."""
+def _specials(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """What a configuration calls special tokens, each with its key there, and whether that lists those to add."""
     for key, its in config.items():
         several = [*its.values()] if isinstance(its, dict) else its if isinstance(its, list) else []
         for one in several if key in _SPECIAL_LISTS else [its] if key.endswith("_token") else []:
             token = one if isinstance(one, dict) else {"content": one}
             is_special = key != "added_tokens_decoder" or token.get("special")
-            if is_special and isinstance(text := token.get("content"), str):
-                yield key, text
+            if is_special and isinstance(token.get("content"), str):
+                yield key, token, isinstance(its, list)
 
 
 def _configured_template(value: Any, file: Path) -> str | None:

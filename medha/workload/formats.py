@@ -195,12 +195,12 @@ def medha_line(row: Row) -> str:
 
 
 _ALL = (
+    Format("sharegpt", ("conversations",), _sharegpt),
+    Format("medha", ("num_prompt_tokens",), _medha),
     Format("mooncake", ("timestamp", "input_length"), _mooncake),
     Format("azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, is_csv=True),
     Format("burstgpt", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt, is_csv=True),
     Format("vidur", ("num_prefill_tokens", "num_decode_tokens"), _vidur, is_csv=True),
-    Format("sharegpt", ("conversations",), _sharegpt),
-    Format("medha", ("num_prompt_tokens",), _medha),
 )
 FORMATS = {one.name: one for one in _ALL}  # the formats by name
 

@@ -200,8 +200,8 @@ def test_nobody_gives_way_to_one_that_may_not_start() -> None:
     (gone,) = run(scheduler, 2)
     scheduler.cancel(1 - gone)
     add(scheduler, 3, 16, 400, priority=3)
-    while scheduler.num_running == 1:  # until time is spared for a batch without the long one
-        assert run(scheduler) == []
+    for _ in range(20):  # until time is spared for a batch without the long one
+        assert scheduler.num_running == 2 or run(scheduler) == []
     assert set(scheduler._queue.running) == {2, 3}
     assert run(scheduler, 5) == []
     add(scheduler, 4, 16, 400, priority=1)  # as high as who waits, and has not given way

@@ -155,6 +155,16 @@ def test_a_prompt_that_comes_first_in_any_case_pays_nothing_for_a_batch_of_its_o
     assert num_own < 80 and without_s <= 0.02 * with_s + 4 * QUANTUM_S
 
 
+def test_decodes_spend_nothing_before_a_long_prompt_comes() -> None:
+    """Chats alone take nothing from what is spared: their tokens come as if alone when it has come."""
+    steps = Steps(on_one_group(interactive_share=0.05), *[(64, 1 << 11)] * 8)
+    for slot in range(100, 300):
+        steps.add(slot, 20)
+        steps.step()
+    steps.add(999, 300_000)
+    assert all(row.slot != 999 for _ in range(20) for row in steps.step()[0].rows)
+
+
 @pytest.mark.parametrize("num_tokens", [20, 600, 920])
 def test_prompts_that_come_after_a_long_one_have_their_share(num_tokens: int) -> None:
     """They pay for what their batches take, and for no more, also where one needs nearly four quanta."""

@@ -84,7 +84,7 @@ def test_a_guarded_prompt_gets_the_one_place_that_there_is(options: dict[str, An
         chats = [Job(at_s, 500, 40, slo=SLO(tpot_s=0.02)) for at_s in np.arange(0.0, stream_s, 0.2).tolist()]
         return Drive(scheduler, [Job(1.0, 40_000, 1), *chats], None).run().first_token_s[0] - 1.0
 
-    assert wait_s(30.0) == wait_s(45.0) < 28.0
+    assert wait_s(30.0) == wait_s(45.0) < 20.0
 
 
 def test_without_the_guard_it_waits_for_as_long_as_chats_come() -> None:

@@ -48,7 +48,8 @@ MISTRAL = """{{ bos_token }}
 """
 GLM = """{% for t in tools %}{{ t.default | tojson }} {{ t.default }} {{ 'on' if t.default else 'off' }}
 {% endfor %}
-{%- for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{% set args = c.function.arguments %}
+{%- for m in messages %}{{ m.content }}{{ m.score + 1 if m.score is number and m.score > 1.5 }}
+{%- for c in m.tool_calls %}{% set args = c.function.arguments %}
 {% for k, v in args.items() %}
 {{ k }}={{ v | tojson(ensure_ascii=False) if v is not string else v }}, {{ [v] | tojson }}, {{ v }}
 {% endfor %}{{ args | tojson }} {{ args }}
@@ -84,7 +85,7 @@ def test_text_and_ids_are_those_of_transformers(name: str, add_generation_prompt
     )
     mine = chat_tokenizer(TEMPLATES[name])
     options: Any = {"add_generation_prompt": add_generation_prompt, "tools": TOOLS if name == "glm" else None}
-    called = [*CHAT[1:2], {"role": "assistant", "content": "", "tool_calls": CALLS}]
+    called = [CHAT[1] | {"score": 2.0}, {"role": "assistant", "content": "", "tool_calls": CALLS}]
     many = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} " * 20} for i in range(1000)]
     for messages in (CHAT, CHAT[1:2], CHAT[1:], many, called):
         text, ids = mine.encode_chat(messages, **options)

@@ -54,7 +54,7 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
 END = "<|im_end|>"
 NAMES = [
     {"eos_token": END},
-    {"image_token": {"content": END}},
+    {"image_token": {"content": END, "rstrip": True}},
     {"additional_special_tokens": [None, {"content": 1}, END, END]},
     {"extra_special_tokens": [{"content": END}]},
     {"extra_special_tokens": {"end_token": END}},
@@ -66,16 +66,22 @@ NAMES = [
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("names", NAMES)
 def test_what_other_files_call_special_is(tmp_path: Path, names: Any, where: str, is_added: bool) -> None:
-    """Of the vocabulary, in which it keeps its id, and of more than one character; also in the child."""
+    """Of the vocabulary, in which it keeps its id, and of more than one character; also in the child. What is added
+    already keeps its flags, and is made special by no list of tokens to add."""
     data = json.loads(byte_level().to_str())
     for token in data["added_tokens"]:
-        token["special"] = False
+        token |= {"special": False, "rstrip": True}
         data["model"]["vocab"] |= {} if is_added else {token["content"]: token["id"]}
     data["added_tokens"] *= is_added
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     (tmp_path / where).write_text(json.dumps(names | {"unk_token": "<unk>", "pad_token": "!"}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}" + END)
     tokenizer, end = load_tokenizer(tmp_path), byte_level().token_to_id(END)
+    strips = is_added or "image_token" in names
+    assert (tokenizer.encode(END + "  a") == tokenizer.encode(END + "a")) == strips
+    if is_added and any(isinstance(listed, list) for listed in names.values()):
+        assert not tokenizer.special_ids and tokenizer.decode([end]) == END
+        return
     assert tokenizer.special_ids == {end}
     assert tokenizer.decode(tokenizer.encode("hello" + END)) == "hello"
     assert tokenizer.encode("a" * 200_000 + END)[-1] == end

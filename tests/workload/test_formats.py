@@ -156,6 +156,10 @@ def test_sharegpt_estimates_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("medha", '{"id": "conversations", "tenant": "timestamp", "prompt_token_ids": [1, 2, 3], "max_tokens": 4}'),
         ("mooncake", '{"conversation_id": 7, "timestamp": 0, "input_length": 3, "output_length": 4}'),
         ("mooncake", '{"model": "prompt_token_ids", "timestamp": 0, "input_length": 3, "output_length": 4}'),
+        (
+            "sharegpt",
+            '{"conversations": [{"value": "a b c d e f", "timestamp": 1}, {"value": "0123456789abcdef"}]}',
+        ),
         ("sharegpt", '{"id": 1, "conversation":[{"value": "a b c d e f"}, {"value": "0123456789abcdef"}]}'),
     ],
 )
@@ -189,7 +193,7 @@ OWN = '{"id": "a", "num_prompt_tokens": 1, "num_output_tokens": 1}\n'
 WRONG: list[tuple[str, str | bytes, str]] = [
     ("vidur", "", "is empty; accepted: a trace with requests"),
     ("vidur", VIDUR, r"has no requests \(0 dropped, 0 wrong\); accepted: at least 1"),
-    ("vidur", "a,b\n1,2\n", "line 1: 'a,b' is of no known format; accepted, with their columns or keys: mooncake: "),
+    ("vidur", "a,b\n1,2\n", "line 1: 'a,b' is of no known format; accepted, with their columns or keys: sharegpt: "),
     ("vidur", VIDUR + "1,2\n", "line 2: '1,2' has 2 fields; accepted: 3, as the header"),
     ("vidur", VIDUR.replace("\n", ",arrived_at\n") + "1,2,3,4\n", "line 1: header .* has a column twice"),
     ("vidur", VIDUR + '1,"2,3\n', "line 2: .* is not CSV .*; accepted: UTF-8, fields split by commas, quotes closed"),
@@ -266,7 +270,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         read_trace(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="Is a directory"):
         read_trace(tmp_path)
-    with pytest.raises(ConfigError, match="format='csv'; accepted: mooncake, azure, burstgpt, vidur, sharegpt, medha"):
+    with pytest.raises(ConfigError, match="format='csv'; accepted: sharegpt, medha, mooncake, azure, burstgpt, vidur"):
         read_trace(tmp_path, "csv")
     trace = Trace(np.zeros(1), np.ones(1, int), np.ones(1, int))
     for path in (tmp_path / "no" / "a.csv", write(tmp_path / "file", "x") / "a.csv"):
