@@ -156,10 +156,7 @@ def test_sharegpt_estimates_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("medha", '{"id": "conversations", "tenant": "timestamp", "prompt_token_ids": [1, 2, 3], "max_tokens": 4}'),
         ("mooncake", '{"conversation_id": 7, "timestamp": 0, "input_length": 3, "output_length": 4}'),
         ("mooncake", '{"model": "prompt_token_ids", "timestamp": 0, "input_length": 3, "output_length": 4}'),
-        (
-            "sharegpt",
-            '{"conversations": [{"value": "a b c d e f", "timestamp": 1}, {"value": "0123456789abcdef"}]}',
-        ),
+        ("medha", '{"prompt_token_ids": [1, 2, 3], "max_tokens": 4, "timestamp": 1, "input_length": 2}'),
         ("sharegpt", '{"id": 1, "conversation":[{"value": "a b c d e f"}, {"value": "0123456789abcdef"}]}'),
     ],
 )
