@@ -192,7 +192,8 @@ def test_the_timeline_is_there_when_stdout_fails(
         (("--qps", 1, "--stop-s", -1), "stop_s=-1.0; accepted: a finite number above 0"),
         (("--qps", "1,2", "--timeline", "t.json"), "timeline=t.json with 2 runs; accepted: one scheduler"),
         (("--trace", "x", "--json", "./x"), "output file x is x, which is read; accepted: another file"),
-        (("--qps", 1, "--hardware", "x", "--timeline", "x"), "output file x is x, which is read; accepted: another"),
+        (("--qps", 1, "--hardware", __file__, "--timeline", __file__), f"{__file__}, which is read; accepted: another"),
+        (("--qps", 1, "--model", __file__, "--json", __file__), f"{__file__}, which is read; accepted: another file"),
         (
             ("--qps", 1, "--json", "x.json", "--timeline", "x.json"),
             "output file x.json is x.json, which is written too",
