@@ -31,10 +31,7 @@ TokenKind = Literal["none", "special", "byte", "text"]
 logger = logging.getLogger("medha")
 
 MAX_FILE_BYTES = 100_000_000
-
-# Longer texts, in characters, are encoded in a child process.
-_LONG_TEXT = 100_000
-
+_LONG_TEXT = 100_000  # characters, from which a text is encoded in a child process
 _MARK = "\U0010fffdmedha\U0010fffd"  # no text of a model or of a user
 _BYTE_TOKEN = re.compile(r"<0x..>")
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
