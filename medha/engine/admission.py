@@ -129,20 +129,23 @@ def tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
     return text, ids
 
 
+_INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
+
+
 def checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
     """A copy of token ids in the vocabulary; an error names the first that is not one."""
     is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0
     if not is_array and (isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence)):
         raise wrong_prompt(name, value)
-    ids, kinds = np.empty(len(value), np.int32), {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
+    ids = np.empty(len(value), np.int32)
     for part in pieces(len(value)):
         try:
             some = value[part].tolist() if is_array else list(value[part])
         except (RuntimeError, TypeError) as error:  # a tensor on the meta device, a sparse one
             message = f"{name}: its values cannot be read ({error}); accepted: a list of token ids"
             raise ValidationError(message, param=name, value=value) from error
-        if not set(map(type, some)) <= kinds or not (min(some) >= 0 and max(some) < vocab_size):
-            index = next(i for i, token in enumerate(some) if type(token) not in kinds or not 0 <= token < vocab_size)
+        if not set(map(type, some)) <= _INTEGERS or not (min(some) >= 0 and max(some) < vocab_size):
+            index = next(i for i, its in enumerate(some) if type(its) not in _INTEGERS or not 0 <= its < vocab_size)
             message = f"{name}[{part.start + index}]={some[index]!r:.80}; accepted: integers from 0 to {vocab_size - 1}"
             raise ValidationError(message, param=name, value=some[index])
         ids[part] = some
