@@ -503,9 +503,7 @@ class BatchBuilder:
         newest = batch_id - self._period  # batch of which the token of a request in flight is known
         for slot, state in decoding.items() if share else ():
             position = state.num_scheduled_tokens
-            if not state.num_prefill_tokens <= position < state.num_known_tokens:
-                continue
-            if state.last_batch > newest and state.num_in_flight:
+            if position >= state.num_known_tokens or (state.last_batch > newest and state.num_in_flight):
                 continue
             state.last_batch = batch_id
             row = new(Row, (slot, position, 1, True, True, 0, 1, False))

@@ -212,9 +212,9 @@ class MedhaPacker(Packer):
         fits a place is made, to whoever waits longest: of n that are left out each has a token in n / share batches.
         """
         decoding = queue.decoding.values()
-        requests = [state.request for state in decoding]
-        objectives = {(r.priority, r.slo.tpot_s) for r in requests if r.slo is not None and r.slo.tpot_s is not None}
-        if self.config.t_target_s or not objectives or min(objectives)[0] >= max(r.priority for r in requests):
+        kinds = {(state.request.priority, state.tpot_s) for state in decoding}
+        objectives = {kind for kind in kinds if kind[1] < math.inf}
+        if self.config.t_target_s or not objectives or min(objectives)[0] >= max(kinds)[0]:
             return
         positions = [state.num_scheduled_tokens for state in decoding]
         tick = self.predictor.tick(Decodes(len(positions), len(positions), sum(positions), max(positions)))
@@ -323,8 +323,7 @@ class MedhaPacker(Packer):
                     return
                 if state.ended or not state.prefilling:
                     continue
-                is_out = is_cramped and state.num_left >= self.config.min_chunk
-                if state.slot not in builder.chunked and (is_out or self._is_cramped(builder, state)):
+                if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
                     continue
                 if self._give(state, queue, builder, may_exceed=True):
                     has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
@@ -377,6 +376,8 @@ class MedhaPacker(Packer):
                 return False
             if self._give(leader, queue, builder, may_exceed=may_exceed):
                 return True  # otherwise it does not get on, and is not waited for
+        if self._is_cramped(builder, state):
+            return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
         position, has_chunk = state.num_scheduled_tokens, state.slot in builder.chunked
         prefers_least = may_exceed and not share and not has_chunk
@@ -520,7 +521,10 @@ class MedhaPacker(Packer):
         bounds = builder.tokens_left[0], self.predictor.max_tokens, self.config.chunk_size or least
         if len(self._groups) > 1 or not builder.has_chunk[0] or min(bounds) < least:
             return False
-        least, kv = (least, 0) if state is None else (min(least, state.num_left), state.num_scheduled_tokens)
+        if state is None:
+            kv = 0
+        else:
+            least, kv = 1 if state.slot in builder.chunked else min(least, state.num_left), state.num_scheduled_tokens
         return group.tick.with_chunk(least, kv) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------
@@ -534,11 +538,10 @@ class MedhaPacker(Packer):
             return self.config.t_target_s
         tightest = math.inf
         for state in queue.decoding.values():
-            slo = state.request.slo
-            if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
+            if state.tpot_s < tightest:
                 first, count = builder.memory.span(state.slot)
                 if first <= group < first + count:
-                    tightest = slo.tpot_s
+                    tightest = state.tpot_s
         return tightest / self.config.period
 
     def _prediction(self, queue: Queue, builder: BatchBuilder) -> Prediction:

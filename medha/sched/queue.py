@@ -43,9 +43,11 @@ class State:
     num_cached: int = 0  # of its prefill, tokens that it need not compute as others have
     chain: Chain | None = None  # ids of its tokens
     slot: int = field(init=False)
+    tpot_s: float = field(init=False)  # its objective; inf is none
 
     def __post_init__(self) -> None:
-        self.slot = self.request.slot
+        self.slot, slo = self.request.slot, self.request.slo
+        self.tpot_s = math.inf if slo is None or slo.tpot_s is None else slo.tpot_s
         if self.request.prefix:
             self.chain = Chain(self.request.prefix)
 
