@@ -175,7 +175,8 @@ def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory, where: st
     groups = f", {kv.max_share} on each of {span} groups" if span > 1 else ""
     prompt_fits = num_prompt_tokens <= kv.max_request_tokens
     param, value = ("max_tokens", max_tokens) if prompt_fits else ("prompt", num_prompt_tokens)
-    what = f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache{where}"
+    asked = f" and max_tokens={max_tokens}" if max_tokens > 1 else ""  # a prefill group's part of a request is 1
+    what = f"{num_prompt_tokens} prompt tokens{asked} need {needed} tokens of KV cache{where}"
     accepted = f"at most {kv.max_request_tokens}{groups}, or more with a larger {remedy}"
     raise KVCapacityError(f"{what}; accepted: {accepted}", param=param, value=value)
 

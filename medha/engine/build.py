@@ -41,6 +41,7 @@ from medha.parallel.mesh import (
     Job,
     Ranks,
     check_layout,
+    check_nodes,
     check_same_everywhere,
     init_ranks,
     meet,
@@ -154,7 +155,11 @@ def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> Ra
     dtype = torch_dtype(config, model_config)
     ranks = None
     if job is not None:
-        parts = {"configuration": config, "config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
+        check_nodes(job)
+        sections = config, config.cache, config.parallel, config.scheduler
+        named = ((f.name, getattr(section, f.name)) for section in sections for f in dataclasses.fields(section))
+        parts = {name: value for name, value in named if value not in sections}
+        parts |= {"config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
     shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype, device)

@@ -118,6 +118,11 @@ class Engine:
         """The unfinished requests as they are; for another thread, which changes nothing."""
         return list(self._live.values())
 
+    def running_at(self, slot: int) -> Completion | None:
+        """The completion of a slot that a batch names, None where it has ended; for :attr:`on_step`."""
+        one = self._by_slot[slot]
+        return one if one.finish_reason is None else None
+
     def prefills(self, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         with self.turns:

@@ -175,7 +175,7 @@ def fill_random_(decoder: Decoder, *, seed: int, std: float = 0.02) -> None:
         if "norm" in name:
             parameter.fill_(1.0)
         else:
-            parameter.normal_(0.0, std, generator=generator)
+            local_part(parameter).normal_(0.0, std, generator=generator)  # of a DTensor all ranks would have to
 
 
 Split = Literal["column", "row", "vocab", "gathered"]

@@ -246,6 +246,18 @@ def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
         raise ConfigError(f"ranks {odd} differ from rank 0 in: {', '.join(names)}; accepted: the same on every rank")
 
 
+def check_nodes(job: Job) -> None:
+    """Refuse ranks that do not agree on who is on their node, as who shares memory follows from it; every rank calls
+    it."""
+    launch = job.launch
+    first = launch.rank - launch.local_rank
+    nodes = wait_for_all(job, "nodes", [first, first + launch.local_world_size], limit_s=_READ_LIMIT_S)
+    mine = [[rank for rank, other in enumerate(nodes) if other == node] for node in nodes]
+    if odd := [rank for rank, node in enumerate(nodes) if mine[rank] != list(range(*node))]:
+        what = f"LOCAL_RANK and LOCAL_WORLD_SIZE of ranks {odd} make no node of them"
+        raise ConfigError(f"{what}; accepted: both as torchrun sets them, without --virtual-local-rank")
+
+
 def over_ranks(ranks: Ranks, number: int, which: dist.ReduceOp.RedOpType) -> int:
     """The least or the most (``ReduceOp.MIN``, ``MAX``) of the numbers that the ranks bring; every rank calls it."""
     found = torch.tensor([number], dtype=torch.int64)

@@ -45,6 +45,8 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
         os.environ["OMP_NUM_THREADS"] = str(share)
         if (torch := sys.modules.get("torch")) is not None:  # it has looked already
             torch.set_num_threads(share)
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:  # of a job that started this command
+        del os.environ[name]
     ranks: list[subprocess.Popen[Any]] = []
     limit_s = _FAIL_S
     with reserved_port() as port:

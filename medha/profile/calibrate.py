@@ -288,7 +288,7 @@ def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effo
     effort = replace(effort, chunks=tuple(size for size in effort.chunks if size <= positions) or (1,))
     most = min(positions, runner.cache.num_blocks * runner.cache.block_size - effort.chunks[-1])
     if most < 1 or (max_kv is not None and not 1 <= max_kv <= most):
-        why = f"what the model's {positions} positions and half of the free memory allow"
+        why = f"what the model's {positions} positions and the KV pool allow"
         raise ConfigError(f"max_kv={max_kv}; accepted: 1 to {most}, {why}")
     return effort, min(most, MAX_KV) if max_kv is None else max_kv
 

@@ -64,7 +64,7 @@ class Metrics:
     """What a server tells Prometheus of an engine."""
 
     def __init__(self, engine: Engine, model: str) -> None:
-        self._now = engine.now
+        self._now, self._running_at = engine.now, engine.running_at
         self.num_steps = 0  # batches that are done
         self._token_s: dict[int, float] = {}  # when the last token of a slot was
         self._model, registry = model, CollectorRegistry()
@@ -74,7 +74,9 @@ class Metrics:
             found = kind(name, text, ["model_name", *labels], registry=registry, **options)
             return found if labels else found.labels(model)
 
-        self._prompt_tokens = made(Counter, "vllm:prompt_tokens", "Prompt tokens read, cached ones too.")
+        self._prompt_tokens = made(
+            Counter, "vllm:prompt_tokens", "Prompt tokens read, cached ones too, with the first token of each."
+        )
         self._tokens = made(Counter, "vllm:generation_tokens", "Tokens generated.")
         self._ended = made(Counter, "vllm:request_success", "Requests that have ended.", "finished_reason")
         self.ignored = made(Counter, "medha:request_fields_ignored", "Fields of requests that nobody knows.")
@@ -101,13 +103,14 @@ class Metrics:
         """Note a batch that is done; the engine's thread calls it."""
         self.num_steps += 1
         self._step.observe(busy_s)
-        self._prompt_tokens.inc(batch.num_tokens - batch.num_decodes + sum(one.num_tokens for one in batch.shared))
-        now_s, sampling = self._now(), [row for row in batch.rows if row.samples]
+        now_s, running = self._now(), [self._running_at(row.slot) for row in batch.rows if row.samples]
+        sampling = [one for one in running if one is not None]
         self._tokens.inc(len(sampling))
-        for row in sampling:
-            if row.is_decode:
-                self._gap.observe(now_s - self._token_s[row.slot])
-            self._token_s[row.slot] = now_s
+        self._prompt_tokens.inc(sum(len(one.request.prompt_ids) for one in sampling if not one.token_ids))
+        for one in sampling:
+            if one.token_ids:
+                self._gap.observe(now_s - self._token_s[one.slot])
+            self._token_s[one.slot] = now_s
         if prediction is not None and prediction.seconds > 0:
             self._error.observe(busy_s / prediction.seconds)
 

@@ -82,16 +82,16 @@ class KVCache:
 
     def append_by(self, append_paged_kv_cache: Callable[..., None]) -> None:
         """Let :meth:`write` take a launch: the pool is to FlashInfer one request, whose pages are all there are."""
-        size, pool = self.block_size, self.k[0]
-        num_pages = len(pool) // size
+        size, pool, pools = self.block_size, self.k[0], (self.k, self.v)
+        num_pages, head = len(pool) // size, pool.shape[1:]
         last = torch.tensor([0, num_pages, size], dtype=torch.int32, device=pool.device)
         table = torch.arange(num_pages, dtype=torch.int32, device=pool.device), last[:2], last[2:]
 
         def append(layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, places: torch.Tensor) -> None:
-            pools = tuple(x[layer].view(num_pages, size, *pool.shape[1:]) for x in (self.k, self.v))
-            append_paged_kv_cache(k_TKH, v_TKH, *places, pools, *table)
+            pages = tuple(x[layer].view(num_pages, size, *head) for x in pools)
+            append_paged_kv_cache(k_TKH, v_TKH, *places, pages, *table)
 
-        self.append = append
+        self.append = append  # which does not hold this object: its memory would stay until garbage is collected
 
     def places(self, targets: torch.Tensor) -> torch.Tensor:
         """The ``targets`` of :meth:`write`, from pool tokens, int64; once a step."""

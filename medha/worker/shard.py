@@ -260,7 +260,8 @@ def own_device(device: torch.device, launch: Launch | None) -> torch.device:
     if index is None:
         index, num_gpus = 0 if launch is None else launch.local_rank, torch.cuda.device_count()
         if index >= num_gpus:
-            raise ConfigError(f"device='cuda' for local rank {index}; accepted: as many ranks as GPUs, {num_gpus} here")
+            what = f"device='cuda' for local rank {index}; accepted: as many ranks as GPUs, {num_gpus} here"
+            raise ConfigError(f"{what}, or 'cuda:0' where each rank sees a GPU of its own")
     own = torch.device("cuda", index)
     torch.cuda.set_device(own)
     return own

@@ -41,6 +41,7 @@ def num_kv_blocks(config: EngineConfig, shard: ModelShard, max_model_len: int, *
     if cache.memory_bytes is not None:
         memory, source = cache.memory_bytes, "kv_memory"
     elif shard.device.type == "cuda":
+        torch.cuda.empty_cache()  # what an LLM before this one has left counts as taken
         free, total = torch.cuda.mem_get_info(shard.device)
         memory = int(free - total * (1 - cache.gpu_memory_utilization))
         memory -= shard.weight_bytes if beside is None else beside

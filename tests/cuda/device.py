@@ -115,7 +115,7 @@ class Device:
 
     def __init__(self, seed: int = 0, num_sms: int = 16) -> None:
         self.num_sms = num_sms
-        self.allocated = self.most_allocated = 0  # bytes
+        self.allocated = self.most_allocated = self.reserved = 0  # bytes
         self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
@@ -272,6 +272,7 @@ class Device:
         memory = Memory(raw)
         self.allocated += raw.untyped_storage().nbytes()
         self.most_allocated = max(self.allocated, self.most_allocated)
+        self.reserved = max(self.allocated, self.reserved)
         if self.capturing is not None:
             memory.graph = self.capturing
             self.capturing.owned.append(weakref.ref(memory))
@@ -549,6 +550,9 @@ def install(
     def forget_peak(at: Any = None) -> None:
         device.most_allocated = device.allocated
 
+    def empty_cache() -> None:
+        device.reserved = device.allocated
+
     properties = SimpleNamespace(
         multi_processor_count=num_sms, major=capability[0], minor=capability[1], total_memory=memory, name="emulated"
     )
@@ -558,10 +562,10 @@ def install(
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "set_device": lambda device: None, "device": lambda at: contextlib.nullcontext(),
         "current_stream": lambda at=None: device.current,
-        "default_stream": lambda at=None: device.default, "empty_cache": lambda: None,
+        "default_stream": lambda at=None: device.default, "empty_cache": empty_cache,
         "synchronize": lambda at=None: device.sync("torch.cuda.synchronize", *device.streams),
         "is_current_stream_capturing": lambda: device.capturing is not None,
-        "mem_get_info": lambda at=None: (memory - device.allocated, memory),
+        "mem_get_info": lambda at=None: (memory - device.reserved, memory),
         "memory_allocated": lambda at=None: device.allocated, "reset_peak_memory_stats": forget_peak,
         "max_memory_allocated": lambda at=None: device.most_allocated,
         "get_device_capability": lambda at=None: capability,

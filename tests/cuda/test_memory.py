@@ -1,5 +1,6 @@
 """The KV pool on the emulated device: what a run takes in all stays within its share of the memory, and uses it."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,21 @@ def test_all_of_a_run_is_within_its_share_of_the_memory(model: Path, device: Dev
         pool = llm.engine.scheduler.memory.num_blocks
     assert pool < 64 * 4096 // 16  # as memory bounds it, not what requests may use
     assert 0.8 * share * MEMORY < device.most_allocated <= share * MEMORY
+
+
+@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
+def test_an_llm_that_is_closed_leaves_its_memory_to_the_next(model: Path, device: Device) -> None:
+    pools = []
+    gc.disable()  # it frees nothing that is waited for
+    try:
+        for _ in range(2):
+            with LLM(model, max_model_len=4096, **OPTIONS) as llm:
+                llm.generate(PROMPTS, use_tqdm=False)
+                pools.append(llm.engine.scheduler.memory.num_blocks)
+            assert device.allocated == 0
+    finally:
+        gc.enable()
+    assert pools[0] == pools[1]
 
 
 @pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)

@@ -229,5 +229,5 @@ def test_a_claim_too_large_for_either_side_is_refused_with_the_numbers(own_worke
     for said, _ in answers:
         assert "150 prompt tokens and max_tokens=500 need 649 tokens of KV cache on a decode instance" in said[0]
         assert "accepted: at most 640" in said[0]
-        assert "700 prompt tokens and max_tokens=1 need 700 tokens of KV cache; accepted: at most 640" in said[1]
+        assert "700 prompt tokens need 700 tokens of KV cache; accepted: at most 640" in said[1]
     assert [counts for _, counts in answers] == [[3], [], []]

@@ -62,16 +62,17 @@ def test_cores_are_those_that_the_ranks_may_run_on(monkeypatch: pytest.MonkeyPat
     assert replace(launch, agent_pid=None).spare_cores(2) == 3 - 2 * 2
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "3 3"), ({"OMP_NUM_THREADS": "1"}, "1 1")])
+@pytest.mark.parametrize(("given", "expected"), [({}, "3 3 False"), ({"OMP_NUM_THREADS": "1"}, "1 1 False")])
 def test_a_command_that_has_torch_already_takes_its_share_of_the_threads(given: dict[str, str], expected: str) -> None:
     lines = """
 import os, torch
 from medha.parallel.own_ranks import own_ranks
 os.sched_getaffinity = lambda pid: range(6)
 with own_ranks(2, ["platform"]):
-    print(os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
+    print(os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), "TORCHELASTIC_USE_AGENT_STORE" in os.environ)
 """
     environ = {name: value for name, value in ENVIRONMENT.items() if name != "OMP_NUM_THREADS"} | given
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as where a rank of another job starts the command
     done = subprocess.run([sys.executable, "-c", lines], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.splitlines()[0] == expected, done.stderr
 
@@ -134,17 +135,29 @@ def test_no_torchrun_prints_the_command(model: Path, monkeypatch: pytest.MonkeyP
 # -- ranks that differ (D3) ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("named", ["configuration", "version of medha", "checkpoint"])
+@pytest.mark.parametrize("named", ["seed", "version of medha", "checkpoint"])
 def test_ranks_that_differ(workers: WorkerPool, model: Path, tmp_path: Path, named: str) -> None:
     other = model
     if named == "checkpoint":  # the same config.json
         other = shutil.copytree(model, tmp_path / "other")
         tensors = load_file(model / "model.safetensors")
         save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "model.safetensors")
-    options = [{"spp": 2, "seed": 0}, {"spp": 2, "seed": int(named == "configuration")}]
+    options = [{"spp": 2, "seed": 0}, {"spp": 2, "seed": int(named == "seed")}]
     versions = "1", "2" if named == "version of medha" else "1"
     ((kind, said),) = set(workers.run(refusal, 2, [model, other], options, versions))
     assert kind == "ConfigError" and said.startswith("ranks [1] differ from rank 0 in: ") and named in said
+    assert named != "seed" or said.endswith("in: seed; accepted: the same on every rank")
+
+
+@pytest.mark.parametrize(
+    ("local", "odd"), [({"LOCAL_RANK": "0"}, [0, 1]), ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, None)]
+)
+def test_ranks_that_do_not_make_a_node(start: Start, model: Path, local: dict[str, str], odd: list[int] | None) -> None:
+    """As of SLURM with one GPU a task, or of torchrun --virtual-local-rank: one would wait for memory to share."""
+    job = start(2, joining, model, environment=local)
+    assert job.wait(60.0) == [2 * bool(odd)] * 2, job.stderr(0)
+    for rank in (0, 1) if odd else ():
+        assert job.stdout(rank).startswith(f"LOCAL_RANK and LOCAL_WORLD_SIZE of ranks {odd} make no node of them; ")
 
 
 # -- the address (D12) -----------------------------------------------------------------------------------------------

@@ -19,12 +19,13 @@ from medha.engine.request import Request
 from medha.params import SamplingParams
 from medha.serve import app
 from medha.serve.keys import Key
+from medha.serve.metrics import Metrics
 from medha.serve.service import Service
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from tests.engines import build_engine
 from tests.serve.conftest import PATH, Server, Start, asked
-from tests.serving import Model, random_ids
+from tests.serving import Model, finish, random_ids
 from tools.serve_overhead import Timetable, make_engine
 
 
@@ -82,6 +83,23 @@ def test_metrics_count_every_completion_and_every_gap(server: Server) -> None:
     gaps = re.search(r"inter_token_latency_seconds_count\{.*\} (\S+)", text)
     assert gaps is not None and float(gaps[1]) == num_tokens - 3
     assert re.search(r"request_generation_tokens_count\{.*\} 3\.0", text)  # as each of them is a request of vLLM's
+
+
+def test_metrics_count_what_is_handed_out(bytes_model: Model) -> None:
+    """Neither what was computed ahead of an end, nor a prompt that is computed again."""
+    engine = bytes_model.engine(async_scheduling=True, depth=2, overcommit=True, num_blocks=16, block_size=16)
+    text = Metrics(engine, "m").text
+    for at in range(16):
+        params = SamplingParams(temperature=1.0, seed=at, max_tokens=50, stop_token_ids=[*range(0, 256, 32)])
+        engine.add_request(str(at), random_ids(40, seed=at), params)
+    its = [output.metrics for output in finish(engine).values()]
+    assert sum(one.num_preemptions for one in its) > 1
+    lines = re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text().decode(), re.MULTILINE)
+    found = {name: float(value) for name, value in lines}
+    num_tokens = sum(one.num_output_tokens for one in its)
+    assert num_tokens < 16 * 50 and found["generation_tokens_total"] == num_tokens
+    assert found["inter_token_latency_seconds_count"] == num_tokens - 16
+    assert found["prompt_tokens_total"] == 16 * 40
 
 
 def test_tokens_and_text(server: Server) -> None:
