@@ -11,6 +11,7 @@ saves up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,13 +24,15 @@ LEAD_S = 1.0
 
 
 class Tenants:
-    """The accounts of all that ever had a request, by number; ``weights`` are by name, 1 for others."""
+    """The accounts, by number, of all that have a request or are ahead of the least served of these; ``weights`` are by
+    name, 1 for others."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = weights or {}
-        self._numbers: dict[str, int] = {}
-        self._weight_of: list[float] = []
-        self._had_s, self._num_requests = np.zeros(4), np.zeros(4, np.int64)  # by number; those that are not closed
+        self._numbers: dict[str | None, int] = {}
+        self._names: list[str | None] = [None] * 4  # by number, as what follows
+        self._weight_of = [1.0] * 4
+        self._had_s, self._num_requests = np.zeros(4), np.zeros(4, np.int64)  # the latter that are not closed
         self._num_present = 0
 
     @property
@@ -39,17 +42,29 @@ class Tenants:
 
     def enter(self, name: str) -> int:
         """A request of a tenant arrives; returns the tenant's number."""
-        number = self._numbers.setdefault(name, len(self._numbers))
-        if number == len(self._weight_of):
-            self._weight_of.append(self._weights.get(name, 1.0))
-        if number == self._had_s.size:
-            self._had_s = np.append(self._had_s, np.zeros(number))
-            self._num_requests = np.append(self._num_requests, np.zeros(number, np.int64))
-        if not self._num_requests[number]:
-            present = self._had_s[self._num_requests > 0]
-            self._had_s[number] = max(self._had_s[number], present.min() if present.size else 0.0)
+        number = self._numbers.get(name)
+        if number is None or not self._num_requests[number]:
+            is_present = self._num_requests > 0
+            least_s = self._had_s[is_present].min(initial=math.inf)
+            if number is None:
+                gone = np.flatnonzero(
+                    ~is_present & (self._had_s <= least_s)
+                )  # coming back they would start at the least
+                number = self._named(int(gone[0]) if gone.size else is_present.size, name)
+            self._had_s[number] = max(self._had_s[number], least_s if self._num_present else 0.0)
             self._num_present += 1
         self._num_requests[number] += 1
+        return number
+
+    def _named(self, number: int, name: str) -> int:
+        """Give a tenant a number, which nobody has or needs."""
+        if number == len(self._names):
+            self._names, self._weight_of = self._names + [None] * number, self._weight_of + [1.0] * number
+            self._had_s = np.append(self._had_s, np.zeros(number))
+            self._num_requests = np.append(self._num_requests, np.zeros(number, np.int64))
+        self._numbers.pop(self._names[number], None)
+        self._names[number], self._weight_of[number] = name, self._weights.get(name, 1.0)
+        self._numbers[name] = number
         return number
 
     def leave(self, number: int) -> None:

@@ -90,4 +90,23 @@ def test_nobody_saves_up_and_accounts_end_with_the_last_request() -> None:
     tenants.leave(a)
     tenants.charge(late, 0.1)
     assert tenants.enter("a") == a and ahead(a, late) == [False, False]
-    assert [tenants.enter(str(i)) for i in range(20)] == list(range(3, 23))
+    assert len({a, late, *(tenants.enter(str(i)) for i in range(20))}) == 22
+
+
+def test_names_of_those_that_have_left_are_forgotten_once_they_would_start_at_the_least() -> None:
+    tenants = Tenants({"b": 2.0})
+    tenants.charge(stays := tenants.enter("stays"), 10.0)
+    ahead = tenants.enter("ahead")
+    tenants.charge(ahead, 30.0)
+    tenants.leave(ahead)
+    numbers = set()
+    for name in ("", *map(str, range(50)), "b"):
+        numbers.add(number := tenants.enter(name))
+        tenants.leave(number)
+    assert len(numbers) == 1 and ahead not in numbers
+    assert tenants.enter("b") == number and tenants.enter("ahead") == ahead
+    tenants.charge(number, 4.0)  # half of it counts
+    tenants.charge(stays, LEAD_S)
+    assert tenants.ahead(np.array([stays, number, ahead]), np.zeros(3, np.int64)).tolist() == [False, False, True]
+    tenants.charge(number, 0.1)
+    assert tenants.ahead(np.array([stays, number]), np.zeros(2, np.int64)).tolist() == [False, True]
