@@ -228,12 +228,9 @@ class BatchBuilder:
         """Tokens of the chunk that a request has in the batch; 0 for none."""
         return self.rows[self.chunked[slot]].q_len if slot in self.chunked else 0
 
-    def make_room(self, state: State) -> bool:
-        """Preempt lower classes for a prefill that was refused memory or a place; whether there were any. Who is in
-        flight is left out of the batch first."""
-        candidates = self.preemption.of_lower_class(state)
-        if not candidates:
-            return False
+    def make_room(self, state: State, candidates: list[State]) -> bool:
+        """Preempt some of the lower classes for a prefill that was refused memory or a place; whether there were any.
+        Who is in flight is left out of the batch first."""
 
         def fits(span: tuple[int, Hit] | None, gone: Collection[int]) -> bool:
             if span is not None:
@@ -254,7 +251,7 @@ class BatchBuilder:
             spans = [(first, Hit()) for first in self._firsts(state)]
             if may_share and (shards := (hit := self._hit_of(state)).shards):
                 spans.insert(0, (shards[0][0], hit))
-        found = (fewest(candidates, partial(fits, span)) for span in spans)
+        found = ([] if fits(span, ()) else fewest(candidates, partial(fits, span)) for span in spans)
         victims = next((victims for victims in found if victims is not None), [])
         if may_share:
             self._queue.found(state, num_cached)  # as it is queued

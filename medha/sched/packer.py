@@ -45,7 +45,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, compress, groupby, islice
 
 import numpy as np
 
@@ -200,8 +200,13 @@ class MedhaPacker(Packer):
             states += [state for state in queue.states_of_rows(rows) if not builder.would_be_in_way(state)][:1]
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         lower = [state for state in states if state.request.priority < lowest]
-        able = (s for s in lower if not (builder.would_be_in_way(s) or builder.is_held(s)) and builder.make_room(s))
-        favoured = list(islice(able, 1))  # who has not taken that room yet: the others ask when it is taken
+        below = cache(builder.preemption.of_lower_class)
+        able = (
+            not (builder.left_out or builder.would_be_in_way(s) or builder.is_held(s))
+            and builder.make_room(s, below(s.request.priority))
+            for s in lower
+        )
+        favoured = list(islice(compress(lower, able), 1))  # who has not taken that room yet: the others ask then
         self._asked = [s.slot for s in lower if s not in favoured] if builder.left_out else []
         return favoured
 

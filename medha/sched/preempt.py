@@ -40,10 +40,10 @@ class Preemption:
         self.memory = memory
         self._predictor = predictor
 
-    def of_lower_class(self, state: State) -> list[State]:
-        """Whom a request may preempt by class, once nothing of them is in flight: the lowest class first, then whoever
+    def of_lower_class(self, priority: int) -> list[State]:
+        """Whom requests of a class may preempt, once nothing of them is in flight: the lowest class first, then whoever
         loses least; nobody who is kept."""
-        below = [s for s in self.queue.running.values() if s.request.priority > state.request.priority]
+        below = [s for s in self.queue.running.values() if s.request.priority > priority]
         below = [s for s in below if not s.ended and (s.prefilling or s.slot in self.queue.decoding)]
         return sorted(below, key=lambda s: (-s.request.priority, self.loss(s)[0], s.slot))
 

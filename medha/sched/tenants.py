@@ -71,6 +71,9 @@ class Tenants:
         """A request of a tenant is closed."""
         self._num_requests[number] -= 1
         self._num_present -= not self._num_requests[number]
+        if not self._num_present:  # else who asked little before would be served alone until it has had as much
+            self._had_s[:] = 0.0
+            self._numbers.clear()
 
     def charge(self, number: int, seconds: float) -> None:
         """A tenant is served for so many predicted seconds."""

@@ -84,8 +84,10 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     assert slots(preemption.by_loss(four)) == [3, 2, 1], "not the oldest, nor one in flight"
     preemption.by_class = True
     assert slots(preemption.by_loss(four)) == [2, 1], "nor one of a higher class"
-    assert slots(preemption.of_lower_class(queue.running[0])) == [5, 2, 4], "in flight or not, but not what is kept"
-    assert slots(preemption.of_lower_class(four)) == [5, 2]
+    assert slots(preemption.of_lower_class(queue.running[0].request.priority)) == [5, 2, 4], (
+        "in flight or not, but not what is kept"
+    )
+    assert slots(preemption.of_lower_class(four.request.priority)) == [5, 2]
 
 
 ASYNC = {"async_scheduling": True}
@@ -224,7 +226,7 @@ def test_one_that_has_just_given_way_has_no_room_made(monkeypatch: pytest.Monkey
     add(scheduler, 0, 600, 2, priority=0)
     builder = BatchBuilder(scheduler.config, preemption, batch_id=9, now_s=0.0, is_idle=True)
 
-    def make_room(state: State) -> bool:
+    def make_room(state: State, _: list[State]) -> bool:
         asked.append(state.slot)
         preemption.preempt([queue.running[1]], 0.0)
         return True
@@ -232,6 +234,20 @@ def test_one_that_has_just_given_way_has_no_room_made(monkeypatch: pytest.Monkey
     monkeypatch.setattr(builder, "make_room", make_room)
     packer._refused = [0, 1]
     assert [state.slot for state in packer._make_room(queue, builder)] == asked == [0]
+
+
+def test_one_looks_for_room_while_those_who_give_way_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room, left_out = BatchBuilder.make_room, list[tuple[int, int]]()
+
+    def looked(self: BatchBuilder, *args: Any) -> bool:
+        before, made = len(self.left_out), make_room(self, *args)
+        left_out.append((before, len(self.left_out)))
+        return made
+
+    monkeypatch.setattr(BatchBuilder, "make_room", looked)
+    load = [*[Job(0.0, 16, 60, priority=3)] * 2, *[Job(3.0, 48, 2, priority=0)] * 8]
+    assert play(make(10, policy="priority", **ASYNC), load).gave_way
+    assert any(after for _, after in left_out) and not any(before for before, _ in left_out)
 
 
 def test_a_class_that_asked_for_room_is_not_forgotten() -> None:

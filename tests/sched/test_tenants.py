@@ -93,6 +93,16 @@ def test_nobody_saves_up_and_accounts_end_with_the_last_request() -> None:
     assert len({a, late, *(tenants.enter(str(i)) for i in range(20))}) == 22
 
 
+def test_accounts_begin_anew_when_nobody_is_left() -> None:
+    tenants = Tenants()
+    for seconds, number in [(1.0, tenants.enter("little")), (100.0, tenants.enter("much"))]:
+        tenants.charge(number, seconds)
+    tenants.leave(0)
+    tenants.leave(1)
+    both = np.array([tenants.enter("little"), tenants.enter("much")])
+    assert both[0] != both[1] and not tenants.ahead(both, np.zeros(2, np.int64)).any()
+
+
 def test_names_of_those_that_have_left_are_forgotten_once_they_would_start_at_the_least() -> None:
     tenants = Tenants({"b": 2.0})
     tenants.charge(stays := tenants.enter("stays"), 10.0)
