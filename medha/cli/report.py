@@ -17,12 +17,14 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import fill
 from typing import Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +39,7 @@ _PACKAGES = (
 )
 
 _FILE_WIDTH = 160  # the least, of what goes to no terminal
+_ANY_WIDTH = 1 << 20
 # In the file, not on the screen.
 _UNPRINTED = ("benchmark", "title", "notes", "environment", "format", "version", "options", "config", "model")
 
@@ -146,25 +149,30 @@ def _print_entry(console: Console, name: str, value: Any) -> None:
     if isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
         rows = [{"": key, **inside} for key, inside in value.items()]
     if isinstance(rows, list) and rows and all(isinstance(one, Mapping) for one in rows):
-        console.print(rows_table(_spoken(name), rows))
+        print_rows(console, _spoken(name), rows)
     elif text := text_of(name, value):
         console.print(f"{_spoken(name)}: {text}", highlight=False, markup=False)
 
 
-def rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of mappings: a column for each name that some of them have; lists, such as raw samples, are left out."""
+def print_rows(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of mappings, whole: one that is too wide has headings of several lines, and is the terminal's to
+    wrap. It has a column for each name that some of them have; lists, such as raw samples, are left out."""
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
     columns = {name: [row.get(name) for row in flat] for name in names}
     columns = {name: values for name, values in columns.items() if not any(isinstance(one, list) for one in values)}
-    words = [name for name, values in columns.items() if all(one is None or isinstance(one, str) for one in values)]
+    cells = {name: [text_of(name, value) or "-" for value in values] for name, values in columns.items()}
     table = Table(title=title, min_width=cell_len(title), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in columns:
-        table.add_column(_spoken(name), justify="left" if name in words else "right", no_wrap=name not in words)
-    cells = [[text_of(name, value) or "-" for value in values] for name, values in columns.items()]
-    for row in zip(*cells, strict=True):
+    for name, values in columns.items():
+        is_words = all(one is None or isinstance(one, str) for one in values)
+        table.add_column(_spoken(name), justify="left" if is_words else "right", no_wrap=True)
+    for row in zip(*cells.values(), strict=True):
         table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
-    return table
+    whole = console.options.update(width=_ANY_WIDTH)
+    if console.measure(table, options=whole).maximum > console.width:
+        for column, texts in zip(table.columns, cells.values(), strict=True):
+            column.header = fill(str(column.header), max(map(cell_len, texts)), break_long_words=False)
+    console.print(Segments(console.render(table, whole)), soft_wrap=True)
 
 
 def _spoken(name: str) -> str:

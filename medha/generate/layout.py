@@ -8,7 +8,7 @@ from math import gcd
 
 from rich.console import Console
 
-from medha.cli.report import rows_table
+from medha.cli.report import print_rows
 from medha.config import CDSP, EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ParallelConfigError
 from medha.models.folder import resolve_model
@@ -64,7 +64,7 @@ def run_dry(config: EngineConfig, console: Console) -> int:
         for rank, shard in enumerate(shards)
     ]
     title = f"{model.architecture} on {parallel.world_size} rank{'s' * (parallel.world_size > 1)}"
-    console.print(rows_table(title, rows))
+    print_rows(console, title, rows)
     limit = config.max_model_len or model.max_position_embeddings
     most = max(shard.token_bytes for shard in shards)
     if (least := _kv_tokens(config, most)) is not None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from medha.cli.display import Display, one_line
-from medha.cli.report import rows_table
+from medha.cli.report import print_rows
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, Joiner, drive
 from medha.engine.build import build_role
@@ -105,7 +105,7 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
         max_batch_tokens=2 * _CHUNK_SIZE,
     )
     if lars is not None:
-        console.print(rows_table("", results(lars, expected)))
+        print_rows(console, "", results(lars, expected))
         console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.")
         console.print("TPOT is long while the document is read: each token waits for a batch with a part of it.\n")
     fcfs = act(
@@ -122,7 +122,7 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
     folder = tempfile.mkdtemp(prefix="medha-timeline-")
     for name, timeline in timelines.items():
         timeline.write(Path(folder) / f"{name}.json")
-    console.print(rows_table("whole prompts first come first served, and LARS", comparison(fcfs, lars, expected)))
+    print_rows(console, "whole prompts first come first served, and LARS", comparison(fcfs, lars, expected))
     console.print(f"What ran when, for ui.perfetto.dev:\n{folder}/fcfs.json\n{folder}/lars.json", soft_wrap=True)
     num_right = min(_num_right(outputs, expected) for outputs in (lars, fcfs))
     console.print(f"Under both, {num_right} of {len(expected)} answers right.")

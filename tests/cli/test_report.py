@@ -1,13 +1,15 @@
 """The one renderer of reports: what is printed of them, how wide, and where they are written."""
 
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import medha
-from medha.cli.report import STDOUT, check_writable, deliver, print_report, stamp, text_of, write_report
+from medha.cli.report import STDOUT, check_writable, deliver, print_report, print_rows, stamp, text_of, write_report
 from medha.errors import ConfigError
 from tests.parallel.workers import launch_environment
 
@@ -121,3 +123,13 @@ def test_a_report_leaves_pipes_and_links_as_they_are(tmp_path: Path) -> None:
 def test_a_title_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     print_report({"title": "d[/x] data[old].jsonl"})
     assert capsys.readouterr().out == "d[/x] data[old].jsonl\n"
+
+
+@pytest.mark.parametrize("width", [30, 300])
+def test_a_table_is_whole_on_a_narrow_console(width: int) -> None:
+    rows = [{"policy": "lars", "what it is": "a word of advice"} | {f"schedule p{at}_ms": 0.7909 for at in range(9)}]
+    console = Console(width=width, file=io.StringIO())
+    print_rows(console, "results", rows)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["lars", "a", "word", "of", "advice", *["0.7909"] * 9] in lines
+    assert ("schedule" in lines[2] and "p8" in lines[2]) == (width == 300)  # headings have several lines
