@@ -101,7 +101,7 @@ def fixed_output(num_tokens: int) -> SamplingParams:
 
 
 def serve_load(engine: Engine, arrivals: Sequence[Arrival], *, max_concurrency: int | None = None) -> Served:
-    """Serve arrivals to the end of the last one.
+    """Serve arrivals to the end of the last one, from an empty prefix cache on.
 
     Args:
         engine: idle. The parameters of all requests are of :func:`fixed_output`, and their prompts are token ids.
@@ -111,6 +111,7 @@ def serve_load(engine: Engine, arrivals: Sequence[Arrival], *, max_concurrency: 
     Raises:
         EngineDeadError: a step failed.
     """
+    engine.reset_prefix_cache()  # of a run before, with the same prompts
     start_s = engine.now()
     times: dict[str, list[float]] = {one.request_id: [] for one in arrivals}  # of the tokens
     last: dict[str, RequestOutput] = {}

@@ -59,3 +59,12 @@ def test_requests_keep_their_tenants(local: Local, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(local.engine, "add_prepared", noted)
     serve_load(local.engine, [replace(arrival("a"), tenant="chat"), arrival("b")])
     assert tenants == ["chat", ""]
+
+
+def test_each_load_finds_an_empty_prefix_cache() -> None:
+    def work(local: Local) -> dict[str, Any]:
+        loads = [serve_load(local.engine, [arrival("a", prompt=48)]) for _ in range(2)]
+        return {"num_chunks": [one.outcomes[0].num_chunks for one in loads]}
+
+    engine = {"num_threads": 1, "prefix_caching": True, "block_size": 16, "chunk_size": 16}
+    assert on_ranks(Subject(hf_overrides=TINY, engine=engine), work, longest=64) == {"num_chunks": [3, 3]}
