@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from medha.batch import Batch
 from medha.bench.cli import COUNT, of_load
 from medha.bench.harness import random_prompt
 from medha.config.fields import number
+from medha.engine.admission import Prompt
 from medha.engine.arrivals import Arrival, drive
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
@@ -30,7 +31,7 @@ from medha.sched.decision import Prediction
 from medha.workload.io import read_trace
 from medha.workload.metrics import Outcome, Served
 from medha.workload.synth import retimed, synthesize
-from medha.workload.trace import Trace
+from medha.workload.trace import HASHED_TOKENS, Row, Trace, prefix_ids
 
 NO_SLO = SLO()
 _RATE = number("requests a second above 0, or inf", lambda value: value > 0)
@@ -79,12 +80,13 @@ class ArrivingWorkload(Workload):
 
 
 def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) -> list[Arrival]:
-    """The requests of a trace with random prompts, for :func:`serve_load`; ``slo`` is for those without their own."""
+    """The requests of a trace with random prompts, for :func:`serve_load`: the same where they have the same ids of
+    blocks; ``slo`` is for those without their own."""
     chance = np.random.default_rng(seed)
     return [
         Arrival(
             f"request-{row.request_id}",
-            random_prompt(row.prompt_tokens, vocab_size, chance),
+            _prompt(row, vocab_size, chance, seed),
             fixed_output(row.output_tokens),
             SLO(row.ttft_slo_s or slo.ttft_s, row.tpot_slo_s or slo.tpot_s),
             float(row.arrival_s or 0.0),
@@ -93,6 +95,13 @@ def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) 
         )
         for row in trace.rows()
     ]
+
+
+def _prompt(row: Row, vocab_size: int, chance: np.random.Generator, seed: int) -> Prompt:
+    ids = np.frombuffer(prefix_ids(row, HASHED_TOKENS), np.uint32).reshape(-1, 4).tolist()
+    parts = [random_prompt(HASHED_TOKENS, vocab_size, np.random.default_rng((seed, *named))) for named in ids]
+    rest = random_prompt(row.prompt_tokens - len(ids) * HASHED_TOKENS, vocab_size, chance)
+    return cast(Prompt, np.concatenate([*parts, rest]))
 
 
 def fixed_output(num_tokens: int) -> SamplingParams:

@@ -1,14 +1,17 @@
 """A load on a live engine: what becomes of its requests."""
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from medha.bench.harness import Local, Subject, on_ranks
-from medha.bench.load import fixed_output, serve_load
+from medha.bench.load import arrivals_of, fixed_output, serve_load
 from medha.engine.arrivals import Arrival
 from medha.engine.request import Request
+from medha.workload.trace import Trace
 from tests.bench.shapes import TINY
 
 
@@ -68,3 +71,12 @@ def test_each_load_finds_an_empty_prefix_cache() -> None:
 
     engine = {"num_threads": 1, "prefix_caching": True, "block_size": 16, "chunk_size": 16}
     assert on_ranks(Subject(hf_overrides=TINY, engine=engine), work, longest=64) == {"num_chunks": [3, 3]}
+
+
+def test_prompts_share_the_blocks_that_a_trace_names() -> None:
+    hashes = np.array([array("q", ids) for ids in ([7, 8], [7, 9, 1], [7, 8])], object)
+    trace = Trace(np.zeros(3), np.array([1024, 1100, 1030]), np.ones(3, int), prefix_hashes=hashes)
+    prompts = [list(one.prompt) for one in arrivals_of(trace, 256, seed=0)]
+    assert [len(one) for one in prompts] == [1024, 1100, 1030]
+    assert prompts[0][:512] == prompts[1][:512] and prompts[0] == prompts[2][:1024]
+    assert prompts[0][512:] != prompts[1][512:1024] and prompts[0][:512] != prompts[0][512:]
