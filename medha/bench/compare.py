@@ -121,6 +121,8 @@ def compare(options: CompareOptions) -> Report:
     engines = {name: {key: one.ready[key] for key in ("versions", "options")} for name, one in workers.items()}
     num_wrong = sum(one["num_requests"] - one["num_equal"] for one in results if one["is_exact"])
     found = {"engines": engines, "results": results, "convoys": convoys, "num_wrong": num_wrong}
+    unequal = {f"{one['name']} ({one['way']})": one["num_requests"] - one["num_equal"] for one in results}
+    found["notes"] = [f"{name}: tokens of {number} requests differ" for name, number in unequal.items() if number]
     return options.subject.head("compare", asdict(options), model) | found
 
 

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -55,7 +54,7 @@ def _offline(name: str, llm_class: Any, params_class: Any, given: dict[str, Any]
     options = {key: given[key] for key in ("dtype", "max_model_len", "seed", "kv_cache_memory_bytes")} | more
     options |= given.get("engine_options", {}).get(name, {})
     llm = llm_class(given["model"], **options)
-    greedy = partial(params_class, temperature=0.0, ignore_eos=True, detokenize=False)
+    greedy = partial(params_class, temperature=0.0, repetition_penalty=1.0, ignore_eos=True, detokenize=False)
 
     def complete(prompts: Prompts, num_outputs: list[int], is_anew: bool = False) -> Prompts:
         """``is_anew``: with an empty prefix cache, and before the tokens of each how many of its prompt were there."""
@@ -93,14 +92,14 @@ def transformers(given: dict[str, Any]) -> Engine:
     """transformers at its best: ``sdpa`` attention. Prompts of one length make one batch, and others batches of eight
     in the order in which they come, filled up on the left; or they go through its own continuous batching."""
     import torch
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, logging
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(given["num_threads"])
     options = {"dtype": given["dtype"], "attn_implementation": "sdpa"}
     model: Any = AutoModelForCausalLM.from_pretrained(given["model"], **options)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    model.generation_config.eos_token_id = None
+    model.generation_config = GenerationConfig()  # not the folder's, which may ask for more work
 
     def padded(prompts: Prompts, num_outputs: list[int]) -> Prompts:
         size = len(prompts) if len(set(map(len, prompts))) == len(set(num_outputs)) == 1 else PADDED_BATCH
@@ -116,8 +115,7 @@ def transformers(given: dict[str, Any]) -> Engine:
         return found
 
     def continuous(prompts: Prompts, num_outputs: list[int]) -> Prompts:
-        config = deepcopy(model.generation_config)
-        config.update(do_sample=False, pad_token_id=0, eos_token_id=-1)  # none ends it
+        config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)  # none ends it
         asked = list(zip(prompts, num_outputs, strict=True))
         rows, longest = min(ROWS, len(asked)), max(len(ids) + number for ids, number in asked)
         sizes: Any = {"page_size": PAGE, "num_blocks": rows * (-(-longest // PAGE) + 1), "max_batch_tokens": TOKENS}

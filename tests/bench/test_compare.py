@@ -26,8 +26,8 @@ import sys
 from types import SimpleNamespace as Made
 __version__ = "9.9"
 class SamplingParams:
-    def __init__(self, *, max_tokens, temperature, ignore_eos, detokenize):
-        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
+    def __init__(self, *, max_tokens, temperature, repetition_penalty, ignore_eos, detokenize):
+        assert (temperature, repetition_penalty, ignore_eos, detokenize) == (0.0, 1.0, True, False)
         self.max_tokens = max_tokens
 class LLM:
     def __init__(self, model, *, skip_tokenizer_init, enable_prefix_caching, dtype, max_model_len, seed,
@@ -108,6 +108,8 @@ def test_medha_against_the_made_up_vllm(bench: Bench, tmp_path: Path) -> None:
     assert [(r["name"], r["way"]) for r in report["results"]] == [("prefill 8", "vllm"), ("3 mixed", "vllm")]
     assert {r["is_exact"] for r in report["results"]} == {False}
     assert report["engines"]["vllm"]["options"]["enable_prefix_caching"] is False
+    differ = {"prefill 8": 1, "3 mixed": 3}
+    assert report["notes"] == [f"{what} (vllm): tokens of {number} requests differ" for what, number in differ.items()]
 
 
 def test_short_requests_that_arrive_beside_a_long_one(bench: Bench, tmp_path: Path) -> None:
@@ -147,6 +149,19 @@ def test_what_overrides_a_model_reaches_both_engines() -> None:
             assert (Path(folder) / "model.safetensors").samefile(Path(made) / "model.safetensors")
         with Subject(made).checkpoint(**given) as folder:
             assert folder == made
+
+
+def test_no_engine_takes_a_models_defaults() -> None:
+    settings: Any = {"dtype": "float32", "num_threads": 1, "max_model_len": 64, "enable_prefix_caching": False}
+    defaults, said = {"repetition_penalty": 1.5, "num_beams": 3, "do_sample": True, "eos_token_id": 1}, []
+    with Subject(hf_overrides=TINY).checkpoint(64, dtype="float32", seed=0) as folder:
+        (Path(folder) / "generation_config.json").write_text(json.dumps(defaults))
+        settings |= {"model": folder, "seed": 0, "kv_cache_memory_bytes": 1 << 22}
+        for name in ("medha", "transformers"):
+            with start_peer(name, sys.executable, settings) as worker:
+                for way in worker.ready["ways"]:
+                    said.append(worker.ask(prompts=[[5, 6, 7]], num_outputs=[20], way=way)["tokens"])
+    assert len(said) == 3 and all(tokens == said[0] for tokens in said)
 
 
 COUNTING = """
