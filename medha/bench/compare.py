@@ -73,6 +73,9 @@ class CompareOptions:
             lens = f"input_len={','.join(map(str, self.input_lens)) or 'none'}"
             accepted = "with peer=vllm, requests that arrive and a prompt beside them"
             raise ConfigError(f"{what}, {lens}; accepted: {accepted}")
+        takers = {"medha", self.peer} - {"transformers"}
+        if strange := sorted(set(self.engine_options or ()) - takers):
+            raise ConfigError(f"engine_options of {', '.join(strange)}; accepted: of {' and '.join(sorted(takers))}")
 
 
 class _Case(NamedTuple):

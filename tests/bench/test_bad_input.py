@@ -26,6 +26,7 @@ from tests.bench.shapes import ON_TINY
         (["compare", "--request-rate", "2", "--peer", "vllm", "--num-prompts=0"], "with peer=vllm and num_prompts=0"),
         (["compare", "--engine-options", "{x"], "engine_options '{x': not JSON"),
         (["compare", "--engine-options", "[]"], "engine_options '[]': holds a list"),
+        (["compare", "--engine-options", '{"vllm": {}}'], "engine_options of vllm; accepted: of medha"),
         (["latency", "--input-len", "0"], "input_len='0'; accepted: positive integers"),
         (["latency", "--output-json", "absent/latency.json"], "absent/latency.json cannot be written"),
         (["latency", "--load-format", "safetensors"], "load_format='safetensors' without a model"),
