@@ -27,6 +27,7 @@ from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shows, asked, of_
 from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
 from medha.bench.load import ArrivingWorkload, NotedStep, arrivals_of, fixed_output, serve_load, steps_noted
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
+from medha.config import CDSP, SchedulerConfig
 from medha.config.fields import choice, finite
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
@@ -86,7 +87,6 @@ class ServeOptions:
         (99.0,), "Percentiles of them, comma separated.", name="metric_percentiles", kind=str, shown="99",
         read=parse_percentiles,
     )  # fmt: skip
-    t_target_s: float | None = None
 
     def __post_init__(self) -> None:
         assert self.goals is not None  # it is read, and may be wrong
@@ -95,8 +95,9 @@ class ServeOptions:
         if self.long_len <= _SHORT_LENS[1]:
             raise ConfigError(f"long_len={self.long_len}; accepted: above {_SHORT_LENS[1]}, the longest short one")
         given, bare = asdict(self), asdict(ServeOptions())
-        given, bare = given | given["workload"], bare | bare["workload"]
-        if wrong := [name for name in _NOT_ITS if given[name] not in (bare[name], [])]:
+        given, bare = given | given["workload"] | given["subject"]["engine"], bare | bare["workload"]
+        wrong = [name for name in _NOT_ITS if given[name] not in (bare[name], [])]
+        if wrong := wrong + ["scheduler"] * (given.get("scheduler") == CDSP):
             what = ", ".join(f"{name}={given[name]!r}" for name in wrong)
             accepted = "without, its workload and figures are given"
             raise ConfigError(f"{what} with preset={self.preset}; accepted: {accepted}")
@@ -205,17 +206,17 @@ def convoy(options: ServeOptions) -> Report | None:
     longest, block_size = options.long_len + _OUTPUT_LEN, given.get("block_size") or 256
     sizes = (_NUM_LONG, longest), (options.num_short, _SHORT_LENS[1] + _OUTPUT_LEN)
     blocks = sum(n * -(-length // block_size) for n, length in sizes)
-    return on_ranks(
-        subject,
-        lambda local: _convoy(local, options),
-        longest=longest,
-        num_kv_blocks=given.get("num_kv_blocks") or (None if given.get("kv_memory") else blocks),
-        max_num_seqs=_NUM_LONG + options.num_short,
-        long_threshold=min(8192, options.long_len),
-        t_target_s=options.t_target_s or _BATCH_S,
+    usual = {
+        "num_kv_blocks": None if given.get("kv_memory") else blocks,
+        "max_num_seqs": _NUM_LONG + options.num_short,
+        "long_threshold": min(8192, options.long_len),
+        "t_target_s": _BATCH_S,
         # one batch more than stages would hide the host, and have new requests wait for it
-        depth=given.get("depth") or given.get("spp") or 1,
-    )
+        "depth": given.get("spp") or 1,
+    }
+    bare = SchedulerConfig()
+    engine = {n: value if given.get(n) in (None, getattr(bare, n, None)) else given[n] for n, value in usual.items()}
+    return on_ranks(subject, lambda local: _convoy(local, options), longest=longest, **engine)
 
 
 def _convoy(local: Local, options: ServeOptions) -> Report:
@@ -226,6 +227,8 @@ def _convoy(local: Local, options: ServeOptions) -> Report:
     capacity_s = serve_load(local.engine, mix).duration_s
     stream = stream_of(mix, capacity_s / options.load, options.workload.seed)
     options_of = systems_of(options.long_len)
+    chosen, usual = ((one.scheduler, one.policy) for one in (local.config.scheduler, SchedulerConfig()))
+    options_of["default" if chosen == usual else " ".join(chosen)] = options_of.pop("default")
     engines = {name: local.engine_with(**scheduler) for name, scheduler in options_of.items()}
     systems: list[Report] = []
     for name, engine in engines.items():

@@ -62,6 +62,7 @@ from tests.bench.shapes import ON_TINY
         (["serve", "--preset", "train"], "preset='train'; accepted: convoy"),
         (["serve", "--preset", "convoy", "--long-len", "500"], "long_len=500; accepted: above 500"),
         (["serve", "--preset", "convoy", "--load", "0"], "load=0.0; accepted"),
+        (["serve", "--preset", "convoy", "--scheduler", "cdsp"], "scheduler='cdsp' with preset=convoy; accepted"),
         (
             ["serve", "--preset", "convoy", "--goodput", "ttft:9", "--request-rate", "3"],
             "goodput=['ttft:9'], request_rate=3.0 with preset=convoy; accepted: without",

@@ -107,6 +107,14 @@ def test_convoy(bench: Bench) -> None:
     assert all(name in done.out for name in names) and "TTFT" in done.out
 
 
+def test_the_convoy_keeps_what_is_asked_for(bench: Bench) -> None:
+    asked = ["--policy", "fcfs", "--max-num-seqs", "3", "--long-threshold", "500"]
+    report, _ = bench("serve", "--preset", "convoy", "--num-prompts", "3", "--long-len", "600", *asked)
+    scheduler = report["engine"]["scheduler"]
+    assert (scheduler["max_num_seqs"], scheduler["long_threshold"], scheduler["t_target_s"]) == (3, 500, 0.25)
+    assert report["systems"][-1]["system"] == "medha fcfs"
+
+
 def test_the_stream_of_the_convoy() -> None:
     mix = mix_of(ServeOptions(workload=ArrivingWorkload(num_prompts=30), long_len=1000), 64)
     assert [len(one.prompt) for one in mix[:4]] == [1000] * 4 and len(mix) == 34
