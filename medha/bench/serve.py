@@ -15,6 +15,7 @@ schedulers begin with.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -146,6 +147,8 @@ def _serve(local: Local, options: ServeOptions) -> Report:
         "prediction_error": prediction_error(steps),
     }
     figures = serving_figures(served, goodput=goals, metrics=options.metrics, percentiles=options.percentiles)
+    why = Counter(one.error for one in served.outcomes if not one.is_completed).most_common(1)
+    found["notes"] = [f"{number} of {figures['failed']} that failed: {error}" for error, number in why]
     names = ("mean", "median", "std", *(f"p{percent:g}" for percent in options.percentiles))
     found["by_metric"] = [
         {"": metric.upper(), **{f"{name}_ms": figures[f"{name}_{metric}_ms"] for name in names}}
@@ -161,13 +164,12 @@ def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
 
 def prediction_error(steps: Sequence[NotedStep]) -> Report:
     """How far predicted step times are off: count, mean absolute and mean signed error as shares of the time taken, and
-    the share of steps that took what was predicted within 15 %."""
+    the share of steps that took what was predicted within 15 %; None where there are none."""
     known = [(step.prediction.seconds, step.busy_s) for step in steps if step.prediction is not None]
     errors = [seconds / busy_s - 1.0 for seconds, busy_s in known if seconds > 0 and busy_s > 0]
-    number = max(len(errors), 1)
-    mean_abs, mean_signed = sum(map(abs, errors)) / number, sum(errors) / number
-    found = {"count": len(errors), "mean_abs_error": mean_abs, "mean_signed_error": mean_signed}
-    return found | {"within_share": sum(abs(error) <= _NEAR for error in errors) / number}
+    near = sum(abs(error) <= _NEAR for error in errors)
+    sums = {"mean_abs_error": sum(map(abs, errors)), "mean_signed_error": sum(errors), "within_share": near}
+    return {"count": len(errors), **{name: value / len(errors) if errors else None for name, value in sums.items()}}
 
 
 def systems_of(longest: int) -> dict[str, dict[str, Any]]:
