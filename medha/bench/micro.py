@@ -34,6 +34,7 @@ from medha.cli.report import stamp
 from medha.config import CacheConfig, ModelConfig, SchedulerConfig
 from medha.config.fields import choice, integer
 from medha.cost.hardware import load_spec
+from medha.errors import ConfigError
 from medha.params import SLO, SamplingParams
 from medha.profile.steps import fill_pools
 from medha.sched.decision import SchedulerRequest
@@ -67,6 +68,10 @@ class AttentionOptions:
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     warmup: int = warmups(1)
     runs: int = counted(3)
+
+    def __post_init__(self) -> None:
+        if min(self.chunks) > max(self.kv_lens):
+            raise ConfigError(f"chunk_size={min(self.chunks)}; accepted: one up to kv_lens, {max(self.kv_lens)}")
 
 
 def attention(options: AttentionOptions) -> Report:

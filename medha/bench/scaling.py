@@ -54,7 +54,7 @@ class ScalingOptions:
     mode: str = asked("prefill", "prefill of a prompt, or one step over a long context: decode, chunk.", choice(*MODES))
     layouts: tuple[str, ...] = asked(
         (), "Compared with one rank, as kvp2spp2, comma separated.", kind=str, shown="spp2, kvp2 for a step",
-        read=text_read(words),
+        read=text_read(lambda text: words(text) or (text,)),
     )  # fmt: skip
     lengths: tuple[int, ...] = asked(
         (), "Tokens of the prompt, or in the KV cache before a step, comma separated.", name="input_len",
@@ -111,9 +111,12 @@ def parse_layout(text: str) -> ParallelConfig:
 
 def scaling(options: ScalingOptions) -> Report:
     """Several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
+    model = options.subject.model_config(longest=1)
+    for layout in options.all_layouts.values():
+        layout.check_model(model)
     results = [line for length in options.lengths for line in _one_length(options, length)]
     given = asdict(options) | {"threads_a_rank": 1}
-    return options.subject.head(f"scaling, {options.mode}", given) | {"results": results}
+    return options.subject.head(f"scaling, {options.mode}", given, model) | {"results": results}
 
 
 def _one_length(options: ScalingOptions, length: int) -> list[Report]:

@@ -36,6 +36,10 @@ from tests.bench.shapes import ON_TINY
         (["latency", "--model", "absent-folder/model"], "absent-folder/model"),
         (["micro", "attention", "--dtype", "float64"], "dtype='float64'; accepted"),
         (["micro", "attention", "--device", "cuda:99"], "device='cuda:99'; accepted"),
+        (
+            ["micro", "attention", "--chunk-size", "64", "--kv-lens", "8,32"],
+            "chunk_size=64; accepted: one up to kv_lens, 32",
+        ),
         (["micro", "sampling", "--batch-size", "x"], "batch_size='x'; accepted"),
         (["micro", "scheduler", "--policy", "larz"], "policy='larz'; accepted: "),
         (["micro", "scheduler", "--num-waiting", "0"], "num_waiting='0'; accepted: positive integers"),
@@ -44,6 +48,8 @@ from tests.bench.shapes import ON_TINY
         (["scaling", "--attention", "ring", "--mode", "decode"], "accepted: prefill and chunk, as decodes gather"),
         (["scaling", "--attention", "ring", "--layouts", "spp2"], "with chunks of 512; accepted: kvp of 2 at least"),
         (["scaling", "--attention", "ring", "--chunk-size", "3"], "on kvp2 with chunks of 3; accepted: "),
+        (["scaling", "--layouts", ","], "layout ','; accepted: for example spp2"),
+        (["scaling", "--layouts", "tp3"], "tp=3"),
         (["scaling", "--mode", "train"], "mode='train'; accepted: prefill, decode, chunk"),
         (["scaling", "--mode", "decode", "--input-len", "256"], "256 tokens over 2 groups in blocks of 256"),
         (

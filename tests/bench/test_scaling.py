@@ -1,10 +1,8 @@
 """``medha bench scaling`` at a toy size: its jobs run and end, and its figures are what the records say."""
 
-from pathlib import Path
-
 import pytest
 
-from medha.bench.harness import Subject
+from medha.bench.harness import RANDOM_LLAMA, Subject
 from medha.bench.scaling import ONE_RANK, ScalingOptions, parse_layout, scaling, usage
 from medha.config import ParallelConfig
 from medha.errors import ConfigError, RankFailedError
@@ -62,6 +60,6 @@ def test_layout_names() -> None:
             parse_layout(wrong)
 
 
-def test_a_job_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+def test_a_job_that_cannot_start_is_an_error() -> None:
     with pytest.raises(RankFailedError, match=r"a job of \{'tp': 1, .*\} has ended"):
-        scaling(ScalingOptions(Subject(str(tmp_path / "absent"))))
+        scaling(ScalingOptions(Subject(str(RANDOM_LLAMA))))
