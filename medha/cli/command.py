@@ -49,6 +49,8 @@ _ALIASES = {
     **OPTION_ALIASES,
     "model_path": "model",
     "max_new_tokens": "max_tokens",
+    "random_input_len": "input_len",
+    "random_output_len": "output_len",
     "no_enable_prefix_caching": "no_prefix_caching",
 }
 

@@ -182,6 +182,7 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     **dict.fromkeys(("api_key", "host", "port"), ((), "they are options of medha serve")),
     **dict.fromkeys(("num_speculative_tokens", "speculative_config"), ((), "speculative decoding is not implemented")),
     **dict.fromkeys(("disable_log_requests", "disable_uvicorn_access_log"), (_FLAG, "requests are not logged")),
+    **dict.fromkeys(("backend", "save_result"), ((), "bench runs medha itself; --output-json FILE writes its report")),
     "compilation_config": (("0",), "nothing is compiled; cuda_graphs=True captures decodes"),
     "cpu_offload_gb": ((0, "0"), "weights stay on their device; spread the model with tp or spp"),
     "cuda_graph_sizes": (_ANY, "graphs are captured for the batch sizes up to max_num_seqs"),
