@@ -53,6 +53,9 @@ class Workload:
     def __post_init__(self) -> None:
         if self.dataset_path is not None and self.lengths is not None:
             raise ConfigError(f"a trace and lengths={self.lengths!r} are both given; accepted: one of the two")
+        own = self.input_len, self.output_len
+        if (self.dataset_path or self.lengths) and own != (Workload.input_len, Workload.output_len):
+            raise ConfigError(f"input_len, output_len={own} beside a trace or lengths; accepted: one of the three")
 
     @cached_property
     def trace(self) -> Trace:

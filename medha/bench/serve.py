@@ -91,7 +91,10 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         assert self.goals is not None  # it is read, and may be wrong
+        own = self.long_len, self.load
         if self.preset is None:
+            if own != (ServeOptions.long_len, ServeOptions.load):
+                raise ConfigError(f"long_len, load={own} without a preset; accepted: with preset=convoy")
             return
         if self.long_len <= _SHORT_LENS[1]:
             raise ConfigError(f"long_len={self.long_len}; accepted: above {_SHORT_LENS[1]}, the longest short one")

@@ -68,6 +68,7 @@ from tests.bench.shapes import ON_TINY
         (["serve", "--goodput", "ttft:1", "ttft:2"], "goodput='ttft:2'; accepted"),
         (["serve", "--preset", "train"], "preset='train'; accepted: convoy"),
         (["serve", "--preset", "convoy", "--long-len", "500"], "long_len=500; accepted: above 500"),
+        (["serve", "--load", "0.5"], "long_len, load=(32768, 0.5) without a preset; accepted"),
         (["serve", "--preset", "convoy", "--load", "0"], "load=0.0; accepted"),
         (["serve", "--preset", "convoy", "--scheduler", "cdsp"], "scheduler='cdsp' with preset=convoy; accepted"),
         (
@@ -78,6 +79,7 @@ from tests.bench.shapes import ON_TINY
         (["serve", "--backend", "vllm"], "--backend vllm is not among medha's options: bench runs medha itself"),
         (["throughput", "--dataset-path", "absent.csv"], "absent.csv"),
         (["throughput", "--trace", "x", "--lengths", "fixed:1,1"], "a trace and lengths='fixed:1,1' are both given"),
+        (["throughput", "--lengths", "fixed:1,1", "--input-len", "2"], "input_len, output_len=(2, 128) beside a trace"),
         (["throughput", "--num-prompts", "2", "--num-kv-blocks", "1", "--input-len", "600"], "has failed"),
     ],
 )

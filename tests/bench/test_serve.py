@@ -117,7 +117,7 @@ def test_the_convoy_keeps_what_is_asked_for(bench: Bench) -> None:
 
 
 def test_the_stream_of_the_convoy() -> None:
-    mix = mix_of(ServeOptions(workload=ArrivingWorkload(num_prompts=30), long_len=1000), 64)
+    mix = mix_of(ServeOptions(preset="convoy", workload=ArrivingWorkload(num_prompts=30), long_len=1000), 64)
     assert [len(one.prompt) for one in mix[:4]] == [1000] * 4 and len(mix) == 34
     assert all(50 <= len(one.prompt) <= 500 and one.slo == SLO(ttft_s=1.0) for one in mix[4:])
     stream = stream_of(mix, 8.0, 0)
