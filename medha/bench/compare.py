@@ -183,9 +183,7 @@ def _convoys(
     assert options.request_rate is not None, "somebody arrives"
     gaps = np.random.default_rng(options.seed).exponential(1 / options.request_rate, len(shorts.prompts))
     found = []
-    for case in cases:
-        if case.is_step:
-            continue
+    for case in (one for one in cases if not one.is_step):
         prompts, numbers = [*case.prompts, *shorts.prompts], [_CONVOY_OUTPUT, *shorts.num_outputs]
         work = {"prompts": prompts, "num_outputs": numbers, "way": "arriving", "arrivals": [0.0, *np.cumsum(gaps)]}
         ask = {name: partial(worker.ask, **work) for name, worker in workers.items()}

@@ -68,10 +68,9 @@ class Workload:
             spread = self.lengths or f"fixed:{self.input_len},{self.output_len}"
             return synthesize(spread, process, num_requests=self.num_prompts or 100, **arrive).from_zero()
         found = read_trace(self.dataset_path)
-        found = found._replace(trace=found.trace.first(self.num_prompts))
         if rate is not None and not is_paced:
             found = found._replace(has_arrivals=False)
-        return retimed(found, process, **arrive).from_zero()
+        return retimed(found, process, num_requests=self.num_prompts, **arrive).from_zero()
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ def medha(given: dict[str, Any]) -> Engine:
     from medha.llm import LLM
     from medha.params import SamplingParams
 
-    caching = given["enable_prefix_caching"]
-    more = {"num_threads": given["num_threads"], "block_size": PAGE, "enable_prefix_caching": caching}
+    more = {"block_size": PAGE} | {name: given[name] for name in ("num_threads", "enable_prefix_caching")}
     return _offline("medha", LLM, SamplingParams, given, more)
 
 

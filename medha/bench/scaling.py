@@ -83,6 +83,7 @@ class ScalingOptions:
         if has_ring and self.mode == "decode":
             raise ConfigError("attention='ring' with mode='decode'; accepted: prefill and chunk, as decodes gather")
         for name, layout in self.all_layouts.items():
+            layout.check_model(self.subject.model_config(longest=1))
             least = (layout.kvp - 1) * _BLOCK_SIZE
             is_short = layout.kvp < 2 or (self.chunk_size or 0) < PIECES * layout.kvp
             if has_ring and is_short and name != ONE_RANK:
@@ -111,12 +112,9 @@ def parse_layout(text: str) -> ParallelConfig:
 
 def scaling(options: ScalingOptions) -> Report:
     """Several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
-    model = options.subject.model_config(longest=1)
-    for layout in options.all_layouts.values():
-        layout.check_model(model)
     results = [line for length in options.lengths for line in _one_length(options, length)]
     given = asdict(options) | {"threads_a_rank": 1}
-    return options.subject.head(f"scaling, {options.mode}", given, model) | {"results": results}
+    return options.subject.head(f"scaling, {options.mode}", given) | {"results": results}
 
 
 def _one_length(options: ScalingOptions, length: int) -> list[Report]:

@@ -103,8 +103,9 @@ class ServeOptions:
         wrong = [name for name in _NOT_ITS if given[name] not in (bare[name], [])]
         if wrong := wrong + ["scheduler"] * (given.get("scheduler") == CDSP):
             what = ", ".join(f"{name}={given[name]!r}" for name in wrong)
-            accepted = "without, its workload and figures are given"
-            raise ConfigError(f"{what} with preset={self.preset}; accepted: {accepted}")
+            raise ConfigError(
+                f"{what} with preset={self.preset}; accepted: without, its workload and figures are given"
+            )
 
     @cached_property
     def goals(self) -> Goodput:
@@ -133,10 +134,8 @@ def _serve(local: Local, options: ServeOptions) -> Report:
     vocab_size, workload, goals = local.model.vocab_size, options.workload, options.goals
     arrivals = arrivals_of(workload.trace, vocab_size, seed=workload.seed, slo=goals.slo)
     warm_up(local.engine, arrivals[: options.num_warmups])
-    limit = options.max_concurrency
     with steps_noted(local.engine) as steps:
-        served = serve_load(local.engine, arrivals, max_concurrency=limit)
-    given = asdict(options) | {"goodput": asdict(goals)}
+        served = serve_load(local.engine, arrivals, max_concurrency=options.max_concurrency)
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
     found: Report = {
         "backend": "medha",
@@ -144,7 +143,7 @@ def _serve(local: Local, options: ServeOptions) -> Report:
         "num_prompts": len(arrivals),
         "request_rate": "inf" if rate is None or math.isinf(rate) else rate,
         "burstiness": workload.burstiness,
-        "max_concurrency": limit,
+        "max_concurrency": options.max_concurrency,
         "runs": 1,
         "warmup": min(options.num_warmups, len(arrivals)),
         "prediction_error": prediction_error(steps),
@@ -157,7 +156,8 @@ def _serve(local: Local, options: ServeOptions) -> Report:
         {"": metric.upper(), **{f"{name}_ms": figures[f"{name}_{metric}_ms"] for name in names}}
         for metric in options.metrics
     ]
-    return local.report("serve", given) | found | figures | detailed(served.outcomes)
+    head = local.report("serve", asdict(options) | {"goodput": asdict(goals)})
+    return head | found | figures | detailed(served.outcomes)
 
 
 def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
@@ -208,9 +208,8 @@ def convoy(options: ServeOptions) -> Report | None:
     subject, given = options.subject, options.subject.engine
     if subject.model is None:
         subject = replace(subject, hf_overrides=CONVOY_MODEL | dict(subject.hf_overrides or {}))
-    longest, block_size = options.long_len + _OUTPUT_LEN, given.get("block_size") or 256
-    sizes = (_NUM_LONG, longest), (options.num_short, _SHORT_LENS[1] + _OUTPUT_LEN)
-    blocks = sum(n * -(-length // block_size) for n, length in sizes)
+    longest, size = options.long_len + _OUTPUT_LEN, given.get("block_size") or 256
+    blocks = _NUM_LONG * -(-longest // size) + options.num_short * -(-(_SHORT_LENS[1] + _OUTPUT_LEN) // size)
     usual = {
         "num_kv_blocks": None if given.get("kv_memory") else blocks,
         "max_num_seqs": _NUM_LONG + options.num_short,
@@ -256,10 +255,9 @@ def _convoy(local: Local, options: ServeOptions) -> Report:
         for one in systems
     ]
     lengths = {"num_long": _NUM_LONG, "short_lens": _SHORT_LENS, "output_len": _OUTPUT_LEN}
-    low, high = _SHORT_LENS
     found["notes"] = [
-        f"{_NUM_LONG} prompts of {options.long_len:,} tokens queued at 0 s, {options.num_short} of {low} to {high} "
-        f"(Poisson) within {found['span_s']:.1f} s; {_OUTPUT_LEN} output tokens each",
+        f"{_NUM_LONG} prompts of {options.long_len:,} tokens queued at 0 s, {options.num_short} of {_SHORT_LENS[0]} "
+        f"to {_SHORT_LENS[1]} (Poisson) within {found['span_s']:.1f} s; {_OUTPUT_LEN} output tokens each",
         f"capacity: the whole mix at once takes {capacity_s:.1f} s; load {options.load:g}; SLO: a TTFT of "
         f"{_SHORT_TTFT_S:g} s",
     ]

@@ -39,7 +39,6 @@ _PACKAGES = (
 )
 
 _FILE_WIDTH = 160  # the least, of what goes to no terminal
-_ANY_WIDTH = 1 << 20
 # In the file, not on the screen.
 _UNPRINTED = ("benchmark", "title", "notes", "environment", "format", "version", "options", "config", "model")
 
@@ -168,7 +167,7 @@ def print_rows(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) 
         table.add_column(_spoken(name), justify="left" if is_words else "right", no_wrap=True)
     for row in zip(*cells.values(), strict=True):
         table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
-    whole = console.options.update(width=_ANY_WIDTH)
+    whole = console.options.update(width=1 << 20)
     if console.measure(table, options=whole).maximum > console.width:
         for column, texts in zip(table.columns, cells.values(), strict=True):
             column.header = fill(str(column.header), max(map(cell_len, texts)), break_long_words=False)

@@ -148,9 +148,7 @@ class Trace:
         if not 0 < qps < math.inf:
             raise ConfigError(f"qps={qps!r}; accepted: a finite number above 0")
         if self.qps is None:
-            raise ConfigError(
-                f"a rate of {qps:g}: the {len(self)} requests arrive at once; accepted: a trace with gaps"
-            )
+            raise ConfigError(f"a rate of {qps:g}: {len(self)} requests arrive at once; accepted: a trace with gaps")
         return replace(self, arrival_s=self.arrival_s * (self.qps / qps))
 
     def from_zero(self) -> Trace:
