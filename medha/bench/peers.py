@@ -98,7 +98,7 @@ def transformers(given: dict[str, Any]) -> Engine:
     options = {"dtype": given["dtype"], "attn_implementation": "sdpa"}
     model: Any = AutoModelForCausalLM.from_pretrained(given["model"], **options)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    model.generation_config = GenerationConfig()  # not the folder's, which may ask for more work
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # the folder's may ask for more work
 
     def padded(prompts: Prompts, num_outputs: list[int]) -> Prompts:
         size = len(prompts) if len(set(map(len, prompts))) == len(set(num_outputs)) == 1 else PADDED_BATCH
@@ -114,7 +114,7 @@ def transformers(given: dict[str, Any]) -> Engine:
         return found
 
     def continuous(prompts: Prompts, num_outputs: list[int]) -> Prompts:
-        config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)  # none ends it
+        config: Any = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)  # type: ignore[no-untyped-call]
         asked = list(zip(prompts, num_outputs, strict=True))
         rows, longest = min(ROWS, len(asked)), max(len(ids) + number for ids, number in asked)
         sizes: Any = {"page_size": PAGE, "num_blocks": rows * (-(-longest // PAGE) + 1), "max_batch_tokens": TOKENS}

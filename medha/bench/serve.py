@@ -137,7 +137,7 @@ def _serve(local: Local, options: ServeOptions) -> Report:
     with steps_noted(local.engine) as steps:
         served = serve_load(local.engine, arrivals, max_concurrency=options.max_concurrency)
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
-    found: Report = {
+    found = local.report("serve", asdict(options) | {"goodput": asdict(goals)}) | {
         "backend": "medha",
         "tokenizer_id": options.subject.model if local.role.tokenizer is not None else None,
         "num_prompts": len(arrivals),
@@ -156,8 +156,7 @@ def _serve(local: Local, options: ServeOptions) -> Report:
         {"": metric.upper(), **{f"{name}_ms": figures[f"{name}_{metric}_ms"] for name in names}}
         for metric in options.metrics
     ]
-    head = local.report("serve", asdict(options) | {"goodput": asdict(goals)})
-    return head | found | figures | detailed(served.outcomes)
+    return found | figures | detailed(served.outcomes)
 
 
 def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
@@ -210,7 +209,7 @@ def convoy(options: ServeOptions) -> Report | None:
         subject = replace(subject, hf_overrides=CONVOY_MODEL | dict(subject.hf_overrides or {}))
     longest, size = options.long_len + _OUTPUT_LEN, given.get("block_size") or 256
     blocks = _NUM_LONG * -(-longest // size) + options.num_short * -(-(_SHORT_LENS[1] + _OUTPUT_LEN) // size)
-    usual = {
+    usual: dict[str, Any] = {
         "num_kv_blocks": None if given.get("kv_memory") else blocks,
         "max_num_seqs": _NUM_LONG + options.num_short,
         "long_threshold": min(8192, options.long_len),
@@ -231,8 +230,9 @@ def _convoy(local: Local, options: ServeOptions) -> Report:
     capacity_s = serve_load(local.engine, mix).duration_s
     stream = stream_of(mix, capacity_s / options.load, options.workload.seed)
     options_of = systems_of(options.long_len)
-    chosen, usual = ((one.scheduler, one.policy) for one in (local.config.scheduler, SchedulerConfig()))
-    options_of["default" if chosen == usual else " ".join(chosen)] = options_of.pop("default")
+    asked_for = map(local.subject.engine.get, ("scheduler", "policy"))
+    name = " ".join(str(one) for one in asked_for if one not in (None, "medha", "priority"))
+    options_of[name or "default"] = options_of.pop("default")
     engines = {name: local.engine_with(**scheduler) for name, scheduler in options_of.items()}
     systems: list[Report] = []
     for name, engine in engines.items():

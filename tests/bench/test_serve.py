@@ -113,7 +113,7 @@ def test_the_convoy_keeps_what_is_asked_for(bench: Bench) -> None:
     report, _ = bench("serve", "--preset", "convoy", "--num-prompts", "3", "--long-len", "600", *asked)
     scheduler = report["engine"]["scheduler"]
     assert (scheduler["max_num_seqs"], scheduler["long_threshold"], scheduler["t_target_s"]) == (3, 500, 0.25)
-    assert report["systems"][-1]["system"] == "medha fcfs"
+    assert report["systems"][-1]["system"] == "fcfs"
 
 
 def test_the_stream_of_the_convoy() -> None:
