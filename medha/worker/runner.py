@@ -139,7 +139,12 @@ class Runner:
             assert pending is not None, "a rank with the whole model samples"
             return pending
 
-        return begin() if self.device.type == "cuda" else PendingStep(lambda: begin().result())
+        if self.device.type == "cpu":
+            return PendingStep(lambda: begin().result())
+        with torch.cuda.device(
+            self.device
+        ):  # any thread may call, and some kernels leave the device as their current one
+            return begin()
 
     def prepare(self, batch: Batch, ids: npt.NDArray[np.int32] | None) -> StepInput:
         """Make a batch ready to run: on the host alone, in the order of the batches.

@@ -78,6 +78,9 @@ def bytes_beside_kv(config: EngineConfig, shard: ModelShard, model: Decoder, bac
     qkv_bytes = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.dtype.itemsize
     shared_bytes = 3 * shard.model.hidden_size * shape.dtype.itemsize  # hidden states, attention's results, rotations
     taken = sum(pieces) * len(shard.layers) * qkv_bytes + max(pieces, default=0) * shared_bytes
+    if others := config.parallel.kvp - 1:  # messages of a merge, out and in, and what it merges in float32
+        messages = 2 * others * (shape.head_dim * shape.dtype.itemsize + torch.float32.itemsize)
+        taken += scheduler.max_batch_tokens * shape.num_heads * (messages + 2 * shape.head_dim * torch.float32.itemsize)
     try:
         if isinstance(backend, FlashInferBackend):
             backend.workspace(shard.layer_shape, device, num_decodes=max(sizes, default=0))

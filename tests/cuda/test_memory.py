@@ -1,11 +1,16 @@
 """The KV pool on the emulated device: what a run takes in all stays within its share of the memory, and uses it."""
 
 import gc
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from medha import LLM
+from medha.config import ParallelConfig
+from medha.engine import build
 from medha.errors import ConfigError
 from tests.cuda.device import Device
 from tests.cuda.serving import PROMPTS, SAMPLING, params
@@ -39,6 +44,18 @@ def test_an_llm_that_is_closed_leaves_its_memory_to_the_next(model: Path, device
     finally:
         gc.enable()
     assert pools[0] == pools[1]
+
+
+@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
+def test_messages_of_merges_are_counted(model: Path, device: Device) -> None:
+    """As of a batch that all lies on several groups."""
+    with patch.object(build, "bytes_beside_kv", side_effect=build.bytes_beside_kv) as measured:
+        LLM(model, max_model_len=4096, **OPTIONS).close()
+    (config, *rest), shape = measured.call_args.args, measured.call_args.args[1].layer_shape
+    two, three = (replace(config, parallel=ParallelConfig(kvp=count)) for count in (2, 3))
+    more = build.bytes_beside_kv(three, *rest) - build.bytes_beside_kv(two, *rest)
+    part = torch.empty(512, shape.num_heads, shape.head_dim, dtype=shape.dtype), torch.empty(512, shape.num_heads)
+    assert more == 2 * sum(one.nbytes for one in part)
 
 
 @pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
