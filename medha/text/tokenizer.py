@@ -42,9 +42,9 @@ _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 def load_tokenizer(path: Path) -> Tokenizer | None:
     """Load the tokenizer of a model folder.
 
-    ``chat_template.jinja`` wins over the ``chat_template`` of ``tokenizer_config.json``; of a list of named templates
-    the one called ``default`` is used, and where there are tools ``tool_use``. A tokenizer need not have an
-    end-of-sequence token. None where the folder has no ``tokenizer.json``.
+    ``chat_template.jinja``, with ``additional_chat_templates/``, wins over the ``chat_template`` of
+    ``tokenizer_config.json``; of named templates ``default`` is used, and where there are tools ``tool_use``. A
+    tokenizer need not have an end-of-sequence token. None where the folder has no ``tokenizer.json``.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -64,9 +64,9 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
             flags = {flag: getattr(known, flag) if known else its.get(flag) is True for flag in _FLAGS}
             new.append(tokenizers.AddedToken(text, special=True, **flags))
     source = None if backend.add_special_tokens(new) else data
-    template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
-    if (template_file := path / "chat_template.jinja").is_file():
-        template = _read(template_file)
+    named = {"default": path / "chat_template.jinja", "tool_use": path / "additional_chat_templates" / "tool_use.jinja"}
+    found = [{"name": name, "template": _read(file)} for name, file in named.items() if file.is_file()]
+    template = _configured_template(found or config.get("chat_template"), path / "tokenizer_config.json")
     return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path), source=source)
 
 
@@ -299,7 +299,7 @@ def _configured_template(value: Any, file: Path) -> str | None:
         if isinstance(tools := named.get("tool_use"), str) and isinstance(template, str):
             template = f"{{% if tools %}}\n{tools}{{% else %}}\n{template}{{% endif %}}"
         if named and template is None:
-            logger.warning("%s has chat templates %s and none named default", file, sorted(map(str, named)))
+            logger.warning("%s has chat templates %s and none named default", file.parent, sorted(map(str, named)))
         if template is None or isinstance(template, str):
             return template
     raise TokenizerError(f"{file}: chat_template must be a str or a list of objects with name and template")

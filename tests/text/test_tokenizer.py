@@ -49,6 +49,10 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
     assert not caplog.records
     (tmp_path / "chat_template.jinja").write_text("F")
     assert load_tokenizer(tmp_path).encode_chat(CHAT)[0] == "F"
+    (additional := tmp_path / "additional_chat_templates").mkdir()
+    (additional / "tool_use.jinja").write_text("A{{ tools|length }}")
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.encode_chat(CHAT, tools=[{}])[0], tokenizer.encode_chat(CHAT)[0]) == ("A1", "F")
 
 
 END = "<|im_end|>"
