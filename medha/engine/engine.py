@@ -206,16 +206,17 @@ class Engine:
 
     @in_turn
     def add_prepared(self, request: Request, *, arrival_s: float, sink: Sink | None = None) -> None:
-        """Queue a request that :meth:`prepare` returned; raises as :meth:`add_request`.
+        """Queue a request that :meth:`prepare` returned, once; raises as :meth:`add_request`.
 
         ``sink`` takes its outputs, whoever steps; None lets :meth:`step` return them.
         """
         if self._dead is not None:
             raise self._dead
         arrival_s = check_seconds("arrival_s", arrival_s)
-        if request.request_id in self._live:
-            message = f"request_id={request.request_id!r} is in flight already; accepted: an id not in use"
-            raise ValidationError(message, param="request_id", value=request.request_id)
+        name, is_live = request.request_id, request.request_id in self._live
+        if is_live or request.completions:
+            wrong = "in flight already; accepted: an id not in use" if is_live else "queued before; prepare it again"
+            raise ValidationError(f"request_id={name!r} is {wrong}", param="request_id", value=name)
         params, slots, now_s = request.params, self._unused_slots(request.params.n), self.now()
         asked = [request.asked(slot, arrival_s) for slot in slots]
         if self.hand_overs:
@@ -233,7 +234,7 @@ class Engine:
                 self._free_slots.pop()
             for observer in self.observers:
                 observer.added(its_head, now_s, its, one.name)
-        self._live[request.request_id] = request
+        self._live[name] = request
 
     def _unused_slots(self, count: int) -> list[int]:
         """So many slots that nobody has, in the order in which they are taken: free ones from the end, then new."""
