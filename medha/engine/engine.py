@@ -199,7 +199,7 @@ class Engine:
         """Tokenise and check a request without queueing it, in any thread; as :meth:`add_request`, of whose keywords
         ``wanted`` are ``slo``, ``priority`` and ``tenant``."""
         if self._dead is not None:
-            raise self._dead
+            raise self._dead.with_traceback(None)  # else it keeps the frames of every call
         kv = self.scheduler.memory
         knows: dict[str, Any] = {"limits": self.limits, "tokenizer": self.tokenizer, "prefix": self._prefix}
         return prepare_request(request_id, prompt, params, **wanted, **knows, kv=kv, decode_kv=self.hand_overs.largest)
@@ -211,7 +211,7 @@ class Engine:
         ``sink`` takes its outputs, whoever steps; None lets :meth:`step` return them.
         """
         if self._dead is not None:
-            raise self._dead
+            raise self._dead.with_traceback(None)
         arrival_s = check_seconds("arrival_s", arrival_s)
         name, is_live = request.request_id, request.request_id in self._live
         if is_live or request.completions:
@@ -305,7 +305,7 @@ class Engine:
     def advance(self, wait_s: float | None = None) -> bool:
         """As :meth:`step`, but outputs without a sink wait for the next step; returns whether a batch was in flight."""
         if self._dead is not None:
-            raise self._dead
+            raise self._dead.with_traceback(None)
         try:
             self._fill_pipeline()
             if self._in_flight or self.hand_overs.transfers:

@@ -417,6 +417,7 @@ def test_a_step_that_fails_ends_everything(
         with pytest.raises(EngineDeadError) as again:
             action()
         assert again.value is dead
+        assert len(again.traceback) <= 4  # of this call alone
     engine.abort("0")
     engine.abandon()
 
