@@ -27,7 +27,7 @@ from medha.engine.journal import Journal, check_recordable
 from medha.engine.prefix import PrefixIds
 from medha.engine.request import Completion, ModelLimits, Request, Sink
 from medha.engine.threads import Turns, in_turn
-from medha.errors import ConfigError, EngineDeadError, ValidationError
+from medha.errors import ConfigError, EngineDeadError, ValidationError, not_accepted
 from medha.outputs import Explanation, RequestOutput
 from medha.params import SLO, SamplingParams, check_seconds
 from medha.records import Tracer
@@ -184,7 +184,7 @@ class Engine:
             slo: its objectives.
             priority: class: ``realtime``, ``high``, ``normal`` or ``low``.
             tenant: who shares the machine fairly with the others.
-            arrival_s: when it arrived on the engine's clock (:meth:`now`); now by default.
+            arrival_s: when it arrived on the engine's clock (:meth:`now`), not later than that; now by default.
 
         Raises:
             ValidationError, ContextLengthError, KVCapacityError: the request is wrong; nothing was queued.
@@ -212,12 +212,13 @@ class Engine:
         """
         if self._dead is not None:
             raise self._dead.with_traceback(None)
-        arrival_s = check_seconds("arrival_s", arrival_s)
+        if (arrival_s := check_seconds("arrival_s", arrival_s)) > (now_s := self.now()):
+            raise not_accepted("arrival_s", arrival_s, f"at most now(), {now_s}")
         name, is_live = request.request_id, request.request_id in self._live
         if is_live or request.completions:
             wrong = "in flight already; accepted: an id not in use" if is_live else "queued before; prepare it again"
             raise ValidationError(f"request_id={name!r} is {wrong}", param="request_id", value=name)
-        params, slots, now_s = request.params, self._unused_slots(request.params.n), self.now()
+        params, slots = request.params, self._unused_slots(request.params.n)
         asked = [request.asked(slot, arrival_s) for slot in slots]
         if self.hand_overs:
             asked = [replace(one, max_new_tokens=1) for one in asked]
