@@ -197,7 +197,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters uses: ``generation_config.json`` over the class defaults."""
-        return SamplingParams().resolve(self._open_role.limits.sampling_defaults)
+        return self._open_role.limits.default_params
 
     def close(self) -> None:
         """Drop the model and its memory, and leave the job; every rank calls it, and may call it twice."""

@@ -233,6 +233,7 @@ def test_progress_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool)
     [
         (None, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}),
         ({"min_p": 0.1, "repetition_penalty": 1.2}, {"min_p": 0.1, "repetition_penalty": 1.2, "temperature": 1.0}),
+        ({"max_new_tokens": 9, "top_p": 0.5}, {"max_tokens": 9, "top_p": 0.5}),
     ],
 )
 def test_default_sampling_params(
@@ -244,8 +245,10 @@ def test_default_sampling_params(
     with small(folder) as llm:
         params = llm.get_default_sampling_params()
         assert {name: getattr(params, name) for name in defaults} == defaults
-        given = [SamplingParams(seed=3, **its) for its in ({}, defaults, {"temperature": 1.9, "top_p": 1, "top_k": 0})]
+        silent, others = {"max_tokens": params.max_tokens}, {"temperature": 1.9, "top_p": 1, "top_k": 0}
+        given = [SamplingParams(seed=3, **silent | its) for its in ({}, defaults, others)]
         implicit, explicit, other = llm.generate([TEXTS[0]] * 3, given)
+        assert len(token_ids(llm.generate(TEXTS[0]))[0]) == params.max_tokens == defaults.get("max_tokens", 16)
     assert implicit.outputs == explicit.outputs
     assert implicit.outputs != other.outputs
 

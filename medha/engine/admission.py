@@ -60,7 +60,7 @@ def prepare_request(
     check_type("request_id", request_id, str)
     if not request_id:
         raise ValidationError("request_id is empty; accepted: a string", param="request_id", value=request_id)
-    params = SamplingParams() if params is None else params
+    params = limits.default_params if params is None else params
     check_type("sampling_params", params, SamplingParams)
     if slo is not None:
         check_type("slo", slo, SLO)

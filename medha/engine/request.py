@@ -48,6 +48,11 @@ class ModelLimits:
     seed: int = 0  # base of the seeds of requests that bring none
     most_new_tokens: int | None = None  # of a completion, where that is bounded apart
 
+    @property
+    def default_params(self) -> SamplingParams:
+        """Those of a request that brings none."""
+        return SamplingParams(max_tokens=None).resolve({"max_tokens": 16, **self.sampling_defaults})
+
 
 @dataclass(eq=False, repr=False)
 class Request:
