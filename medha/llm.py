@@ -219,11 +219,11 @@ class LLM(AbstractContextManager["LLM"]):
         """Serve what is prepared beside the running engine, on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        requests = _prepared_beside(engine, prepare)
-        outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
-        box: deque[RequestOutput] = deque()
-        added: list[str] = []
+        outputs = dict[str, RequestOutput | None]()
+        box, added = deque[RequestOutput](), list[str]()
         try:
+            requests = _prepared_beside(engine, prepare)
+            outputs |= dict.fromkeys(request.request_id for request in requests)
             try:
                 for request in requests:
                     try:
@@ -243,6 +243,8 @@ class LLM(AbstractContextManager["LLM"]):
             interrupt.outputs = _present(outputs, box)  # type: ignore[attr-defined]
             raise
         except EngineDeadError as error:
+            if not added:  # it was dead before
+                raise
             raise type(error)(str(error), _present(outputs, box)) from error  # the engine's has those of others too
         return _present(outputs, box)
 

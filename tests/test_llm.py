@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -475,6 +476,11 @@ def test_interrupt(llm: LLM, expected: list[list[int]], monkeypatch: pytest.Monk
         llm.generate(TEXTS, PARTIAL)
     check_partial(caught.value.outputs, expected, "abort")  # type: ignore[attr-defined]
     assert_empty(llm.engine)
+    monkeypatch.setattr(llm.engine, "prepare", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        llm.generate(TEXTS)
+    assert caught.value.outputs == []  # type: ignore[attr-defined]
+    monkeypatch.undo()
     assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
 
 
