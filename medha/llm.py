@@ -165,7 +165,13 @@ class LLM(AbstractContextManager["LLM"]):
         return self.generate(prompts, sampling_params, **given, use_tqdm=use_tqdm)  # type: ignore[arg-type]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        slo: SLO | None = None,
+        priority: str = "normal",
+        tenant: str = "",
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding each new piece (``outputs[0].text`` and ``token_ids`` are the new part).
 
@@ -182,7 +188,8 @@ class LLM(AbstractContextManager["LLM"]):
             raise ValidationError(message, param="prompt", value=prompt)
         if self._open_role.part is not None:
             raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
-        request = self.engine.prepare(self._new_id(), prompt, sampling_params, slo=slo)
+        given = {"slo": slo, "priority": priority, "tenant": tenant}
+        request = self.engine.prepare(self._new_id(), prompt, sampling_params, **given)
         request.params = request.params.reported("delta")
         return self._stream(request)
 

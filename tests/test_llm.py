@@ -261,8 +261,11 @@ def test_stream(needle: Model) -> None:
     params = SamplingParams(stop="-am")
     with small(needle) as llm:
         (whole,) = llm.generate(question(), params)
-        pieces = list(llm.stream(question(), params, slo=SLO(ttft_s=1e9)))
+        stream = llm.stream(question(), params, slo=SLO(ttft_s=1e9), priority="high", tenant="a")
+        first, (live,) = next(stream), llm.engine.requests()
+        pieces = [first, *stream]
         assert_empty(llm.engine)
+    assert (live.priority, live.tenant) == ("high", "a")
     assert "".join(piece.outputs[0].text or "" for piece in pieces) == whole.outputs[0].text == " 7429"
     assert streamed(pieces) == whole.outputs[0].token_ids
     assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]

@@ -16,7 +16,7 @@ SIGNATURES = {
         "messages, sampling_params=None, *, slo=None, priority='normal', tenant='', use_tqdm=True, "
         "add_generation_prompt=True, tools=None, chat_template_kwargs=None"
     ),
-    "LLM.stream": "prompt, sampling_params=None, *, slo=None",
+    "LLM.stream": "prompt, sampling_params=None, *, slo=None, priority='normal', tenant=''",
     "LLM.get_default_sampling_params": "",
     **dict.fromkeys(("Engine.describe", "Engine.now", "Engine.abort_all", "Engine.reset_prefix_cache"), ""),
     "Engine.prefills": "min_tokens=1",
