@@ -73,9 +73,10 @@ class Journal(Observer):
     def _write(self, line: dict[str, Any]) -> None:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        except OSError as error:  # the scheduler is a call ahead of its journal: it must not go on
-            name = getattr(self._file, "name", "")
-            raise EngineDeadError(f"journal {name}: {error.strerror}; what was written before is kept") from None
+        except (OSError, ValueError, TypeError) as error:  # the latter: a file that is closed, or not one of text
+            # The scheduler is a call ahead of its journal: it must not go on.
+            name, why = getattr(self._file, "name", ""), getattr(error, "strerror", None) or error
+            raise EngineDeadError(f"journal {name}: {why}; what was written before is kept") from None
 
 
 def check_recordable(config: SchedulerConfig, num_others: int = 0) -> None:

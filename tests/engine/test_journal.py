@@ -15,7 +15,7 @@ from medha.config import SchedulerConfig
 from medha.engine.engine import Engine
 from medha.engine.journal import Journal
 from medha.engine.replay import replay
-from medha.errors import ConfigError
+from medha.errors import ConfigError, EngineDeadError
 from medha.models.needle import make_haystack
 from medha.params import SLO, SamplingParams
 from medha.sched.policy import Columns
@@ -174,6 +174,18 @@ def test_a_journal_that_cannot_be_written_is_left_as_it_was(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="decisions of one scheduler; accepted: without decode_replicas"):
         LLM("nowhere", decode_replicas=1, journal=file)
     assert file.read_text() == "earlier"
+
+
+@pytest.mark.parametrize(("make", "why"), [(io.BytesIO, "bytes-like"), (io.StringIO, "closed file")])
+def test_what_cannot_be_written_to_is_told(bytes_model: Model, make: Any, why: str) -> None:
+    file = make()
+    if why == "closed file":
+        live = live_engine(bytes_model, file)
+        file.close()
+        with pytest.raises(EngineDeadError, match=f"^journal : .*{why}"):
+            add(live, 0, 5)
+    with pytest.raises(EngineDeadError, match=f"^journal : .*{why}.*; what was written before is kept$"):
+        live_engine(bytes_model, file)
 
 
 def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
