@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from medha.cli.display import budget_text
 from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
@@ -69,7 +70,8 @@ def test_aliases() -> None:
         for twice in ({name: 77, alias: 77}, {alias: 77, name: 78}):
             assert refusal(**twice).startswith(f"{name} is given twice")
     assert EngineConfig.from_flat("m", context_length="128K").max_model_len == 131072
-    assert EngineConfig.from_flat("m", dtype="half").dtype == "float16"
+    for dtype in ("half", "torch.float16", torch.float16):
+        assert EngineConfig.from_flat("m", dtype=dtype).dtype == "float16"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from medha.config.fields import (
     option,
     option_of,
     read_option,
-    text_read,
 )
 from medha.config.model_config import DTYPES
 from medha.config.sections import CDSP, CacheConfig, ParallelConfig, SchedulerConfig
@@ -43,6 +42,7 @@ ATTENTION_BACKENDS = {
 """The class of each :class:`medha.attention.interface.AttentionBackend`; ``auto`` takes the first that can serve."""
 
 _DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+_DTYPE_ALIASES |= {f"torch.{name}": name for name in DTYPES}  # what the dtypes themselves are called
 _model = partial(option, MODEL)
 _FOLDER = Check("a folder or a hub id", TEXT.holds)
 _MAPPING = Check("a mapping", lambda value: isinstance(value, dict))
@@ -65,7 +65,7 @@ class EngineConfig:
         "auto",
         "auto (of config.json, float32 where it has none), float32, bfloat16 or float16.",
         choice("auto", *DTYPES),
-        read=text_read(lambda name: _DTYPE_ALIASES.get(name, name)),
+        read=lambda _, value: _DTYPE_ALIASES.get(str(value), value),
     )
     device: str = _model("auto", "auto (CUDA where there is one), cpu, cuda or cuda:N.", _DEVICE)
     attention_backend: str = _model(
