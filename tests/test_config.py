@@ -79,6 +79,8 @@ def test_aliases() -> None:
     [
         *(("trust_remote_code", True), ("enable_chunked_prefill", True), ("quantization", None)),
         *(("served_model_name", "x"), ("uvicorn_log_level", "info"), ("disable_uvicorn_access_log", True)),
+        *(("enable_sleep_mode", False), ("runner", "auto"), ("runner", "generate"), ("override_generation_config", {})),
+        *((name, None) for name in FOREIGN_OPTIONS),
     ],
 )
 def test_what_asks_for_nothing_is_noted(name: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,6 +98,7 @@ def test_what_asks_for_nothing_is_noted(name: str, value: Any, caplog: pytest.Lo
         ("data_parallel_size", 2, "start a job for each replica"),
         ("data_parallel_size", True, "start a job for each replica"),
         ("port", 8000, "they are options of medha serve"),
+        ("disable_sliding_window", True, "set max_model_len to the window"),
     ],
 )
 def test_what_others_do_is_refused_by_its_name(name: str, value: Any, reason: str) -> None:
@@ -177,7 +180,7 @@ VALUES: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     **dict.fromkeys(("t_target_s", "quantum_s"), (NO_SECONDS, (0.02, 1, None))),
     "patience_s": ((0, -1, -INF, None, *NO_NUMBER), (1, INF)),
     "dist_timeout": ((0, 0.5, -1, 86401, NAN, INF, "120", None), (1, 120.0, 86400)),
-    "seed": ((None, 1.0, 2**63, *NO_NUMBER), (0, -1, 2**63 - 1)),
+    "seed": ((1.0, 2**63, *NO_NUMBER), (None, 0, -1, 2**63 - 1)),
     "decode_replicas": ((None, -1, 4097, *NO_NUMBER), (0, 1, 4096)),
     "device": (
         (None, "", "gpu", "cuda:", "cuda:-1", "cuda:0 ", "mps", 0, "cpu\n"),

@@ -93,7 +93,9 @@ class EngineConfig:
         None, "JSON object merged over config.json, as '{\"hidden_size\": 64}'.", _MAPPING, kind=str, shown="none"
     )
     load_format: str = _model("auto", "auto or safetensors, or dummy (random weights).", _FORMAT)
-    seed: int = _model(0, "Of dummy weights, and of requests that bring none.", _SEED)
+    seed: int = _model(
+        0, "Of dummy weights, and of requests that bring none.", _SEED, read=lambda _, seed: 0 if seed is None else seed
+    )
     num_threads: int | None = _model(None, "CPU threads.", integer(1, 4096), shown="torch's choice")
     profile: str | None = option(
         SCHEDULING, None, "File of medha profile, for this machine, model and layout.", TEXT, shown="a hardware spec"
@@ -190,15 +192,18 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "decode_context_parallel_size": ((1, "1"), "kvp splits the KV cache of long requests, over ranks of its own"),
     "disable_custom_all_reduce": (_FLAG, "collectives are those of torch.distributed"),
     "disable_log_stats": (_FLAG, "statistics are in the outputs alone"),
+    "disable_sliding_window": ((False,), "set max_model_len to the window"),
     "disable_radix_cache": ((False,), "prefix_caching=False keeps nothing"),
     "distributed_executor_backend": (("mp", "uni", "external_launcher"), "ranks are torchrun's, or the command's own"),
     "download_dir": ((), "set HF_HOME"),
     "enable_chunked_prefill": ((True,), "prompts are read in chunks; scheduler='orca' reads them whole"),
     "enable_expert_parallel": ((False,), "mixtures of experts are not implemented"),
+    "enable_sleep_mode": ((False,), "LLM.close gives back all memory"),
     "enable_lora": ((False,), "adapters are not implemented; merge them into the checkpoint"),
     "generation_config": (("auto",), "generation_config.json gives defaults; a request's own fields go before them"),
     "hf_token": ((), "set HF_TOKEN"),
     "kv_cache_dtype": (("auto",), "keys and values are kept in the model's dtype"),
+    "override_generation_config": (({},), "fields of SamplingParams go before generation_config.json"),
     "max_logprobs": (_ANY, "a request may ask for up to 20"),
     "max_long_partial_prefills": ((1, "1"), "long_threshold and rho_max say what long prompts yield"),
     "max_num_partial_prefills": ((1, "1"), "as many prefills share a batch as its time holds"),
@@ -212,17 +217,18 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "prefill_context_parallel_size": ((1, "1"), "kvp splits the KV cache of long requests, over ranks of its own"),
     "enable_log_requests": ((False,), "outputs tell what became of each request"),
     "long_prefill_token_threshold": ((0, "0"), "long_threshold and rho_max say what long prompts yield"),
-    "quantization": ((None,), "quantised weights are not implemented; load a float16 or bfloat16 checkpoint"),
+    "quantization": ((), "quantised weights are not implemented; load a float16 or bfloat16 checkpoint"),
     "rope_theta": ((), "hf_overrides={'rope_theta': ...} changes config.json"),
     "served_model_name": (_ANY, "it is an option of medha serve"),
     "skip_tokenizer_init": ((False,), "a folder without tokenizer.json serves token ids"),
-    "task": (("auto", "generate"), "models generate"),
+    **dict.fromkeys(("runner", "task"), (("auto", "generate"), "models generate")),
     "tokenizer_mode": (("auto", "hf"), "tokenizer.json is what is read"),
     "uvicorn_log_level": (_ANY, "log_level is that of medha serve as well"),
     "trust_remote_code": (_FLAG, "no code of a checkpoint runs"),
+    "code_revision": (_ANY, "no code of a checkpoint runs"),
 }
-"""Options of vLLM and SGLang that medha does not have: which values ask for nothing (None: any does), and why.
-One whose values are True or False is a flag of the command line; the others take a value there."""
+"""Options of vLLM and SGLang that medha does not have: which values, beside None, ask for nothing (None: any does), and
+why. One whose values are True or False is a flag of the command line; the others take a value there."""
 
 
 def whole_blocks(max_kv_per_group: int | None, block_size: int) -> int | None:
@@ -238,7 +244,7 @@ def note_foreign(name: str, value: Any, typed: str) -> str:
     """What to tell of an option of this table that asks for nothing, which the user wrote as ``typed``; ConfigError
     where it asks for something."""
     idle, why = FOREIGN_OPTIONS[name]
-    if idle is None or any(value is one or (type(value) is type(one) and value == one) for one in idle):
+    if idle is None or any(value is one or (type(value) is type(one) and value == one) for one in (None, *idle)):
         return f"{typed} changes nothing: {why}"
     raise ConfigError(f"{typed} is not among medha's options: {why}")
 
