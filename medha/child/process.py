@@ -42,7 +42,9 @@ class Child:
         """The answer to a message; ChildError where it is an error, or the child died. Other threads run meanwhile."""
         with self._lock:
             try:
-                if self._process is None or self._owner != os.getpid():  # behind a fork: it is the parent's
+                if self._process is not None and self._process.poll() is not None:
+                    self._stop()  # it was killed while nobody asked; or it is the parent's, behind a fork
+                if self._process is None:
                     self._start()
                 self._pipe.send_bytes(message)
                 is_error, answer = self._pipe.recv_bytes(), self._pipe.recv_bytes()
@@ -62,14 +64,13 @@ class Child:
             process.kill()
 
     def _start(self) -> None:
-        self._owner = os.getpid()
         self._pipe, there = Pipe()
         nothing, fd = subprocess.DEVNULL, there.fileno()
         with there:
             self._process = popen_module(
                 [self._module, str(fd)], stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[fd]
             )
-        self._end = weakref.finalize(self, _end, self._process, self._pipe, self._owner)
+        self._end = weakref.finalize(self, _end, self._process, self._pipe, os.getpid())
         self._pipe.send_bytes(self._setup())
 
     def _stop(self, *, wait_s: float = _END_S) -> str:
