@@ -71,7 +71,8 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     plain = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise _wrong(f"messages[{index}]", f"is of type {type(message).__name__}", "an object with a str role")
+            found = "has no str role" if isinstance(message, Mapping) else f"is of type {type(message).__name__}"
+            raise _wrong(f"messages[{index}]", found, "an object with a str role")
         copied = _plain_value(message, f"messages[{index}]", _MAX_DEPTH)
         copied = {name: value for name, value in copied.items() if value is not None and (name, value) != _NO_CALLS}
         if isinstance(calls := copied.get("tool_calls"), list):

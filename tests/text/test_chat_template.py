@@ -117,6 +117,7 @@ def test_malformed_messages(messages: Any, index: int | None) -> None:
         tokenizer.encode_chat(messages)
     assert caught.value.param == "messages"
     assert caught.value.index == index
+    assert ("has no str role" in str(caught.value)) == (messages == [{"content": "a"}])
 
 
 def test_what_is_empty_counts_as_absent_and_a_call_of_tools_needs_no_content() -> None:
