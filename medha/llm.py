@@ -161,8 +161,7 @@ class LLM(AbstractContextManager["LLM"]):
         options = dict(zip(CHAT_OPTIONS, (add_generation_prompt, tools, chat_template_kwargs), strict=True))
         several = isinstance(messages, (list, tuple)) and not (messages and isinstance(messages[0], Mapping))
         prompts: list[Prompt] = [{"messages": one, **options} for one in (messages if several else [messages])]
-        given = {"slo": slo, "priority": priority, "tenant": tenant}
-        return self.generate(prompts, sampling_params, **given, use_tqdm=use_tqdm)  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, slo=slo, priority=priority, tenant=tenant, use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -292,8 +291,7 @@ class LLM(AbstractContextManager["LLM"]):
             with self.engine.turns:
                 if not box:
                     self.engine.advance()
-        error = box[0].error
-        if isinstance(error, EngineDeadError):  # another thread stepped
+        if isinstance(error := box[0].error, EngineDeadError):  # another thread stepped
             raise type(error)(str(error)) from error
         return box.popleft()
 
