@@ -216,8 +216,8 @@ class Engine:
             raise not_accepted("arrival_s", arrival_s, f"at most now(), {now_s}")
         name, is_live = request.request_id, request.request_id in self._live
         if is_live or request.completions:
-            wrong = "in flight already; accepted: an id not in use" if is_live else "queued before; prepare it again"
-            raise ValidationError(f"request_id={name!r} is {wrong}", param="request_id", value=name)
+            wrong = "is in flight already; accepted: an id not in use" if is_live else "was queued; prepare it again"
+            raise ValidationError(f"request_id={name!r} {wrong}", param="request_id", value=name)
         params, slots = request.params, self._unused_slots(request.params.n)
         asked = [request.asked(slot, arrival_s) for slot in slots]
         if self.hand_overs:

@@ -458,8 +458,8 @@ def test_duplicate_id_in_flight(bytes_model: Model, expected: Tokens) -> None:
 def test_what_was_prepared_is_queued_once(bytes_model: Model, expected: Tokens) -> None:
     engine = bytes_model.engine()
     engine.add_prepared(prepared := engine.prepare("one", PROMPTS[0], PARAMS), arrival_s=0.0)
-    for why in ("in flight already", "queued before; prepare it again"):
-        with pytest.raises(ValidationError, match=f"^request_id='one' is {why}"):
+    for why in ("is in flight already", "was queued; prepare it again"):
+        with pytest.raises(ValidationError, match=f"^request_id='one' {why}"):
             engine.add_prepared(prepared, arrival_s=0.0)
         if engine.has_unfinished:
             assert finish(engine)["one"].outputs[0].token_ids == expected[0]
