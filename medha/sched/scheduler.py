@@ -168,8 +168,16 @@ class Scheduler:
             return None
         in_flight_s = sum(prediction.seconds for _, prediction in self._in_flight if prediction is not None)
         alone_s = self.prefill_left_s(num_cached, request.num_prompt_tokens)
+        if self._is_probe:
+            alone_s = min(alone_s, self.prefill_left_s(num_cached, request.num_prompt_tokens, corrected=False))
         predicted_s = max(now_s - request.arrival_s, 0.0) + in_flight_s + alone_s
         return predicted_s if predicted_s > objective_s else None
+
+    @property
+    def _is_probe(self) -> bool:
+        """Whether a request is judged by what was predicted before anything ran, too: if what was learned, as in a slow
+        minute, had all refused, nothing would run and be learned any more."""
+        return self.config.admission == "refuse" and not (self.num_running or self.num_waiting)
 
     def prefill_left_s(self, num_computed: int, num_prompt: int, *, corrected: bool = True) -> float:
         """Predicted seconds to read the rest of a prompt beside the present decodes, if nobody else's is read;
@@ -206,6 +214,7 @@ class Scheduler:
             return None
         kv = min(request.num_prompt_tokens, self.memory.spread_kv)
         alone_s = self.config.period * self.predictor.predict([Work(1, kv, is_decode=True)])
+        alone_s /= max(1.0, self.predictor.factor("decode")) if self._is_probe else 1.0
         return alone_s if alone_s > objective_s else None
 
     def _slack_s(self, slot: int, now_s: float) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medha.config import SCHEDULERS, SchedulerConfig
-from medha.cost.predictor import Work
+from medha.cost.predictor import KINDS, Work
 from medha.errors import ConfigError, DeadlineError
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
@@ -86,6 +86,18 @@ def test_the_wait_so_far_and_what_is_in_flight_count() -> None:
     with pytest.raises(DeadlineError) as caught:
         scheduler.add(request(ttft_s=0.9 * needed_s), 2.9)
     assert caught.value.wait_s is None  # the like of it never would
+
+
+def test_what_was_learned_in_a_slow_minute_does_not_refuse_all_for_good() -> None:
+    scheduler = make_scheduler()
+    needed_s = alone_s(scheduler)
+    for kind in KINDS:
+        scheduler.predictor.observe(kind, 1.0, 5.0)
+    slo = SLO(1.1 * needed_s, 2.0 * make_predictor().predict([Work(1, 1000, is_decode=True)]))
+    asked = [SchedulerRequest(slot, 1000, 4, 0.0, slo) for slot in (0, 1)]
+    scheduler.add(asked[0], 0.0)
+    assert late_s(scheduler, asked[1], 0.0) > 2.0 * needed_s  # one at a time
+    assert late_s(make_scheduler(), request(ttft_s=0.9 * needed_s), 0.0) == pytest.approx(needed_s)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
