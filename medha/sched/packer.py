@@ -10,7 +10,7 @@ hold a short one for nearly its whole deadline. So a prefill that is late, or th
 ``late_share`` of the prefill budget; a share of 0 turns that off. With time counted in seconds of prefill budget, B
 that of one batch, and s the share: a guarded request with w seconds of work left, and W left in the guarded that
 arrived before it, ends its prefill within (W + w) / s + B, whoever comes later; the policy's order runs as on a machine
-slower by at most 1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no place, the
+slower by at most 1 / (1 - s). Where the share is too small for an efficient chunk, or a second long prefill has no place, the
 oldest keeps its turn, and what it did not get is owed to the guarded, up to one budget, or where no place is free four
 quanta: the bound grows by so much over s. If that holds no chunk, it gets the least efficient one, and owes the rest.
 
@@ -303,7 +303,7 @@ class MedhaPacker(Packer):
                 continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
-            if self._give(state, queue, builder, may_exceed=False):
+            if self._give(state, queue, builder, may_exceed=False, is_guarded=True):
                 continue
             if is_turn and state.slot not in builder.refused and self._give(state, queue, builder, may_exceed=True):
                 least_s = -math.inf
@@ -371,8 +371,11 @@ class MedhaPacker(Packer):
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def _give(self, state: State, queue: Queue, builder: BatchBuilder, *, may_exceed: bool) -> bool:
-        """Try to put a chunk of a request into the batch."""
+    def _give(
+        self, state: State, queue: Queue, builder: BatchBuilder, *, may_exceed: bool, is_guarded: bool = False
+    ) -> bool:
+        """Try to put a chunk of a request into the batch; one that is guarded waits until its share holds an efficient
+        one, as the smallest takes nearly as long, and the bound is in seconds."""
         is_long = self._is_long(state)
         if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
@@ -385,7 +388,7 @@ class MedhaPacker(Packer):
             return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
         position, has_chunk = state.num_scheduled_tokens, state.slot in builder.chunked
-        prefers_least = may_exceed and not share and not has_chunk
+        prefers_least = (may_exceed or is_guarded) and not share and not has_chunk
 
         def may_enter(first: int, count: int) -> bool:
             groups = self._groups[first : first + count]

@@ -125,7 +125,7 @@ MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a chunk that does not fit is never given": (
         MedhaPacker,
         "_give",
-        lambda self, *args, may_exceed: give(self, *args, may_exceed=False),
+        lambda self, *args, may_exceed, **options: give(self, *args, may_exceed=False, **options),
     ),
 }
 

@@ -72,6 +72,18 @@ def test_a_context_so_deep_that_the_share_holds_no_chunk() -> None:
         assert first_token_s(stream_s) < bound_s < begin_s + 1.4 * stream_s
 
 
+def test_a_guarded_prompt_beside_prompts_that_fill_every_batch() -> None:
+    """It ends within (its work left) / share on a machine that is slower by the share of short ones, as its share waits
+    for efficient chunks: the smallest one takes most of a batch's time on a GPU."""
+    scheduler = new_scheduler(predictor=gpu_predictor(), num_blocks=20_000, max_prompt_tokens=20_000)
+    work_s, short_s = (scheduler._queue.times(length).total_s(length) for length in (20_000, 3_000))
+    config, at_s = scheduler.config, np.arange(0.0, 22.0 * work_s, short_s / 1.5)
+    jobs = [Job(0.0, 20_000), *(Job(arrival_s, 3_000) for arrival_s in at_s.tolist())]
+    end_s = Drive(scheduler, jobs, None).run().first_token_s[0]
+    bound_s = config.deadline_factor * work_s + work_s / config.guarded_share / (1 - config.spare_share)
+    assert 0.8 * bound_s < end_s < bound_s
+
+
 @pytest.mark.parametrize("options", [{}, {"quantum_s": 0.03}])
 def test_a_guarded_prompt_gets_the_one_place_that_there_is(options: dict[str, Any]) -> None:
     """When a chat leaves it the batch has no decodes, and is longer than those in which the share was owed."""
