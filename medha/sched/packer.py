@@ -10,9 +10,9 @@ hold a short one for nearly its whole deadline. So a prefill that is late, or th
 ``late_share`` of the prefill budget; a share of 0 turns that off. With time counted in seconds of prefill budget, B
 that of one batch, and s the share: a guarded request with w seconds of work left, and W left in the guarded that
 arrived before it, ends its prefill within (W + w) / s + B, whoever comes later; the policy's order runs as on a machine
-slower by at most 1 / (1 - s). Where the share is too small for an efficient chunk, or a second long prefill has no place, the
-oldest keeps its turn, and what it did not get is owed to the guarded, up to one budget, or where no place is free four
-quanta: the bound grows by so much over s. If that holds no chunk, it gets the least efficient one, and owes the rest.
+slower by at most 1 / (1 - s). Where the share is too small for an efficient chunk, or a second long prefill has no
+place, the oldest keeps its turn, and what it did not get is owed to the guarded, up to one budget, or where no place is
+free four quanta: the bound grows by so much over s. If that holds none, it gets the least one, and owes the rest.
 
 Departures from the paper, and why:
 

@@ -165,10 +165,11 @@ def _alone(planner: Planner, layout: Layout, replica: Replica, found: Found) -> 
 
 
 def _beside(planner: Planner, layout: Layout, replica: Replica, found: Found) -> None:
-    """With another prompt that arrives at the first token and is longer than the decode takes."""
+    """With others that arrive at the first token, and in all take longer to read than the decode takes."""
     longer = layout.spp * _CHUNKS_BESIDE * replica.scheduler.max_batch_tokens  # a decode is in one batch of so many
     other = min(longer, replica.max_model_len - NUM_OUTPUT_TOKENS)
-    trace = _trace([0.0, found["ttft_s"]], [planner.goal.context, other])
+    count = -(-longer // other)
+    trace = _trace([0.0, *[found["ttft_s"]] * count], [planner.goal.context, *[other] * count])
     _, found["tpot_beside_s"] = _first_request(planner.simulate(replica, trace))
     _check(found, "TPOT beside a chunk", found["tpot_beside_s"], planner.goal.tpot_s)
 
@@ -180,7 +181,8 @@ def _check(found: Found, name: str, value_s: float, objective_s: float) -> None:
 
 
 def _trace(arrival_s: list[float], prompts: list[int]) -> Trace:
-    return Trace(np.array(arrival_s), np.array(prompts), np.full(len(prompts), NUM_OUTPUT_TOKENS))
+    """Requests of which the first decodes."""
+    return Trace(np.array(arrival_s), np.array(prompts), np.array([NUM_OUTPUT_TOKENS, *[1] * (len(prompts) - 1)]))
 
 
 def _first_request(outcome: Outcome) -> tuple[float, float]:

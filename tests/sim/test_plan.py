@@ -28,6 +28,12 @@ def test_layouts_use_every_accelerator_and_keep_tp_in_a_node() -> None:
     assert len(planner(Goal(6, 1000, 1.0, 1.0)).layouts()) == 16
 
 
+def test_a_short_context_decodes_beside_chunks_too() -> None:
+    """Of others as long as it, as many as outlast its decode."""
+    found = planner(Goal(1, 4000, 20.0, 0.04)).candidate(Layout(1, 1, 1, 1))
+    assert 1.8 * found["tpot_s"] < found["tpot_beside_s"] <= 0.04 and found["meets"]
+
+
 def test_what_does_not_fit_is_named_with_numbers() -> None:
     model = find_model("llama-3-70b")
     found = planner(Goal(2, 4000, 10.0, 1.0), model=model).candidate(Layout(2, 1, 1, 1))
