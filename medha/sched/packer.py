@@ -22,7 +22,7 @@ Departures from the paper, and why:
   asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it. Each group goes on for as long as the slowest.
 - Decodes and short prompts have a share of the time of long prefills, ``interactive_share``. Where decodes alone would
-  take more of a batch, it takes up to two quanta. What they leave of their share is spent on batches that leave out the
+  take more of a batch, it takes up to 1.9 quanta. What they leave of their share is spent on batches that leave out the
   prefills of more than four quanta. What the policy puts before all of those left out would hold them up in any case
   and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by that share.
 - Where several groups have batches of a set time, no batch leaves prefills out, as other groups would idle: decodes
@@ -65,7 +65,7 @@ _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 _MOST_QUANTA = 4  # that a batch takes where its decodes' objectives allow it, or nobody waits: fewer and larger chunks
-_SHARED_QUANTA = 2  # that a batch takes so that its decodes have no more than their share of it
+_SHARED_QUANTA = 1.9  # that a batch takes so that its decodes have no more than their share of it
 _MUCH = 1.2  # times as long: then a request that is alone is spread over the groups
 _FULLY = 0.97  # of the best tokens a second: no batch takes longer to read more
 _UNLIKELY = 0.05  # newcomers expected within a batch that takes longer than a quantum for a prefill that is alone
