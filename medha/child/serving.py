@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ _WATCH_S = 1.0
 _MEMORY_BYTES = 1 << 28  # that an answer may take, beside so many bytes for each that came in
 _MEMORY_PER_BYTE = 64
 _CPU_S = 10
+_LARGE_BYTES = 1 << 20  # of a message or its answer, after which memory is given back
 
 
 def serve(setup: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
@@ -29,6 +31,8 @@ def serve(setup: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it comes here as well; the parent sees to it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")  # where memory runs out it is this process that ends, not its parent
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with Connection(int(sys.argv[1])) as pipe, suppress(EOFError, OSError):
         answer = setup(pipe.recv_bytes())
@@ -41,6 +45,10 @@ def serve(setup: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
                 is_error, found = b"error", text.encode(errors="replace")
             pipe.send_bytes(is_error)
             pipe.send_bytes(found)
+            if len(message) + len(found) > _LARGE_BYTES:  # else what was freed, many times as much, stays this process'
+                message = found = b""
+                with suppress(AttributeError):  # glibc has it
+                    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _end_with(parent: int) -> None:
@@ -51,12 +59,12 @@ def _end_with(parent: int) -> None:
 
 
 def limit_resources(num_bytes: int) -> None:
-    """Let this process take so much more than it has taken so far."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+    """Let this process take so much more than it has taken so far, of memory no more than half the machine's."""
+    usage, page = resource.getrusage(resource.RUSAGE_SELF), resource.getpagesize()
     limits = {resource.RLIMIT_CPU: int(usage.ru_utime + usage.ru_stime) + 1 + _CPU_S + num_bytes // 1_000_000}
     with suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:  # Linux has it
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-        limits[resource.RLIMIT_AS] = taken + _MEMORY_BYTES + _MEMORY_PER_BYTE * num_bytes
+        most = min(_MEMORY_BYTES + _MEMORY_PER_BYTE * num_bytes, os.sysconf("SC_PHYS_PAGES") * page // 2)
+        limits[resource.RLIMIT_AS] = int(file.read().split()[0]) * page + most
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

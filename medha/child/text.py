@@ -14,6 +14,7 @@ whether special tokens are added, and the text behind it, and the answer the ids
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Callable
 from datetime import datetime
@@ -28,6 +29,7 @@ from medha.child.serving import limit_resources, serve
 
 MAX_FUEL = 50_000_000
 """Most template instructions executed in one rendering (seconds)."""
+_TIMES = 8  # as much as other work on so many bytes: 470 a byte were seen, where each character is a token
 
 
 def _render(sent: bytes) -> bytes:
@@ -92,6 +94,7 @@ def _environment(fuel: int) -> minijinja.Environment:
 
 
 def _encode(backend: tokenizers.Tokenizer, sent: bytes) -> bytes:
+    limit_resources(_TIMES * len(sent))
     found = backend.encode_batch_fast([sent[1:].decode()], add_special_tokens=bool(sent[0]))
     return array("i", found[0].ids).tobytes()
 
@@ -100,6 +103,7 @@ def _load(sent: bytes) -> Callable[[bytes], bytes]:
     """What answers after this first message: a tokenizer as it writes itself (JSON), or nothing for templates."""
     if not sent:
         return _render
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would take memory, and have nothing to do for one text
     backend = tokenizers.Tokenizer.from_str(sent.decode())
     backend.no_truncation()
     backend.no_padding()

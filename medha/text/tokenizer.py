@@ -261,7 +261,9 @@ class _ErrorsTold(AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
-            raise TokenizerError(f"{self.name} cannot {self.what} this: {kind}{str(error)[:500]}") from error
+            told = f"{self.name} cannot {self.what} this: {kind}{str(error)[:500]}"
+            has_died = isinstance(error.__cause__, EOFError)  # the child, of what it was sent
+            raise TokenizerError(told + "; accepted: a shorter text, or token ids" * has_died) from error
 
 
 def _read(file: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from medha.engine.admission import tokenise
 from medha.errors import TokenizerError, ValidationError
 from medha.text import Tokenizer, load_tokenizer
+from tests.commands import wait_until
 from tests.text.samples import LLAMA3, PANIC, byte_level, chat_tokenizer, panicking, sentencepiece, word_level
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -178,6 +180,22 @@ def test_what_the_encoder_raises_is_named(prefix: str) -> None:
         with pytest.raises(TokenizerError, match=f"^tokenizer cannot encode this: {reason}"):
             tokenizer.encode(prefix + text)
         assert len(tokenizer.encode(prefix + "x")) > 0
+
+
+def test_a_long_text_takes_memory_within_bounds_and_for_a_while() -> None:
+    """Of the child; a normalizer may make much of a text."""
+    backend = byte_level()
+    backend.normalizer = normalizers.Replace("x", "y" * 20)
+    tokenizer = Tokenizer(backend)
+    assert len(tokenizer.encode_array("y" * 3_000_000)) == 3_000_000
+    child = tokenizer._encoder.child._process
+    assert child is not None
+    memory = Path(f"/proc/{child.pid}/statm")
+    wait_until(lambda: int(memory.read_text().split()[1]) * resource.getpagesize() < 100e6)
+    message = r"^tokenizer cannot encode this: the process ended with SIG\w+; accepted: a shorter text, or token ids$"
+    with pytest.raises(TokenizerError, match=message):
+        tokenizer.encode("x" * 200_000)
+    assert len(tokenizer.encode("y" * 200_000)) == 200_000
 
 
 def test_what_the_decoder_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
