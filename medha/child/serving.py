@@ -29,7 +29,8 @@ def serve(setup: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     ``setup`` takes the first message and returns what makes an answer of the others. What that raises is an answer,
     too, a ChildError its text alone.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it comes here as well; the parent sees to it
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, or systemd, sends them to the parent, too
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # where memory runs out it is this process that ends, not its parent

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from medha import errors
+from medha.child.process import ChildError
 from medha.engine.admission import listed
 from medha.engine.jsonl import count_logprobs, read_fields
 from medha.engine.request import Request
@@ -73,6 +74,9 @@ def api_error(error: Exception) -> ApiError:
             told = "the body is nested too deeply"
         case msgspec.ValidationError():  # tells types and the place
             param = told.rpartition("`$.")[2].rstrip("`") or None
+        case errors.ValidationError(__cause__=errors.ModelLoadError(__cause__=ChildError(__cause__=OSError()))):
+            _log_once(str(error))
+            return ApiError(503, "the process for texts does not run at present", retry_after="1")
         case errors.ValidationError(__cause__=errors.ChatTemplateError(__cause__=cause)):
             told = "the model has no chat template that takes these messages"
             if cause is not None and not str(cause).startswith("raise_exception: "):

@@ -27,6 +27,9 @@ def answer(message):
         return str(os.getpid()).encode()
     if message == b"first":
         return state["first"]
+    if message == b"signals":
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
     if message == b"refuse":
         raise ChildError("no")
     if message == b"raise":
@@ -93,6 +96,11 @@ def test_a_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(ChildError, match=r"cannot be started: .*No such file"):
         Child("json").ask(b"")
+
+
+def test_signals_are_the_parents(echo: Callable[..., Child]) -> None:
+    """A terminal, or whatever ends a server, sends them to a whole group of processes."""
+    assert echo().ask(b"signals") == b"signals"
 
 
 def test_an_interrupt_leaves_no_answer_behind(echo: Callable[..., Child]) -> None:

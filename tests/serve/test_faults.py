@@ -519,6 +519,21 @@ def test_a_body_for_which_there_is_no_process(server: Server, monkeypatch: pytes
     assert server.post(PATH, large)[0] == 200
 
 
+def test_a_text_for_which_there_is_no_process(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(bytes_model.tokenizer.backend, chat_template="{{ messages[0].content }}")
+    server = start(replace(bytes_model, tokenizer=tokenizer).engine())
+    asks = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+        ("/tokenize", {"prompt": "x" * 200_000}),
+    ]
+    monkeypatch.setattr(process, "popen_module", Mock(side_effect=BlockingIOError(11, "")))
+    assert [server.post(*ask)[0] for ask in asks] == [503, 503]
+    monkeypatch.undo()
+    assert [server.post(*ask)[0] for ask in asks] == [200, 200]
+
+
 def test_ids_of_a_long_text_are_written_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = Mock(wraps=app.msgspec.json.encode)
     monkeypatch.setattr(app.msgspec.json, "encode", encode)
