@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -438,6 +439,18 @@ def test_use_after_close(needle: Model) -> None:
     for use in (*uses, lambda: next(open_stream)):
         with pytest.raises(EngineDeadError, match="this LLM is closed"):
             use()
+
+
+def test_close_ends_the_processes_for_text(needle: Model) -> None:
+    """And a tokenizer that is kept starts another one where it needs it."""
+    with small(needle) as llm:
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is not None
+        num_tokens = len(tokenizer.encode("x" * 200_000))
+        child = tokenizer._encoder.child._process
+        assert child is not None and child.poll() is None
+    assert child.returncode == -signal.SIGKILL
+    assert len(tokenizer.encode("x" * 200_000)) == num_tokens
 
 
 def test_close_frees_everything(needle: Model) -> None:

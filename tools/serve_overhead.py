@@ -165,7 +165,7 @@ def serve_overhead(
         answer = others.submit(client, listener.getsockname()[1], body_ids, requests, streams, gap_s)
         service.run(answer.done)
     service.preparing.close()
-    front.bodies.interrupt()
+    front.bodies.close()
     for name, seconds in answer.result().items():
         p50, p99, most = (1e3 * np.percentile(seconds, percent) for percent in (50, 99, 100))
         what = f"{len(seconds)} {'gaps' if body_ids else 'requests'}"

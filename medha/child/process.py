@@ -63,6 +63,12 @@ class Child:
         if process is not None and self._lock.locked():
             process.kill()
 
+    def close(self) -> None:
+        """End the child, and the answer that some thread waits for; a later message starts another."""
+        self.interrupt()
+        with self._lock:
+            self._stop(wait_s=0.0)
+
     def _start(self) -> None:
         self._pipe, there = Pipe()
         nothing, fd = subprocess.DEVNULL, there.fileno()

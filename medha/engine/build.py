@@ -111,6 +111,8 @@ class RankHandle(AbstractContextManager["RankHandle"]):
                 self.engine.end([request.request_id for request in self.engine.requests()])
             self.part.stop()  # where rank 0 drives the engine the others first follow it to its end
         self.runner.drop_graphs()
+        if self.tokenizer is not None:
+            self.tokenizer.close()
 
 
 def build_role(config: EngineConfig, *, timeline: Tracer | None = None) -> RankHandle:

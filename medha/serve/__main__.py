@@ -88,7 +88,7 @@ def serve(
         if role.part is not None:
             role.part.ranks.monitor.before_end = lambda message: front.fail(RankFailedError(message))
         stack.callback(front.service.preparing.close)
-        stack.callback(front.bodies.interrupt)
+        stack.callback(front.bodies.close)
         interrupted = stack.enter_context(first_interrupt(also_terminate=True))
         stack.enter_context(state_on_signal(role.describe))
         tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile}

@@ -75,7 +75,7 @@ class Front:
         self._keys, self._hosts = keys, hosts
         self._max_body_bytes, self._max_concurrent = max_body_bytes, max_concurrent
         self._num_bytes = 0  # of bodies that are being read
-        self.bodies = BodyReader()  # whoever ends the front interrupts it
+        self.bodies = BodyReader()  # whoever ends the front closes it
         self._metrics = metrics = Metrics(engine, models[0])
         self._ignored: set[str] = set()  # names of fields
         self._start_s = int(time.time())

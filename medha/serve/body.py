@@ -39,10 +39,10 @@ class BodyReader:
         async with turn:
             return pickle.loads(await asyncio.to_thread(child.ask, body))
 
-    def interrupt(self) -> None:
-        """Give up what is being read."""
+    def close(self) -> None:
+        """Give up what is being read, and end the child processes."""
         for child, _ in self._children:
-            child.interrupt()
+            child.close()
 
 
 def _read(sent: bytes) -> bytes:

@@ -199,9 +199,17 @@ class Tokenizer:
 
     def interrupt(self) -> None:
         """Give up the long text that another thread encodes, or the template that it renders; it gets an error."""
-        encoders = self._encoder, *vars(self).get("_marked_encoder", ())[:1]
-        for child in (self._renderer, *(one.child for one in encoders)):
+        for child in self._children():
             child.interrupt()
+
+    def close(self) -> None:
+        """End the child processes; what needs one later starts it."""
+        for child in self._children():
+            child.close()
+
+    def _children(self) -> list[Child]:
+        encoders = self._encoder, *vars(self).get("_marked_encoder", ())[:1]
+        return [self._renderer, *(one.child for one in encoders)]
 
     def _with_one_bos(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         if (bos := self.bos_token_id) is None:

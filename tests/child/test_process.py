@@ -171,6 +171,21 @@ def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]
     assert child.ask(b"more") == b"more"
 
 
+def test_who_closes_it_may_ask_again(echo: Callable[..., Child]) -> None:
+    child = echo()
+    child.close()  # there is none
+    pid = int(child.ask(b"pid"))
+    child.close()
+    assert not is_there(pid)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(child.ask, b"sleep")
+        wait_until(lambda: child._process is not None)
+        child.close()
+    with pytest.raises(ChildError):
+        asked.result()
+    assert child.ask(b"again") == b"again"
+
+
 def test_children_that_have_ended_leave_nothing(echo: Callable[..., Child]) -> None:
     """Also one that was killed while nobody asked: the next message goes to another."""
     gc.collect()  # those of tests before
