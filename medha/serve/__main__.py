@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -31,6 +32,7 @@ logger = logging.getLogger("medha")
 app = make_app()
 _PACKAGES = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_OTHER_FILES = 256  # open beside those of connections
 _option = partial(typer.Option, rich_help_panel="Server")
 Texts = list[str] | None
 
@@ -75,6 +77,7 @@ def serve(
     keys = load_keys(api_key or [], key_file)
     if (ssl_keyfile is None) is not (ssl_certfile is None):
         raise ConfigError("one of ssl_keyfile and ssl_certfile is given; accepted: both, or none")
+    _allow_files(max_connections)
     with ExitStack() as stack:
         listener = stack.enter_context(bound(host, port))
         is_local = ip_address(listener.getsockname()[0]).is_loopback
@@ -108,6 +111,19 @@ def serve(
         service.run(lambda: not service.engine.has_unfinished)  # what is in flight, on every rank
         role.close()  # before the ranks that were started here are waited for
     return 0
+
+
+def _allow_files(max_connections: int) -> None:
+    """Raise the limit of open files to what connections need, as far as that may be, and warn where it is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted, no_limit = max_connections + _OTHER_FILES, resource.RLIM_INFINITY
+    if soft == no_limit or soft >= wanted:
+        return
+    with suppress(OSError, ValueError):  # macOS has another limit beside this one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == no_limit else min(wanted, hard), hard))
+    if (soft := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < wanted:
+        told = "max_connections=%d needs %d open files, the limit is %d (ulimit -Hn): connections beyond it are closed"
+        logger.warning(told, max_connections, wanted, soft)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import socket
 import sys
@@ -60,6 +61,17 @@ def test_streams_that_a_signal_cuts_end_with_an_error(
             event, done = last_events(answer)
             assert event["error"]["code"] == "server_stopped" and done == b"data: [DONE]"
         assert server.wait() == code
+
+
+@pytest.mark.parametrize(("hard", "warnings", "soft"), [(350, 1, 350), (500, 0, 356)])
+def test_files_for_the_connections(
+    command: Command, monkeypatch: pytest.MonkeyPatch, hard: int, warnings: int, soft: int
+) -> None:
+    limits = [(300, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    done = command("serve", "/nowhere", "--port", 0, "--max-connections", 100)
+    assert (done.code, limits[-1], done.err.count("needs 356 open files")) == (2, (soft, hard), warnings)
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command) -> None:
