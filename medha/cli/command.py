@@ -342,9 +342,10 @@ def check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) -> 
     """Refuse a file that is written twice, or written and read; a device takes everything, and ``-`` is stdin."""
     files = [(path, "is read") for path in reads if path is not None and str(path) != "-"]
     for path in filter(None, writes):
+        is_there = os.path.exists(path)  # Path's own raises where a name is too long, or a folder is closed to us
         for other, what in files:
-            is_same = path.samefile(other) if path.exists() and other.exists() else path.resolve() == other.resolve()
-            if is_same and (path.is_file() or not path.exists()):
+            is_same = path.samefile(other) if is_there and os.path.exists(other) else path.resolve() == other.resolve()
+            if is_same and (os.path.isfile(path) or not is_there):
                 raise ConfigError(f"output file {path} is {other}, which {what}; accepted: another file")
         files.append((path, "is written too"))
 

@@ -49,7 +49,7 @@ def opened(path: Path) -> Iterator[TextIO]:
 def replacing(path: Path, what: str) -> Iterator[Path]:
     """Within, write a file that takes the place of a former one when it is whole. A device, a pipe or a link stays what
     it is and is written to. ConfigError, which calls it ``what``, where it cannot be written."""
-    in_place = path.is_symlink() or (path.exists() and not path.is_file())
+    in_place = os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path))
     part = path if in_place else path.with_name(path.name + ".partial")
     try:
         yield part

@@ -109,7 +109,8 @@ def unwritable_reported(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
+        name = path if path == "stdout" else f"output file {path}"
+        raise RequestError(f"{name}: {error.strerror}; what was written before is kept") from error
 
 
 class OutputLines:

@@ -71,7 +71,7 @@ def _check_files(given: Mapping[str, Any]) -> None:
         raise ConfigError("--overwrite and --resume given; accepted: one of them")
     if given["resume"] and requests is None:
         raise ConfigError("--resume without --requests; accepted: the same request file as before")
-    is_free = output is None or not output.is_file() or not output.stat().st_size
+    is_free = output is None or not os.path.isfile(output) or not output.stat().st_size
     if not (is_free or given["overwrite"] or given["resume"]):
         accepted = "another file, --resume (go on with it), --overwrite"
         raise ConfigError(f"output file {output} is not empty; accepted: {accepted}")
@@ -152,7 +152,7 @@ def _of_a_trace(path: Path) -> ConfigError | None:
     """What to tell of a file that holds lengths and no prompts; None of any other."""
     from medha.workload.formats import recognised  # here because it loads numpy, which help need not wait for
 
-    if path == STDIN or not path.is_file():
+    if path == STDIN or not os.path.isfile(path):  # Path's own raises where a name is too long
         return None
     with path.open("rb") as file:
         head = next((line for line in file if line.strip()), b"").decode(errors="replace")

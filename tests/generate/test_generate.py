@@ -304,6 +304,8 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
         ("{model}", "ConfigError: neither of prompts and --requests given"),
         ("{model} --prompt x --requests {requests}", "ConfigError: both of prompts and --requests given"),
         ("{model} --requests {tmp}/gone.jsonl", "gone.jsonl: No such file or directory"),
+        ("{model} --requests {long}", "xx: File name too long"),
+        ("{model} --prompt x --output {long}", "xx: File name too long"),
         ("{model} --prompt-file {tmp}/latin-1.txt", "latin-1.txt: not UTF-8 at byte 2"),
         ("{model} --prompt x --output {tmp}", "Is a directory"),
         ("{model} --requests {requests} --chat", "ConfigError: --chat is for --prompt and --prompt-file"),
@@ -332,7 +334,7 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
     requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
     (tmp_path / "old.jsonl").write_text(EARLIER)
-    names = {"model": folder, "requests": requests, "tmp": tmp_path}
+    names = {"model": folder, "requests": requests, "tmp": tmp_path, "long": "x" * 300}
     done = bare(*(argument.format(**names) for argument in arguments.split()))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith("error: ") and message in done.err
@@ -540,7 +542,7 @@ def test_a_full_disk_behind_stdout(folder: Path, tmp_path: Path) -> None:
         with Path("/dev/full").open("w") as full, spawn(*answers, *more, stdout=full) as process:
             ends.append((process.communicate(timeout=LIMIT_S)[1], process.returncode))
     assert ends == [
-        ("error: RequestError: output file stdout: No space left on device; what was written before is kept\n", 3),
+        ("error: RequestError: stdout: No space left on device; what was written before is kept\n", 3),
         ("medha: stdout could not be written (No space left on device); all answers are in the output file\n", 0),
     ]
     assert len(parse(output.read_text())) == 2
