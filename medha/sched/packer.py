@@ -45,7 +45,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, compress, groupby, islice
+from itertools import accumulate, groupby, islice
 
 import numpy as np
 
@@ -201,12 +201,9 @@ class MedhaPacker(Packer):
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         lower = [state for state in states if state.request.priority < lowest]
         below = cache(builder.preemption.of_lower_class)
-        able = (
-            not (builder.left_out or builder.would_be_in_way(s) or builder.is_held(s))
-            and builder.make_room(s, below(s.request.priority))
-            for s in lower
-        )
-        favoured = list(islice(compress(lower, able), 1))  # who has not taken that room yet: the others ask then
+        asking = (s for s in lower if not (builder.would_be_in_way(s) or builder.is_held(s)))
+        able = (s for s in asking if not builder.left_out and builder.make_room(s, below(s.request.priority)))
+        favoured = list(islice(able, 1))  # who has not taken that room yet: the others ask when it is taken
         self._asked = [s.slot for s in lower if s not in favoured] if builder.left_out else []
         return favoured
 
@@ -303,7 +300,7 @@ class MedhaPacker(Packer):
                 continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
-            if self._give(state, queue, builder, may_exceed=False, is_guarded=True):
+            if self._give(state, queue, builder, may_exceed=False, waits=True):  # as the smallest takes nearly as long
                 continue
             if is_turn and state.slot not in builder.refused and self._give(state, queue, builder, may_exceed=True):
                 least_s = -math.inf
@@ -354,11 +351,8 @@ class MedhaPacker(Packer):
             self._give(state, queue, builder, may_exceed=False)
 
     def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int]) -> Bools:
-        """Which rows may enter the batch.
-
-        No new ones where all places are taken or nobody of their class may start, no long ones where each group has
-        one, none a second time.
-        """
+        """Which rows may enter the batch: no new ones where all places are taken or nobody of their class may start, no
+        long ones where each group has one, none a second time."""
         may_enter = np.ones(queue.num_prefills, np.bool_)
         if len(queue.running) >= self.config.max_num_seqs:
             may_enter &= queue.column("started")
@@ -372,10 +366,9 @@ class MedhaPacker(Packer):
     # -- one request -------------------------------------------------------------------------------------------------
 
     def _give(
-        self, state: State, queue: Queue, builder: BatchBuilder, *, may_exceed: bool, is_guarded: bool = False
+        self, state: State, queue: Queue, builder: BatchBuilder, *, may_exceed: bool, waits: bool = False
     ) -> bool:
-        """Try to put a chunk of a request into the batch; one that is guarded waits until its share holds an efficient
-        one, as the smallest takes nearly as long, and the bound is in seconds."""
+        """Try to put a chunk of a request into the batch; one that ``waits`` gets an efficient one, or none."""
         is_long = self._is_long(state)
         if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
@@ -388,11 +381,10 @@ class MedhaPacker(Packer):
             return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
         position, has_chunk = state.num_scheduled_tokens, state.slot in builder.chunked
-        prefers_least = (may_exceed or is_guarded) and not share and not has_chunk
+        prefers_least = (may_exceed or waits) and not share and not has_chunk
 
         def may_enter(first: int, count: int) -> bool:
-            groups = self._groups[first : first + count]
-            return not is_long or all(group.long_slot in (None, state.slot) for group in groups)
+            return not is_long or all(g.long_slot in (None, state.slot) for g in self._groups[first : first + count])
 
         def fitting(first: int, count: int, most: int) -> int:
             tokens = self._fitting(state, builder, first, count, most, share) if may_enter(first, count) else 0
@@ -451,9 +443,7 @@ class MedhaPacker(Packer):
             group = self._groups[index]
             return group.tick.largest_chunk(kv, group.budget_s, least, run=(first, last + 1)) >= least
 
-        def kv_on(index: int) -> int:
-            return memory.kv_before(state.slot, position, index)
-
+        kv_on = partial(memory.kv_before, state.slot, position)
         if builder.has_chunk[last] or fits(last, kv_on(last) + margin) or not fits(last, 0):
             return
         if all(fits(index, kv_on(index)) for index in others):  # else it would not help
@@ -529,10 +519,9 @@ class MedhaPacker(Packer):
         bounds = builder.tokens_left[0], self.predictor.max_tokens, self.config.chunk_size or least
         if len(self._groups) > 1 or not builder.has_chunk[0] or min(bounds) < least:
             return False
-        if state is None:
-            kv = 0
-        else:
-            least, kv = 1 if state.slot in builder.chunked else min(least, state.num_left), state.num_scheduled_tokens
+        kv = 0 if state is None else state.num_scheduled_tokens
+        if state is not None:
+            least = 1 if state.slot in builder.chunked else min(least, state.num_left)
         return group.tick.with_chunk(least, kv) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------
@@ -555,7 +544,6 @@ class MedhaPacker(Packer):
     def _prediction(self, queue: Queue, builder: BatchBuilder) -> Prediction:
         """Of the batch, which is not empty."""
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
-        tick, moved_s = slowest.tick, builder.moved_s()
-        seconds = max(tick.seconds, moved_s)
+        tick, seconds = slowest.tick, max(slowest.tick.seconds, moved_s := builder.moved_s())
         queue.batch_sent(seconds, tick.factor)
         return Prediction(tick.kind, seconds, tick.factor, slowest.budget_s, moved_s)

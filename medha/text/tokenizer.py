@@ -1,7 +1,7 @@
 """Text to token ids and back, and the tokenizer files of a model folder.
 
 :func:`load_tokenizer` reads those files in either generation of the Hugging Face layout. Chat messages are rendered by
-:mod:`medha.text.chat_template` and encoded here.
+:mod:`medha.text.chat_template` and encoded here. The file is long as both ways go by the same special tokens.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def test_decodes_take_their_share_beside_and_without_the_long_prompt_and_no_more
     assert means_s[1] < 0.4 * means_s[0] and means_s[2] < 0.6 * means_s[1]
 
 
-@pytest.mark.parametrize(("num_decodes", "least", "most"), [(8, 1.0, 1.0), (32, 1.3, 1.5), (100, 2.0, 2.0)])
-def test_a_batch_takes_up_to_two_quanta_for_its_decodes_to_have_their_share(
+@pytest.mark.parametrize(("num_decodes", "least", "most"), [(8, 1.0, 1.0), (32, 1.3, 1.5), (100, 1.9, 1.9)])
+def test_a_batch_takes_up_to_nearly_two_quanta_for_its_decodes_to_have_their_share(
     num_decodes: int, least: float, most: float
 ) -> None:
     for share in (0.0, 0.125):
@@ -107,7 +107,11 @@ def test_a_batch_takes_up_to_two_quanta_for_its_decodes_to_have_their_share(
             pass
         prediction = steps.decision.prediction
         assert prediction is not None
-        assert prediction.budget_s == QUANTUM_S if not share else least <= prediction.budget_s / QUANTUM_S <= most
+        assert (
+            prediction.budget_s == QUANTUM_S
+            if not share
+            else least <= round(prediction.budget_s / QUANTUM_S, 9) <= most
+        )
 
 
 def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
