@@ -73,6 +73,7 @@ class Tenants:
         self._num_present -= not self._num_requests[number]
         if not self._num_present:  # else who asked little before would be served alone until it has had as much
             self._had_s[:] = 0.0
+            self._names = [None] * len(self._names)
             self._numbers.clear()
 
     def charge(self, number: int, seconds: float) -> None:

@@ -141,9 +141,7 @@ class Runner:
 
         if self.device.type == "cpu":
             return PendingStep(lambda: begin().result())
-        with torch.cuda.device(
-            self.device
-        ):  # any thread may call, and some kernels leave the device as their current one
+        with torch.cuda.device(self.device):  # some kernels leave it the current one of the thread that calls
             return begin()
 
     def prepare(self, batch: Batch, ids: npt.NDArray[np.int32] | None) -> StepInput:

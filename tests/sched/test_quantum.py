@@ -107,11 +107,8 @@ def test_a_batch_takes_up_to_nearly_two_quanta_for_its_decodes_to_have_their_sha
             pass
         prediction = steps.decision.prediction
         assert prediction is not None
-        assert (
-            prediction.budget_s == QUANTUM_S
-            if not share
-            else least <= round(prediction.budget_s / QUANTUM_S, 9) <= most
-        )
+        quanta = round(prediction.budget_s / QUANTUM_S, 9)
+        assert least <= quanta <= most if share else prediction.budget_s == QUANTUM_S
 
 
 def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:

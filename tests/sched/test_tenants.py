@@ -101,6 +101,10 @@ def test_accounts_begin_anew_when_nobody_is_left() -> None:
     tenants.leave(1)
     both = np.array([tenants.enter("little"), tenants.enter("much")])
     assert both[0] != both[1] and not tenants.ahead(both, np.zeros(2, np.int64)).any()
+    for number in both.tolist():
+        tenants.leave(number)
+    again = [tenants.enter(name) for name in ("much", "little", "much", "little")]  # in another order
+    assert again[:2] == again[2:] and again[0] != again[1]
 
 
 def test_names_of_those_that_have_left_are_forgotten_once_they_would_start_at_the_least() -> None:
