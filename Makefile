@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 # FlashInfer's Python wrappers, which tests/cuda runs over an emulated device (65 MB; what else it declares is for GPUs).
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
+# Hundreds of processes start in the tests; each would compile medha again.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 

@@ -32,8 +32,9 @@ TIMEOUT_S = 240.0  # of a job, and of a transfer in it
 _AFTER_FAILURE_S = 30.0
 
 context = multiprocessing.get_context("forkserver")
+# Whatever the modules of tests import that takes long: else each worker would load it anew (2.6 s of transformers).
 context.set_forkserver_preload(
-    ["medha.llm", "medha.generate.__main__", "torch.distributed.tensor.parallel", "tests.parallel.faults"]
+    ["medha.generate.__main__", "torch.distributed.tensor.parallel", "tests.checkpoints", "tests.parallel.faults"]
 )
 
 
