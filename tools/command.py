@@ -28,12 +28,6 @@ def main(tool: Callable[..., Any]) -> NoReturn:
     end_process(run_tool(tool))
 
 
-def check_launched() -> None:
-    """Refuse to run without a launcher: ranks that are started later would not have what the tool changes here."""
-    if not is_launched():
-        raise ConfigError("no launcher has started this process; accepted: torchrun, with a process for each rank")
-
-
 def chosen(name: str, text: str, known: Collection[str], separator: str = ",") -> list[str]:
     """The names that an option lists; raises ConfigError for one that is not known."""
     names = text.split(separator)
