@@ -33,6 +33,10 @@ _DECODE, _SAMPLES, _DEALT = 1, 2, 4  # a row's flags
 PIECES = 2  # of a dealt row on each group, so that all see as many keys: the r-th from the front and from the end
 
 
+def _where(word: str, group: int) -> str:
+    return f" {word} group {group}" if group else ""
+
+
 class Row(NamedTuple):
     """One request's share of a step; a tuple, as a decision makes hundreds."""
 
@@ -109,8 +113,7 @@ class Extent(NamedTuple):
     group: int = 0  # whose pool they are of
 
     def __str__(self) -> str:
-        where = f" of group {self.group}" if self.group else ""
-        return f"slot {self.slot} + blocks [{self.first}:{self.first + self.count}]{where}"
+        return f"slot {self.slot} + blocks [{self.first}:{self.first + self.count}]{_where('of', self.group)}"
 
 
 class Swap(NamedTuple):
@@ -122,9 +125,8 @@ class Swap(NamedTuple):
     count: int  # type: ignore[assignment]  # not that of a tuple
 
     def __str__(self) -> str:
-        where = f" of group {self.group}" if self.group else ""
-        ends = self.first + self.count, self.host_first + self.count
-        return f"blocks [{self.first}:{ends[0]}], host blocks [{self.host_first}:{ends[1]}]{where}"
+        own, host = f"{self.first}:{self.first + self.count}", f"{self.host_first}:{self.host_first + self.count}"
+        return f"blocks [{own}], host blocks [{host}]{_where('of', self.group)}"
 
 
 class Shared(NamedTuple):
@@ -136,8 +138,7 @@ class Shared(NamedTuple):
     num_tokens: int
 
     def __str__(self) -> str:
-        where = f" on group {self.group}" if self.group else ""
-        return f"slot {self.slot} shares [{self.start}:{self.start + self.num_tokens}]{where}"
+        return f"slot {self.slot} shares [{self.start}:{self.start + self.num_tokens}]{_where('on', self.group)}"
 
 
 class Copy(NamedTuple):
@@ -149,8 +150,7 @@ class Copy(NamedTuple):
     num_tokens: int
 
     def __str__(self) -> str:
-        where = f" of group {self.group}" if self.group else ""
-        return f"{self.num_tokens} tokens of block {self.source} to block {self.target}{where}"
+        return f"{self.num_tokens} tokens of block {self.source} to block {self.target}{_where('of', self.group)}"
 
 
 class Deal(NamedTuple):

@@ -119,7 +119,6 @@ class OutputLines:
     def __init__(self, engine: Engine, arrivals: Sequence[Arrival], files: Sequence[TextIO]) -> None:
         self._engine = engine
         self._unwritten = {arrival.request_id: arrival for arrival in arrivals}
-        self._custom_ids = {arrival.request_id: arrival.custom_id for arrival in arrivals}
         self._files = files
         self._joiner = Joiner()
         self._lock = threading.Lock()
@@ -160,7 +159,7 @@ class OutputLines:
 
     def _write(self, file: TextIO, whole: RequestOutput) -> None:
         with unwritable_reported(getattr(file, "name", "stdout")):
-            write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
+            write_line(file, whole, custom_id=self._unwritten[whole.request_id].custom_id)
 
 
 def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[str, Any]:
