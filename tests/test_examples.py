@@ -1,21 +1,26 @@
 """Each example runs as printed."""
 
+import io
 import json
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
+from medha.workload.synth import synthesize
 from tests.commands import ENVIRONMENT, LIMIT_S, run_python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def lines_of(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What a process that ended well has printed."""
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout.splitlines()
+def lines_of(name: str, *arguments: str) -> list[str]:
+    """What an example prints as a program with arguments, in this process."""
+    with patch.object(sys, "argv", [name, *arguments]), redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return out.getvalue().splitlines()
 
 
 def test_quickstart() -> None:
@@ -27,19 +32,19 @@ def test_quickstart() -> None:
 
 
 def test_serve_and_ask() -> None:
-    code, *progress, answer = lines_of(run_python("-m", "examples.serve_and_ask"))
+    code, *progress, answer = lines_of("serve_and_ask")
     assert (code, answer) == (" 31.", " 7429-amber.")
     assert progress and all(re.fullmatch(r"[\d,]+ of 8,000 tokens read, [\d.]+ s to go", line) for line in progress)
 
 
 def test_ask_again() -> None:
-    first, second = lines_of(run_python("-m", "examples.ask_again", "--num-tokens", "1000"))
+    first, second = lines_of("ask_again", "--num-tokens", "1000")
     assert first.startswith("0 tokens cached, ")
     assert re.fullmatch(r"(992|1008) tokens cached, TTFT [\d.]+ s, answer ' 7429-amber.'", second)
 
 
 def test_drive_the_engine() -> None:
-    lines = lines_of(run_python(EXAMPLES / "drive_the_engine.py"))
+    lines = lines_of("drive_the_engine")
     ends = re.findall(r"^ *(\w+)  (\w+): (\d+ \+ \d+) tokens, .*$", "\n".join(lines), re.MULTILINE)
     assert [end[:2] for end in ends] == [("question", "stop"), ("endless", "abort"), ("document", "stop")]
     assert [lengths for *_, lengths in ends if not lengths.startswith("12 ")] == ["46 + 10", "4096 + 13"]
@@ -49,8 +54,10 @@ def test_drive_the_engine() -> None:
 
 def test_batch_file() -> None:
     command, environment = ["bash", str(EXAMPLES / "batch_file.sh")], ENVIRONMENT | {"PYTHON": sys.executable}
-    lines = lines_of(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S))
-    answers = {row["id"]: row for row in (json.loads(line) for line in lines if re.fullmatch(r"\{.*\}", line))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    lines = (line for line in done.stdout.splitlines() if re.fullmatch(r"\{.*\}", line))
+    answers = {row["id"]: row for row in map(json.loads, lines)}
     said = {"ada": " 31-plum.", "bruno": " 58-fern", "ids": "!ab", "later": " 07-jade."}
     assert {name: row["text"] for name, row in answers.items()} == said
     assert len(answers["bruno"]["logprobs"]) == 8
@@ -58,7 +65,9 @@ def test_batch_file() -> None:
 
 
 def test_simulate_policy() -> None:
-    lines = lines_of(run_python(EXAMPLES / "simulate_policy.py"))
+    """Of fewer requests than it asks for, among them six long ones."""
+    with patch("medha.workload.synth.synthesize", lambda *of, **more: synthesize(*of, **more | {"num_requests": 60})):
+        lines = lines_of("simulate_policy")
     shape = r"(.*): TTFT P50 and P99 of short prompts (.*) and (.*) s, of long prompts .* and .* s; \d+% in time"
     found = [match.groups() for line in lines if (match := re.fullmatch(shape, line))]
     assert [name for name, *_ in found] == ["LARS", "old and short first"]
