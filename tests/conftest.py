@@ -3,8 +3,10 @@
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +78,12 @@ def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def bytes_model(tmp_path_factory: pytest.TempPathFactory, needle: Model) -> Model:
     """The byte model, shared by all tests: whoever spoils its folder takes a copy."""
     return make_byte_model(tmp_path_factory.mktemp("bytes"), needle.folder / "tokenizer.json")
+
+
+@pytest.fixture
+def folder(bytes_model: Model, tmp_path: Path) -> Path:
+    """A copy of the byte model's folder, to change."""
+    return shutil.copytree(bytes_model.folder, tmp_path / "model")
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ The details of each file have tests of their own beside their readers; here is t
 """
 
 import json
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import medha.worker.shard
 from medha import LLM, errors
-from medha.errors import ConfigError, WeightsError, exit_code
-from tests.serving import GREEDY, Model
+from medha.errors import ConfigError, TokenizerError, WeightsError, exit_code
+from tests.serving import GREEDY
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 4, "block_size": 64}
-
-
-@pytest.fixture
-def folder(bytes_model: Model, tmp_path: Path) -> Path:
-    return shutil.copytree(bytes_model.folder, tmp_path / "model")
 
 
 @pytest.fixture
@@ -43,22 +38,22 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(tensors, folder / FILE)
 
 
+def edit_config(folder: Path, name: str = "config.json", **changes: Any) -> None:
+    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **changes}))
+
+
 # What is done to the folder, or the options that it is loaded with, and the error with parts of its message.
 REFUSED: dict[str, tuple[Callable[[Path], object] | dict[str, Any], type[Exception], list[str]]] = {
     "unknown policy": ({"policy": "larz"}, ConfigError, ["policy='larz'; accepted: edf, fcfs", "; did you mean lars?"]),
     "unknown architecture": (
-        lambda folder: edit_json(folder / "config.json", architectures=["GPT2LMHeadModel"]),
+        partial(edit_config, architectures=["GPT2LMHeadModel"]),
         errors.UnsupportedModelError,
         ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"],
     ),
-    "corrupt tokenizer.json": (
-        lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        errors.TokenizerError,
-        ["tokenizer.json"],
-    ),
+    "bad tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), TokenizerError, ["tokenizer.json"]),
     "tokenizer larger than the embedding": (
-        lambda folder: edit_json(folder / "config.json", vocab_size=255),
-        errors.TokenizerError,
+        partial(edit_config, vocab_size=255),
+        TokenizerError,
         ["ids up to 255", "the embedding has 255 rows"],
     ),
     "truncated": (
@@ -66,11 +61,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object] | dict[str, Any], type[Excepti
         WeightsError,
         ["model.safetensors: ", "file not fully covered (the file has "],
     ),
-    "missing tensor": (
-        lambda folder: rewrite(folder, lambda tensors: tensors.pop(NORM)),
-        WeightsError,
-        ["1 tensors missing", NORM],
-    ),
+    "missing tensor": (partial(rewrite, change=lambda its: its.pop(NORM)), WeightsError, ["1 tensors missing", NORM]),
     "another shape": (
         {"hf_overrides": {"intermediate_size": 100, "head_dim": 8}},
         WeightsError,
@@ -103,11 +94,6 @@ def test_what_is_wrong_is_refused_before_a_weight_is_read(folder: Path, case: st
     assert exit_code(caught.value) == 2
 
 
-def edit_json(path: Path, **changes: Any) -> None:
-    fields = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**fields, **changes}))
-
-
 # -- what is allowed, or shows only when it runs ---------------------------------------------------------------
 
 
@@ -120,7 +106,7 @@ def test_nan_in_the_weights_loads_and_fails_each_request(folder: Path) -> None:
 
 
 def test_code_in_the_folder_is_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    edit_config(folder, auto_map={"AutoModelForCausalLM": "evil.Model"})
     (folder / "evil.py").write_text("raise SystemExit('imported')")
     with LLM(folder, **OPTIONS) as llm:
         assert llm.generate("a", GREEDY)[0].finished
@@ -135,18 +121,9 @@ def test_code_in_the_folder_is_ignored(folder: Path, caplog: pytest.LogCaptureFi
     ],
 )
 def test_bad_chat_template_fails_chats_alone(folder: Path, template: str, reason: str) -> None:
-    edit_json(folder / "tokenizer_config.json", chat_template=template)
+    edit_config(folder, "tokenizer_config.json", chat_template=template)
     with LLM(folder, **OPTIONS) as llm:
         with pytest.raises(errors.ValidationError, match=reason) as caught:
             llm.chat([{"role": "user", "content": "hi"}])
         assert caught.value.param == "messages"
         assert llm.generate("a", GREEDY)[0].finished
-
-
-def test_a_tied_model_with_a_head_of_its_own(folder: Path) -> None:
-    edit_json(folder / "config.json", tie_word_embeddings=True)
-    rewrite(folder, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] + 1}))
-    with pytest.raises(WeightsError, match=r"tie_word_embeddings=True, but lm_head\.weight is another"):
-        LLM(folder, **OPTIONS)
-    rewrite(folder, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}))
-    LLM(folder, **OPTIONS).close()

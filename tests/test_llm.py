@@ -4,7 +4,6 @@ import gc
 import io
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -23,8 +22,7 @@ import pytest
 import torch
 
 from medha import LLM, SLO, RequestOutput, SamplingParams
-from medha.engine.replay import replay
-from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
+from medha.errors import DeadlineError, EngineDeadError, ValidationError
 from medha.outputs import CompletionOutput
 from tests.commands import LIMIT_S, wait_until
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question
@@ -84,7 +82,9 @@ def test_many_prompts_come_back_in_order(llm: LLM, expected: list[list[int]]) ->
     assert [output.prompt for output in outputs] == TEXTS
     assert len({output.request_id for output in outputs}) == len(TEXTS)
     assert token_ids(llm.generate(tuple(TEXTS), tuple(params))) == token_ids(outputs)
-    assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
+    outputs = llm.generate(TEXTS, GREEDY, slo=SLO(ttft_s=1e9, tpot_s=1e9))
+    assert token_ids(outputs) == expected
+    assert [output.metrics.met_slo for output in outputs] == [True] * len(TEXTS)
     assert_empty(llm.engine)
 
 
@@ -117,13 +117,6 @@ def test_one_prompt_in_every_form(llm: LLM, expected: list[list[int]], form: str
     assert (one.prompt_token_ids, one.prompt) == (IDS, TEXTS[1] if given_as_text else None)
 
 
-def test_slo(llm: LLM) -> None:
-    outputs = llm.generate(TEXTS[:3], GREEDY, slo=[SLO(ttft_s=1e-9), None, SLO(ttft_s=1e9, tpot_s=1e9)])
-    assert [output.metrics.met_slo for output in outputs] == [False, None, True]
-    outputs = llm.generate(TEXTS[:2], GREEDY, slo=SLO(tpot_s=1e9))
-    assert [output.metrics.met_slo for output in outputs] == [True, True]
-
-
 def test_chat(llm: LLM) -> None:
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     rendered = "system: Be brief.\nuser: Hi\nassistant:"
@@ -151,23 +144,7 @@ def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(bytes_model: Mo
     assert run(1) != first
 
 
-def test_ttft_includes_tokenisation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(np.arange(0.0, 1e6, 1.0))
-    monkeypatch.setattr(llm.engine, "_clock", lambda: next(clock))
-    encode = llm.engine.tokenizer.encode_array  # type: ignore[union-attr]
-
-    def slow(*args: Any, **options: Any) -> Any:
-        for _ in range(500):
-            next(clock)
-        return encode(*args, **options)
-
-    monkeypatch.setattr(llm.engine.tokenizer, "encode_array", slow)
-    (output,) = llm.generate(TEXTS[0], GREEDY)
-    assert output.metrics.ttft > 500
-
-
-def test_chat_options_reach_the_template(bytes_model: Model, tmp_path: Path) -> None:
-    folder = shutil.copytree(bytes_model.folder, tmp_path / "model")
+def test_chat_options_reach_the_template(folder: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}|{{ tools | tojson }}|{{ enable_thinking }}|{{ level }}"
         "{% if add_generation_prompt %}|assistant:{% endif %}"
@@ -207,20 +184,6 @@ def test_a_refused_request_leaves_the_others_be(needle: Model) -> None:
     assert refused.metrics.e2e is not None and refused.metrics.ttft is None
 
 
-def test_journal(needle: Model, tmp_path: Path) -> None:
-    path = tmp_path / "run.journal"
-    with small(needle, journal=path) as llm:
-        llm.generate([question(), question(500)], slo=SLO(ttft_s=9.0))
-        assert replay(path).mismatch is None  # each line is there as soon as it is written
-        with pytest.raises(ConfigError, match="a journal begins before the first request"):
-            llm.engine.record(io.StringIO())
-        llm.generate(question(300))
-        file = llm.engine.observers[-1]._file  # type: ignore[attr-defined]
-    assert file.closed
-    recorded = replay(path)
-    assert (recorded.mismatch, recorded.num_batches > 30) == (None, True)
-
-
 @pytest.mark.parametrize("use_tqdm", [True, False])
 def test_progress_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool) -> None:
     screen = io.StringIO()
@@ -238,10 +201,7 @@ def test_progress_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool)
         ({"max_new_tokens": 9, "top_p": 0.5}, {"max_tokens": 9, "top_p": 0.5}),
     ],
 )
-def test_default_sampling_params(
-    bytes_model: Model, tmp_path: Path, generation: dict[str, Any] | None, defaults: dict[str, Any]
-) -> None:
-    folder = shutil.copytree(bytes_model.folder, tmp_path / "model")
+def test_default_sampling_params(folder: Path, generation: dict[str, Any] | None, defaults: dict[str, Any]) -> None:
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     with small(folder) as llm:
@@ -301,18 +261,22 @@ def test_a_stream_is_checked_when_it_is_made(llm: LLM) -> None:
 def test_a_stream_goes_on_while_generate_tokenises(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whose TTFT includes that."""
     stream = llm.stream(TEXTS[0], GREEDY)
     first = next(stream)
     tokenizer, (live,) = llm.engine.tokenizer, llm.engine._live.values()
-    encode, threads = tokenizer.encode_array, []
+    encode, threads, begun_s = tokenizer.encode_array, [], []
 
     def patient(text: str, **options: Any) -> Any:
         threads.append(threading.get_ident())
+        begun_s.append(llm.engine.now())
         wait_until(lambda: len(live.completions[0].token_ids) >= 9, told=lambda: "the stream stands still")
         return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode_array", patient)
-    assert token_ids(llm.generate(TEXTS[1], GREEDY)) == [expected[1]]
+    outputs = llm.generate(TEXTS[1], GREEDY)
+    assert token_ids(outputs) == [expected[1]]
+    assert outputs[0].metrics.arrival < begun_s[0]
     assert threads and threading.get_ident() not in threads
     assert streamed([first, *stream]) == expected[0]
 
@@ -453,13 +417,13 @@ def test_close_ends_the_processes_for_text(needle: Model) -> None:
     assert len(tokenizer.encode("x" * 200_000)) == num_tokens
 
 
-def test_close_frees_everything(needle: Model) -> None:
+def test_close_frees_everything(needle: Model, tmp_path: Path) -> None:
     def count() -> tuple[int, int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
 
     most: list[tuple[int, int, int]] = []
-    for i in range(10):
-        llm = small(needle)
+    for i in range(4):
+        llm = small(needle, journal=tmp_path / "run.journal")
         model, pool = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.cache)
         assert llm.generate(question())[0].outputs[0].text == ANSWER
         if i % 2:
@@ -519,10 +483,10 @@ class InterruptAtLine:
         self.is_inside = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if f"{os.sep}medha{os.sep}" not in frame.f_code.co_filename:
-            return None
         if event in ("call", "return") and frame.f_code.co_qualname == "Engine.advance":
             self.is_inside = event == "call"
+        if not self.is_inside or f"{os.sep}medha{os.sep}" not in frame.f_code.co_filename:
+            return None
         if event == "line" and self.is_inside:
             self.left -= 1
             if self.left == 0:
@@ -532,13 +496,15 @@ class InterruptAtLine:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_interrupt_at_any_line_of_a_step(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
-    """Half-done changes of the scheduler's or a request's state must not outlive the interrupt."""
+    """Half-done changes of the scheduler's or a request's state must not outlive the interrupt.
+
+    Each of the first lines at one depth or the other, by turns: the same lines run at both."""
     params = SamplingParams(temperature=0.0, max_tokens=2, stop="none of these bytes")
     with small(bytes_model, depth=depth, chunk_size=16) as llm:
-        number, num_interrupts = 1, 0
+        number, num_interrupts = depth, 0
         while True:
             tracer = InterruptAtLine(number)
-            number += 1 if number < 300 else 53
+            number += 2 if number < 300 else 53
             sys.settrace(tracer)
             try:
                 llm.generate(TEXTS, params)
@@ -554,7 +520,7 @@ def test_interrupt_at_any_line_of_a_step(bytes_model: Model, expected: list[list
                 break
             if number % 5 == 0:
                 assert token_ids(llm.generate(TEXTS, params)) == [tokens[:2] for tokens in expected]
-    assert num_interrupts > 300
+    assert num_interrupts > 250
 
 
 def test_a_step_that_fails(bytes_model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

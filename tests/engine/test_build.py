@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +29,6 @@ from tests.serving import GREEDY, Model, greedy_of
 from tests.text.samples import word_level
 
 KV_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # keys and values, layers, KV heads, head dimension, float32
-
-
-@pytest.fixture
-def folder(bytes_model: Model, tmp_path: Path) -> Path:
-    """A good folder to change."""
-    return shutil.copytree(bytes_model.folder, tmp_path / "model")
 
 
 def build(folder: Path, **options: Any) -> Engine:
