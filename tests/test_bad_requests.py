@@ -20,6 +20,7 @@ from tests.serving import GREEDY, Model, assert_empty, finish, serve_one
 
 MAX_MODEL_LEN = 400
 POOL_TOKENS = 256
+TWO = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def refused(
         engine.add_request(name, prompt, params, **more)
     assert (type(caught.value), caught.value.param) == (kind, param)
     assert_empty(engine)
-    assert len(serve_one(engine, [1, 2]).outputs[0].token_ids) == 16
+    assert len(serve_one(engine, [1, 2], TWO).outputs[0].token_ids) == 2
     return caught.value
 
 
@@ -77,7 +78,10 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
     "tools that are none": ({"messages": [HI], "tools": 5}, "tools", "^tools=5; accepted: a"),
     "message without role": ({"messages": [{"content": "hi"}]}, "messages", "role"),
     "lone surrogate": ("a\ud800", "prompt", "lone surrogate"),
+    "longer than the context": ([1] * 500, "prompt", "^the prompt has 500 tokens; accepted: fewer than"),
+    "larger than the pool": ([1] * 300, "prompt", "^300 prompt tokens and max_tokens=16 need 315 tokens of KV cache;"),
 }
+KINDS = {"longer than the context": ContextLengthError, "larger than the pool": KVCapacityError}
 for _ids, _at, _shown in (
     ([300, True], 0, "300"),
     ([1, True, 300], 1, "True"),
@@ -93,14 +97,15 @@ for _ids, _at, _shown in (
 
 @pytest.mark.parametrize("case", PROMPTS)
 def test_bad_prompt(llm: LLM, engine: Engine, case: str) -> None:
-    prompt, param, message = PROMPTS[case]
-    refused(engine, param, message, prompt)
+    (prompt, param, message), kind = PROMPTS[case], KINDS.get(case, ValidationError)
+    refused(engine, param, message, prompt, kind=kind)
     if case not in ("empty ids", "empty array"):  # to LLM those are a list of no prompts
         with pytest.raises(ValidationError, match=message) as caught:
             llm.generate(prompt)
         assert (caught.value.param, caught.value.index) == (param, 0)
-    with pytest.raises(ValidationError, match=rf"^prompt 1: .*{message.removeprefix('^')}"):
+    with pytest.raises(ValidationError, match=rf"^prompt 1: .*{message.removeprefix('^')}") as caught:
         llm.generate(["good", prompt])
+    assert (type(caught.value), caught.value.index) == (kind, 1)
     with pytest.raises(ValidationError, match=message):
         llm.stream(prompt)
 
@@ -230,17 +235,6 @@ def test_max_tokens_of_none_is_what_there_is_room_for(engine: Engine, length: in
     completion = serve_one(engine, [1] * length, params).outputs[0]
     assert (len(completion.token_ids), completion.finish_reason) == (room, "length")
     refused(engine, "prompt", "257 prompt tokens", [1] * 257, SamplingParams(max_tokens=None), kind=KVCapacityError)
-
-
-@pytest.mark.parametrize(
-    ("bad", "kind"), [([7, -1], ValidationError), ([1] * 500, ContextLengthError), ([1] * 300, KVCapacityError)]
-)
-@pytest.mark.usefixtures("engine")
-def test_one_bad_prompt_among_many(llm: LLM, bad: list[int], kind: type[ValidationError]) -> None:
-    with pytest.raises(kind, match=r"^prompt 77: ") as caught:
-        llm.generate([*["good"] * 77, bad, "good"], SamplingParams(max_tokens=1))
-    assert (type(caught.value), caught.value.index) == (kind, 77)
-    assert llm.generate("good", GREEDY)[0].finished
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,8 @@ batch 9: 2 rows, 9 tokens
 batch 0: 0 rows, 0 tokens"""
 
 
-def test_printing() -> None:
+def test_printing_moves_and_runs() -> None:
     assert "\n".join(map(str, (BATCH, SHARED, SWAPPED, Batch(0, ())))) == PRINTED
-
-
-def test_swaps_and_rows_of_groups() -> None:
     assert SWAPPED.moves and not BATCH.moves
     assert [SWAPPED.num_moved_blocks(group) for group in range(3)] == [5, 1, 0]
     runs = [(row.span, row.writer, row.is_shared) for row in SHARED.rows]

@@ -100,8 +100,12 @@ def test_more_than_one_completion_is_not_greedy() -> None:
     assert SamplingParams(n=2).resolve({}).temperature == 1.0
 
 
-def test_min_tokens_above_max_tokens() -> None:
-    SamplingParams(min_tokens=5, max_tokens=5)
+def test_capped() -> None:
+    params = SamplingParams(max_tokens=100, min_tokens=50, seed=1)
+    assert params.capped(1000) == params
+    assert params.capped(70) == SamplingParams(max_tokens=70, min_tokens=50, seed=1)
+    assert params.capped(20) == SamplingParams(max_tokens=20, min_tokens=20, seed=1)
+    assert SamplingParams(max_tokens=None, min_tokens=50).capped(20) == SamplingParams(max_tokens=20, min_tokens=20)
     with pytest.raises(ValidationError, match=r"^min_tokens=6 exceeds max_tokens=5$") as caught:
         SamplingParams(min_tokens=6, max_tokens=5)
     assert caught.value.param == "min_tokens"
@@ -132,15 +136,6 @@ def test_resolve_takes_the_request_then_the_model_then_the_class() -> None:
         unset, chosen = SamplingParams(), SamplingParams(**{name: given})  # type: ignore[arg-type]
         found = [chosen.resolve({name: default}), *map(unset.resolve, ({name: default}, {name: None}, {}))]
         assert [getattr(params, name) for params in found] == [given, default, last, last]
-
-
-def test_capped() -> None:
-    assert SamplingParams(seed=-1) == SamplingParams()
-    params = SamplingParams(max_tokens=100, min_tokens=50, seed=1)
-    assert params.capped(1000) == params
-    assert params.capped(70) == SamplingParams(max_tokens=70, min_tokens=50, seed=1)
-    assert params.capped(20) == SamplingParams(max_tokens=20, min_tokens=20, seed=1)
-    assert SamplingParams(max_tokens=None, min_tokens=50).capped(20) == SamplingParams(max_tokens=20, min_tokens=20)
 
 
 # Values by which a client says at length that it asks for none of it.
@@ -186,6 +181,7 @@ def test_unknown_name_is_refused(name: str, hint: str) -> None:
 
 def test_it_is_still_a_dataclass() -> None:
     params = SamplingParams(2, 0.5, seed=3)
+    assert SamplingParams(seed=-1) == SamplingParams()
     assert params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == dataclasses.replace(params)
     assert list(inspect.signature(SamplingParams).parameters) == [f.name for f in dataclasses.fields(SamplingParams)]
 

@@ -52,10 +52,6 @@ def final(outputs: list[RequestOutput]) -> dict[str, RequestOutput]:
     return {output.request_id: output for output in finished}
 
 
-def ends_of(outputs: dict[str, RequestOutput]) -> dict[str, str | None]:
-    return {request_id: output.outputs[0].finish_reason for request_id, output in outputs.items()}
-
-
 def test_a_request_starts_when_it_arrives(engine: Engine) -> None:
     steps = []
     arrivals = [
@@ -154,14 +150,6 @@ def test_a_long_prompt_is_overtaken_and_others_keep_order(engine: Engine, monkey
     assert [call.args[0].request_id for call in added.call_args_list] == ["first", "second", "third"]
 
 
-def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    gated = Gated(engine, monkeypatch, "held")
-    arrivals = [Arrival("held", "held", DELTA), Arrival("behind", "hello", DELTA)]
-    outputs = list(drive(engine, arrivals, should_stop=lambda: bool(gated.threads)))
-    gated.gates["held"].set()
-    assert ends_of(final(outputs)) == {"held": "abort", "behind": "abort"}
-
-
 @pytest.mark.parametrize(
     ("prompt", "is_long"),
     [
@@ -189,18 +177,23 @@ def test_a_prompt_that_is_nested_deeply_is_as_long_as_any() -> None:
     assert prompt_size({"messages": [deep]}) < LONG_PROMPT  # it is refused where it is read
 
 
-def test_a_stop_returns_every_request(engine: Engine) -> None:
-    outputs: list[RequestOutput] = []
+def test_a_stop_returns_every_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is being tokenised, and what waits for that."""
+    gated, outputs = Gated(engine, monkeypatch, "held"), list[RequestOutput]()
     arrivals = [
         Arrival("long", "hello", ENDLESS.capped(200)),
         Arrival("short", "hello", DELTA),
+        Arrival("held", "held", DELTA),
+        Arrival("behind", "hello", DELTA),
         Arrival("future", "hello", DELTA, arrival_s=1000.0),
         Arrival("wrong", "", arrival_s=1000.0, error=ValidationError("wrong")),
     ]
     for output in drive(engine, arrivals, should_stop=lambda: any(o.finished for o in outputs)):
         outputs.append(output)
-    ends = final(outputs)
-    assert ends_of(ends) == {"short": "length", "long": "abort", "future": "abort", "wrong": "error"}
+    gated.gates["held"].set()
+    ends, stopped = final(outputs), dict.fromkeys(("long", "held", "behind", "future"), "abort")
+    found = {name: end.outputs[0].finish_reason for name, end in ends.items()}
+    assert found == {"short": "length", "wrong": "error"} | stopped
     assert sum(len(o.outputs[0].token_ids) for o in outputs if o.request_id == "long") >= 5
     assert ends["future"].metrics.e2e is None
 

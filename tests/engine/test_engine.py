@@ -444,22 +444,15 @@ def test_a_scheduler_that_runs_nothing_is_an_error_and_not_a_hang(bytes_model: M
         engine.step()
 
 
-def test_duplicate_id_in_flight(bytes_model: Model, expected: Tokens) -> None:
-    engine = bytes_model.engine()
-    engine.add_request("one", PROMPTS[0], PARAMS)
-    with pytest.raises(ValidationError, match="request_id='one' is in flight already") as caught:
-        engine.add_request("one", PROMPTS[1], PARAMS)
-    assert caught.value.param == "request_id"
-    assert engine.num_unfinished == 1
-    assert finish(engine)["one"].outputs[0].token_ids == expected[0]
-    assert serve_one(engine, PROMPTS[2], PARAMS).outputs[0].token_ids == expected[2]
-
-
-def test_what_was_prepared_is_queued_once(bytes_model: Model, expected: Tokens) -> None:
+def test_an_id_and_what_was_prepared_are_queued_once(bytes_model: Model, expected: Tokens) -> None:
     engine = bytes_model.engine()
     engine.add_prepared(prepared := engine.prepare("one", PROMPTS[0], PARAMS), arrival_s=0.0)
-    for why in ("is in flight already", "was queued; prepare it again"):
-        with pytest.raises(ValidationError, match=f"^request_id='one' {why}"):
-            engine.add_prepared(prepared, arrival_s=0.0)
-        if engine.has_unfinished:
-            assert finish(engine)["one"].outputs[0].token_ids == expected[0]
+    for again in (prepared, engine.prepare("one", PROMPTS[1], PARAMS)):
+        with pytest.raises(ValidationError, match=r"^request_id='one' is in flight already") as caught:
+            engine.add_prepared(again, arrival_s=0.0)
+        assert caught.value.param == "request_id"
+    assert engine.num_unfinished == 1
+    assert finish(engine)["one"].outputs[0].token_ids == expected[0]
+    with pytest.raises(ValidationError, match=r"^request_id='one' was queued; prepare it again"):
+        engine.add_prepared(prepared, arrival_s=0.0)
+    assert serve_one(engine, PROMPTS[2], PARAMS).outputs[0].token_ids == expected[2]

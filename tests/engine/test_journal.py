@@ -159,7 +159,7 @@ def some_policy(columns: Columns, now_s: float) -> np.ndarray[Any, Any]:
     return columns.arrival_s
 
 
-def test_a_policy_that_is_a_function_cannot_be_recorded_by_name_it_can() -> None:
+def test_a_policy_that_is_a_function_cannot_be_recorded_by_name_it_can_before_anything_is_learned() -> None:
     sizes: dict[str, Any] = {"num_blocks": 9, "block_size": 16, "predictor": make_predictor()}
     with pytest.raises(ConfigError, match=r"^policy=<function some_policy.* cannot be recorded; accepted: a name"):
         Journal(Scheduler(SchedulerConfig(policy=some_policy), **sizes), io.StringIO())
@@ -167,6 +167,9 @@ def test_a_policy_that_is_a_function_cannot_be_recorded_by_name_it_can() -> None
     sched = Scheduler(SchedulerConfig(policy=f"{__name__}:some_policy"), **sizes)
     Drive(sched, [Job(0.0, 50, 2)], lambda batch: 0.1, observers=[Journal(sched, file)]).run()
     assert replay(file.getvalue().splitlines()).mismatch is None
+    sched.predictor.observe("prefill", 1.0, 2.0)
+    with pytest.raises(ConfigError, match="learned nothing"):
+        Journal(sched, file)
 
 
 def test_a_journal_that_cannot_be_written_is_left_as_it_was(tmp_path: Path) -> None:
@@ -186,13 +189,6 @@ def test_what_cannot_be_written_to_is_told(bytes_model: Model, make: Any, why: s
             add(live, 0, 5)
     with pytest.raises(EngineDeadError, match=f"^journal : .*{why}.*; what was written before is kept$"):
         live_engine(bytes_model, file)
-
-
-def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
-    sched = Scheduler(SchedulerConfig(), num_blocks=9, block_size=16, predictor=(predictor := make_predictor()))
-    predictor.observe("prefill", 1.0, 2.0)
-    with pytest.raises(ConfigError, match="learned nothing"):
-        Journal(sched, io.StringIO())
 
 
 def test_a_cut_last_line_is_left_out(recorded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,34 +84,38 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
         ('{"prompt": "x", "arrival_s": 1' + "0" * 400 + "}", ValidationError, "arrival_s=1000"),
         ({"prompt": "x", "slo": {"ttft": 3}}, ValidationError, "slo={'ttft': 3}; accepted: an object"),
         ({"prompt": "x", "slo": {"ttft_s": 0}}, ValidationError, r"slo.ttft_s=0; accepted"),
+        ({"arrival_s": 5}, ValidationError, "no prompt; accepted: one of prompt"),
+        ({"arrival_s": 5, "prompt": 7}, ValidationError, "prompt of type int; accepted"),
+        ({"arrival_s": 5, "prompt_token_ids": "abc"}, ValidationError, "prompt_token_ids of type str; accepted"),
+        ({"arrival_s": 5, "messages": {}}, ValidationError, "messages of type dict; accepted"),
     ],
 )
 def test_a_wrong_line_is_an_arrival_with_an_error(
-    tmp_path: Path, line: str | bytes | dict[str, Any], kind: type[Exception], message: str
+    tmp_path: Path,
+    line: str | bytes | dict[str, Any],
+    kind: type[Exception],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wrong, right = read(tmp_path, line, {"prompt": "fine"})
-    assert type(wrong.error) is kind
+    """It is known before it arrives."""
+    with caplog.at_level(logging.WARNING, "medha"):
+        wrong, right = read(tmp_path, line, {"prompt": "fine", "arrival_s": 1})
+    assert (type(wrong.error), wrong.arrival_s) == (kind, 0.0)
     assert str(wrong.error).startswith(message)
     assert len(str(wrong.error)) < 300
     assert right.error is None
+    assert f"1 of 2 requests in {tmp_path / 'r.jsonl'} cannot be run; the first is line 1: " in caplog.text
 
 
 def test_an_id_is_taken_once(tmp_path: Path) -> None:
-    rows = [{"id": "a", "prompt": "x"}, {"id": 1, "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "1", "prompt": ""}]
-    arrivals = read(tmp_path, *rows)
+    """And a line without one has one that no line before it has."""
+    ids = ["a", 1, "a", "1", "line-6", None, "line-6", None]
+    arrivals = read(tmp_path, *({"id": one, "prompt": "x"} for one in ids))
     assert [(a.request_id, a.error and str(a.error)) for a in arrivals] == [
-        ("a", None),
-        ("1", None),
-        ("line-3", "id 'a' is in the file already"),
-        ("line-4", "id '1' is in the file already"),
+        *(("a", None), ("1", None)),
+        *(("line-3", "id 'a' is in the file already"), ("line-4", "id '1' is in the file already")),
+        *(("line-6", None), ("line-6-", None), ("line-7", "id 'line-6' is in the file already"), ("line-8", None)),
     ]
-
-
-def test_a_line_without_an_id_has_one_that_no_line_before_it_has(tmp_path: Path) -> None:
-    named = {"id": "line-2", "prompt": "x"}
-    arrivals = read(tmp_path, named, {"prompt": "y"}, named, {"prompt": "x"})
-    assert [a.request_id for a in arrivals] == ["line-2", "line-2-", "line-3", "line-4"]
-    assert [a.error is None for a in arrivals] == [True, True, False, True]
 
 
 def test_unknown_fields_are_ignored_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,17 +213,6 @@ def test_openai_batch_lines(tmp_path: Path) -> None:
     assert by_id["c"].arrival_s == 1.0
     assert [str(by_id[i].error).partition(";")[0] for i in "def"] == ["url='/v1/embeddings'", "body='x'", "no prompt"]
     assert [by_id[i].custom_id for i in "abcdefg"] == [*"abcdef", None]
-
-
-@pytest.mark.parametrize("line", [{}, {"prompt": 7}, {"prompt_token_ids": "abc"}, {"messages": {}}])
-def test_what_is_wrong_with_a_line_is_known_before_it_arrives(
-    tmp_path: Path, line: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "medha"):
-        wrong, _ = read(tmp_path, line | {"arrival_s": 5}, {"prompt": "x", "arrival_s": 1})
-    assert isinstance(wrong.error, ValidationError)
-    assert wrong.arrival_s == 0.0
-    assert f"1 of 2 requests in {tmp_path / 'r.jsonl'} cannot be run; the first is line 1: " in caplog.text
 
 
 def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
