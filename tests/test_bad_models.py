@@ -94,9 +94,6 @@ def test_what_is_wrong_is_refused_before_a_weight_is_read(folder: Path, case: st
     assert exit_code(caught.value) == 2
 
 
-# -- what is allowed, or shows only when it runs ---------------------------------------------------------------
-
-
 def test_nan_in_the_weights_loads_and_fails_each_request(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors[NORM].fill_(torch.nan))
     with LLM(folder, **OPTIONS) as llm:

@@ -360,9 +360,7 @@ class Follower:
         Raises:
             EngineDeadError: rank 0 called something else; every rank hears of it.
         """
-        begun = self._follow_to(name, "call")
-        if begun.fields["name"] != name:
-            raise self._mismatch(name, begun)
+        self._follow_to(name, "call")
         if (error := self._follow_to(name, "end").fields["error"]) is not None:
             raise error_from_json(error)
         return []
@@ -379,16 +377,13 @@ class Follower:
 
     def _follow_to(self, name: str, kind: str) -> Message:
         message = self.follow()
-        if message.kind != kind:
-            raise self._mismatch(name, message)
-        return message
-
-    def _mismatch(self, name: str, message: Message) -> EngineDeadError:
+        if (message.kind, message.fields.get("name", name)) == (kind, name):
+            return message
         theirs = {"call": str(message.fields.get("name")), "stop": "close"}.get(message.kind, message.kind)
         what = f"{self.ranks.monitor.place} called {name} where rank 0 called {theirs}"
         error = EngineDeadError(f"{what}; accepted: the same calls on every rank")
         give_up(self.ranks.monitor, error)
-        return error
+        raise error
 
 
 def _leave(part: DrivingRunner | Follower) -> None:

@@ -131,9 +131,10 @@ class OutputLines:
         with self._lock:
             whole = self._joiner.add(piece)
             if whole is not None:
+                arrival = self._unwritten[whole.request_id]
                 for file in self._files:
-                    self._write(file, whole)
-                self._unwritten.pop(whole.request_id, None)
+                    write_line(file, whole, custom_id=arrival.custom_id)
+                del self._unwritten[whole.request_id]
             return whole
 
     def fail(self, message: str) -> None:
@@ -150,16 +151,12 @@ class OutputLines:
         wholes = [whole for output in last if (whole := self._joiner.add(output)) is not None]
         for file in self._files:  # the first in full, should the second not take it
             for whole in wholes:
-                self._write(file, whole)
+                write_line(file, whole, custom_id=self._unwritten[whole.request_id].custom_id)
 
     def close(self) -> None:
         """Return when no line is being written; never after :meth:`fail`."""
         with self._lock:
             pass
-
-    def _write(self, file: TextIO, whole: RequestOutput) -> None:
-        with unwritable_reported(getattr(file, "name", "stdout")):
-            write_line(file, whole, custom_id=self._unwritten[whole.request_id].custom_id)
 
 
 def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[str, Any]:
@@ -209,11 +206,12 @@ def _logprobs(completion: CompletionOutput) -> dict[str, Any]:
 
 def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = None) -> None:
     """Append a finished request to a stream whose ``errors`` are ``backslashreplace``: so a lone surrogate becomes the
-    escape that JSON has."""
+    escape that JSON has. RequestError where it cannot be written."""
     is_utf8 = (file.encoding or "").lower().replace("-", "") == "utf8"
     line = output_line(output, custom_id=custom_id)
-    file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
-    file.flush()
+    with unwritable_reported(getattr(file, "name", "stdout")):
+        file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
+        file.flush()
 
 
 def _read_line(

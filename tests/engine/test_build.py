@@ -46,9 +46,6 @@ def test_a_rank_that_is_built_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch)
     assert done == ["start", "built", "idle"]
 
 
-# -- KV pool ---------------------------------------------------------------------------------------------------
-
-
 def pool(engine: Engine) -> tuple[int, int]:
     """(blocks, tokens a block), the same for scheduler and cache."""
     scheduler, cache = engine.scheduler, engine.runner.cache
@@ -90,9 +87,6 @@ def test_pool_that_the_system_cannot_give(bytes_model: Model) -> None:
         build(bytes_model.folder, num_kv_blocks=2**31 - 1, block_size=65536)
 
 
-# -- context ---------------------------------------------------------------------------------------------------
-
-
 def test_context_is_the_models_own_or_less(bytes_model: Model) -> None:
     for wanted, length in ((None, 8192), (8192, 8192), (100, 100)):
         assert build(bytes_model.folder, num_kv_blocks=4, max_model_len=wanted).limits.max_model_len == length
@@ -114,9 +108,6 @@ def test_context_of_ten_million_by_yarn(tmp_path: Path) -> None:
         (unstretched,) = LLM(plain, num_kv_blocks=4).generate(prompt, SamplingParams(temperature=0.0, max_tokens=6))
     assert output.outputs[0].token_ids == expected
     assert unstretched.outputs[0].token_ids != expected
-
-
-# -- weights, device, dtype ------------------------------------------------------------------------------------
 
 
 def test_dummy_weights_need_no_file(folder: Path) -> None:
@@ -202,9 +193,6 @@ def test_graphs_are_for_cuda_and_flashinfer() -> None:
     assert not wants_graphs(config, TorchBackend(), cuda)
     assert not wants_graphs(config, flashinfer, cpu)
     assert not wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer, cuda)
-
-
-# -- tokenizer, defaults, end of sequence ----------------------------------------------------------------------
 
 
 def test_tokenizer_of_another_folder(folder: Path, bytes_model: Model) -> None:

@@ -1,6 +1,9 @@
 """The engine's loop: outputs of every kind, ends of every kind, aborts, metrics, sampling, failures."""
 
+import gc
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,6 +21,7 @@ from tests.checkpoints import random_prompt, reference_logits
 from tests.engines import drained, poison
 from tests.sched.virtual import make_predictor
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question, serve_one
+from tools.serve_overhead import Timetable, make_engine
 
 Tokens = list[list[int]]
 NUM_TOKENS = 6
@@ -95,15 +99,18 @@ def test_the_tokens_of_an_output_do_not_change_later_and_the_callers_list_is_his
 DRAWN = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=NUM_TOKENS)
 
 
-def drawn_alone(model: Model, seed: int) -> list[int]:
-    return serve_one(model.engine(**SMALL), PROMPTS[0], replace(DRAWN, n=1, seed=seed)).outputs[0].token_ids
+@pytest.fixture(scope="module")
+def drawn(bytes_model: Model) -> Tokens:
+    """What each completion of DRAWN draws alone."""
+    params, engine = [replace(DRAWN, n=1, seed=seed) for seed in (7, 8, 9)], bytes_model.engine(**SMALL)
+    tokens = [serve_one(engine, PROMPTS[0], one).outputs[0].token_ids for one in params]
+    assert len(set(map(tuple, tokens))) == 3
+    return tokens
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("kind", ["final_only", "cumulative", "delta"])
-def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, kind: str, depth: int) -> None:
-    wanted = [drawn_alone(bytes_model, seed) for seed in (7, 8, 9)]
-    assert len({tuple(tokens) for tokens in wanted}) == 3
+def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, drawn: Tokens, kind: str, depth: int) -> None:
     engine, joiner = bytes_model.engine(**SMALL, depth=depth), Joiner()
     engine.add_request("a", PROMPTS[0], DRAWN.reported(kind))  # type: ignore[arg-type]
     engine.add_request("b", PROMPTS[1], PARAMS)
@@ -118,13 +125,13 @@ def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, kind: str
         assert all(output.outputs for output in outputs)
         assert any(len(output.outputs) < 3 for output in outputs)
     assert [completion.index for completion in whole.outputs] == [0, 1, 2]
-    assert [completion.token_ids for completion in whole.outputs] == wanted
+    assert [completion.token_ids for completion in whole.outputs] == drawn
     assert [completion.finish_reason for completion in whole.outputs] == ["length"] * 3
-    assert [completion.text for completion in whole.outputs] == [bytes_model.tokenizer.decode(t) for t in wanted]
+    assert [completion.text for completion in whole.outputs] == [bytes_model.tokenizer.decode(t) for t in drawn]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_abort_ends_all_completions(bytes_model: Model, expected: Tokens, depth: int) -> None:
+def test_abort_ends_all_completions(bytes_model: Model, expected: Tokens, drawn: Tokens, depth: int) -> None:
     engine = bytes_model.engine(**SMALL, depth=depth)
     engine.add_request("a", PROMPTS[0], replace(DRAWN, output_kind="delta"))
     engine.add_request("b", PROMPTS[1], PARAMS)
@@ -137,8 +144,8 @@ def test_abort_ends_all_completions(bytes_model: Model, expected: Tokens, depth:
     assert_empty(engine)
     whole = next(filter(None, map(joiner.add, [output for output in outputs if output.request_id == "a"])))
     assert [completion.finish_reason for completion in whole.outputs] == ["abort"] * 3
-    for seed, completion in enumerate(whole.outputs, start=7):
-        assert completion.token_ids == drawn_alone(bytes_model, seed)[: len(completion.token_ids)]
+    for tokens, completion in zip(drawn, whole.outputs, strict=True):
+        assert completion.token_ids == tokens[: len(completion.token_ids)]
     assert [output.outputs[0].token_ids for output in outputs if output.request_id == "b"][-1] == expected[1]
 
 
@@ -181,23 +188,22 @@ ENDS: dict[str, tuple[dict[str, Any], str, str, str | int | None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["delta", "final_only"])
 @pytest.mark.parametrize("case", ENDS)
-def test_ends(needle: Model, case: str, kind: str) -> None:
+def test_ends(needle: Model, case: str) -> None:
     changes, text, finish_reason, stop_reason = ENDS[case]
-    engine = needle.engine(eos=(1, NEWLINE))
-    engine.add_request(
-        "one", question(), SamplingParams(**{"temperature": 0.0, "max_tokens": 32, "output_kind": kind, **changes})
-    )
+    engine, params = needle.engine(eos=(1, NEWLINE)), SamplingParams(**{"temperature": 0.0, "max_tokens": 32} | changes)
+    for kind in ("delta", "final_only"):
+        engine.add_request(kind, question(), params.reported(kind))
     outputs = drained(engine)
     assert_empty(engine)
-    pieces = [output.outputs[0] for output in outputs]
-    assert "".join(piece.text or "" for piece in pieces) == text
-    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == (finish_reason, stop_reason)
-    whole = (ANSWER + "\n").encode()
-    ids = [token for piece in pieces for token in piece.token_ids]
-    assert ids == list(whole[: len(ids)])
-    assert outputs[-1].metrics.num_output_tokens == len(ids)
+    for kind in ("delta", "final_only"):
+        its = [output for output in outputs if output.request_id == kind]
+        pieces = [output.outputs[0] for output in its]
+        assert "".join(piece.text or "" for piece in pieces) == text
+        assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == (finish_reason, stop_reason)
+        ids = [token for piece in pieces for token in piece.token_ids]
+        assert ids == list((ANSWER + "\n").encode()[: len(ids)])
+        assert its[-1].metrics.num_output_tokens == len(ids)
 
 
 def test_max_tokens_is_capped_to_the_room(bytes_model: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,7 +234,7 @@ def test_no_text(bytes_model: Model, expected: Tokens, with_tokenizer: bool) -> 
 def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: Tokens, options: Any, victim: str) -> None:
     """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
     reasons = set()
-    for abort_step in range(0, 36, 2 if options == {"depth": 2} else 5):
+    for abort_step in range(0, 36, 3 if options == {"depth": 2} else 5):
         engine = bytes_model.engine(max_num_seqs=3, num_blocks=16, **options, **SMALL)
         add_all(engine)
         finished: dict[str, RequestOutput] = {}
@@ -456,3 +462,44 @@ def test_an_id_and_what_was_prepared_are_queued_once(bytes_model: Model, expecte
     with pytest.raises(ValidationError, match=r"^request_id='one' was queued; prepare it again"):
         engine.add_prepared(prepared, arrival_s=0.0)
     assert serve_one(engine, PROMPTS[2], PARAMS).outputs[0].token_ids == expected[2]
+
+
+class Counted(Timetable):
+    """Counts the requests that it has; a batch takes no time."""
+
+    num_open = 0
+
+    def open(self, *args: Any, **options: Any) -> None:
+        self.num_open += 1
+
+    def close(self, slot: int) -> None:
+        self.num_open -= 1
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve_all(engine: Engine, num_requests: int) -> int:
+    """Everything at once, to the end; returns the most memory meanwhile."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, output_kind="final_only")
+    for i in range(num_requests):
+        engine.add_request(str(i), [i % 256] * (5 + i % 50), params)
+    num_served, most = 0, 0
+    while engine.has_unfinished:
+        num_served += sum(output.outputs[0].token_ids == [7] * 4 for output in engine.step())
+        most = max(most, resident_bytes())
+    assert num_served == num_requests
+    return most
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_thousands_at_once_are_all_served_in_flat_memory() -> None:
+    engine = make_engine(0.0, runner=(runner := Counted(0.0)))
+    before, first = resident_bytes(), serve_all(engine, 2000)
+    gc.collect()
+    assert first - before < 140 * 2**20  # 70 KB a request
+    assert serve_all(engine, 700) - first < 20 * 2**20  # nothing is kept of those that were served
+    scheduler = engine.scheduler
+    assert (runner.num_open, scheduler.num_running, scheduler.num_waiting, scheduler.memory.num_used) == (0, 0, 0, 0)

@@ -65,9 +65,6 @@ def test_the_parts_sum_to_the_ttft_whatever_runs(world: dict[str, Any], noise: R
     check(Watched(sched, world["load"], seconds, busy=lambda real_s: real_s * slack).run())
 
 
-# -- scenarios --------------------------------------------------------------------------------------------
-
-
 def sarathi(*, num_blocks: int = 100, **config: Any) -> Scheduler:
     """One batch at a time, whose seconds are dealt out by tokens."""
     return new_scheduler("sarathi", num_blocks=num_blocks, block_size=4, predictor=by_tokens(), depth=1, **config)

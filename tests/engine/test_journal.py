@@ -112,9 +112,6 @@ def test_what_was_learned_before_an_interrupt_is_written_down(bytes_model: Model
     assert (replayed.mismatch, replayed.num_batches > 20) == (None, True)
 
 
-# -- what was changed -------------------------------------------------------------------------------------
-
-
 def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:
     for number, line in enumerate(recorded[:30]):
         entry = json.loads(line)
@@ -201,8 +198,6 @@ def test_a_cut_last_line_is_left_out(recorded: list[str], tmp_path: Path, caplog
     with pytest.raises(ConfigError, match=r"cut\.jsonl is not a medha journal, or is truncated in its first line"):
         replay(path)
 
-
-# -- the commands: medha generate --journal, medha replay ----------------------------------------------------
 
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 ROWS = [
