@@ -80,9 +80,6 @@ def test_default_pool_holds_every_request_that_may_run_and_takes_half_of_the_mem
     monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: weights + block_bytes)
     with pytest.raises(ConfigError, match=rf"free beside the weights leaves {block_bytes // 2} bytes for the KV pool"):
         build(bytes_model.folder, block_size=32)
-
-
-def test_pool_that_the_system_cannot_give(bytes_model: Model) -> None:
     with pytest.raises(ConfigError, match=r"^a KV pool of 2147483647 blocks takes 108086391006560256 bytes"):
         build(bytes_model.folder, num_kv_blocks=2**31 - 1, block_size=65536)
 
