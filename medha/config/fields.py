@@ -83,19 +83,19 @@ def check_options(config: Any, error: Callable[[str, Any, str], Exception] = _co
             raise error(said.name or field.name, value, check.accepted)
 
 
+def _is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
 def integer(low: int, high: int, accepted: str = "") -> Check:
     """An integer within bounds."""
-    return Check(
-        accepted or f"an integer from {low} to {high}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
-    )
+    accepted = accepted or f"an integer from {low} to {high}"
+    return Check(accepted, lambda value: _is_number(value, int) and low <= value <= high)
 
 
 def number(accepted: str, holds: Callable[[float], bool]) -> Check:
     """A number, whole or not."""
-    return Check(
-        accepted, lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and holds(value)
-    )
+    return Check(accepted, lambda value: _is_number(value, int, float) and holds(value))
 
 
 def choice(*choices: str) -> Check:
@@ -190,7 +190,7 @@ as_length = partial(as_size, example="128K")
 def as_gib(name: str, value: Any) -> Any:
     """Bytes of a size that is text; a number, be it text, is GiB as in vLLM."""
     try:
-        gib = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+        gib = float(value) if _is_number(value, str, int, float) else math.nan
     except (ValueError, OverflowError):
         return as_size(name, value)
     if not 0 <= gib <= 2**30:

@@ -68,11 +68,10 @@ def in_turn(method: Callable[P, R]) -> Callable[P, R]:
         with engine.turns:
             try:
                 return method(*args, **options)
-            except Exception:
-                raise
-            except BaseException:
-                with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
-                    engine.abandon()
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
+                        engine.abandon()
                 raise
 
     return call
