@@ -212,8 +212,8 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
     wrong = ValidationError("the line is wrong")
     arrivals = [
         Arrival("running", "hello", DELTA),
-        Arrival("wrong", "", error=wrong),
-        Arrival("future", "hello", DELTA, arrival_s=1000.0),
+        Arrival("wrong", "", error=wrong, custom_id="w"),
+        Arrival("future", "hello", DELTA, arrival_s=1000.0, custom_id="f"),
     ]
     lines = OutputLines(engine, arrivals, [file := io.StringIO()])
     thread = threading.Thread(target=lambda: list(map(lines.add, drive(engine, arrivals))), daemon=True)
@@ -230,6 +230,7 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
         {"type": "ValidationError", "message": "the line is wrong"},
         *[{"type": "RankFailedError", "message": "rank 1 is stopped"}] * 2,
     ]
+    assert [row.get("custom_id") for row in rows] == ["w", None, "f"]
     assert [(row["id"], row["num_output_tokens"] > 0) for row in rows[1:]] == [("running", True), ("future", False)]
     assert engine.fail(ValueError("later")).outputs == engine.fail(ValueError("later")).outputs
     assert str(engine.fail(ValueError("later"))) == "rank 1 is stopped"
