@@ -29,7 +29,6 @@ class CpuBackend(AttentionBackend):
 
     name = "cpu"
     device_type = "cpu"
-    reads_pages = False
 
     @classmethod
     def needs(cls, device: torch.device) -> str | None:

@@ -84,7 +84,6 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
     device_type = "cuda"
-    reads_pages = True
 
     def __init__(self, api: Any, *, block_size: int, num_sms: int, has_fa3: bool) -> None:
         self.api = api  # the module flashinfer

@@ -127,7 +127,6 @@ class AttentionBackend(Protocol):
 
     name: str  # of the option attention_backend
     device_type: str | None = None  # the only one that it serves
-    reads_pages: bool  # whether it reads device_pages of the rows
 
     @classmethod
     def build(cls, device: torch.device, block_size: int) -> AttentionBackend:

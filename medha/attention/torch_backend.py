@@ -46,7 +46,6 @@ class TorchBackend(AttentionBackend):
     """Partial attention through torch's own flash kernels, or plain matrix products where there is none."""
 
     name = "torch"
-    reads_pages = False
 
     def plan(self, rows: AttentionRows) -> list[_Cut]:
         """Cut every row; no tensor is made."""

@@ -197,10 +197,9 @@ class DecodeGraphs:
         """
         assert step.own is not None, "decodes of one group"
         rows = step.own.filled_up(size, self._cache.num_blocks)
-        ids = step.positions[:0] if step.token_ids is None else step.token_ids
-        whole = np.zeros((4, self._most), np.int64)
+        whole = np.zeros((4, self._most), np.int64)  # of the tokens' ids, which a run looks up, none is known here
         whole[2] = self._cache.num_blocks * self._cache.block_size  # of the scratch block, what fills the targets up
-        for row, ints in zip(whole, (ids, step.positions, step.targets, step.decode_slots), strict=True):
+        for row, ints in zip(whole[1:], (step.positions, step.targets, step.decode_slots), strict=True):
             row[: len(ints)] = ints
         to_device([*whole, rows.pages], self._inputs.device, into=self._inputs)
         attention.plan(rows)

@@ -115,15 +115,14 @@ class KVCache:
         """
         if kept is not None and not len(kept):
             return  # other groups have the new keys; a kernel is not launched for nothing
-        pairs = (self.k[layer], k_TKH), (self.v[layer], v_TKH)
         if targets.device.type == "cpu" and library()[0] is not None:
-            cpu.write(pairs, targets, kept)
+            cpu.write(((self.k[layer], k_TKH), (self.v[layer], v_TKH)), targets, kept)
             return
+        new = (k_TKH, v_TKH) if kept is None else (k_TKH[kept], v_TKH[kept])
         if self.append is not None:
-            self.append(layer, *((k_TKH, v_TKH) if kept is None else (k_TKH[kept], v_TKH[kept])), targets)
-            return
-        for pool, new in pairs:
-            pool[targets] = new if kept is None else new[kept]
+            self.append(layer, *new, targets)
+        else:
+            self.k[layer][targets], self.v[layer][targets] = new
 
     def block(self, memory: torch.Tensor, num_heads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [P, ``num_heads``, head_dim] in contiguous memory of their numbers, laid out as the pools;

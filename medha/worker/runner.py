@@ -158,9 +158,7 @@ class Runner:
                 step.decode_ids = ids[num_chunk_ids:]
                 if num_chunk_ids:
                     step.token_ids = np.zeros(len(step.positions), np.int32)
-                    is_chunk = np.ones(len(step.positions), bool)
-                    is_chunk[step.decode_tokens] = False
-                    step.token_ids[is_chunk] = ids[:num_chunk_ids]
+                    step.token_ids[np.delete(np.arange(len(step.positions)), step.decode_tokens)] = ids[:num_chunk_ids]
         return step
 
     @torch.inference_mode()
@@ -253,7 +251,7 @@ class Runner:
 
     def _eager(self, step: StepInput, copies: list[Wait]) -> _Ran:
         """Run the layers held here, one kernel after the other, each behind its own copies, if there are any."""
-        sent = DeviceStep.of(step, self.device, with_pages=self.backend.reads_pages)
+        sent = DeviceStep.of(step, self.device)
         attend = self._attention(step, sent, copies)
         cos_sin_TH = cos_sin(sent.positions, self._inv_freq, self._rope.attention_factor)
         if self.model.has_embedding:

@@ -133,9 +133,7 @@ class Slots:
         start, blocks = int(self._num_blocks[extent.slot]), self._blocks[extent.slot]
         end = self._num_blocks[extent.slot] = start + extent.count
         if end > len(blocks):
-            blocks = np.empty(max(end, 2 * start), np.int32)
-            blocks[:start] = self.blocks(extent.slot)[:start]
-            self._blocks[extent.slot] = blocks
+            blocks = self._blocks[extent.slot] = np.resize(blocks, max(end, 2 * start))
         blocks[start:end] = np.arange(extent.first, extent.first + extent.count)
 
     def _move(self, step: StepInput, row: Row, deals: Sequence[Deal]) -> None:
@@ -282,14 +280,14 @@ class DeviceStep:
     kept: torch.Tensor | None = None  # batch token of each new key that is kept here; None if they are all
 
     @classmethod
-    def of(cls, step: StepInput, device: torch.device, *, with_pages: bool) -> DeviceStep:
-        """Send a step in one copy, with the page tables of its rows if they are read."""
+    def of(cls, step: StepInput, device: torch.device) -> DeviceStep:
+        """Send a step in one copy, with the page tables of its rows."""
         ids = _NONE if step.token_ids is None else step.token_ids
         rows = (step.decode_tokens, step.decode_slots, step.drawn_tokens, step.drawn_slots)
         arrays: list[npt.NDArray[Any]] = [step.targets, step.positions, ids, *rows]
         arrays += [] if step.kept is None else [step.kept]
         dealt = [seen for rows in step.dealt for seen in rows.seen]
-        parts = [part for part in (step.own, step.shared, *dealt) if part is not None and with_pages]
+        parts = [part for part in (step.own, step.shared, *dealt) if part is not None]
         sent = iter(to_device([*(part.pages for part in parts), *arrays], device))
         for part in parts:
             part.device_pages = next(sent)

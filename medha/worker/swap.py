@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 
+from medha.attention.staging import beside, record_event
 from medha.errors import ConfigError
 from medha.worker.kv_cache import KVCache, Run, copy_tokens, new_pool
 
@@ -50,9 +50,8 @@ class HostCache:
 
         What is returned, by layer, makes compute launched later wait for the copies of this layer and those before.
         """
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return [self._move(layer, out, back) for layer in range(len(self.k))]
+        with beside(self._stream, record_event(self._device)):
+            return [self._move(layer, out, back) for layer in range(len(self.k))]
 
     def finish(self) -> None:
         """Wait on the host until all that :meth:`move` began is copied."""
@@ -74,10 +73,9 @@ class HostCache:
     def _move(self, layer: int, out: Sequence[Run], back: Sequence[Run]) -> Wait:
         """Copy a layer's tokens, after what was copied before; what is returned makes later compute wait for it."""
         pairs = ((self._cache.k[layer], self.k[layer]), (self._cache.v[layer], self.v[layer]))
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for runs, is_back in ((out, False), (back, True)):
-                for pool, host in pairs:
-                    copy_tokens(pool, host, runs, is_back=is_back)
+        for runs, is_back in ((out, False), (back, True)):
+            for pool, host in pairs:
+                copy_tokens(pool, host, runs, is_back=is_back)
         if self._stream is None:
             return lambda: None
         event = self._stream.record_event()

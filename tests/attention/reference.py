@@ -9,6 +9,8 @@ Legend: T query tokens of the batch, L query tokens of a row, S keys, N query he
 tokens in the pool.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 
@@ -49,26 +51,38 @@ def visible(rows: AttentionRows, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def assert_rows_close(result: Result, qkv: QKV, rows: AttentionRows, *, lse_atol: float | None = None) -> None:
     """Hold (out_TNH, lse_TN) of a ragged batch over a pool to the rule at the top of this file, row by row."""
-    lse_atol = LSE_ATOL[result[0].dtype] if lse_atol is None else lse_atol
-    (out_TNH, lse_TN), (q_TNH, k_PKH, v_PKH) = result, qkv
-    assert out_TNH.dtype == q_TNH.dtype and out_TNH.shape == q_TNH.shape
-    assert lse_TN.dtype == torch.float32 and lse_TN.shape == q_TNH.shape[:2]
+    assert_all_close({"": result}, qkv, rows, lse_atol=lse_atol)
+
+
+def assert_all_close(
+    results: Mapping[str, Result], qkv: QKV, rows: AttentionRows, *, lse_atol: float | None = None
+) -> None:
+    """As :func:`assert_rows_close`, of several backends by name."""
+    q_TNH, k_PKH, v_PKH = qkv
+    for name, (out_TNH, lse_TN) in results.items():
+        assert out_TNH.dtype == q_TNH.dtype and out_TNH.shape == q_TNH.shape, name
+        assert lse_TN.dtype == torch.float32 and lse_TN.shape == q_TNH.shape[:2], name
     for row in range(len(rows)):
         at = slice(*rows.q_indptr[row : row + 2].tolist())
         index_S, mask_LS = (x.to(q_TNH.device) for x in visible(rows, row))
-        _assert_close((out_TNH[at], lse_TN[at]), (q_TNH[at], k_PKH[index_S], v_PKH[index_S]), mask_LS, lse_atol)
+        its = {name: (out_TNH[at], lse_TN[at]) for name, (out_TNH, lse_TN) in results.items()}
+        lse_least = LSE_ATOL[q_TNH.dtype] if lse_atol is None else lse_atol
+        _assert_close(its, (q_TNH[at], k_PKH[index_S], v_PKH[index_S]), mask_LS, lse_least)
 
 
-def _assert_close(result: Result, qkv: QKV, mask: torch.Tensor, lse_atol: float) -> None:
+def _assert_close(results: Mapping[str, Result], qkv: QKV, mask: torch.Tensor, lse_atol: float) -> None:
     if mask.shape[1] == 0:
-        assert not result[0].any() and bool((result[1] == -torch.inf).all())
+        for name, (out, lse) in results.items():
+            assert not out.any() and bool((lse == -torch.inf).all()), name
         return
     want_LNH, want_LN = masked_attention(*qkv, mask)
     heads_first = [x.transpose(0, 1)[None].contiguous() for x in qkv]
     sdpa = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
-    dtype = qkv[0].dtype
-    least = max(5e-6, 2 * torch.finfo(dtype).eps * float(want_LNH.abs().max()))
-    error, allowed = largest_error(result[0], want_LNH), 2 * largest_error(sdpa, want_LNH) + least
-    assert error <= allowed, f"output is off by {error:.3g}, {allowed:.3g} is allowed"
-    error, allowed = largest_error(result[1], want_LN), lse_atol + 1e-6 * float(want_LN.abs().max())
-    assert error <= allowed, f"log-sum-exp is off by {error:.3g}, {allowed:.3g} is allowed"
+    least = max(5e-6, 2 * torch.finfo(qkv[0].dtype).eps * float(want_LNH.abs().max()))
+    out_allowed = 2 * largest_error(sdpa, want_LNH) + least
+    lse_allowed = lse_atol + 1e-6 * float(want_LN.abs().max())
+    for name, (out, lse) in results.items():
+        error = largest_error(out, want_LNH)
+        assert error <= out_allowed, f"{name} output is off by {error:.3g}, {out_allowed:.3g} is allowed"
+        error = largest_error(lse, want_LN)
+        assert error <= lse_allowed, f"{name} log-sum-exp is off by {error:.3g}, {lse_allowed:.3g} is allowed"

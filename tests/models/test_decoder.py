@@ -1,7 +1,6 @@
 """The decoder against transformers with the same random weights, whole, packed and in stages."""
 
-from itertools import pairwise
-from pathlib import Path
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from medha.config import ModelConfig
+from medha.config import ModelConfig, RopeConfig
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.hf_config import load_model_config
 from medha.models.layers import OWN_KERNELS, cos_sin, inverse_frequencies
@@ -31,10 +30,7 @@ class Checkpoint(NamedTuple):
 @pytest.fixture(scope="module", params=[(name, tied) for name in FAMILIES for tied in (False, True)], ids=str)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     family, tied = request.param
-    return load_checkpoint(tmp_path_factory.mktemp(family), family, tied=tied)
-
-
-def load_checkpoint(folder: Path, family: str, *, tied: bool) -> Checkpoint:
+    folder = tmp_path_factory.mktemp(family)
     reference = make_checkpoint(folder, family, tied=tied)
     return Checkpoint(load_model_config(folder), load_file(folder / "model.safetensors"), reference)
 
@@ -65,38 +61,37 @@ def logits(stages: list[Decoder], ids: list[int]) -> torch.Tensor:
 # -- the whole model -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", ["torch", "oneDNN", "own kernels"])
-def test_logits_of_transformers(checkpoint: Checkpoint, by: str) -> None:
-    decoder = build(checkpoint)
-    if by != "torch":
-        decoder.pack_(fused=OWN_KERNELS if by == "own kernels" else None)
+def test_logits_of_transformers(checkpoint: Checkpoint) -> None:
+    """By torch, by oneDNN, and by our own kernels."""
+    decoders = [build(checkpoint) for _ in range(3)]
+    for decoder, fused in zip(decoders[1:], (None, OWN_KERNELS), strict=True):
+        decoder.pack_(fused=fused)
         assert all("norm" in name or "embed_tokens" in name for name, _ in decoder.named_parameters())
     for length, seed in ((NUM_TOKENS, 1), (NUM_TOKENS, 2), (1, 2)):
         ids = random_prompt(length, seed=seed)
-        got, want = logits([decoder], ids), reference_logits(checkpoint.reference, ids)
-        assert got.dtype == torch.float32 and want.shape == (length, VOCAB)
-        torch.testing.assert_close(got, want, rtol=0, atol=RELATIVE * float(want.abs().max()))
-        assert torch.equal(got.argmax(-1), want.argmax(-1))
+        want = reference_logits(checkpoint.reference, ids)
+        for got in (logits([decoder], ids) for decoder in decoders):
+            assert got.dtype == torch.float32 and want.shape == (length, VOCAB)
+            torch.testing.assert_close(got, want, rtol=0, atol=RELATIVE * float(want.abs().max()))
+            assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
 # -- stages ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
-def test_stages_in_a_row_are_the_whole(checkpoint: Checkpoint, cuts: tuple[int, ...], packed: bool) -> None:
-    stages = [build(checkpoint, range(a, b)) for a, b in pairwise(cuts)]
-    whole = build(checkpoint)
-    for decoder in (*stages, whole):
-        if packed:
-            decoder.pack_(fused=OWN_KERNELS)
+def test_stages_in_a_row_are_the_whole(checkpoint: Checkpoint, packed: bool) -> None:
+    runs = {layers: build(checkpoint, range(*layers)) for layers in combinations(range(4), 2)}
+    for decoder in runs.values() if packed else ():
+        decoder.pack_(fused=OWN_KERNELS)
     ids = random_prompt(NUM_TOKENS, seed=4)
-    assert torch.equal(logits(stages, ids), logits([whole], ids))
+    whole = logits([runs[0, 3]], ids)
+    for cuts in ((0, 1, 3), (0, 2, 3), (0, 1, 2, 3)):
+        assert torch.equal(logits([runs[layers] for layers in pairwise(cuts)], ids), whole)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_stage_holds_only_its_own_weights(tied: bool, tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(tmp_path, "qwen3", tied=tied)
+def test_a_stage_holds_only_its_own_weights(checkpoint: Checkpoint) -> None:
+    tied = checkpoint.config.tie_word_embeddings
     stages = [Decoder(checkpoint.config, layers) for layers in (range(0, 1), range(1, 2), range(2, 3))]
     names = [{name for name, _ in stage.named_parameters()} for stage in stages]
     assert set.union(*names) == set(checkpoint.weights)
@@ -112,8 +107,8 @@ def test_a_stage_holds_only_its_own_weights(tied: bool, tmp_path: Path) -> None:
 # -- building and layers ---------------------------------------------------------------------------------------
 
 
-def test_build_and_random_fill(tmp_path: Path) -> None:
-    config = load_checkpoint(tmp_path, "qwen2", tied=False).config
+def test_build_and_random_fill() -> None:
+    config = ModelConfig("Qwen2ForCausalLM", VOCAB, 64, 96, 3, 4, 2, 16, 64, RopeConfig(), qkv_bias=True)
     first, again, other = (build_decoder(config, dtype=torch.bfloat16, device=CPU) for _ in range(3))
     for decoder, seed in ((first, 1), (again, 1), (other, 2)):
         fill_random_(decoder, seed=seed, std=0.02)

@@ -181,7 +181,6 @@ class ToyAttention(AttentionBackend):
     """For each query the sum of all values up to it, each times its position (from 1), which is its key."""
 
     name = "toy"
-    reads_pages = False
 
     def plan(self, rows: AttentionRows) -> AttentionRows:
         return rows

@@ -211,7 +211,7 @@ def attend_on_two_ranks(share: int, backend: str) -> tuple[list[float], list[int
             filled["shared"] = tuple(Shared(0, g, g * share, share) for g in range(2))
         row = Row(0, position, q_len, is_decode=q_len == 1, samples=True, num_groups=2)
         step = runner.slots.prepare(Batch(batch_id, (row,), **filled).part_of(rank))
-        sent = DeviceStep.of(step, CPU, with_pages=False)
+        sent = DeviceStep.of(step, CPU)
         q_TNH = torch.randn(q_len, 2, 16, generator=new)
         k_TKH = 3.5 * q_TNH[:, :1] + 0.1 * torch.randn(q_len, 1, 16, generator=new)  # with some weight among so many
         v_TKH = torch.randn(q_len, 1, 16, generator=new)

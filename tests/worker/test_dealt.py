@@ -112,7 +112,7 @@ def test_who_sees_what(plans: list[Plan], groups: int) -> None:
                 cache.pack(0, move.runs, sent[move.group, group].pop(0), is_back=True)
             if step.batch.rows:
                 new = named(step.batch, group)
-                written = DeviceStep.of(step, CPU, with_pages=False)
+                written = DeviceStep.of(step, CPU)
                 cache.write(0, new, -new, written.targets, kept=written.kept)
         assert not any(sent.values())
         for group, step in enumerate(steps):

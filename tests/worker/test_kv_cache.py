@@ -90,7 +90,7 @@ def test_blocks_on_both_sides_of_the_borders(head_major: bool, backend: str) -> 
 
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, length, HEADS, DIM, generator=generator).half()
-    sent = DeviceStep.of(step, CPU, with_pages=True)
+    sent = DeviceStep.of(step, CPU)
     cache.write(0, k, v, sent.targets, kept=sent.kept)
     assert torch.equal(cache.k[0][tokens], k)
     cache.write(0, -k, -v, torch.from_numpy(step.targets))  # the same places, one by one

@@ -169,7 +169,7 @@ def test_what_is_written_at_a_position_is_read_back(seed: int, kind: type[Plans]
             host.move(step.swaps_out, step.swaps_in)[-1]()
             if step.batch.rows:
                 check(step, group, plans.live)
-                sent = DeviceStep.of(step, CPU, with_pages=True)
+                sent = DeviceStep.of(step, CPU)
                 values = [v for row in step.batch.rows for v in plans.live[row.slot].values[row.position : row.kv_len]]
                 new = torch.tensor(values).view(-1, 1, 1)
                 cache.write(0, new, -new, sent.targets, kept=sent.kept)
