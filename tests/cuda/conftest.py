@@ -36,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         assert made.faults == []
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def expected(model: Path) -> Served:
     """What the CPU generates."""
     return serve(model)

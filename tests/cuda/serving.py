@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from medha import LLM, SamplingParams
+from tests.engines import drained
 
 Served = list[list[int]]
 
@@ -38,16 +39,14 @@ def serve(
         return complete(llm, num_requests)
 
 
-def drive(folder: Path, **options: Any) -> Served:
-    """As :func:`serve`, where rank 0 drives the engine; nothing on the ranks that follow it."""
-    with LLM(folder, device="cuda", dtype="float16", **POOL | options) as llm:
-        if not llm.is_driver:
-            llm.follow()
-            return []
-        for index, (prompt, wanted) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
-            llm.engine.add_request(str(index), prompt, params(**wanted, output_kind="final_only"))
-        outputs = [output for _ in iter(lambda: llm.engine.has_unfinished, False) for output in llm.engine.step()]
-    return [output.outputs[0].token_ids for output in sorted(outputs, key=lambda output: output.request_id)]
+def drive(llm: LLM) -> Served:
+    """As :func:`complete`, where rank 0 drives the engine; nothing on the ranks that follow it."""
+    if not llm.is_driver:
+        llm.follow()
+        return []
+    for index, (prompt, wanted) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
+        llm.engine.add_request(str(index), prompt, params(**wanted, output_kind="final_only"))
+    return [output.outputs[0].token_ids for output in sorted(drained(llm.engine), key=lambda output: output.request_id)]
 
 
 def complete(llm: LLM, num_requests: int = len(PROMPTS)) -> Served:
