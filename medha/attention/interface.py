@@ -98,9 +98,7 @@ class AttentionRows:
 
 def indptr(counts: Ints) -> Ints:
     """Where each of some adjacent parts begins and, as the last entry, where the last one ends."""
-    ends = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=ends[1:])
-    return ends
+    return np.concatenate(([0], np.cumsum(counts)))
 
 
 def adjacent_runs(numbers: npt.NDArray[Any], breaks: Ints | None = None) -> Ints:

@@ -76,7 +76,6 @@ class Haystack(NamedTuple):
 
     prompt: str  # ASCII: a character is a byte is a token
     answer: str  # what the model must continue the prompt with, up to and with its newline
-    needle_position: int  # index in the prompt of the first character of the line with the fact
 
 
 def needle_config() -> dict[str, Any]:
@@ -139,7 +138,7 @@ def make_haystack(num_tokens: int, *, seed: int = 0, depth: float = 0.5) -> Hays
     filler = _filler(num_filler, random.Random(seed))
     position = filler.rfind("\n", 0, int(depth * num_filler)) + 1
     answer = _FACT.partition(_QUESTION[-MATCH_LEN:])[2]
-    return Haystack(filler[:position] + _FACT + filler[position:] + _QUESTION, answer, position)
+    return Haystack(filler[:position] + _FACT + filler[position:] + _QUESTION, answer)
 
 
 def _byte_codes() -> torch.Tensor:

@@ -29,7 +29,7 @@ from medha.attention.staging import packed_bytes, to_device
 from medha.batch import Batch
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder, LayerAttendFn
-from medha.models.layers import cos_sin
+from medha.models.layers import cos_sin, inverse_frequencies
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import Greedy, likeliest
 from medha.worker.step_input import StepInput
@@ -51,7 +51,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, *, is_alone: bool = True) -> None:
         self._device, self._is_alone = device, is_alone
-        self._pool: Any = None  # torch does not name its type
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[Callable[[], None]], torch.Tensor]) -> tuple[torch.Tensor, list[Replay]]:
@@ -71,15 +71,13 @@ class CudaGraphs:
 
             def cut() -> None:
                 captured.close()
-                self._pool = graphs[-1].pool() if graphs else self._pool
                 graphs.append(torch.cuda.CUDAGraph())
                 # Other threads may use CUDA meanwhile; their calls are none of this graph's.
-                how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+                how: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
                 captured.enter_context(torch.cuda.graph(graphs[-1], **how))
 
             cut()
             out = run(cut)
-        self._pool = graphs[-1].pool()
         return out, [graph.replay for graph in graphs]
 
     @torch.inference_mode()
@@ -113,22 +111,18 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """The graphs of one rank, for batches of at most ``most_decodes``.
-
-    The cache has a scratch block; ``inv_freq``, of the rotary embedding, lies on the device.
-    """
+    """The graphs of one rank, for batches of so many decodes, see :meth:`CudaGraphs.each`; the cache has a scratch
+    block."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, backend: FlashInferBackend, inv_freq: torch.Tensor, *, most_decodes: int
+        self, maker: CudaGraphs, sizes: Sequence[int], model: Decoder, *, cache: KVCache, backend: FlashInferBackend
     ) -> None:
         self._model = model
         self._cache = cache
         self._backend = backend
-        self._inv_freq = inv_freq
-        self._most = most_decodes
-        self._graphs: dict[int, _Graph] = {}
+        self._most, device = max(sizes), cache.k[0].device
+        self._inv_freq = inverse_frequencies(model.config.rope, model.config.head_dim).to(device)
         # The buffers that all sizes share, behind each other as _fill sends them.
-        device = inv_freq.device
         rows, pages = np.zeros(self._most, np.int64), np.zeros(self._cache.num_blocks + self._most, np.int32)
         arrays: list[npt.NDArray[Any]] = [rows, rows, rows, rows, pages]
         self._inputs = torch.empty(packed_bytes(arrays), dtype=torch.uint8, device=device)
@@ -140,22 +134,20 @@ class DecodeGraphs:
         logits, states = (model.config.vocab_size, torch.float32), (model.config.hidden_size, cache.shape.dtype)
         width, dtype = logits if model.has_head else states
         self._out = torch.zeros(self._most, width, dtype=dtype, device=device)
+        self._graphs = maker.each(sizes, "decodes", partial(self._capture, maker))
 
     def holds(self, step: StepInput) -> bool:
-        """Whether a captured size holds a batch: where blocks are shared, its pages may be more than the pool's, and a
-        long context may be cut into too few parts."""
-        rows, size = step.own, self.size_for(len(step.batch.rows))
-        if rows is None or size is None or not step.is_of_decodes:
+        """Whether a captured size holds a batch, of decodes of this group alone: where blocks are shared, its pages may
+        be more than the pool's, and a long context may be cut into too few parts."""
+        rows, num_rows = step.own, len(step.batch.rows)
+        size = self.size_for(num_rows)
+        if rows is None or step.shared is not None or size is None or len(step.decode_slots) < num_rows:
             return False
         return len(rows.pages) <= self._cache.num_blocks and not self._graphs[size].attention.starves(rows)
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest captured size that holds so many rows."""
         return min((size for size in self._graphs if size >= num_rows), default=None)
-
-    def capture(self, maker: CudaGraphs, sizes: Sequence[int]) -> None:
-        """Capture a graph of each size; see :meth:`CudaGraphs.each`."""
-        self._graphs = maker.each(sizes, "decodes", partial(self._capture, maker))
 
     def _capture(self, maker: CudaGraphs, size: int) -> _Graph:
         attention = FixedDecodes(self._backend, self._cache.shape, size, self._pages, most_decodes=self._most)
@@ -237,19 +229,18 @@ class _Pieces(NamedTuple):
 class PieceGraphs:
     """The layers of one rank, called as :class:`Decoder` is; batches that no captured size holds run eagerly.
 
-    ``shape`` is of the heads of this rank. A result stays until the next call.
+    ``sizes`` are of tokens, see :meth:`CudaGraphs.each`; ``shape`` is of the heads of this rank. A result stays until
+    the next call.
     """
 
-    def __init__(self, model: Decoder, sizes: Sequence[int], shape: LayerShape, device: torch.device) -> None:
+    def __init__(
+        self, maker: CudaGraphs, sizes: Sequence[int], model: Decoder, *, shape: LayerShape, device: torch.device
+    ) -> None:
         self._run: Callable[..., torch.Tensor] = model
-        self._pieces: dict[int, _Pieces] = {}
         config, most = model.config, max(sizes)
         self._x = torch.zeros(most, config.hidden_size, dtype=shape.dtype, device=device)
         self._cos_sin = torch.zeros(most, config.head_dim, dtype=torch.float32, device=device)
         self._attended = torch.zeros(most, shape.num_heads, config.head_dim, dtype=shape.dtype, device=device)
-
-    def capture(self, maker: CudaGraphs, sizes: Sequence[int]) -> None:
-        """Capture the pieces of each size; see :meth:`CudaGraphs.each`."""
         self._pieces = maker.each(sizes, "tokens", partial(self._capture, maker))
 
     def _capture(self, maker: CudaGraphs, size: int) -> _Pieces:

@@ -75,11 +75,6 @@ class KVCache:
         """Bytes of a block's keys and values over all layers held here."""
         return sum(2 * pool[: self.block_size].nbytes for pool in self.k)
 
-    def copy(self, layer: int, runs: Sequence[Run]) -> None:
-        """Copy tokens within a layer's pool, in order: from where, and where they go."""
-        for pool in (self.k[layer], self.v[layer]):
-            copy_tokens(pool, pool, runs)
-
     def append_by(self, append_paged_kv_cache: Callable[..., None]) -> None:
         """Let :meth:`write` take a launch: the pool is to FlashInfer one request, whose pages are all there are."""
         size, pool, pools = self.block_size, self.k[0], (self.k, self.v)

@@ -45,7 +45,7 @@ from medha.parallel.spp import StagePipe
 from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, PieceGraphs
-from medha.worker.kv_cache import KVCache
+from medha.worker.kv_cache import KVCache, copy_tokens
 from medha.worker.sampling import Greedy, SlotSampling, draw, to_device
 from medha.worker.step import PendingStep, StepResult, phase
 from medha.worker.step_input import DeviceStep, Slots, StepInput
@@ -90,12 +90,9 @@ class Runner:
     def capture(self, maker: CudaGraphs, sizes: Sequence[int], pieces: Sequence[int] = ()) -> None:
         """Capture graphs of so many decodes, and of so many tokens without their attention; see :mod:`.graphs`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
-        self.graphs = DecodeGraphs(self.model, self.cache, self.backend, self._inv_freq, most_decodes=max(sizes))
-        self.graphs.capture(maker, sizes)
+        self.graphs = DecodeGraphs(maker, sizes, self.model, cache=self.cache, backend=self.backend)
         if pieces:
-            made = PieceGraphs(self.model, pieces, self.cache.shape, self.device)
-            made.capture(maker, pieces)
-            self._layers = made
+            self._layers = PieceGraphs(maker, pieces, self.model, shape=self.cache.shape, device=self.device)
 
     def drop_graphs(self) -> None:
         """Run eagerly from now on."""
@@ -302,12 +299,13 @@ class Runner:
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             if copies:
                 copies[layer]()
-            self.cache.copy(layer, step.copies)
+            pools = self.cache.k[layer], self.cache.v[layer]
+            for pool in pools:
+                copy_tokens(pool, pool, step.copies)
             nonlocal moving
             if moving is not None:
                 moving()
             self.cache.write(layer, k_TKH, v_TKH, targets, kept=sent.kept)
-            pools = self.cache.k[layer], self.cache.v[layer]
             pending = None
             if shared_plan is not None:
                 assert self.merge is not None, "rows are shared where there are several groups"

@@ -56,11 +56,6 @@ class StepInput:
     copies: Sequence[Run] = ()  # tokens that move within the pool, in this order
     token_ids: npt.NDArray[np.int32] | None = None  # int32 [T], on a rank that embeds them
 
-    @property
-    def is_of_decodes(self) -> bool:
-        """Whether it has decodes of this group alone: what a graph can hold."""
-        return self.shared is None and len(self.decode_slots) == len(self.batch.rows)
-
 
 class Slots:
     """By slot, what a rank holds: the blocks, in order of arrival, and how many tokens are in them.

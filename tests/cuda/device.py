@@ -558,6 +558,7 @@ def install(
     )
     names: dict[str, Any] = {
         "Stream": Stream, "Event": Event, "stream": stream_of, "CUDAGraph": Graph, "graph": capture,
+        "graph_pool_handle": list,
         "_lazy_init": lambda: None, "is_initialized": lambda: True,
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "set_device": lambda device: None, "device": lambda at: contextlib.nullcontext(),

@@ -104,12 +104,12 @@ def test_haystack_is_exact_deterministic_and_varied(num_tokens: int, depth: floa
     hay = make_haystack(num_tokens, depth=depth, seed=5)
     assert hay == make_haystack(num_tokens, depth=depth, seed=5)
     assert len(hay.prompt.encode()) == num_tokens
-    assert hay.prompt[hay.needle_position :].startswith("The vault code of Priya is 7429-amber.\n")
-    assert hay.needle_position == 0 or hay.prompt[hay.needle_position - 1] == "\n"
-    assert hay.needle_position <= depth * num_tokens
+    before, _, _ = hay.prompt.partition("The vault code of Priya is 7429-amber.\n")
+    assert before.endswith("\n") or not before
+    assert len(before) <= depth * num_tokens
     assert hay.prompt.count("Priya is") == 2
     if num_tokens == 100_000:
-        assert hay.needle_position >= depth * num_tokens - 1000
+        assert len(before) >= depth * num_tokens - 1000
         assert hay.prompt != make_haystack(num_tokens, depth=depth, seed=6).prompt
         lines = hay.prompt.split("\n")
         assert len(set(lines)) > 0.9 * len(lines)
