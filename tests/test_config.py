@@ -69,6 +69,8 @@ def test_aliases() -> None:
         assert EngineConfig.from_flat("m", **{alias: value}) != EngineConfig.from_flat("m")
         for twice in ({name: 77, alias: 77}, {alias: 77, name: 78}):
             assert refusal(**twice).startswith(f"{name} is given twice")
+    assert refusal(enforce_eager=True, cuda_graphs=False).startswith("cuda_graphs is given twice")
+    assert [EngineConfig.from_flat("m", enforce_eager=eager).cuda_graphs for eager in (True, False)] == [False, True]
     assert EngineConfig.from_flat("m", context_length="128K").max_model_len == 131072
     assert EngineConfig.from_flat("m", sp_sizes=[1, 2]).scheduler.sp_sizes == (1, 2)  # ranks compare it
     for dtype in ("half", "torch.float16", torch.float16):

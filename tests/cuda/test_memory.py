@@ -16,10 +16,10 @@ from tests.cuda.device import Device
 from tests.cuda.serving import PROMPTS, SAMPLING, params
 
 MEMORY = 512 << 20
+pytestmark = pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
 OPTIONS = {"device": "cuda", "dtype": "float16", "block_size": 16, "max_num_seqs": 64, "max_batch_tokens": 512}
 
 
-@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
 def test_all_of_a_run_is_within_its_share_of_the_memory_and_left_to_the_next(model: Path, device: Device) -> None:
     pools = []
     wanted = [params(**each, max_tokens=4) for each in SAMPLING * 8]
@@ -37,7 +37,6 @@ def test_all_of_a_run_is_within_its_share_of_the_memory_and_left_to_the_next(mod
     assert pools[0] == pools[2] < pools[1] < 64 * 4096 // 16  # as memory bounds them, not what requests may use
 
 
-@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
 def test_messages_of_merges_are_counted(model: Path, device: Device) -> None:
     """As of a batch that all lies on several groups."""
     with patch.object(build, "bytes_beside_kv", side_effect=build.bytes_beside_kv) as measured:
@@ -49,7 +48,6 @@ def test_messages_of_merges_are_counted(model: Path, device: Device) -> None:
     assert more == 2 * sum(one.nbytes for one in part)
 
 
-@pytest.mark.parametrize("device", [{"memory": MEMORY}], indirect=True)
 def test_a_share_that_steps_alone_take_is_refused(model: Path, device: Device) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization leaves -?[0-9]+ bytes for the KV pool"):
         LLM(model, gpu_memory_utilization=0.2, **OPTIONS)

@@ -160,12 +160,6 @@ def test_graph_sizes() -> None:
     assert graph_sizes(9999) == (1, 2, 4, 8, *range(16, 257, 16))
 
 
-def test_options() -> None:
-    assert [EngineConfig.from_flat("m", enforce_eager=eager).cuda_graphs for eager in (True, False)] == [False, True]
-    with pytest.raises(ConfigError, match="cuda_graphs is given twice"):
-        EngineConfig.from_flat("m", enforce_eager=True, cuda_graphs=False)
-
-
 # -- CUDA ------------------------------------------------------------------------------------------------------
 
 
