@@ -278,17 +278,16 @@ class FlashInferBackend(AttentionBackend):
 class FixedDecodes:
     """Attention of so many decodes that a CUDA graph can hold; planned anew before each replay, outside of it.
 
+    The largest is made first, whose workspace the others share.
+
     Args:
         indices: int32 on the device, where the page table will lie.
-        most_decodes: the largest batch size of all; made first, so that they share one workspace.
     """
 
-    def __init__(
-        self, backend: FlashInferBackend, shape: LayerShape, size: int, indices: torch.Tensor, *, most_decodes: int
-    ) -> None:
+    def __init__(self, backend: FlashInferBackend, shape: LayerShape, size: int, indices: torch.Tensor) -> None:
         self._size, self._indices = size, indices
         self._split = KVSplit(shape, backend.num_sms, backend.block_size)
-        workspace = backend.workspace(shape, indices.device, num_decodes=most_decodes)
+        workspace = backend.workspace(shape, indices.device, num_decodes=size)
         made = backend.api.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",

@@ -212,8 +212,8 @@ def _refuse_unimplemented(reader: Fields) -> None:
 
 
 def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
-    absent = num_heads if family.num_kv_heads is None else family.num_kv_heads
-    default = num_heads if "num_key_value_heads" in reader.raw else absent  # null means one for each query head
+    # null means one for each query head
+    default = num_heads if "num_key_value_heads" in reader.raw else (family.num_kv_heads or num_heads)
     num_kv_heads: int = reader.number("num_key_value_heads", integer(1, 4096), default)
     if num_heads % num_kv_heads:
         what = f"{reader.where}: num_key_value_heads={num_kv_heads}"

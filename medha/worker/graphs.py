@@ -117,9 +117,7 @@ class DecodeGraphs:
     def __init__(
         self, maker: CudaGraphs, sizes: Sequence[int], model: Decoder, *, cache: KVCache, backend: FlashInferBackend
     ) -> None:
-        self._model = model
-        self._cache = cache
-        self._backend = backend
+        self._model, self._cache, self._backend = model, cache, backend
         self._most, device = max(sizes), cache.k[0].device
         self._inv_freq = inverse_frequencies(model.config.rope, model.config.head_dim).to(device)
         # The buffers that all sizes share, behind each other as _fill sends them.
@@ -150,7 +148,7 @@ class DecodeGraphs:
         return min((size for size in self._graphs if size >= num_rows), default=None)
 
     def _capture(self, maker: CudaGraphs, size: int) -> _Graph:
-        attention = FixedDecodes(self._backend, self._cache.shape, size, self._pages, most_decodes=self._most)
+        attention = FixedDecodes(self._backend, self._cache.shape, size, self._pages)
         rows = AttentionRows.over([], self._cache.block_size)
         self._fill(StepInput(Batch(0, ()), own=rows), size, attention)
         out, (replay,) = maker.capture(lambda cut: self._forward(size, attention))

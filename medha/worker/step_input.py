@@ -65,7 +65,7 @@ class Slots:
 
     def __init__(self, block_size: int, group: int = 0) -> None:
         self.block_size = block_size  # in tokens
-        self.group = group  # this rank's; blocks of other groups are not noted
+        self.group = group  # this rank's
         self.clear()
 
     def clear(self) -> None:
@@ -99,17 +99,15 @@ class Slots:
                 self._blocks[slot] = _NONE
                 self._num_blocks[slot] = self.held[slot] = 0
         for shared in batch.shared:
-            if shared.group == self.group:
-                self._make_room(shared.slot + 1)
-                self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
+            self._make_room(shared.slot + 1)
+            self.held[shared.slot], self._first[shared.slot] = shared.num_tokens, shared.start
         for extent in batch.extents:
-            if extent.group == self.group:
-                self._append(extent)
+            self._append(extent)
         for row in batch.rows if batch.deals else ():
             if row.is_dealt:
                 self._move(step, row, [deal for deal in batch.deals if deal.slot == row.slot])
         size = self.block_size
-        step.copies = [(c.source * size, c.target * size, c.num_tokens) for c in batch.copies if c.group == self.group]
+        step.copies = [(c.source * size, c.target * size, c.num_tokens) for c in batch.copies]
         step.swaps_in = self._runs(batch.swaps_in)
         if batch.rows:
             self._gather(step)
@@ -252,9 +250,9 @@ class Slots:
         return AttentionRows(part.q_indptr, part.kv_len + part.causal, part.causal, size, pages, page_indptr)
 
     def _runs(self, swaps: Sequence[Swap]) -> list[Run]:
-        """The tokens that move with a batch's swaps on this group."""
+        """The tokens that move with a batch's swaps."""
         size = self.block_size
-        return [(s.first * size, s.host_first * size, s.count * size) for s in swaps if s.group == self.group]
+        return [(s.first * size, s.host_first * size, s.count * size) for s in swaps]
 
 
 def _rows_at(rows: tuple[Row, ...], at: Ints) -> tuple[Row, ...]:

@@ -111,7 +111,7 @@ def test_a_larger_layer_gets_a_larger_workspace_and_new_wrappers() -> None:
 def test_fixed_decodes_are_planned_in_place() -> None:
     backend = make_flashinfer(block_size=64)
     indices = torch.full((100,), -1, dtype=torch.int32)
-    fixed = FixedDecodes(backend, LayerShape(4, 2, 64, torch.float32), 3, indices, most_decodes=8)
+    fixed = FixedDecodes(backend, LayerShape(4, 2, 64, torch.float32), 3, indices)
     for lengths in ([1, 1, 1], [700, 64, 65], [300, 1, 1000]):
         qkv, rows = in_blocks(lengths, 64, model=Model(4, 2, 64, head_major=False))
         indices[: len(rows.pages)] = torch.from_numpy(rows.pages)
