@@ -133,10 +133,7 @@ class MLP(nn.Module):
         self._down: LinearFn | None = None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        if self._gated is None:
-            gated = F.silu(self.gate_proj(x_TD)).mul_(self.up_proj(x_TD))
-        else:
-            gated = self._gated(x_TD)
+        gated = F.silu(self.gate_proj(x_TD)).mul_(self.up_proj(x_TD)) if self._gated is None else self._gated(x_TD)
         out: torch.Tensor = (self._down or self.down_proj)(gated)
         return out
 

@@ -126,11 +126,10 @@ class DecodeGraphs:
         self._inputs = torch.empty(packed_bytes(arrays), dtype=torch.uint8, device=device)
         sent = to_device(arrays, device, into=self._inputs)
         self._ids, self._positions, self._targets, self._slots, self._pages = sent
-        hidden = (0 if self._model.has_embedding else self._most, self._model.config.hidden_size)
+        dim, dtype = model.config.hidden_size, cache.shape.dtype
         self._greedy = torch.zeros_like(self._slots), torch.zeros_like(self._slots, dtype=torch.bool)
-        self._hidden = torch.zeros(hidden, dtype=cache.shape.dtype, device=device)
-        logits, states = (model.config.vocab_size, torch.float32), (model.config.hidden_size, cache.shape.dtype)
-        width, dtype = logits if model.has_head else states
+        self._hidden = torch.zeros(0 if model.has_embedding else self._most, dim, dtype=dtype, device=device)
+        width, dtype = (model.config.vocab_size, torch.float32) if model.has_head else (dim, dtype)
         self._out = torch.zeros(self._most, width, dtype=dtype, device=device)
         self._graphs = maker.each(sizes, "decodes", partial(self._capture, maker))
 
