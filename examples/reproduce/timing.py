@@ -9,6 +9,7 @@ affine in the tokens cached before it. The second is what makes sweeps over 32-t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -40,17 +41,16 @@ def stage_predictors(spec: HardwareSpec, model: ModelConfig, parallel: ParallelC
     return Replica(spec, model, parallel, SchedulerConfig(max_batch_tokens=16384)).stages()
 
 
-def fits(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> bool:
-    """Whether the keys and values of one request fit on all groups together, in 90 % of the memory."""
+def fits(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> bool:
+    """Whether the keys and values of one request fit on all groups of H100s together, in 90 % of the memory."""
     try:
-        replica = Replica(spec, model, parallel, SchedulerConfig(max_batch_tokens=CHUNK))
+        replica = Replica(H100, model, parallel, SchedulerConfig(max_batch_tokens=CHUNK))
         return replica.pool_tokens() * parallel.kvp >= tokens
     except ConfigError:
         return False
 
 
 def simulate(
-    spec: HardwareSpec,
     model: ModelConfig,
     parallel: ParallelConfig,
     prompt_tokens: int,
@@ -59,7 +59,7 @@ def simulate(
     chunk: int = CHUNK,
     on_segment: Callable[[Segment], None] | None = None,
 ) -> Outcome:
-    """Play one request, which has the replica to itself, in chunks of one size through scheduler and pipeline.
+    """Play one request, which has H100s to itself, in chunks of one size through scheduler and pipeline.
 
     The KV pool is as large as the request needs, so that the time of what does not fit can be asked as well.
     """
@@ -72,15 +72,16 @@ def simulate(
         max_kv_per_group=share if parallel.kvp > 1 else None,
     )
     longest = prompt_tokens + output_tokens + 1
-    replica = Replica(spec, model, parallel, config, max_model_len=longest, num_blocks=share // BLOCK + 2)
+    replica = Replica(H100, model, parallel, config, max_model_len=longest, num_blocks=share // BLOCK + 2)
     scheduler, pipeline = replica.build(on_segment=on_segment)
     trace = Trace(np.zeros(1), np.array([prompt_tokens]), np.array([output_tokens]))
     return Simulation(scheduler, pipeline, trace).run()
 
 
-def ttft_s(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, prompt_tokens: int) -> float:
-    """Seconds to the first token of one request, simulated."""
-    return float(simulate(spec, model, parallel, prompt_tokens).times.ttft_s[0])
+@cache
+def ttft_s(model: ModelConfig, parallel: ParallelConfig, prompt_tokens: int) -> float:
+    """Seconds to the first token of one request, simulated; several figures ask for the same."""
+    return float(simulate(model, parallel, prompt_tokens).times.ttft_s[0])
 
 
 def chunk_seconds(
@@ -149,9 +150,7 @@ def attention_flops(model: ModelConfig, tokens: float, *, causal: bool = True) -
 
 def linear_parameters(model: ModelConfig) -> int:
     """Parameters that every token is multiplied by: all layers, without embedding and head."""
-    width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (2 * width + 2 * kv_width)
-    return model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
+    return model.num_layers * (model.layer_parameters() - 2 * model.hidden_size)  # without its norms
 
 
 def prefill_flops(model: ModelConfig, tokens: float, *, causal: bool = True) -> float:

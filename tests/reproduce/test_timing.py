@@ -39,7 +39,7 @@ def test_arrays_and_the_simulator_agree(layout: tuple[int, int, int]) -> None:
     tp, spp, kvp = layout
     parallel = ParallelConfig(tp=tp, spp=spp, kvp=kvp)
     tokens, chunk = 1 << 19, 2048
-    alone = timing.simulate(H100, SMALL, parallel, tokens, chunk=chunk)
+    alone = timing.simulate(SMALL, parallel, tokens, chunk=chunk)
     seconds = timing.chunk_seconds(timing.stage_predictors(H100, SMALL, parallel), tokens, chunk, kvp=kvp)
     assert alone.num_batches == seconds.shape[1] == tokens // chunk
     assert timing.pipeline_ends(seconds)[-1] == pytest.approx(alone.times.ttft_s[0], rel=0.002)
@@ -47,7 +47,7 @@ def test_arrays_and_the_simulator_agree(layout: tuple[int, int, int]) -> None:
 
 def test_decodes_and_the_simulator_agree() -> None:
     parallel = ParallelConfig(tp=8, spp=4)
-    alone = timing.simulate(H100, SMALL, parallel, 1 << 20, output_tokens=5)
+    alone = timing.simulate(SMALL, parallel, 1 << 20, output_tokens=5)
     stages = timing.stage_predictors(H100, SMALL, parallel)
     assert timing.decode_s(stages, 1 << 20) == pytest.approx(alone.times.tpot_s[0], rel=1e-4)
 
@@ -62,9 +62,9 @@ def test_a_chunk_is_predicted_as_one_work() -> None:
 
 def test_what_fits() -> None:
     parallel = ParallelConfig(tp=8, spp=4)
-    assert timing.fits(H100, LARGE, parallel, 4 << 20) and not timing.fits(H100, LARGE, parallel, 10 << 20)
-    assert timing.fits(H100, LARGE, ParallelConfig(tp=8, spp=4, kvp=2), 10 << 20)
-    assert not timing.fits(H100, LARGE, ParallelConfig(), 1)  # not even the weights
+    assert timing.fits(LARGE, parallel, 4 << 20) and not timing.fits(LARGE, parallel, 10 << 20)
+    assert timing.fits(LARGE, ParallelConfig(tp=8, spp=4, kvp=2), 10 << 20)
+    assert not timing.fits(LARGE, ParallelConfig(), 1)  # not even the weights
 
 
 def test_adaptive_chunks_keep_to_the_budget_and_shrink() -> None:

@@ -69,7 +69,7 @@ def run_growth(options: Options) -> FigureResult:
     tokens, kvp, spp = 2 * M, 4, 4
     one, several = (ParallelConfig(tp=8, spp=spp, kvp=groups) for groups in (1, kvp))
     segments: list[Segment] = []
-    timing.simulate(H100, LLAMA_8B, several, tokens, chunk=chunk, on_segment=segments.append)
+    timing.simulate(LLAMA_8B, several, tokens, chunk=chunk, on_segment=segments.append)
     first = sorted(segment for segment in segments if segment.stage == 0)  # of each batch one in each of its groups
     batches = [list(same) for _, same in groupby(first, key=lambda segment: segment.batch_id)]
     widths = [len(batch) for batch in batches]

@@ -43,7 +43,7 @@ def run_scaling(options: Options) -> FigureResult:
     """TTFT by model, length and stages; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
     ttft_s = {
-        name: {n: [timing.ttft_s(H100, model, layout(s), n) for s in STAGES] for n in lengths}
+        name: {n: [timing.ttft_s(model, layout(s), n) for s in STAGES] for n in lengths}
         for name, model in MODELS.items()
     }
     efficiency = {
@@ -71,7 +71,7 @@ def _scaling_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
     """TTFT over stages (v5 figure 17)."""
     points = {f"{token_label(n)} tokens": row for n, row in rows.items()}
     too_long = [
-        [None if timing.fits(H100, MODELS[name], layout(s), n) else row[i] for i, s in enumerate(STAGES)]
+        [None if timing.fits(MODELS[name], layout(s), n) else row[i] for i, s in enumerate(STAGES)]
         for n, row in rows.items()
     ]
     return Panel(
@@ -93,11 +93,9 @@ def _scaling_answers(
     small, large = efficiency["Llama-3 8B"], efficiency["Llama-3 70B"]
     at_16 = [row[-1] for rows in efficiency.values() for row in rows.values()]
     small_10m, large_10m = (rows[10 * M][-1] for rows in ttft_s.values())
-    small_s, crossing = ttft_s["Llama-3 8B"][M], timing.ttft_s(H100, LLAMA_8B, layout(1, tp=16), M)
+    small_s, crossing = ttft_s["Llama-3 8B"][M], timing.ttft_s(LLAMA_8B, layout(1, tp=16), M)
     tp16_gain, spp2_gain = small_s[0] / crossing, small_s[0] / small_s[1]
-    small_fits, large_fits = (
-        {s: timing.fits(H100, model, layout(s), 10 * M) for s in STAGES} for model in MODELS.values()
-    )
+    small_fits, large_fits = ({s: timing.fits(model, layout(s), 10 * M) for s in STAGES} for model in MODELS.values())
     on_8 = "fit" if large_fits[8] else "do not fit without a second KVP group"
     return {
         "spp-efficiency": Answer(100 * min(at_16), most=100 * max(at_16)),
@@ -118,7 +116,7 @@ def run_decode(options: Options) -> FigureResult:
     """TPOT of one 2M request over stages, through scheduler and pipeline; ``quick`` decodes fewer tokens."""
     tokens = 9 if options.quick else 65
     tpot_s = {
-        name: [timing.simulate(H100, model, layout(s), 2 * M, output_tokens=tokens).times.tpot_s[0] for s in STAGES]
+        name: [timing.simulate(model, layout(s), 2 * M, output_tokens=tokens).times.tpot_s[0] for s in STAGES]
         for name, model in MODELS.items()
     }
     rises = {name: [100 * (t / row[0] - 1) for t in row] for name, row in tpot_s.items()}
@@ -174,7 +172,7 @@ def run_equations(options: Options) -> FigureResult:
 
 def _eq4(name: str, spp: int, tokens: int) -> float:
     """The simulated time over (T_p + T_comm n / c) / p_spp."""
-    one, many = (timing.ttft_s(H100, MODELS[name], layout(s), tokens) for s in (1, spp))
+    one, many = (timing.ttft_s(MODELS[name], layout(s), tokens) for s in (1, spp))
     link = timing.stage_predictors(H100, MODELS[name], layout(spp))[0].coefficients.spp
     assert link is not None, "the first of several stages sends"
     send_s = link.fixed_s + link.token_s * CHUNK
@@ -203,7 +201,7 @@ def _over_groups(q_len: int, name: str, kvp: int, tokens: int) -> float:
 def run(options: Options) -> FigureResult:
     """TTFT of 1M tokens on 8 to 128 H100s, three ways; ``quick`` changes nothing."""
     gpus = [_TP * s for s in STAGES]
-    ttft_s = {"SPP": [timing.ttft_s(H100, LLAMA_8B, layout(s), M) for s in STAGES]}
+    ttft_s = {"SPP": [timing.ttft_s(LLAMA_8B, layout(s), M) for s in STAGES]}
     for kind in KINDS:
         rings = [ContextParallel(H100, LLAMA_8B, cp=s, tp=_TP, kind=kind) for s in STAGES]
         ttft_s[f"{kind} attention"] = [prefill_s(ring, M) for ring in rings]

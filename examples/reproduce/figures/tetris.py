@@ -14,6 +14,7 @@ their published ranges and means.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -52,13 +53,14 @@ class Trial:
     def __init__(self, lengths: str, count: int, seed: int) -> None:
         self.stream = Stream(lengths, count, seed)
         self.rates: dict[str, Any] = {SP8.label: 0.0}
+        self.quantiles = cache(self._quantiles)
         self.limit_s = LIMIT * self.quantiles(SP8, LIGHT_QPS)[0]
         self.sp8_qps = self.capacity_qps(SP8)
         most, profiled = 1.5 * self.sp8_qps, Stream(lengths, min(count, _PROFILED), seed + OTHER_SEED)
         loads = [STEP_QPS * step for step in range(1, int(most / STEP_QPS) + 2)]
         self.rates = {system.label: tetris.rates_of(system, profiled, loads) for system in SYSTEMS}
 
-    def quantiles(self, system: Tetris, qps: float) -> tuple[float, float]:
+    def _quantiles(self, system: Tetris, qps: float) -> tuple[float, float]:
         """P50 and P99 of the TTFT, seconds."""
         p50, p99 = np.percentile(self._ttft_s(system, qps), (50, 99)).tolist()
         return p50, p99
@@ -113,11 +115,12 @@ def run(options: Options) -> FigureResult:
     """Three traces of 2,000 requests, and 500 with memory, decodes and transfers, three seeds each; ``quick`` takes one
     seed of 100."""
     count, seeds = (100, 1) if options.quick else (2000, 3)
-    trials = {lengths: [Trial(lengths, count, options.seed + n) for n in range(seeds)] for lengths in TRACES}
+    made = cache(Trial)
+    trials = {lengths: [made(lengths, count, options.seed + n) for n in range(seeds)] for lengths in TRACES}
     panels = [_curves(lengths, row, at) for at in range(2) for lengths, row in trials.items()]
     found = {lengths: [trial.figures() for trial in row] for lengths, row in trials.items()}
     few = min(count, _SERVED)
-    whole = {lengths: [Trial(lengths, few, options.seed + n).served() for n in range(seeds)] for lengths in TRACES}
+    whole = {lengths: [made(lengths, few, options.seed + n).served() for n in range(seeds)] for lengths in TRACES}
     return FigureResult(panels, {**_loads(found, whole), **_fixed_rates(found)})
 
 

@@ -20,7 +20,7 @@ def run_mfu(options: Options) -> FigureResult:
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
     layouts = [layout(spp) for spp in STAGES]
     mfu = {  # of each length, by layout; None where it does not fit
-        name: [[_mfu(model, one, n) if timing.fits(H100, model, one, n) else None for one in layouts] for n in lengths]
+        name: [[_mfu(model, one, n) if timing.fits(model, one, n) else None for one in layouts] for n in lengths]
         for name, model in MODELS.items()
     }
     gpus = [one.world_size for one in layouts]
@@ -48,7 +48,7 @@ def run_mfu(options: Options) -> FigureResult:
 
 
 def _mfu(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> float:
-    could = timing.ttft_s(H100, model, parallel, tokens) * parallel.world_size * H100.peak_flops_per_s
+    could = timing.ttft_s(model, parallel, tokens) * parallel.world_size * H100.peak_flops_per_s
     return timing.prefill_flops(model, tokens) / could
 
 
