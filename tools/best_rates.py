@@ -15,11 +15,11 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from medha.cli.command import end_process, make_app, run_app
 from medha.cli.report import check_writable, print_report, progress
 from medha.config import CDSP
+from medha.cost.coefficients import Floats
 from medha.cost.improvement import MAX_RATE, LoadWindow, RateTable
 from medha.cost.roofline import shape_name
 from medha.sched.cdsp import Planner
@@ -27,7 +27,6 @@ from medha.sim.cli import simulate
 from medha.sim.study import about, systems_of
 
 RATES = tuple(i / 20 for i in range(1, round(20 * MAX_RATE) + 1))  # from 0.05
-Floats = NDArray[np.float64]
 
 app, simulations = make_app(), make_app()
 simulations.command()(simulate)

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from medha.cost.chunk_times import relative_fit
-from medha.cost.coefficients import Coefficients, Curve, MixedAttention, ProfileKey
+from medha.cost.coefficients import Coefficients, Curve, Floats, MixedAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.profile.fit import best_lines, decode_scale, fit_chunks, fit_curve, fit_decodes, floats, lines_s
-from tools.tables import Floats, columns_of, find_file
+from tools.tables import columns_of, find_file
 
 TILES = (16, 32, 64, 128, 256)
 """Query tiles that :func:`best_tile` tries."""

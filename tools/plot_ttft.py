@@ -13,15 +13,15 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
+from medha.workload.metrics import Floats
 from tools.command import main
 
 _LONG = 8192  # tokens of a prompt from which it is long
 _COLUMNS = 3
 
 
-def panels_of(report: dict[str, Any]) -> dict[str, NDArray[np.float64]]:
+def panels_of(report: dict[str, Any]) -> dict[str, Floats]:
     """Of each system of a report [3, requests]: arrivals, TTFTs (seconds; NaN where there was none), prompt tokens."""
     if "systems" in report:  # a convoy
         rows = {one["system"]: one["requests"] for one in report["systems"]}
@@ -34,7 +34,7 @@ def panels_of(report: dict[str, Any]) -> dict[str, NDArray[np.float64]]:
     return {name: np.array(some, np.float64) for name, some in columns.items()}  # None is NaN
 
 
-def draw(panels: dict[str, NDArray[np.float64]], path: Path, *, long_tokens: int = _LONG) -> None:
+def draw(panels: dict[str, Floats], path: Path, *, long_tokens: int = _LONG) -> None:
     """A panel a system, prompts of so many tokens or more apart from the others."""
     columns = min(len(panels), _COLUMNS)
     rows = -(-len(panels) // columns)

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medha.cost.coefficients import Floats
 from medha.errors import ConfigError
 
-Floats = NDArray[np.float64]
 Record = dict[str, str]
 
 

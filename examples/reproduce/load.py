@@ -15,16 +15,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from examples.reproduce.result import Options
 from medha.sim.outcome import Gaps, Outcome
-from medha.workload.metrics import percentile
+from medha.workload.metrics import Flags, Floats, percentile
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
-
-Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 
 LONG_TOKENS = 8192
 """Prompts above are long: ``sharegpt4-8k`` has none, and v5 section 6.5 calls those below short."""
@@ -91,16 +87,16 @@ class Served:
         return np.where(self.trace.output_tokens > 1, (self.finish_s - self.first_token_s) / gaps, np.nan)
 
     @property
-    def is_finished(self) -> Mask:
+    def is_finished(self) -> Flags:
         """Which requests got their last token."""
         return ~np.isnan(self.finish_s)
 
     @property
-    def is_long(self) -> Mask:
+    def is_long(self) -> Flags:
         """Which requests have a long prompt."""
         return np.asarray(self.trace.prompt_tokens > LONG_TOKENS)
 
-    def ttft_quantile(self, share: float, among: Mask | None = None) -> Bounded:
+    def ttft_quantile(self, share: float, among: Flags | None = None) -> Bounded:
         """A quantile of the TTFT, of all requests or some; a bound where it falls on one without a first token."""
         chosen = slice(None) if among is None else among
         value_s = quantile_s(self.ttft_s[chosen], share)

@@ -24,6 +24,7 @@ from examples.reproduce.baselines.context_parallel import ContextParallel, prefi
 from examples.reproduce.timing import A100, LLAMA_8B
 from medha.config import CDSP as CDSP_SCHEDULER, ParallelConfig, SchedulerConfig
 from medha.cost.chunk_times import ChunkTimes, fit_chunk_times
+from medha.cost.coefficients import Floats
 from medha.cost.hardware import LinkRates
 from medha.cost.improvement import LoadWindow, RateTable
 from medha.cost.predictor import Predictor
@@ -31,7 +32,7 @@ from medha.sched.cdsp import Planner
 from medha.sim.replica import Replica
 from medha.workload.synth import generators, parse_lengths
 from medha.workload.trace import Trace
-from tools.best_rates import Floats, best_rate, played_ttft_s
+from tools.best_rates import best_rate, played_ttft_s
 from tools.transfer_buffers import Play, played
 
 NUM_INSTANCES = 16

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from examples.reproduce.load import MIX, MIX_1, RATES_QPS, SHORT, Bounded, Floats, Served, System, run_of, runs_of
+from examples.reproduce.load import MIX, MIX_1, RATES_QPS, SHORT, Bounded, Served, System, run_of, runs_of
 from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.systems import LOONGSERVE, MEDHA, SARATHI_512, SARATHI_2048, WHOLE
+from medha.workload.metrics import Flags, Floats
 
 BASELINES: tuple[System, ...] = (LOONGSERVE, SARATHI_512, SARATHI_2048, WHOLE)
 SYSTEMS: tuple[System, ...] = (MEDHA, *BASELINES)
@@ -185,7 +185,7 @@ def _truncated(options: Options) -> Answer:
     return Answer(cases, listed="; ".join(listed))
 
 
-def stretches_s(arrival_s: Floats, is_slow: NDArray[np.bool_]) -> list[float]:
+def stretches_s(arrival_s: Floats, is_slow: Flags) -> list[float]:
     """Seconds of arrivals without a break that were all slow: from the first to the last of each run of them."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
     return [float(arrival_s[last - 1] - arrival_s[first]) for first, last in zip(edges[::2], edges[1::2], strict=True)]

@@ -12,11 +12,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from examples.reproduce.load import MIX, Floats, Served, run_of
+from examples.reproduce.load import MIX, Served, run_of
 from examples.reproduce.plotting import Panel, lines
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.systems import LOONGSERVE, MEDHA
 from examples.reproduce.timing import LLAMA_8B, kv_bytes, linear_parameters, prefill_flops
+from medha.workload.metrics import Floats
 
 _QPS, _BIN_S = 0.75, 10.0
 SAWTOOTH = 2.0
