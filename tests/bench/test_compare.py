@@ -15,8 +15,8 @@ from medha.bench.harness import Subject
 from medha.bench.timing import Worker
 from medha.errors import ConfigError, RankFailedError
 from tests.bench.conftest import Bench
-from tests.bench.shapes import ON_TINY, TINY
-from tests.commands import Command, wait_until
+from tests.bench.shapes import TINY
+from tests.commands import wait_until
 
 TWICE = ["--num-iters", "2"]
 
@@ -55,9 +55,14 @@ class LLM:
 
 
 def test_transformers(bench: Bench) -> None:
-    """A prefill, a batch of decodes, and requests of different lengths in padded batches and continuously."""
-    given = ["--input-len", "40", "--batch-size", "2", "--output-len", "4"]
-    report, done = bench("compare", *given, "--num-prompts", "11", "--lengths", "uniform:4-40,2-9", *TWICE)
+    """A prefill, a batch of decodes, and requests of different lengths in padded batches and continuously; a model's
+    defaults, by which half of the tokens would end an answer, count for no engine."""
+    given = ["--input-len", "40", "--batch-size", "2", "--output-len", "4", "--num-prompts", "11"]
+    defaults = {"repetition_penalty": 1.5, "num_beams": 3, "do_sample": True, "eos_token_id": list(range(32))}
+    with Subject(hf_overrides=TINY).checkpoint(64, dtype="float32", seed=0) as folder:
+        (Path(folder) / "generation_config.json").write_text(json.dumps(defaults))
+        of = ["--model", folder, "--num-threads", "1"]
+        report, done = bench("compare", *given, "--lengths", "uniform:4-40,2-9", *TWICE, of=of)
     results = report["results"]
     assert [(r["name"], r["way"]) for r in results] == [
         ("prefill 40", "transformers"),
@@ -102,22 +107,16 @@ def test_the_worker_of_vllm_speaks_the_protocol(tmp_path: Path) -> None:
             worker.ask(prompts=[[]], num_outputs=[1], way="vllm")
 
 
-def test_medha_against_the_made_up_vllm(bench: Bench, tmp_path: Path) -> None:
-    given = ["--peer", "vllm", "--peer-python", fake_python(tmp_path), "--input-len", "8", "--batch-size", "0"]
-    report, _ = bench("compare", *given, "--num-prompts", "3", "--lengths", "fixed:4,2", *TWICE)
-    assert [(r["name"], r["way"]) for r in report["results"]] == [("prefill 8", "vllm"), ("3 mixed", "vllm")]
-    assert {r["is_exact"] for r in report["results"]} == {False}
-    assert report["engines"]["vllm"]["options"]["enable_prefix_caching"] is False
-    differ = {"prefill 8": 1, "3 mixed": 3}
-    assert report["notes"] == [f"{what} (vllm): tokens of {number} requests differ" for what, number in differ.items()]
-
-
 def test_short_requests_that_arrive_beside_a_long_one(bench: Bench, tmp_path: Path) -> None:
-    """Each engine's own options reach it, and its figures are of all its runs."""
+    """With the made-up vLLM. Each engine's own options reach it, and its figures are of all its runs."""
     own = json.dumps({"medha": {"policy": "lars"}})
-    given = ["--peer", "vllm", "--peer-python", fake_python(tmp_path), "--input-len", "300", "--batch-size", "0"]
-    given += ["--num-prompts", "3", "--lengths", "fixed:20,4", "--request-rate", "50", "--engine-options", own]
-    report, done = bench("compare", *given, *TWICE)
+    given = ["--peer", "vllm", "--peer-python", fake_python(tmp_path), "--input-len", "300", "--batch-size", "3"]
+    given += ["--output-len", "2", "--num-prompts", "3", "--lengths", "fixed:20,4", "--request-rate", "50"]
+    report, done = bench("compare", *given, "--engine-options", own, *TWICE)
+    differ = {"prefill 300": 1, "decode of 3": 3}
+    assert [(r["name"], r["way"], r["is_exact"]) for r in report["results"]] == [(n, "vllm", False) for n in differ]
+    assert report["notes"] == [f"{what} (vllm): tokens of {number} requests differ" for what, number in differ.items()]
+    assert report["engines"]["vllm"]["options"]["enable_prefix_caching"] is False
     assert report["engines"]["medha"]["options"]["policy"] == "lars"
     assert [one["engine"] for one in report["convoys"]] == ["medha", "vllm"]
     for one in report["convoys"]:
@@ -151,19 +150,6 @@ def test_what_overrides_a_model_reaches_both_engines() -> None:
             assert folder == made
 
 
-def test_no_engine_takes_a_models_defaults() -> None:
-    settings: Any = {"dtype": "float32", "num_threads": 1, "max_model_len": 64, "enable_prefix_caching": False}
-    defaults, said = {"repetition_penalty": 1.5, "num_beams": 3, "do_sample": True, "eos_token_id": 1}, []
-    with Subject(hf_overrides=TINY).checkpoint(64, dtype="float32", seed=0) as folder:
-        (Path(folder) / "generation_config.json").write_text(json.dumps(defaults))
-        settings |= {"model": folder, "seed": 0, "kv_cache_memory_bytes": 1 << 22}
-        for name in ("medha", "transformers"):
-            with start_peer(name, sys.executable, settings) as worker:
-                for way in worker.ready["ways"]:
-                    said.append(worker.ask(prompts=[[5, 6, 7]], num_outputs=[20], way=way)["tokens"])
-    assert len(said) == 3 and all(tokens == said[0] for tokens in said)
-
-
 COUNTING = """
 import json, sys, threading
 count = 0
@@ -193,7 +179,7 @@ def test_a_worker_that_ends_cannot_start_or_answers_no_json_is_an_error() -> Non
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
-def test_a_peer_that_is_not_installed_is_an_error(command: Command) -> None:
-    small = ["--input-len", "none", "--batch-size", "1", "--output-len", "2", "--num-prompts", "0"]
-    done = command("bench", "compare", *ON_TINY, *small, "--peer", "vllm")
-    assert done.code == 2 and "vllm: ModuleNotFoundError: No module named 'vllm'" in " ".join(done.err.split())
+def test_a_peer_that_is_not_installed_is_an_error() -> None:
+    settings = {"num_threads": 1, "enable_prefix_caching": False}
+    with pytest.raises(ConfigError, match=r"^vllm: ModuleNotFoundError: No module named 'vllm'$"):
+        start_peer("vllm", sys.executable, settings)
