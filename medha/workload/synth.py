@@ -11,7 +11,7 @@ import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ ARRIVALS = ("poisson", "gamma", "uniform", "at-once")
 """``gamma`` is as vLLM's ``--burstiness``: 1 is Poisson, less is burstier, the CV of the gaps is 1 / sqrt(it)."""
 
 MAX_REQUESTS = 20_000_000
-_BLOCK = 65_536
 
 
 def generators(seed: int) -> tuple[np.random.Generator, np.random.Generator]:
@@ -79,9 +78,9 @@ def _sums(gaps: Callable[[int], NDArray[np.float64]], count: int, duration_s: fl
     """Running sums of so many gaps, and of as many more as it takes to get past ``duration_s``."""
     drawn = gaps(count)
     while duration_s is not None and drawn.sum() < duration_s:
-        drawn = np.concatenate([drawn, gaps(_BLOCK)])
-        if len(drawn) > MAX_REQUESTS:
+        if len(drawn) >= MAX_REQUESTS:
             raise ConfigError(f"duration_s={duration_s}: over {MAX_REQUESTS} requests; accepted: a higher burstiness")
+        drawn = np.concatenate([drawn, gaps(min(len(drawn), MAX_REQUESTS - len(drawn)))])
     return np.cumsum(drawn)  # one sum from the first gap on, so that a shorter trace has the same bits
 
 
@@ -227,7 +226,7 @@ def cut_exponential(low: float, high: float, mean: float) -> Quantile:
     return lambda u: low - np.log1p(u * math.expm1(-rate * width)) / rate
 
 
-@lru_cache(maxsize=1)
+@cache
 def named_lengths() -> dict[str, Lengths]:
     """The distributions that have names."""
     output = knots(_SHAREGPT_OUTPUT)

@@ -10,7 +10,7 @@ from medha.workload import cli
 from medha.workload.formats import FORMATS
 from medha.workload.io import read_trace
 from medha.workload.synth import ARRIVALS, named_lengths
-from tests.commands import Command, without_torch, write_lines
+from tests.commands import Command, write_lines
 
 VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 
@@ -132,8 +132,3 @@ def test_help_names_what_is_accepted(trace: Command) -> None:
     assert ", ".join(ARRIVALS) == cli.PROCESSES
     help_text = " ".join(trace("synth", "--help").out.replace("│", " ").split())
     assert all(name in help_text for name in named_lengths())
-
-
-def test_no_verb_loads_torch(mooncake: Path, tmp_path: Path) -> None:
-    for arguments in (["convert", mooncake, tmp_path / "a.csv"], ["stats", mooncake], ["validate", mooncake]):
-        assert without_torch("trace", *arguments).stderr == ""
