@@ -58,12 +58,6 @@ def test_all_is_well_in_one_process(verify: Verify) -> None:
     assert verdicts == {check: {PASS} for check in passing}
 
 
-def test_bfloat16_has_rows_of_its_own(command: Command) -> None:
-    done = command("verify", *QUICK, "--dtype", "bfloat16")
-    assert done.code == 0
-    assert "output, float32, 18 shapes" in done.out and "output, bfloat16, 18 shapes" in done.out
-
-
 def test_a_wrong_merge_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-sum-exps in base 2: the row of the merge fails, the others do not."""
 
@@ -185,11 +179,12 @@ def test_a_layout_that_the_needle_does_not_fit_is_not_run(tmp_path: Path) -> Non
     assert memory_row(setting.parallel, 512, [kv_bytes] * 3).verdict == NOT_RUN
 
 
-def test_a_needle_in_each_length_at_each_depth(tmp_path: Path, command: Command) -> None:
+def test_bfloat16_has_rows_of_its_own_and_each_needle_has(tmp_path: Path, command: Command) -> None:
     report = tmp_path / "report.json"
     needles = ["--needle-tokens", "512,1K", "--needle-depth", "0", "--needle-depth", "0.9"]
-    done = command("verify", "--device", "cpu", *needles, "--output-json", report)
+    done = command("verify", "--device", "cpu", "--dtype", "bfloat16", *needles, "--output-json", report)
     assert done.code == 0 and "fact at 90% of 1,024 tokens" in done.out
+    assert "output, float32, 18 shapes" in done.out and "output, bfloat16, 18 shapes" in done.out
     found = json.loads(report.read_text())["needles"]
     assert [(one["num_tokens"], one["depth"]) for one in found] == [(512, 0), (512, 0.9), (1024, 0), (1024, 0.9)]
     assert all(one["found"] and one["ttft_s"] > 0 and one["peak_memory_bytes"] > 1 << 20 for one in found)
