@@ -62,15 +62,6 @@ def test_more_accelerators_a_replica_where_one_is_too_slow() -> None:
     assert alone["ttft_s"] > 1.5 * best["ttft_s"]
 
 
-def test_as_many_replicas_as_possible_where_all_are_fast_enough() -> None:
-    found = planner(Goal(4, 1000, 5.0, 1.0)).plan()
-    assert found[0]["name"] == "4 x tp1 spp1 kvp1"
-    replicas = [one["layout"]["replicas"] for one in found if not one["reasons"]]
-    assert replicas == sorted(replicas, reverse=True)
-    assert 0.9 < found[0]["headroom"] < 1
-    assert found[0]["tpot_beside_s"] > found[0]["tpot_s"]
-
-
 def test_far_too_late_is_given_up() -> None:
     (found,) = planner(Goal(1, 200_000, 1.0, 0.05)).plan()
     assert found["ttft_s"] is None
@@ -99,7 +90,10 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     assert "llama-3-8b on 2 x a100-80g (fitted), 4 layouts" in done.out
     report = json.loads(path.read_text())
     assert (report["format"], report["version"], report["options"]["context"]) == ("medha-plan", 1, 4000)
-    assert [one["meets"] for one in report["layouts"]] == [True] * 4
+    best, *others = report["layouts"]  # with as many replicas as possible, as all are fast enough
+    assert [one["meets"] for one in (best, *others)] == [True] * 4
+    assert [one["layout"]["replicas"] for one in (best, *others)] == [2, 1, 1, 1]
+    assert 0.9 < best["headroom"] < 1 and best["tpot_beside_s"] > best["tpot_s"]
     done = command(*given, "4000", "--ttft-s", "0.001")
     assert done.code == 1 and "no layout meets everything" in done.out
     assert {one["meets"] for one in json.loads(path.read_text())["layouts"]} == {False}
