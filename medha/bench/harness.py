@@ -147,16 +147,6 @@ class Local(NamedTuple):
         assert self.role.engine is not None, "rank 0 has the engine"
         return self.role.engine
 
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self.role.runner.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and KV cache."""
-        return self.role.runner.cache.k[0].dtype
-
     def engine_with(self, **scheduler: Any) -> Engine:
         """Another engine over the same weights and KV pool, with other fields of :class:`SchedulerConfig`.
 
@@ -173,8 +163,8 @@ class Local(NamedTuple):
     def report(self, benchmark: str, options: Mapping[str, Any]) -> Report:
         """What every report begins with."""
         return self.subject.head(benchmark, options, self.model) | {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
+            "dtype": str(self.role.runner.cache.k[0].dtype).removeprefix("torch."),
+            "device": str(self.role.runner.device),
             "num_ranks": self.config.parallel.world_size,
             "engine": {name: value for name, value in asdict(self.config).items() if name != "model"},
         }

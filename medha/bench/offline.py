@@ -75,7 +75,8 @@ def _latency(local: Local, options: LatencyOptions) -> Report:
         one_chunk = {"chunk_size": max(options.input_lens), "max_batch_tokens": max(options.input_lens)}
         engines[WHOLE] = local.engine_with(scheduler="orca", policy="fcfs", **one_chunk)
     chance, params = np.random.default_rng(options.seed % 2**64), fixed_output(options.output_len)
-    product = matrix_product(local.dtype, local.device) if options.whole else None
+    pool = local.role.runner.cache.k[0]
+    product = matrix_product(pool.dtype, pool.device) if options.whole else None
     contestants: dict[Any, Callable[[], Any]] = {} if product is None else {_PRODUCT: product.seconds}
     for length in dict.fromkeys(options.input_lens):
         prompt = random_prompt(length, local.model.vocab_size, chance)

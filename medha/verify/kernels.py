@@ -37,14 +37,13 @@ _SEGMENTS = {
 }
 
 
-def attention_rows(backend: AttentionBackend, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
-    """Output and log-sum-exp of the backend in each dtype, over decodes, chunks, shards and head counts."""
-    for dtype in dtypes:
-        cases = [case for heads in _HEADS for case in _attention_errors(backend, heads, device, dtype)]
-        what = f"{str(dtype).removeprefix('torch.')}, {len(cases)} shapes"
-        for name, figures in zip(("output", "log-sum-exp"), zip(*cases, strict=True), strict=True):
-            rows = [held("attention", f"{name}, {what}", error, limit) for error, limit in figures]
-            yield max(rows, key=lambda row: row.strain)
+def attention_rows(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    """Output and log-sum-exp of the backend in a dtype, over decodes, chunks, shards and head counts."""
+    cases = [case for heads in _HEADS for case in _attention_errors(backend, heads, device, dtype)]
+    what = f"{str(dtype).removeprefix('torch.')}, {len(cases)} shapes"
+    for name, figures in zip(("output", "log-sum-exp"), zip(*cases, strict=True), strict=True):
+        rows = [held("attention", f"{name}, {what}", error, limit) for error, limit in figures]
+        yield max(rows, key=lambda row: row.strain)
 
 
 def merge_rows(

@@ -129,7 +129,7 @@ def _check_basics(setting: Setting, launch: Launch | None, add: Add) -> None:
         dtype = TORCH_DTYPES[setting.dtype]
         shapes = {each: LayerShape(8, 2, 64, each) for each in (torch.float32, dtype)}
         backends = {each: choose_backend(setting.attention_backend, shapes[each], device)[0] for each in shapes}
-        found = (row for each, one in backends.items() for row in attention_rows(one, device, [each]))
+        found = (row for each, one in backends.items() for row in attention_rows(one, device, each))
         add(worst(job, "attention", attempted("attention", found)))
         num_parts = sorted({max(2, setting.parallel.kvp), 3})
         add(worst(job, "merge", attempted("merge", merge_rows(backends[dtype], device, dtype, num_parts=num_parts))))

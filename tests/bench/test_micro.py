@@ -25,6 +25,9 @@ def test_attention(bench: Bench) -> None:
         assert cell["flops_per_s"] == pytest.approx(cell["flops"] / cell["timing"]["median_s"])
         assert cell["share"] == pytest.approx(cell["flops_per_s"] / report["matrix_product"]["flops_per_s"])
         assert cell["share"] > 0 and cell["overhead"] > -1
+    product = report["matrix_product"]
+    assert product["flops_per_s"] == pytest.approx(2 * 192**3 / product["timing"]["median_s"])
+    assert product["timing"]["min_s"] <= product["timing"]["median_s"] <= product["timing"]["max_s"]
     assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 2
     assert "bfloat16" in done.out and "overhead" in done.out
 

@@ -91,7 +91,7 @@ RAISING = Mock(side_effect=RuntimeError("no such kernel"))
 
 def test_a_backend_that_raises_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchBackend, "run", RAISING)
-    rows = attempted("attention", kernels.attention_rows(TorchBackend(), torch.device("cpu"), [torch.float32]))
+    rows = attempted("attention", kernels.attention_rows(TorchBackend(), torch.device("cpu"), torch.float32))
     assert [(row.verdict, row.figure) for row in rows] == [(FAIL, "RuntimeError: no such kernel")]
 
 

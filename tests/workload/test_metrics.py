@@ -63,12 +63,6 @@ def test_nothing_has_no_figures_and_what_is_for_ever_is_none() -> None:
     assert found == {"mean_ttft_ms": None, "median_ttft_ms": 2000.0, "std_ttft_ms": None, "p99_ttft_ms": None}
 
 
-def test_an_end_makes_room_for_an_arrival_of_the_same_time() -> None:
-    served = Served((outcome("a", 0.0, 1.0, ()), outcome("b", 1.0, 1.0, ())), 2.0)
-    found = metrics.serving_figures(served, goodput=Goodput(), metrics=(), percentiles=())
-    assert found["max_concurrent_requests"] == 1
-
-
 def test_buckets_hold_all_requests() -> None:
     lens = (1, 255, 256, 1023, 1024, 5000, 2_000_000)
     served = Served(tuple(replace(OUTCOMES[0], input_len=length) for length in lens), 4.0)
