@@ -20,7 +20,7 @@ from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
-from medha.sim.replica import Replica, find_model
+from medha.sim.replica import DTYPE_BYTES, Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
@@ -137,9 +137,6 @@ def decode_s(predictors: Sequence[Predictor], kv_tokens: int, *, kvp: int = 1, b
     """Seconds of one decode of one request, or of several alike, in all stages, keys evenly on the groups."""
     works = [Work(1, -(-kv_tokens // kvp), True, _run(kvp), True)] * batch
     return sum(predictor.predict(works) for predictor in predictors)
-
-
-DTYPE_BYTES = 2
 
 
 def attention_flops(model: ModelConfig, tokens: float, *, causal: bool = True) -> float:

@@ -28,12 +28,12 @@ from medha.config import ModelConfig, ParallelConfig
 from medha.cost.hardware import HardwareSpec, LinkRates
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import chunk_slope_s, first_chunk_s, stage_coefficients
+from medha.sim.replica import DTYPE_BYTES
 
 KINDS = ("ring", "striped")
 STEP_S = 0.6e-3
 """Seconds of a step beside arithmetic and bytes."""
 _PIECE = 16384
-_DTYPE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,6 @@ class ContextParallel:
     kind: str = "striped"
     link: LinkRates | None = None
 
-    @property
-    def num_gpus(self) -> int:
-        """Accelerators in all."""
-        return self.cp * self.tp
-
     @cached_property
     def _linear(self) -> tuple[Predictor, float, float]:
         """What predicts a piece without attention; seconds of a whole piece, and of the host's step and first token."""
@@ -84,7 +79,7 @@ class ContextParallel:
 def block_bytes(layout: ContextParallel, tokens: float) -> float:
     """Bytes of one layer's keys and values of a block, on one accelerator."""
     kv_heads = max(1, layout.model.num_kv_heads // layout.tp)
-    return 2 * kv_heads * layout.model.head_dim * _DTYPE_BYTES * tokens
+    return 2 * kv_heads * layout.model.head_dim * DTYPE_BYTES * tokens
 
 
 def prefill_s(layout: ContextParallel, *prompts: int) -> float:
@@ -121,7 +116,8 @@ def attention_parts_s(layout: ContextParallel, *own: float) -> tuple[float, floa
 
 def link_of(layout: ContextParallel) -> LinkRates:
     """The slowest hop of the ring, on which all wait."""
-    return layout.link or (layout.spec.node_send if layout.num_gpus > layout.spec.gpus_per_node else layout.spec.send)
+    spans_nodes = layout.cp * layout.tp > layout.spec.gpus_per_node
+    return layout.link or (layout.spec.node_send if spans_nodes else layout.spec.send)
 
 
 def hidden_tokens(flops_per_s: float, bytes_per_s: float, *, query_heads_per_kv_head: float = 1.0) -> float:
