@@ -21,7 +21,7 @@ from typing import Any
 Prompts = list[list[int]]
 Engine = tuple[dict[str, Any], dict[str, Callable[..., Any]], tuple[str, ...]]
 PAGE = 256
-OTHERS = ("arriving", "anew")  # ways that are asked for by name alone
+ARRIVING = "arriving"  # a way that is asked for by name alone
 PADDED_BATCH = 8
 ROWS, TOKENS = 8, 512  # of continuous batching; on a CPU more rows cost more, as each is scored against the keys of all
 
@@ -55,13 +55,10 @@ def _offline(name: str, llm_class: Any, params_class: Any, given: dict[str, Any]
     llm = llm_class(given["model"], **options)
     greedy = partial(params_class, temperature=0.0, repetition_penalty=1.0, ignore_eos=True, detokenize=False)
 
-    def complete(prompts: Prompts, num_outputs: list[int], is_anew: bool = False) -> Prompts:
-        """``is_anew``: with an empty prefix cache, and before the tokens of each how many of its prompt were there."""
-        if is_anew:
-            llm.reset_prefix_cache()
+    def complete(prompts: Prompts, num_outputs: list[int]) -> Prompts:
         params = [greedy(max_tokens=number) for number in num_outputs]
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return [[*([one.num_cached_tokens] if is_anew else []), *one.outputs[0].token_ids] for one in outputs]
+        return [[*one.outputs[0].token_ids] for one in outputs]
 
     def arriving(prompts: Prompts, num_outputs: list[int], arrivals: Sequence[float]) -> list[tuple[float, float]]:
         """Serve prompts that arrive at these seconds, in order; from then to the first and last token of each."""
@@ -84,7 +81,7 @@ def _offline(name: str, llm_class: Any, params_class: Any, given: dict[str, Any]
                 last[at] = now - arrivals[at] if output.finished else 0.0
         return list(zip(first, last, strict=True))
 
-    return options, {name: complete, "arriving": arriving, "anew": partial(complete, is_anew=True)}, (name, "torch")
+    return options, {name: complete, ARRIVING: arriving}, (name, "torch")
 
 
 def transformers(given: dict[str, Any]) -> Engine:
@@ -157,7 +154,7 @@ def main() -> None:
                 os.environ["OMP_NUM_THREADS"] = str(given["num_threads"])
                 options, ways, packages = make(given)
                 versions = {name: str(__import__(name).__version__) for name in packages}
-                answer = {"options": options, "ways": [way for way in ways if way not in OTHERS], "versions": versions}
+                answer = {"options": options, "ways": [way for way in ways if way != ARRIVING], "versions": versions}
         except Exception as error:  # whatever it is, the other side is to know
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -199,12 +199,10 @@ def _prefill(local: Local, hand: StepRunner, *, prompt_len: int, seed: int, atte
     return {"seconds": [outcome.ttft_s]}
 
 
-def _steps(
-    local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool, attention: str, steps: int = _STEPS
-) -> Report:
+def _steps(local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool, attention: str) -> Report:
     """Equal steps of one row over a context that lies on all groups."""
     step = (Row(FIRST_SLOT, context, q_len, is_decode, is_decode, 0, local.config.parallel.kvp, attention == RING),)
-    ran = [(hand.run(step)[0], hand.last_s) for _ in range(steps)]
+    ran = [(hand.run(step)[0], hand.last_s) for _ in range(_STEPS)]
     return {"batch_ids": [batch_id for batch_id, _ in ran], "seconds": [seconds for _, seconds in ran]}
 
 
