@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import json
 import logging
 import time
@@ -189,7 +188,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, _tp_neighbours(config), timeout)
         pipe = dist.new_group(timeout=timeout)
         report, control = (dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, _CONTROL_TIMEOUT))
-        merge = make_merge_group(config, launch.rank, timeout)
+        merge = _own_group(_merge_neighbours(config), timeout) if config.kvp > 1 else None
         transfer = dist.new_group(timeout=timeout) if config.decode_replicas else None
         tp_group, place = tp_mesh.get_group(), config.coordinates(launch.rank)
         return Ranks(config, launch.rank, *place, tp_mesh, tp_group, pipe, report, control, merge, transfer, job)
@@ -203,12 +202,16 @@ def _tp_mesh(
 ) -> DeviceMesh:
     """The mesh of this rank's tensor-parallel group; every rank makes the groups of all.
 
-    Made once: DTensor keeps what it has derived from a mesh by the ranks in it, so a second mesh of the same ranks
-    would be given the groups of the first, which may have been destroyed.
+    Made once in a ``world``: DTensor keeps what it has derived from a mesh by the ranks in it, so a second mesh of the
+    same ranks would be given the groups of the first, which may have been destroyed.
     """
-    groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in neighbours]
-    ((mine, ranks),) = ((g, ranks) for g, ranks in zip(groups, neighbours, strict=True) if world.rank() in ranks)
-    return DeviceMesh.from_group(mine, device_type, mesh=list(ranks), mesh_dim_names=("tp",))
+    return DeviceMesh.from_group(_own_group(neighbours, timeout), device_type, mesh_dim_names=("tp",))
+
+
+def _own_group(neighbours: Sequence[range], timeout: timedelta) -> Any:
+    """Make the groups of all these ranks; returns this rank's, None where it is in none."""
+    mine, _ = dist.new_subgroups_by_enumeration([*map(list, neighbours)], timeout)  # type: ignore[no-untyped-call]
+    return mine
 
 
 def _tp_neighbours(config: ParallelConfig) -> tuple[range, ...]:
@@ -216,6 +219,12 @@ def _tp_neighbours(config: ParallelConfig) -> tuple[range, ...]:
     places = [(group, stage) for group in range(config.num_groups) for stage in range(config.of_group(group).spp)]
     firsts = [config.rank_of(stage=stage, tp_rank=0, kvp_rank=group) for group, stage in places]
     return tuple(range(first, end) for first, end in pairwise([*firsts, config.world_size]))
+
+
+def _merge_neighbours(config: ParallelConfig) -> list[range]:
+    """The global ranks that merge parts of attention: those of each stage and tensor-parallel index."""
+    size = config.spp * config.tp
+    return [range(first, config.kvp * size, size) for first in range(size)]
 
 
 def _destroy_all() -> None:
@@ -270,14 +279,3 @@ def _place(config: ParallelConfig, rank: int) -> str:
     if group >= config.kvp:
         return f"rank {rank} (decode instance {group - config.kvp})"
     return f"rank {rank} (group {group}, stage {stage})" if config.kvp > 1 else f"rank {rank} (stage {stage})"
-
-
-def make_merge_group(config: ParallelConfig, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make the process groups of merges; returns this rank's, None where there is one KV-parallel group, and on decode
-    instances."""
-    mine = None
-    for stage, tp_rank in itertools.product(range(config.spp), range(config.tp)) if config.kvp > 1 else ():
-        members = [config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) for group in range(config.kvp)]
-        made = dist.new_group(members, timeout=timeout)
-        mine = made if rank in members else mine
-    return mine

@@ -34,6 +34,13 @@ def reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
+def launch_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets of a rank of a job on this machine."""
+    own = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+    return own | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 @contextmanager
 def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
     """Be, for the rest of this process, rank 0 of a job on this machine whose other ranks run ``python -m`` a module.
@@ -51,16 +58,11 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
     limit_s = _FAIL_S
     with reserved_port() as port:
         try:
-            for rank in reversed(range(size)):
-                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-                environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                environ |= {name: str(number) for name, number in places.items()}
-                if rank == 0:
-                    os.environ.update(environ)
-                else:  # none outlives this process, which alone gets Ctrl-C and ends them
-                    environ = {**os.environ, **environ, AGENT: OWN, PARENT: str(os.getpid())}
-                    ranks.append(popen_module(module, environ, stdin=subprocess.DEVNULL, start_new_session=True))
-                    own_processes[rank] = ranks[-1].pid
+            for rank in range(1, size):  # none outlives this process, which alone gets Ctrl-C and ends them
+                own = {**launch_environment(rank, size, port), AGENT: OWN, PARENT: str(os.getpid())}
+                ranks.append(popen_module(module, os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True))
+                own_processes[rank] = ranks[-1].pid
+            os.environ.update(launch_environment(0, size, port))
             yield
             limit_s = _END_S
         finally:

@@ -11,7 +11,7 @@ from rich.console import Console
 import medha
 from medha.cli.report import STDOUT, check_writable, deliver, print_report, print_rows, stamp, text_of, write_report
 from medha.errors import ConfigError
-from tests.parallel.workers import launch_environment
+from medha.parallel.own_ranks import launch_environment
 
 REPORT = {
     "benchmark": "latency of one request",

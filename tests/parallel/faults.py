@@ -25,11 +25,11 @@ from medha.batch import Batch
 from medha.cli.command import end_process, run_app
 from medha.engine import build, distributed
 from medha.engine.engine import Engine
-from medha.parallel.own_ranks import reserved_port
+from medha.parallel.own_ranks import launch_environment, reserved_port
 from medha.worker.runner import Runner
 from medha.worker.transfer import TransferLine
 from tests.commands import LIMIT_S, parse, wait_until
-from tests.parallel.workers import context, launch_environment
+from tests.parallel.workers import context
 
 STATES = ("queued", "in a chunk", "waits for a grant", "in transfer", "arrived", "decodes")
 """What a request goes through where there are decode instances."""

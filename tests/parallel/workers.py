@@ -25,7 +25,7 @@ from medha.__main__ import app
 from medha.cli.command import run_app
 from medha.parallel.kvp import Merge
 from medha.parallel.mesh import _destroy_all
-from medha.parallel.own_ranks import reserved_port
+from medha.parallel.own_ranks import launch_environment, reserved_port
 from medha.parallel.spp import Digests
 
 TIMEOUT_S = 240.0  # of a job, and of a transfer in it
@@ -144,12 +144,6 @@ def num_ranks(layout: Mapping[str, Any]) -> int:
     prefill: int = math.prod(layout.get(axis, 1) for axis in ("tp", "spp", "kvp"))
     decode: int = layout.get("decode_replicas", 0) * layout.get("decode_tp", 1)
     return prefill + decode
-
-
-def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    own = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-    return own | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _live(pipe: Connection) -> None:
