@@ -38,8 +38,6 @@ def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[list[int]], list[Sa
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"decode_tp": 2},
-    {"kvp": 2, "max_kv_per_group": 80, "decode_tp": 1},
     {"decode_tp": 4},  # two KV heads: each is on two ranks
     {"spp": 2, "decode_tp": 2},
     {"tp": 2, "kvp": 2, "max_kv_per_group": 80, "decode_tp": 1},

@@ -92,7 +92,12 @@ def closed_early(rank: int, model: Path) -> None:
         llm.engine.step()
 
 
-PROGRAMS = (forgotten, caught, leaves, fails_everywhere, closes_beside_a_call, sends_much_ahead, closed_early)
+def closes_while_busy(rank: int, model: Path) -> None:
+    for program in (closes_beside_a_call, sends_much_ahead, closed_early):
+        program(rank, model)
+
+
+PROGRAMS = (forgotten, caught, leaves, fails_everywhere, closes_while_busy)
 
 
 def run(rank: int, program: Callable[[int, Path], None], model: Path) -> None:

@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -22,10 +21,10 @@ from medha import LLM
 from medha.engine import build
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
-from medha.parallel.own_ranks import reserved_port
-from tests.commands import ENVIRONMENT, LIMIT_S, wait_until
+from medha.parallel.own_ranks import launch_environment, own_ranks, reserved_port
+from tests.commands import wait_until
 from tests.parallel.faults import Start
-from tests.parallel.workers import WorkerPool, launch_environment
+from tests.parallel.workers import WorkerPool
 
 # -- the environment (D2) --------------------------------------------------------------------------------------------
 
@@ -62,19 +61,20 @@ def test_cores_are_those_that_the_ranks_may_run_on(monkeypatch: pytest.MonkeyPat
     assert replace(launch, agent_pid=None).spare_cores(2) == 3 - 2 * 2
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "3 3 False"), ({"OMP_NUM_THREADS": "1"}, "1 1 False")])
-def test_a_command_that_has_torch_already_takes_its_share_of_the_threads(given: dict[str, str], expected: str) -> None:
-    lines = """
-import os, torch
-from medha.parallel.own_ranks import own_ranks
-os.sched_getaffinity = lambda pid: range(6)
-with own_ranks(2, ["platform"]):
-    print(os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), "TORCHELASTIC_USE_AGENT_STORE" in os.environ)
-"""
-    environ = {name: value for name, value in ENVIRONMENT.items() if name != "OMP_NUM_THREADS"} | given
-    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as where a rank of another job starts the command
-    done = subprocess.run([sys.executable, "-c", lines], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.stdout.splitlines()[0] == expected, done.stderr
+def threads(rank: int) -> None:
+    """Of a command that starts ranks, where a number is given and where none is."""
+    os.sched_getaffinity = lambda pid: range(6)  # type: ignore[assignment, misc]
+    for given in ({"OMP_NUM_THREADS": "1"}, {}):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        os.environ.update(given)
+        with own_ranks(2, ["keyword"]):
+            print(os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), "TORCHELASTIC_USE_AGENT_STORE" in os.environ)
+
+
+def test_a_command_that_has_torch_already_takes_its_share_of_the_threads(start: Start) -> None:
+    """Also where a rank of another job starts it."""
+    job = start(1, threads, environment={"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert job.end_well() == ["1 1 False\n3 3 False\n"]
 
 
 def test_an_agent_that_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ def overlaps(stages: list[RankRecords]) -> list[bool]:
 
 
 def test_both_stages_run_every_batch_one_after_the_other(workers: WorkerPool, folder: Path) -> None:
-    """The next chunk is in stage 0 while this one is in stage 1; how many overlap is the machine's affair."""
+    """The next chunk is in stage 0 while this one is in stage 1; how many overlap is the machine's affair. With one
+    batch in flight, the schedule without a pipeline, none does."""
     for stages in workers.run(read_prompts, 2, folder, {"spp": 2})[0]:
         assert [(stage.rank, stage.stage) for stage in stages] == [(0, 0), (1, 1)]
         ids = [[record.batch_id for record in stage.batches] for stage in stages]
@@ -62,9 +63,6 @@ def test_both_stages_run_every_batch_one_after_the_other(workers: WorkerPool, fo
         first, second = (stage.batches for stage in stages)
         assert all(enters.start_s >= left.end_s for enters, left in zip(first[3:], second, strict=False))
 
-
-def test_without_depth_nothing_overlaps(workers: WorkerPool, folder: Path) -> None:
-    """The records can tell: one batch in flight is the schedule without a pipeline."""
     for stages in workers.run(read_prompts, 2, folder, {"spp": 2, "depth": 1})[0]:
         assert not any(overlaps(stages))
 

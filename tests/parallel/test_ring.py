@@ -26,7 +26,7 @@ from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.parallel.workers import WorkerPool, generate, gloo, merge_of_all, serve
-from tests.worker.test_dealt import BLOCK, EIGHT, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
+from tests.worker.test_dealt import BLOCK, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
 
 Layout = tuple[int, int, int]  # kvp, spp, tp
 NUM_TOKENS = 5
@@ -152,7 +152,8 @@ def run(
     return workers.run(run_plans, kvp * spp * tp, folder, options, prompts, plans, params, fault)
 
 
-CASES = [(TWO, (2, 1, 1)), (THREE, (3, 1, 1)), (FOUR, (4, 1, 1)), (TWO, (2, 2, 2)), (EIGHT, (8, 1, 1))]
+# the plans of eight groups are held to a plain reference, without ranks, in tests/worker/test_dealt.py
+CASES = [(THREE, (3, 1, 1)), (FOUR, (4, 1, 1)), (TWO, (2, 2, 2))]
 
 
 @pytest.mark.parametrize(("plans", "layout"), CASES, ids=[str(layout) for _, layout in CASES])
@@ -243,7 +244,7 @@ def serve_scheduled(folder: Path, options: dict[str, Any]) -> Any:
         return generate(llm, *asked(LENGTHS)), any(was_dealt)
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 0), (3, 1, 0), (2, 2, 0), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(3, 1, 0), (2, 2, 0), (2, 1, 1)], ids=str)
 def test_chunks_are_dealt_by_medhas_packer(workers: WorkerPool, folder: Path, layout: tuple[int, int, int]) -> None:
     """Also where decode instances take over what was dealt, whose tokens do not lie in their order."""
     kvp, spp, replicas = layout
