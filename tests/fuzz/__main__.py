@@ -101,7 +101,7 @@ def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool) -> None:
 
 def find(name: str, workers: WorkerPool, *, first: int, limit_s: float) -> str:
     """Look for a defect with fresh seeds; returns what was found, and after how long."""
-    _, ranks = MUTATIONS[name]
+    ranks = MUTATIONS[name].ranks
     begin_s, seed = time.monotonic(), first
     while (seconds := time.monotonic() - begin_s) < limit_s:
         failure = failure_of(draw(seed, ranks), workers if ranks > 1 else None, mutation=name)

@@ -4,6 +4,7 @@ import logging
 import random
 import re
 import traceback
+from contextlib import closing
 from itertools import repeat
 from math import isclose
 from pathlib import Path
@@ -17,13 +18,14 @@ from medha.batch import Batch
 from medha.engine.engine import Engine
 from medha.engine.replay import replay
 from medha.errors import ValidationError
+from medha.parallel.own_ranks import launch_environment
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.swap import HostCache
 from tests.engines import left_behind
 from tests.fuzz.cases import Ask, Case
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.reference import Answer, Failure, check, prompt_of, write_checkpoint
-from tests.parallel.workers import WorkerPool, launch_environment
+from tests.parallel.workers import WorkerPool
 
 _HANG_S = 300.0  # a case takes seconds
 
@@ -39,11 +41,9 @@ def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, m
         if workers is None:
             answers, fits = serve(case, folder, mutation)
         else:
-            if case.decode[0]:  # DTensor keeps the names of groups, see tests/parallel/conftest.py
-                workers.close()
-            answers, fits = workers.run(serve, case.world, case, folder, mutation, limit_s=_HANG_S)[0]
-            if case.decode[0]:
-                workers.close()
+            with closing(WorkerPool()) as fresh:  # DTensor keeps the names of groups, see tests/parallel/conftest.py
+                pool = fresh if case.decode[0] else workers
+                answers, fits = pool.run(serve, case.world, case, folder, mutation, limit_s=_HANG_S)[0]
     except Failure:
         raise
     except Exception as error:
@@ -69,7 +69,7 @@ def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer],
         block_s = 1e-9 if case.step_s < 1e-4 else 1e-5  # a third of the cases swap whatever goes
         patch.setattr(HostCache, "measure_block_s", lambda self: block_s)
         if mutation is not None:
-            MUTATIONS[mutation][0](patch)
+            MUTATIONS[mutation].put_in(patch)
         with LLM(folder, journal=journal, **options) as llm:
             if not llm.is_driver:
                 llm.follow()

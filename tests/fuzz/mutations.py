@@ -5,7 +5,7 @@ A defect is a function of a :class:`pytest.MonkeyPatch`; its docstring says what
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ import medha.parallel.kvp as kvp
 from medha.engine.engine import Engine
 from medha.engine.prefix import PrefixIds
 from medha.models.layers import FusedKernels, TensorShard
-from medha.sched.account import Account
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
@@ -25,7 +24,6 @@ from medha.sched.prefix import Path, PrefixCache
 from medha.sched.queue import Queue
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
-from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from medha.worker.swap import HostCache, Run, Wait
@@ -61,11 +59,6 @@ def merge_without_lse(patch: Patch) -> None:
     patch.setattr(kvp, "merge_partials", mean)
 
 
-def output_ids_not_moved(patch: Patch) -> None:
-    """Whoever samples for a request next is not told what has been drawn elsewhere."""
-    patch.setattr(Runner, "sampling_so_far", lambda self, slot: self.sampling[slot], raising=False)
-
-
 def draw_index_reset(patch: Patch) -> None:
     """Who comes back after giving way draws with the numbers of its first tokens again."""
     draws = Runner._draws
@@ -75,17 +68,6 @@ def draw_index_reset(patch: Patch) -> None:
         return slots, [index if row.is_decode else 0 for row, index in zip(step.drawn_rows, indices, strict=True)]
 
     patch.setattr(Runner, "_draws", reset)
-
-
-def another_host_block(patch: Patch) -> None:
-    """What comes back from the host is read one block further on."""
-    move = HostCache.move
-
-    def shifted(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> list[Wait]:
-        size, end = self._cache.block_size, self.num_blocks * self._cache.block_size + 1
-        return move(self, out, [(at, (host + size) % (end - count), count) for at, host, count in back])
-
-    patch.setattr(HostCache, "move", shifted)
 
 
 def stale_page(patch: Patch) -> None:
@@ -152,11 +134,6 @@ def stop_string_lost(patch: Patch) -> None:
     patch.setattr(Engine, "_schedule", forgetting)
 
 
-def tail_not_copied(patch: Patch) -> None:
-    """A request that shares part of a block finds nothing in its own."""
-    patch.setattr(KVCache, "copy", lambda self, *args: None)
-
-
 def reference_forgotten(patch: Patch) -> None:
     """What two requests hold goes with the first that ends."""
     hold = PrefixCache.hold
@@ -186,32 +163,24 @@ def known_before_computed(patch: Patch) -> None:
     patch.setattr(KVMemory, "note", lambda self, slot, num_tokens: note(self, slot, num_tokens + 16))
 
 
-def span_shifted(patch: Patch) -> None:
-    """What is shared is said to begin a token later than it does."""
-    hit_extents = Account.hit_extents
+class Mutation(NamedTuple):
+    """A defect, on how many ranks it is looked for, which may have to be several, and a seed by which it shows."""
 
-    def shifted(self: Account, slot: int, block_size: int) -> Any:
-        extents, shared = hit_extents(self, slot, block_size)
-        return extents, [one._replace(start=one.start + 1) for one in shared]
-
-    patch.setattr(Account, "hit_extents", shifted)
+    put_in: Callable[[Patch], None]
+    ranks: int
+    shown_by: int
 
 
-MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
-    "block-not-freed": (block_not_freed, 1),
-    "merge-without-lse": (merge_without_lse, 2),
-    "output-ids-not-moved": (output_ids_not_moved, 3),
-    "draw-index-reset": (draw_index_reset, 1),
-    "stale-page": (stale_page, 1),
-    "another-host-block": (another_host_block, 1),
-    "slot-reused-in-flight": (slot_reused_in_flight, 1),
-    "padding-drawn": (padding_drawn, 2),
-    "min-tokens-counted-anew": (min_tokens_counted_anew, 1),
-    "stop-string-lost": (stop_string_lost, 1),
-    "tail-not-copied": (tail_not_copied, 1),
-    "reference-forgotten": (reference_forgotten, 1),
-    "ids-of-the-last-tokens": (ids_of_the_last_tokens, 1),
-    "known-before-computed": (known_before_computed, 1),
-    "span-shifted": (span_shifted, 2),
+MUTATIONS = {
+    "block-not-freed": Mutation(block_not_freed, 1, 3),
+    "merge-without-lse": Mutation(merge_without_lse, 2, 5),
+    "draw-index-reset": Mutation(draw_index_reset, 1, 4),
+    "stale-page": Mutation(stale_page, 1, 3),
+    "slot-reused-in-flight": Mutation(slot_reused_in_flight, 1, 1),
+    "padding-drawn": Mutation(padding_drawn, 2, 3),
+    "min-tokens-counted-anew": Mutation(min_tokens_counted_anew, 1, 54),
+    "stop-string-lost": Mutation(stop_string_lost, 1, 3),
+    "reference-forgotten": Mutation(reference_forgotten, 1, 1681068043),
+    "ids-of-the-last-tokens": Mutation(ids_of_the_last_tokens, 1, 1681068053),
+    "known-before-computed": Mutation(known_before_computed, 1, 1681068045),
 }
-"""Each defect, and on how many ranks it is looked for; one with several cannot show on one."""

@@ -14,7 +14,7 @@ from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.shrink import shrink
 from tests.parallel.workers import WorkerPool
 
-FRESH_S = {1: 10.0, 2: 4.0, 3: 4.0, 4: 4.0}
+FRESH_S = {range(1, 2): 6.0, range(2, 5): 6.0}
 
 
 @pytest.mark.parametrize(("seed", "ranks"), list(recorded()))
@@ -22,38 +22,23 @@ def test_recorded_seed(seed: int, ranks: int, tmp_path: Path, workers: WorkerPoo
     check_case(draw(seed, ranks), tmp_path, workers if ranks > 1 else None)
 
 
-@pytest.mark.parametrize("ranks", FRESH_S)
-def test_fresh_seeds(ranks: int, workers: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ranks", FRESH_S, ids=str)
+def test_fresh_seeds(ranks: range, workers: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
     first = seed = random.SystemRandom().randrange(2**32)
     end_s = time.monotonic() + FRESH_S[ranks]
     while time.monotonic() < end_s:
-        failure = failure_of(draw(seed, ranks), workers if ranks > 1 else None)
-        again = f"python -m tests.fuzz run --runs 1 --first {seed} --ranks {ranks}"
+        world = ranks[seed % len(ranks)]
+        failure = failure_of(draw(seed, world), workers if world > 1 else None)
+        again = f"python -m tests.fuzz run --runs 1 --first {seed} --ranks {world}"
         assert failure is None, f"{failure}\nto repeat and shrink it: {again}"
         seed += 1
     with capsys.disabled():
         print(f"\nfuzz: seeds {first} to {seed - 1} on {ranks} ranks")
 
 
-# The seed by which a defect shows, small ones of seeds.txt; others are left to the command.
-SHOWN_BY = {
-    "block-not-freed": 3,
-    "draw-index-reset": 4,
-    "stale-page": 3,
-    "slot-reused-in-flight": 1,
-    "min-tokens-counted-anew": 54,
-    "stop-string-lost": 3,
-    "merge-without-lse": 5,
-    "padding-drawn": 3,
-    "reference-forgotten": 1681068043,
-    "ids-of-the-last-tokens": 1681068053,
-    "known-before-computed": 1681068045,
-}
-
-
-@pytest.mark.parametrize("name", SHOWN_BY)
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_defect_is_found(name: str, workers: WorkerPool) -> None:
-    assert find(name, workers, first=SHOWN_BY[name], limit_s=120.0).startswith("found")
+    assert find(name, workers, first=MUTATIONS[name].shown_by, limit_s=120.0).startswith("found")
 
 
 def test_a_seed_draws_the_same_again() -> None:
@@ -62,7 +47,7 @@ def test_a_seed_draws_the_same_again() -> None:
 
 def test_instances_are_drawn_beside_what_was_drawn_before() -> None:
     """The seeds by which defects show are without them."""
-    assert not any(draw(seed, MUTATIONS[name][1]).decode[0] for name, seed in SHOWN_BY.items())
+    assert not any(draw(one.shown_by, one.ranks).decode[0] for one in MUTATIONS.values())
     cases = [draw(seed, 4) for seed in range(200)]
     instances = [case for case in cases if case.decode[0]]
     assert 20 < len(instances) < 80 and all(case.world == 4 for case in cases)
