@@ -125,10 +125,15 @@ def check_lines(model: Path, job: Job, *, may_lack: bool) -> dict[str, Any]:
     return unfinished_lines(job, alone(model))
 
 
+# each rank of each scheduler, and each action on a rank of each kind
+PAIRS = [("medha", 0, "kill"), ("medha", 1, "stop"), ("cdsp", 0, "stop"), ("cdsp", 1, "kill"), ("cdsp", 2, "kill")]
 FAULTS = [(name, rank, action) for name in PLACES for rank in range(len(PLACES[name])) for action in ("kill", "stop")]
 
 
-@pytest.mark.parametrize(("scheduler", "rank", "action"), FAULTS)
+@pytest.mark.parametrize(
+    ("scheduler", "rank", "action"),
+    [pytest.param(*fault, marks=() if fault in PAIRS else pytest.mark.slow) for fault in FAULTS],
+)
 def test_a_rank_that_fails_ends_all_by_name(model: Path, serve: Start, scheduler: str, rank: int, action: str) -> None:
     """While a request is in each state. A lost decode instance costs the job, as any lost rank does; where other lanes
     go on until it is noticed, requests may still end there."""
