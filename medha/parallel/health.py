@@ -54,18 +54,15 @@ class Monitor:
     Args:
         launch: this rank's place, and the processes that are known from the start.
         name: how messages call a rank.
-        end: called with a message, and whether to print it, when the main thread is stuck; ends the process.
     """
 
-    def __init__(
-        self, launch: Launch, *, name: Callable[[int], str], end: Callable[[str, bool], None] | None = None
-    ) -> None:
+    def __init__(self, launch: Launch, *, name: Callable[[int], str]) -> None:
         first = launch.rank - launch.local_rank
         self._launch, self._rank = launch, launch.rank
         self._others = [r for r in range(launch.world_size) if r != launch.rank]
         self._local = [r for r in range(first, first + launch.local_world_size) if r != launch.rank]
         self._name = name
-        self._end = end or _end_at_once
+        self._end: Callable[[str, bool], None] = _end_at_once  # when the main thread is stuck
         self.place = name(launch.rank)  # in messages
         self.before_end: Callable[[str], None] = lambda error: None  # in another thread, just before end; has _SAVE_S
         self.predicted_s: Callable[[], float] = lambda: 0.0  # that the longest batch in flight is predicted to take
@@ -388,8 +385,8 @@ def _is_lost_peer(error: Exception) -> bool:
     return is_foreign and (is_dist_error or any(sign in str(error) for sign in signs))
 
 
-def _end_at_once(message: str, speak: bool) -> None:
-    if speak:
+def _end_at_once(message: str, speaks: bool) -> None:
+    if speaks:
         print(f"error: RankFailedError: {message}", file=sys.stderr, flush=True)
     exit_at_once(EXIT_CODE)
 

@@ -14,12 +14,12 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -86,10 +86,9 @@ class Ranks:
         """The global rank that samples for a KV-parallel group: the first of its last stage."""
         return self.config.rank_of(stage=self.config.of_group(group).spp - 1, tp_rank=0, kvp_rank=group)
 
-    def first_stage_ranks(self, group: int) -> tuple[int, ...]:
+    def first_stage_ranks(self, group: int) -> list[int]:
         """Global ranks of the first stage of a KV-parallel group."""
-        tp_ranks = range(self.config.of_group(group).tp)
-        return tuple(self.config.rank_of(stage=0, tp_rank=tp_rank, kvp_rank=group) for tp_rank in tp_ranks)
+        return self.of_groups([group])[: self.config.of_group(group).tp]
 
     def of_groups(self, groups: Sequence[int]) -> list[int]:
         """The global ranks of some groups."""
@@ -198,7 +197,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
 
 @cache
 def _tp_mesh(
-    world: dist.ProcessGroup, device_type: str, neighbours: tuple[range, ...], timeout: timedelta
+    world: dist.ProcessGroup, device_type: str, neighbours: tuple[tuple[int, ...], ...], timeout: timedelta
 ) -> DeviceMesh:
     """The mesh of this rank's tensor-parallel group; every rank makes the groups of all.
 
@@ -208,17 +207,16 @@ def _tp_mesh(
     return DeviceMesh.from_group(_own_group(neighbours, timeout), device_type, mesh_dim_names=("tp",))
 
 
-def _own_group(neighbours: Sequence[range], timeout: timedelta) -> Any:
+def _own_group(neighbours: Iterable[Sequence[int]], timeout: timedelta) -> Any:
     """Make the groups of all these ranks; returns this rank's, None where it is in none."""
     mine, _ = dist.new_subgroups_by_enumeration([*map(list, neighbours)], timeout)  # type: ignore[no-untyped-call]
     return mine
 
 
-def _tp_neighbours(config: ParallelConfig) -> tuple[range, ...]:
-    """The global ranks of each tensor-parallel group."""
-    places = [(group, stage) for group in range(config.num_groups) for stage in range(config.of_group(group).spp)]
-    firsts = [config.rank_of(stage=stage, tp_rank=0, kvp_rank=group) for group, stage in places]
-    return tuple(range(first, end) for first, end in pairwise([*firsts, config.world_size]))
+def _tp_neighbours(config: ParallelConfig) -> tuple[tuple[int, ...], ...]:
+    """The global ranks of each tensor-parallel group: those of one group and stage."""
+    groups = groupby(range(config.world_size), key=lambda rank: config.coordinates(rank)[:2])
+    return tuple(tuple(ranks) for _, ranks in groups)
 
 
 def _merge_neighbours(config: ParallelConfig) -> list[range]:

@@ -46,8 +46,8 @@ def test_decode_instances_are_groups_of_their_own_size_behind_the_others() -> No
         assert config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) == rank
     assert config.of_group(1) == ParallelConfig(tp=2, spp=3, kvp=2)
     assert config.of_group(3) == ParallelConfig(tp=4)
-    ranges = [*(range(i, i + 2) for i in range(0, 12, 2)), range(12, 16), range(16, 20)]
-    assert _tp_neighbours(config) == tuple(ranges)
+    pairs = tuple((first, first + 1) for first in range(0, 12, 2))
+    assert _tp_neighbours(config) == (*pairs, (12, 13, 14, 15), (16, 17, 18, 19))
 
 
 def test_a_decode_rank_holds_all_layers_and_its_share_of_the_heads() -> None:

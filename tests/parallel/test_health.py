@@ -45,7 +45,8 @@ class Ranks:
         """A monitor that watches and talks; what its main thread is about, it says itself."""
         local_ranks = local_ranks or range(rank, rank + 1)
         launch = Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1", 1, **options)
-        monitor = Monitor(launch, name="rank {}".format, end=lambda *told: self.ended.setdefault(rank, told))
+        monitor = Monitor(launch, name="rank {}".format)
+        monitor._end = lambda *told: self.ended.setdefault(rank, told)
         monitor.waits_for = lambda: "control"
         monitor.start()
         if talks:
