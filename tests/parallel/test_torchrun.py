@@ -5,43 +5,42 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 import medha.parallel.kvp as kvp
 from medha.attention.merge import merge_partials
 from medha.config import EngineConfig
 from medha.generate.layout import choose_layout
 from medha.parallel.launch import Launch
-from medha.parallel.own_ranks import reserved_port
+from medha.parallel.own_ranks import launch_environment, reserved_port
 from medha.params import SamplingParams
 from medha.verify.demo import run_demo
 from tests.child.test_process import is_there
-from tests.commands import LIMIT_S, parse, run_python, wait_until, write_lines
-from tests.generate.test_generate import spawn
-from tests.parallel.faults import Start, command
-from tests.serve.process import last_events, serving
+from tests.commands import parse, run_python, wait_until, write_lines
+from tests.parallel.faults import Job, Start, command
+from tests.serve.process import Process, last_events, serving
 from tests.serving import Model, serve_one
 
 LAYERS = ("--hf-overrides", '{"num_hidden_layers": 1}')
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
-OWN_RANKS = ("--max-model-len", "4096", "--spp", "2")
-
-torchrun = partial(run_python, "-m", "torch.distributed.run")
+OWN_RANKS = ["--max-model-len", "4096", "--spp", "2"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def demo(rank: int) -> None:
-    raise SystemExit(run_demo(long_prompt_tokens=2048, live=False))
+    raise SystemExit(run_demo(long_prompt_tokens=512, live=False))
 
 
 def test_the_demo_chooses_a_layout(start: Start) -> None:
     out, other = start(2, demo).end_well()
-    assert out.count("One document of 2,048 tokens") == 1
+    assert out.count("One document of 512 tokens") == 1
     assert other == ""  # one rank speaks
     assert "Layout: spp=2 pipeline stages, tp=1 tensor-parallel ranks in each." in out
     assert out.endswith("6 of 6 answers right.\n")
@@ -58,7 +57,7 @@ def verified(
     start: Start, folder: Path, options: list[str], *, mutated: bool = False
 ) -> tuple[int, list[str], list[dict[str, str]]]:
     """The code of rank 0, what each rank printed, and the rows of the report."""
-    arguments = ["--device", "cpu", "--needle-tokens", "512", "--output-json", str(folder / "report.json"), *options]
+    arguments = ["--device", "cpu", "--needle-tokens", "256", "--output-json", str(folder / "report.json"), *options]
     job = start(prod(map(int, options[1::2])), verify, arguments, mutated)
     code, *others = job.wait()
     assert code is not None and set(others) == {0}, job.stderr(0)
@@ -89,20 +88,22 @@ def test_verify_finds_a_wrong_merge(tmp_path: Path, start: Start) -> None:
     assert {row["check"] for row in rows if row["verdict"] == "FAIL"} == {"parity"}
 
 
-def test_two_nodes(needle: Model, tmp_path: Path) -> None:
+def test_two_nodes(needle: Model, tmp_path: Path, start: Start) -> None:
+    """As torchrun starts them: each rank is the first of its node, and the agent of the first node holds the store."""
     prompts = [f"The code of {name} is {code}.\nThe code of {name} is" for name, code in (("Ada", 31), ("Bo", 12))]
     rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)]
     requests = write_lines(tmp_path / "requests.jsonl", *rows)
-    what = ["-m", "medha.generate", "--model", needle.folder, "--spp", 2, "--max-model-len", 512]
-    what += ["--requests", requests, "--json"]
-    with reserved_port() as port, ThreadPoolExecutor(2) as pool:
-        where = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", port]
-        first, second = pool.map(lambda node: torchrun(*where, "--node-rank", node, *what), range(2))
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    with reserved_port() as port:
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        what = ["--model", needle.folder, "--spp", 2, "--max-model-len", 512, "--requests", requests, "--json"]
+        job = start(2, command, list(map(str, what)), environment=node | {"MASTER_PORT": str(store.port)})
+        first, second = job.end_well()
     # lines come as requests end, and these two are as long
-    assert {line["id"]: line["text"] for line in parse(first.stdout)} == {"0": " 31.", "1": " 12."}
-    assert len(first.stdout.splitlines()) == 2
-    assert second.stdout == ""
+    assert {line["id"]: line["text"] for line in parse(first)} == {"0": " 31.", "1": " 12."}
+    assert len(first.splitlines()) == 2
+    assert second == ""
+    assert f"2 ranks meet at 127.0.0.1:{port} (store of torchrun's agent" in job.stderr(0)
 
 
 def test_a_layout_is_chosen_for_a_model(needle: Model, start: Start) -> None:
@@ -120,7 +121,7 @@ def test_a_layout_is_chosen_for_a_model(needle: Model, start: Start) -> None:
 
 def test_bad_usage_is_said_where_the_launcher_ends() -> None:
     wrong = ("-m", "medha.generate", "-m", "x", "--tp", "0")
-    done = torchrun("--standalone", "--nproc-per-node", 2, *wrong)
+    done = run_python(*TORCHRUN, *wrong)
     assert done.returncode == 1
     lines, said = done.stderr.splitlines(), "ConfigError: tp=0; accepted: an integer from 1 to 65536"
     assert lines[-2] == f"  traceback : {said}"
@@ -141,26 +142,36 @@ ranks_of = partial(running, "medha.generate.follow")
 """Processes that a command has started as further ranks over a model."""
 
 
-def test_an_error_of_ranks_that_the_command_starts_itself(needle: Model) -> None:
-    words = ("-m", "medha.generate", *OWN_RANKS, needle.folder, *LAYERS, "--prompt", PROMPT)
-    done = run_python(*words, "--log-level", "error")
-    assert done.returncode == 2
-    assert done.stderr == "error: ParallelConfigError: spp=2 stages for 1 layers; accepted: 1 to 1\n"
+def without_launcher(rank: int, arguments: list[str], module: str = "medha.generate") -> None:
+    """As ``command`` where nobody has started ranks: it starts the others itself."""
+    for name in launch_environment(0, 1, 1):
+        del os.environ[name]
+    command(rank, arguments, module)
+
+
+def test_an_error_of_ranks_that_the_command_starts_itself(needle: Model, start: Start) -> None:
+    words = [*OWN_RANKS, str(needle.folder), *LAYERS, "--prompt", PROMPT, "--log-level", "error"]
+    job = start(1, without_launcher, words)
+    assert job.wait() == [2]
+    assert job.stderr(0) == "error: ParallelConfigError: spp=2 stages for 1 layers; accepted: 1 to 1\n"
     wait_until(lambda: not ranks_of(str(needle.folder)))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_own_ranks_end_with_the_first(needle: Model, tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_own_ranks_end_with_the_first(
+    needle: Model, tmp_path: Path, start: Start, number: signal.Signals, code: int
+) -> None:
     output = tmp_path / "out.jsonl"
     rows = [{"id": "a", "prompt": PROMPT}, {"id": "b", "prompt": "x", "max_tokens": 4000, "ignore_eos": True}]
     requests = write_lines(tmp_path / "requests.jsonl", *rows)
-    with spawn(*OWN_RANKS, needle.folder, "--requests", requests, "--output", output) as process:
-        wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size))
-        assert process.poll() is None, process.communicate()
-        assert len(ranks_of(str(needle.folder))) == 1
-        process.send_signal(number)
-        process.communicate(timeout=LIMIT_S)
-    assert process.returncode == code
+    files = ["--requests", str(requests), "--output", str(output)]
+    job = start(1, without_launcher, [*OWN_RANKS, str(needle.folder), *files])
+    (process,) = job.processes
+    wait_until(lambda: process.exitcode is not None or (output.exists() and output.stat().st_size))
+    assert process.exitcode is None, job.stderr(0)
+    assert len(ranks_of(str(needle.folder))) == 1
+    os.kill(process.pid, number)
+    assert job.wait() == [code]
     wait_until(lambda: not ranks_of(str(needle.folder)))
     lines = parse(output.read_text())
     assert [(row["id"], row["finish_reason"]) for row in lines] == [("a", "stop"), ("b", "abort")][: len(lines)]
@@ -189,22 +200,37 @@ def test_a_rank_ends_whose_parent_died_before_it_looked() -> None:
 
 # -- the server: the tokens of one rank, and no stream is left behind when a rank dies ---------------------------------
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+SIZES = ("--max-model-len", "4096", "--num-kv-blocks", "512")
+ANY_PORT = ("--port", "0")
+
+
+class Forked(Process):
+    """The server of a job whose ranks were forked."""
+
+    def __init__(self, job: Job) -> None:
+        self.log, self.process, self.port = job.folder / "stderr-0", job.processes[0]._popen, 0
+        self.log.touch()
+        wait_until(lambda: self._is_up() or self.process.poll() is not None, told=lambda: job.stderr(0))
 
 
 @pytest.mark.parametrize(
-    ("layout", "launcher"), [("--kvp", ()), ("--spp", TORCHRUN)], ids=["kvp, own ranks", "spp, torchrun"]
+    ("layout", "has_launcher"), [("--kvp", False), ("--spp", True)], ids=["kvp, own ranks", "spp, torchrun"]
 )
 def test_two_ranks_answer_as_one_until_one_is_killed_under_load(
-    bytes_model: Model, tmp_path: Path, layout: str, launcher: tuple[str, ...]
+    bytes_model: Model, tmp_path: Path, start: Start, layout: str, has_launcher: bool
 ) -> None:
     """Which ends every stream, and the server: some are read, some are answered, and one has not begun."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)  # longer than what comes together
+    greedy = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)  # longer than what comes together
     expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
-    many = ("--max-model-len", "4096", "--num-kv-blocks", "512", "--max-num-seqs", "7")
-    with serving(tmp_path / "log", bytes_model.folder, *many, layout, 2, launcher=launcher) as server:
-        assert json.loads(server.complete("hello", 400).read())["choices"][0]["text"] == expected
-        lines = server.complete("hello", 400, stream=True).read().splitlines()
+    words = [str(bytes_model.folder), *SIZES, "--max-num-seqs", "7", layout, "2"]
+    with (
+        serving(tmp_path / "log", *words, launcher=TORCHRUN)
+        if has_launcher
+        else Forked(start(1, without_launcher, [*words, *ANY_PORT], "medha.serve"))
+    ) as server:
+        assert json.loads(server.complete("hello", 100).read())["choices"][0]["text"] == expected
+        lines = server.complete("hello", 100, stream=True).read().splitlines()
         pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith(b"data: {")]
         assert "".join(pieces) == expected and len(pieces) > 5
         answers = [server.complete("hello" * size, 2000, stream=True) for size in (1, 1, 1, 1, 300, 300, 300, 1)]
@@ -216,22 +242,24 @@ def test_two_ranks_answer_as_one_until_one_is_killed_under_load(
             event, done = last_events(answer)
             assert event["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
         code = server.wait()
-        assert code == (1 if launcher else 4), server.log.read_text()  # torchrun has a code of its own
+        assert code == (1 if has_launcher else 4), server.log.read_text()  # torchrun has a code of its own
         assert "RankFailedError" in server.log.read_text()
 
 
-CDSP = ("--scheduler", "cdsp", "--kvp", 2, "--sp-sizes", "1,2", "--improvement-rate", 0.1, "--max-chunks", 2)
+CDSP = "--scheduler cdsp --kvp 2 --sp-sizes 1,2 --improvement-rate 0.1 --max-chunks 2"
 
 
-@pytest.mark.parametrize("options", [(), CDSP], ids=["medha", "cdsp"])
+@pytest.mark.parametrize(
+    ("size", "target", "options"), [(1, without_launcher, ""), (3, command, CDSP)], ids=["medha, own ranks", "cdsp"]
+)
 def test_a_decode_instance_answers_as_one_rank_and_ends(
-    bytes_model: Model, tmp_path: Path, options: tuple[object, ...]
+    bytes_model: Model, start: Start, size: int, target: Callable[..., None], options: str
 ) -> None:
     """Also the ranks that the server started itself: they are told to stop before it waits for them."""
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = serve_one(bytes_model.engine(), "hello", greedy).outputs[0].text
-    sizes = ("--max-model-len", "4096", "--num-kv-blocks", "512")
-    with serving(tmp_path / "log", bytes_model.folder, *sizes, "--decode-replicas", 1, *options) as server:
+    words = [str(bytes_model.folder), *SIZES, *ANY_PORT, "--decode-replicas", "1", *options.split()]
+    with Forked(start(size, target, words, "medha.serve")) as server:
         answer = json.loads(server.complete("hello", 20, explain=True).read())
         assert answer["choices"][0]["text"] == expected
         assert answer["explanation"]["decode_wait_s"] > 0
