@@ -311,7 +311,7 @@ def on_ranks(workload: Workload, config: ParallelConfig, limits: Buffers, transp
     return collected[0]
 
 
-@pytest.mark.parametrize("max_examples", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [8, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", [*LAYOUTS, ranks(1, 3, 2)], ids=str)
 def test_no_deadlock_without_buffers(layout: ParallelConfig, max_examples: int) -> None:
     @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
