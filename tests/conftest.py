@@ -26,9 +26,11 @@ settings.load_profile("any speed")
 
 
 def pytest_configure() -> None:
-    """Keep huggingface_hub, which test modules import before any fixture, off the network; do not ignore Ctrl-C, as
-    what a shell starts in the background does; and compute on one thread."""
+    """Keep huggingface_hub, which test modules import before any fixture, off the network; wait a second, not ten, for
+    the name of a loopback address, which torch's store asks for; do not ignore Ctrl-C, as what a shell starts in the
+    background does; and compute on one thread."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
 

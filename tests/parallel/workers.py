@@ -4,9 +4,11 @@ Workers are forked from a server that has torch loaded. Each is started once and
 it sees the environment that torchrun would set.
 """
 
+import faulthandler
 import math
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -77,9 +79,13 @@ class WorkerPool:
         self._workers.clear()
 
     def _answer(self, rank: int, limit_s: float) -> tuple[bool, Any]:
-        pipe = self._workers[rank][1]
+        process, pipe = self._workers[rank]
         try:
-            return pipe.recv() if pipe.poll(limit_s) else (False, f"hang: no answer in {limit_s:.0f} s")
+            if pipe.poll(limit_s):
+                return pipe.recv()
+            os.kill(process.pid, signal.SIGUSR2)  # it says on stderr where it is
+            pipe.poll(1.0)
+            return False, f"hang: no answer in {limit_s:.0f} s"
         except EOFError:
             return False, "the process has died"
 
@@ -149,6 +155,7 @@ def num_ranks(layout: Mapping[str, Any]) -> int:
 def _live(pipe: Connection) -> None:
     """A worker's life, which ends without a word when its owner has gone, or is about to."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR2)
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             function, args, environment = pipe.recv()
