@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
 import medha.parallel.kvp as kvp
 from medha.attention.merge import merge_partials
@@ -88,22 +88,21 @@ def test_verify_finds_a_wrong_merge(tmp_path: Path, start: Start) -> None:
     assert {row["check"] for row in rows if row["verdict"] == "FAIL"} == {"parity"}
 
 
-def test_two_nodes(needle: Model, tmp_path: Path, start: Start) -> None:
-    """As torchrun starts them: each rank is the first of its node, and the agent of the first node holds the store."""
+def test_two_nodes(needle: Model, tmp_path: Path) -> None:
     prompts = [f"The code of {name} is {code}.\nThe code of {name} is" for name, code in (("Ada", 31), ("Bo", 12))]
     rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)]
     requests = write_lines(tmp_path / "requests.jsonl", *rows)
-    with reserved_port() as port:
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        what = ["--model", needle.folder, "--spp", 2, "--max-model-len", 512, "--requests", requests, "--json"]
-        job = start(2, command, list(map(str, what)), environment=node | {"MASTER_PORT": str(store.port)})
-        first, second = job.end_well()
+    what = ["-m", "medha.generate", "--model", needle.folder, "--spp", 2, "--max-model-len", 512]
+    what += ["--requests", requests, "--json"]
+    with reserved_port() as port, ThreadPoolExecutor(2) as pool:
+        where = [*TORCHRUN[:2], "--nnodes", 2, "--nproc-per-node", 1]
+        where += ["--master-addr", "127.0.0.1", "--master-port", port]
+        first, second = pool.map(lambda node: run_python(*where, "--node-rank", node, *what), range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     # lines come as requests end, and these two are as long
-    assert {line["id"]: line["text"] for line in parse(first)} == {"0": " 31.", "1": " 12."}
-    assert len(first.splitlines()) == 2
-    assert second == ""
-    assert f"2 ranks meet at 127.0.0.1:{port} (store of torchrun's agent" in job.stderr(0)
+    assert {line["id"]: line["text"] for line in parse(first.stdout)} == {"0": " 31.", "1": " 12."}
+    assert len(first.stdout.splitlines()) == 2
+    assert second.stdout == ""
 
 
 def test_a_layout_is_chosen_for_a_model(needle: Model, start: Start) -> None:
