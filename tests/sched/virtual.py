@@ -4,13 +4,14 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from typing import Any, Self
 
 from hypothesis import strategies as st
 
 from medha.batch import Batch, Deal, Row, Swap
 from medha.config import SCHEDULERS, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
-from medha.cost.coefficients import Curve
+from medha.cost.coefficients import Coefficients, Curve
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
@@ -26,13 +27,17 @@ MODEL = ModelConfig("LlamaForCausalLM", 32_000, 1024, 2816, 8, 16, 4, 64, 1 << 2
 """A small model, for predicted times of the size that a CPU has: 1,000 tokens take about a second."""
 
 
+@cache
+def _cpu(kvp: int, attention: float) -> Coefficients:
+    spec = load_spec("cpu").times(4)
+    rates = replace(spec.attention, flops_per_s=attention * spec.attention.flops_per_s)
+    spec = replace(spec, attention=rates, gemm=replace(spec.gemm, overlap_power=8.0))
+    return stage_coefficients(spec, MODEL, ParallelConfig(kvp=kvp), 0, dtype_bytes=4)
+
+
 def make_predictor(*, max_tokens: int = 2048, kvp: int = 1, attention: float = 1.0) -> Predictor:
     """That of a CPU of four threads which reads weights while it multiplies, with attention so many times as fast."""
-    spec = load_spec("cpu").times(4)
-    rates = spec.attention
-    spec = replace(spec, attention=replace(rates, flops_per_s=attention * rates.flops_per_s))
-    spec = replace(spec, gemm=replace(spec.gemm, overlap_power=8.0))
-    return Predictor(stage_coefficients(spec, MODEL, ParallelConfig(kvp=kvp), 0, dtype_bytes=4), max_tokens=max_tokens)
+    return Predictor(_cpu(kvp, attention), max_tokens=max_tokens)
 
 
 def gpu_predictor(
@@ -268,7 +273,7 @@ class Drive:
         self.first_token_s: dict[int, float] = {}  # by job
         self.finish_s: dict[int, float] = {}
         self.token_s: defaultdict[int, list[float]] = defaultdict(list)  # of all its tokens, by job
-        self.log: list[str] = []  # batches, and what closed
+        self.log: list[tuple[float, Batch | int]] = []  # when: a batch, or the slot that closed
         self.batches: list[Batch] = []
         self.gave_way: list[int] = []  # by job, in order
         self.num_decodes = self.num_swapped = 0  # of these
@@ -279,6 +284,7 @@ class Drive:
         self._events = sorted([*arrivals, *cancels])
         self._in_flight: deque[tuple[Batch, float, float]] = deque()  # batch, its end, its seconds
         self._owner: dict[tuple[int, int], int] = {}  # slot that holds each (group, block)
+        self._blocks: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of each (slot, group), as given
         self._to_free: list[int] = []
         self._shards: dict[int, dict[int, int]] = {}  # by slot and group: where its shard begins
         self._dealt: defaultdict[int, Counter[int]] = defaultdict(Counter)  # tokens of dealt requests by group
@@ -353,13 +359,15 @@ class Drive:
             self._check_bounds(batch)
             self._check_batch(batch)
             self.batches.append(batch)
-            self.log.append(f"{self.now_s} {batch}")
+            self.log.append((self.now_s, batch))
             seconds = self._seconds(batch) if self._seconds else self.decision.prediction.seconds
             start_s = max(self.now_s, self._in_flight[-1][1]) if self._in_flight else self.now_s
             self._in_flight.append((batch, start_s + seconds, seconds))
 
     def _preempt(self, preempted: Sequence[Preempted]) -> None:
         """Who gave way is somebody who may: with classes anybody, with overcommit alone anybody but the oldest."""
+        if not preempted:
+            return
         config = self.scheduler.config
         started = [one for one in self.live.values() if one.num_scheduled or one.num_preempted]
         by_class = str(config.policy).startswith("priority")
@@ -418,7 +426,7 @@ class Drive:
                 self._forget_host(slot)
             elif live.num_scheduled:
                 self._to_free.append(slot)
-            self.log.append(f"{self.now_s} slot {slot} closed")
+            self.log.append((self.now_s, slot))
 
     # -- rules of any scheduler ------------------------------------------------------------------------------------
 
@@ -445,16 +453,26 @@ class Drive:
         self._check_swaps(batch)
         for row in batch.rows:
             self._check_row(row)
-        self._owner = {block: slot for block, slot in self._owner.items() if slot not in batch.frees}
+        for slot, group in [key for key in self._blocks if key[0] in batch.frees] if batch.frees else ():
+            self._keep(slot, group, 0)
+            del self._blocks[slot, group]
         for extent in batch.extents:
             for block in range(extent.first, extent.first + extent.count):
                 assert (extent.group, block) not in self._owner
                 self._owner[extent.group, block] = extent.slot
+                self._blocks[extent.slot, extent.group].append(block)
         self._deals = batch.deals
         for row in batch.rows:
             self._check_shards(row)
-        held = Counter(group for group, _ in self._owner)
-        assert all(pool.num_used == held[group] for group, pool in enumerate(self.scheduler.memory.pools))
+        for group, pool in enumerate(self.scheduler.memory.pools):
+            assert pool.num_used == sum(len(blocks) for (_, of), blocks in self._blocks.items() if of == group)
+
+    def _keep(self, slot: int, group: int, count: int) -> None:
+        """A request gives back all but the first so many of its blocks on a group."""
+        blocks = self._blocks[slot, group]
+        for block in blocks[count:]:
+            del self._owner[group, block]
+        del blocks[count:]
 
     def _check_shards(self, row: Row) -> None:
         """A row lies on neighbouring groups, each with the blocks for its shard and not one more, or of a dealt request
@@ -471,9 +489,8 @@ class Drive:
         assert list(shards) == list(row.groups)
         ends = [*list(shards.values())[1:], row.kv_len]
         for (group, start), end in zip(shards.items(), ends, strict=True):
-            assert 0 < end - start <= self.scheduler.memory.max_kv_per_group
-            num_blocks = sum(place[0] == group and slot == row.slot for place, slot in self._owner.items())
-            assert num_blocks == -(-(end - start) // self.scheduler.memory.block_size)
+            assert 0 < end - start <= memory.max_kv_per_group
+            assert len(self._blocks[row.slot, group]) == -(-(end - start) // memory.block_size)
 
     def _check_dealt(self, row: Row) -> None:
         held, size = self._dealt[row.slot], self.scheduler.memory.block_size
@@ -490,16 +507,10 @@ class Drive:
                 self.num_dealt += 1
                 if deal.share < deal.held:
                     self.num_shifts += 1
-                    kept, its = -(-held[group] // size), [*self._blocks(row.slot, group)]
-                    for block in its[kept:]:
-                        del self._owner[group, block]
+                    self._keep(row.slot, group, -(-held[group] // size))
             elif group == row.writer:
                 held[group] += row.q_len
-            assert len([*self._blocks(row.slot, group)]) == -(-held[group] // size)
-
-    def _blocks(self, slot: int, group: int) -> Iterator[int]:
-        """The blocks of a request on a group, as they were given."""
-        return (block for (place, block), owner in self._owner.items() if (place, owner) == (group, slot))
+            assert len(self._blocks[row.slot, group]) == -(-held[group] // size)
 
     def _check_swaps(self, batch: Batch) -> None:
         """What goes out goes to host blocks of nobody; what comes in is what went out, to as many first blocks."""
@@ -512,7 +523,8 @@ class Drive:
                 assert place not in self._host, "a batch that reads host blocks gives them to nobody"
                 self._host[place] = slot
         assert out.keys() == self._to_swap | self._swapped_for_none
-        assert all(blocks == [place for place, s in self._owner.items() if s == slot] for slot, blocks in out.items())
+        for slot, blocks in out.items():
+            assert blocks == [(group, block) for (s, group), its in self._blocks.items() if s == slot for block in its]
         self._to_swap.clear()
         self._swapped_for_none.clear()
         for swap, block, host_block in pairs(batch.swaps_in):
