@@ -17,8 +17,6 @@ from medha.cost.json_form import JsonFile
 from medha.errors import ConfigError, hint
 
 SPECS = Path(__file__).parent / "specs"
-GEMM_TILES = ((64, 64), (128, 128), (128, 256))
-"""Rows and columns of the output that one thread block of a GPU computes."""
 _PROVENANCES = ("fitted", "derived", "assumed")
 _DEFAULT_GPU, _CPU = "a100-80g", "cpu"
 
@@ -32,7 +30,8 @@ class GemmRates:
     launch_s: float  # of one product
     overlap_power: float  # p of arithmetic beside bytes, at least 1
     wave_share: float  # 1 where a last wave that is not full costs a full one, 0 where it costs its share
-    tiles: tuple[tuple[int, int], ...] = GEMM_TILES  # rows and columns of the output that one thread block computes
+    # Rows and columns of the output that one thread block computes; by default those of a GPU.
+    tiles: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
 
     def __post_init__(self) -> None:
         if len(self.flops_per_s) != len(self.tiles):

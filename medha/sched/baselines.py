@@ -54,17 +54,15 @@ def _orca(queue: Queue, builder: BatchBuilder) -> None:
         is_first = not any(builder.has_chunk[group] for group in groups)
         return most if is_first or all(builder.tokens_left[group] >= most for group in groups) else 0
 
-    builder.add_decodes()
-    _continue_started(queue, builder, if_it_fits, is_whole=True)  # cut at the end of a shard, or refused memory
-    _start_waiting(queue, builder, if_it_fits, is_whole=True)
+    _sarathi(queue, builder, if_it_fits, is_whole=True)  # some have begun: cut at the end of a shard, or refused memory
 
 
-def _sarathi(queue: Queue, builder: BatchBuilder) -> None:
+def _sarathi(queue: Queue, builder: BatchBuilder, size: SizeFn = _all, *, is_whole: bool = False) -> None:
     """Decodes, then chunks of prefills that have begun, then new ones (Sarathi-Serve, arXiv:2403.02310), bounded by
     ``max_batch_tokens`` and ``chunk_size``."""
     builder.add_decodes()
-    _continue_started(queue, builder)
-    _start_waiting(queue, builder)
+    _continue_started(queue, builder, size, is_whole=is_whole)
+    _start_waiting(queue, builder, size, is_whole=is_whole)
 
 
 def _vllm(queue: Queue, builder: BatchBuilder) -> None:
@@ -77,7 +75,7 @@ def _vllm(queue: Queue, builder: BatchBuilder) -> None:
         elif state.has_started and state.prefilling and not state.ended:
             builder.add_chunk(state, _all)
     _start_waiting(queue, builder)
-    builder.put_decodes_first()
+    builder.rows.sort(key=lambda row: not row.is_decode)  # the order that a batch has
 
 
 CLASSICAL: dict[str, Fill] = {"static": _static, "orca": _orca, "sarathi": _sarathi, "vllm": _vllm}

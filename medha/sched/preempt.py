@@ -53,7 +53,8 @@ class Preemption:
         Never the oldest, nor those of a higher class than a request that is not the oldest itself.
         """
         first = oldest(self.queue.running.values())
-        others = [s for s in self._idle() if s is not first and s is not state]
+        idle = (s for s in self.queue.running.values() if not s.num_in_flight and not s.ended)
+        others = [s for s in idle if s is not first and s is not state]
         if self.by_class and state is not first:
             others = [s for s in others if s.request.priority >= state.request.priority]
 
@@ -84,10 +85,6 @@ class Preemption:
             self.queue.preempt(state, now_s, num_kept=num_kept)
             if state.chain is not None and not is_swap:
                 self.memory.prefix.stale[state.slot] = None  # of what it had, some is there still
-
-    def _idle(self) -> Iterable[State]:
-        """Started requests of which nothing is in flight."""
-        return (s for s in self.queue.running.values() if not s.num_in_flight and not s.ended)
 
 
 def oldest(states: Iterable[State]) -> State | None:

@@ -173,7 +173,9 @@ class Queue:
         predicted seconds of its derived deadline."""
         length, self.newest_s = request.num_prompt_tokens, max(self.newest_s, request.arrival_s)
         total_s = self.left_s(num_cached, length) if num_cached else self.times(length).total_s(length)
-        state = State(request, length, length, self._deadline_s(request, total_s * factor))
+        deadline_s = None if request.slo is None else request.slo.ttft_s
+        deadline_s = deadline_s or max(self._config.deadline_floor_s, self._config.deadline_factor * (total_s * factor))
+        state = State(request, length, length, math.inf if request.is_relegated else deadline_s)
         state.tenant = self.tenants.enter(request.tenant)
         self.waiting[request.slot] = state
         self._append(state, total_s, request.arrival_s)
@@ -286,12 +288,6 @@ class Queue:
     def left_s(self, num_done: int, num_tokens: int) -> float:
         """Seconds that the rest of a prefill takes alone, uncorrected."""
         return self.times(num_tokens).remaining_s(num_done, num_tokens)
-
-    def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
-        if request.is_relegated:
-            return math.inf
-        given_s = None if request.slo is None else request.slo.ttft_s
-        return given_s or max(self._config.deadline_floor_s, self._config.deadline_factor * total_s)
 
     def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
         """A row for a request that has not started; what was kept of it counts as done."""

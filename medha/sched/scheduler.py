@@ -130,8 +130,7 @@ class Scheduler:
         """
         if request.slot in self._queue:
             raise ValueError(f"slot {request.slot} is in use")
-        if request.num_kv_tokens > self.memory.max_request_tokens:
-            most = self.memory.max_request_tokens
+        if request.num_kv_tokens > (most := self.memory.max_request_tokens):
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
         if self.planner is not None and (request.max_new_tokens > 1 or request.prefix):
             raise ValueError(f"{request}; accepted with scheduler='cdsp': one new token, and no prefix ids")

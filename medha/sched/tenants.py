@@ -33,12 +33,11 @@ class Tenants:
         self._names: list[str | None] = [None] * 4  # by number, as what follows
         self._weight_of = [1.0] * 4
         self._had_s, self._num_requests = np.zeros(4), np.zeros(4, np.int64)  # the latter that are not closed
-        self._num_present = 0
 
     @property
     def are_several(self) -> bool:
         """Whether more than one has requests that are not closed."""
-        return self._num_present > 1
+        return bool(np.count_nonzero(self._num_requests) > 1)
 
     def enter(self, name: str) -> int:
         """A request of a tenant arrives; returns the tenant's number."""
@@ -47,12 +46,9 @@ class Tenants:
             is_present = self._num_requests > 0
             least_s = self._had_s[is_present].min(initial=math.inf)
             if number is None:
-                gone = np.flatnonzero(
-                    ~is_present & (self._had_s <= least_s)
-                )  # coming back they would start at the least
+                gone = np.flatnonzero(~is_present & (self._had_s <= least_s))  # coming back they start at the least
                 number = self._named(int(gone[0]) if gone.size else is_present.size, name)
-            self._had_s[number] = max(self._had_s[number], least_s if self._num_present else 0.0)
-            self._num_present += 1
+            self._had_s[number] = max(self._had_s[number], least_s if is_present.any() else 0.0)
         self._num_requests[number] += 1
         return number
 
@@ -70,11 +66,8 @@ class Tenants:
     def leave(self, number: int) -> None:
         """A request of a tenant is closed."""
         self._num_requests[number] -= 1
-        self._num_present -= not self._num_requests[number]
-        if not self._num_present:  # else who asked little before would be served alone until it has had as much
+        if not self._num_requests.any():  # else who asked little before would be served alone until it has had as much
             self._had_s[:] = 0.0
-            self._names = [None] * len(self._names)
-            self._numbers.clear()
 
     def charge(self, number: int, seconds: float) -> None:
         """A tenant is served for so many predicted seconds."""
