@@ -12,7 +12,7 @@ from medha.engine.replay import replay
 from tests.sched.virtual import Drive, make_scheduler, worlds
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(worlds(any_scheduler=True), st.sampled_from([0.1, 1.0, 10.0, math.nan, math.inf]))
 def test_any_load_ends_leaves_nothing_and_replays(world: dict[str, Any], factor: float) -> None:
     """Swaps included; with predictions that are off by a factor, or hear nonsense."""
@@ -23,7 +23,7 @@ def test_any_load_ends_leaves_nothing_and_replays(world: dict[str, Any], factor:
     assert (replayed.mismatch, replayed.num_batches) == (None, len(drive.batches))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(worlds(any_scheduler=True))
 def test_any_load_ends_where_requests_are_spread_as_that_pays(world: dict[str, Any]) -> None:
     """Their share of a group is that of the pool, or less if the others have less to read."""

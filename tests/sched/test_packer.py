@@ -159,12 +159,14 @@ def chunks_of(batch: Batch | None) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
-    """More than are looked at in one round, as many as there are places; the order is that of plain Python."""
+    """More than are looked at in one round, as many as there are places; the order is plain Python's, ties too."""
     draws = random.Random(3)
     scheduler = plain(policy=policy, max_num_seqs=20, t_target_s=5.0)
-    for slot in range(200):
+    for slot in draws.sample(range(200), 200):
         slo, priority = SLO(draws.uniform(0.1, 9.0)), draws.randrange(4)
-        add(scheduler, slot, draws.choice([3, 40, 60]), slo=slo, arrival_s=-draws.random(), priority=priority)
+        add(
+            scheduler, slot, draws.choice([3, 40, 60]), slo=slo, arrival_s=-draws.choice([0.25, 0.5]), priority=priority
+        )
     queue = scheduler._queue
     columns = queue.columns(1.0)
     name = policy.removeprefix("priority").removeprefix(":") or "srpt"

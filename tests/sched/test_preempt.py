@@ -140,7 +140,9 @@ def test_a_class_takes_a_place_among_the_running(ahead: dict[str, Any]) -> None:
 
 
 def test_the_property_notices_who_gives_way_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Preemption, "_idle", lambda self: list(self.queue.running.values()))
+    monkeypatch.setattr(
+        Preemption, "by_loss", lambda self, state: [s for s in self.queue.running.values() if s is not state]
+    )
     with pytest.raises(AssertionError):
         play(make(8, overcommit=True, depth=2), [Job(0.0, 16, 100), Job(0.01, 40, 80), Job(0.02, 60, 60)])
 

@@ -63,6 +63,7 @@ class Sharing(Drive):
     def __init__(self, scheduler: Scheduler, jobs: Sequence[Asking], *args: Any, **options: Any) -> None:
         super().__init__(scheduler, jobs, *args, **options)
         self.tokens: dict[int, list[int]] = {}  # by slot
+        self.names: dict[int, list[int]] = {}  # by slot: of no tokens, of the first one, of the first two, ...
         self.cells: dict[tuple[int, int], list[int | None]] = {}  # by group and block
         self.tables: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by slot and group: first position, blocks
         self.host: dict[tuple[int, int], list[int | None]] = {}  # by group and host block
@@ -78,6 +79,7 @@ class Sharing(Drive):
         document, own = random.Random(job.document), random.Random(1000 + index if job.own is None else job.own)
         shared = [document.randrange(1000) for _ in range(min(job.num_shared, job.num_prompt))]
         self.tokens[slot] = shared + [own.randrange(1000) for _ in range(job.num_prompt - len(shared))]
+        self.names[slot] = [hash(job.salt)]
         prefix = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)
         self.num_units[slot] = len(prefix) // 16
         return prefix
@@ -147,11 +149,12 @@ class Sharing(Drive):
         return self.tables.setdefault(slot, {}).setdefault(group, (-1, []))
 
     def _content(self, slot: int, position: int) -> int:
-        job = self.jobs[self.live[slot].job]
-        tokens = self.tokens[slot][: position + 1]
-        while len(tokens) <= position:  # it is on its way
-            tokens.append(drawn(tokens))
-        return hash((job.salt, *tokens))
+        names, tokens = self.names[slot], self.tokens[slot]
+        while (at := len(names) - 1) <= position:
+            while len(tokens) <= at:  # it is on its way
+                tokens = [*tokens, drawn(tokens)]
+            names.append(hash((names[-1], tokens[at])))
+        return names[position + 1]
 
     def _check_reads(self, row: Any) -> None:
         table, position = self.tables[row.slot], 0

@@ -24,7 +24,7 @@ def test_all_come_to_their_end() -> None:
     """Under any load, with history that moves; the drive holds each group to what it is dealt."""
     drives: list[Drive] = []
 
-    @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(worlds())
     def ends(world: dict[str, Any]) -> None:
         drives.append(Drive(make_scheduler(dealt(world)), world["load"], lambda batch: 0.1).run())

@@ -1,5 +1,5 @@
-"""Streams without end that could starve somebody. Who is served before a stream ends waits no longer however long it is,
-as a scheduler decides by what has come."""
+"""Streams without end that could starve somebody. Who is served before a stream ends waits no longer however long that
+is, as a scheduler decides by what has come."""
 
 from dataclasses import replace
 from typing import Any
