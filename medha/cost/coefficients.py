@@ -204,8 +204,6 @@ def _check_table(name: str, x: tuple[float, ...], *, rising: bool = True, **colu
 class Line:
     """Straight lines between points, the first of which is at 0, and behind the last one of a given slope."""
 
-    __slots__ = ("slope", "x", "y")
-
     def __init__(self, x: list[float], y: list[float], tail: float) -> None:
         self.x, self.y = x, y
         self.slope: list[float] = [*(np.diff(y) / np.diff(x)).tolist(), tail]
@@ -230,8 +228,6 @@ class Line:
 
 class Tiles:
     """Chunk attention by number of tiles, from 0 to that of the largest chunk."""
-
-    __slots__ = ("a", "b", "first", "max_tokens", "tile")
 
     def __init__(self, table: ChunkAttention, max_tokens: int) -> None:
         tile = table.tile

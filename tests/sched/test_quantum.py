@@ -10,7 +10,7 @@ from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.params import SLO
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import MODEL, Steps, add, gpu_predictor, make_predictor, new_scheduler, next_batch
+from tests.sched.virtual import MODEL, Steps, gpu_predictor, make_predictor, new_scheduler
 
 PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
 QUANTUM_S, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
@@ -67,13 +67,6 @@ def test_an_objective_makes_chunks_as_small_as_it_needs(slo: SLO) -> None:
     for position, tokens in chunks_of_one(slo)[1:]:  # the first is beside its prompt
         alone_s = PREDICTOR.tick().with_chunk(tokens, position)
         assert alone_s <= slo.tpot_s or tokens <= 64, position
-
-
-def test_a_class_goes_first_by_default() -> None:
-    scheduler = on_one_group(max_batch_tokens=64, max_num_seqs=2)
-    for slot, (tokens, priority) in enumerate([(40, 2), (60, 0), (50, 1)]):
-        add(scheduler, slot, tokens, 4, 0.0, priority=priority)
-    assert next_batch(scheduler).rows[0].slot == 1
 
 
 def test_decodes_take_their_share_beside_and_without_the_long_prompt_and_no_more() -> None:
