@@ -262,18 +262,13 @@ def complain(message: str, code: int) -> int:
     line = " ".join(message.split())
     if is_first_rank():
         print("error:", line, file=sys.stderr, flush=True)
-        _tell_launcher(line)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's own report, below which nothing else is seen
+            extra = {"timestamp": str(int(time.time()))}
+            with suppress(OSError):
+                Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
     elif code == _BAD_INPUT:
         time.sleep(_SPEAK_S)  # the launcher ends every rank as soon as one has ended, and rank 0 has to speak yet
     return code
-
-
-def _tell_launcher(message: str) -> None:
-    """Have torchrun's own report of the failure, below which nothing else is seen, end with a message."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def ignore_signals() -> None:

@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Self, TextIO
 
 from rich.console import Console
@@ -33,25 +32,25 @@ Prefills = Callable[[int], Sequence[tuple[str, int, int]]]
 """Of prompts of so many tokens: id, tokens read, in all."""
 
 
-@dataclass(eq=False, repr=False)
 class Display:
-    """Many requests at once: a line for each that ends and, on a terminal, how far those are that run."""
+    """Many requests at once: a line for each that ends and, on a terminal, how far those are that run.
 
-    prefills: Prefills
-    _: KW_ONLY
-    lines: Console | None  # where a line for each finished request is printed
-    live: InitVar[Console | None]  # where bars are drawn, if it is a terminal
-    num_requests: InitVar[int]  # how many there will be; more than one are counted
+    Args:
+        lines: where a line for each finished request is printed.
+        live: where bars are drawn, if it is a terminal.
+        num_requests: how many there will be; more than one are counted.
+    """
 
-    def __post_init__(self, live: Console | None, num_requests: int) -> None:
+    def __init__(self, prefills: Prefills, *, lines: Console | None, live: Console | None, num_requests: int) -> None:
+        self._prefills, self._lines = prefills, lines
         self._tasks: dict[str, TaskID] = {}
         self._last_refresh = 0.0
         self._bars: Progress | None = None
         if live is not None and live.is_terminal:
             self._bars = _bars(live)
             self._count = self._bars.add_task("requests done", total=num_requests, rate="", visible=num_requests > 1)
-            if self.lines is not None and self.lines.is_terminal:
-                self.lines = live  # all that reaches the terminal must pass the console that redraws a part of it
+            if lines is not None and lines.is_terminal:
+                self._lines = live  # all that reaches the terminal must pass the console that redraws a part of it
 
     def __enter__(self) -> Self:
         if self._bars is not None:
@@ -69,12 +68,12 @@ class Display:
         """Take a request that has ended, with all of its tokens."""
         if self._bars is not None:
             self._bars.advance(self._count)
-        if self.lines is not None:
+        if self._lines is not None:
             for one in whole.outputs:
                 name = whole.request_id + f"[{one.index}]" * (len(whole.outputs) > 1)
                 name, text, note = map(one_line, (name, shown_text(one), _note(whole, one)))
                 line = Text.assemble((name, "cyan"), "  ", text, (f"  [{note}]", "red" if whole.error else "dim"))
-                self.lines.print(line, soft_wrap=True)
+                self._lines.print(line, soft_wrap=True)
 
     def refresh(self) -> None:
         """Redraw, at most eight times a second; call after each step."""
@@ -82,7 +81,7 @@ class Display:
         if bars is None or now - self._last_refresh < _REFRESH_S:
             return
         self._last_refresh = now
-        shown = {name: (done, total) for name, done, total in self.prefills(_LONG_PROMPT)[:_MAX_ROWS]}
+        shown = {name: (done, total) for name, done, total in self._prefills(_LONG_PROMPT)[:_MAX_ROWS]}
         for name in self._tasks.keys() - shown.keys():
             bars.remove_task(self._tasks.pop(name))
         for name, (done, total) in shown.items():

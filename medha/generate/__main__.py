@@ -37,8 +37,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("medha")
 app = command.make_app()
-_request_option = partial(typer.Option, rich_help_panel="Requests", show_default=False)
-_output_option = partial(typer.Option, rich_help_panel="Output")
+_asked = partial(typer.Option, rich_help_panel="Requests", show_default=False)
+_written = partial(typer.Option, rich_help_panel="Output")
+File = Path | None
+_RESUME = (
+    "Go on with the --output of a run of the same --requests and options that was cut short. What has a line there is "
+    "skipped, also with an error of its own; what was aborted, or lost with the engine, runs again. The tokens are "
+    "those of one whole run."
+)
 
 
 @app.command()
@@ -46,39 +52,27 @@ _output_option = partial(typer.Option, rich_help_panel="Output")
 def generate(
     context: typer.Context,
     model_argument: ModelArgument = None,
-    prompt: Annotated[list[str] | None, _request_option(help="Text to complete; may be repeated.")] = None,
+    prompt: Annotated[list[str] | None, _asked(help="Text to complete; may be repeated.")] = None,
     prompt_file: Annotated[
-        Path | None, _request_option(help="File whose text is one prompt, to the byte; - is stdin, as is a pipe alone.")
+        File, _asked(help="File whose text is one prompt, to the byte; - is stdin, as is a pipe alone.")
     ] = None,
     requests: Annotated[
-        Path | None, _request_option(help="JSON lines, one request each, OpenAI's batch lines too; - is stdin.")
+        File, _asked(help="JSON lines, one request each, OpenAI's batch lines too; - is stdin.")
     ] = None,
-    chat: Annotated[bool, _request_option("--chat", help="Put prompts into the model's chat template.")] = False,
+    chat: Annotated[bool, _asked("--chat", help="Put prompts into the model's chat template.")] = False,
     dry_run: Annotated[
-        bool, _output_option("--dry-run", help="Print rank map, memory and longest context; load nothing.")
+        bool, _written("--dry-run", help="Print rank map, memory and longest context; load nothing.")
     ] = False,
-    output: Annotated[
-        Path | None, _output_option(help="New or empty file for JSON lines, one as each request ends.")
-    ] = None,
-    overwrite: Annotated[bool, _output_option("--overwrite", help="Start --output anew.")] = False,
-    resume: Annotated[
-        bool,
-        _output_option(
-            "--resume",
-            help="Go on with the --output of a run of the same --requests and options that was cut short. What has a "
-            "line there is skipped, also with an error of its own; what was aborted, or lost with the engine, runs "
-            "again. The tokens are those of one whole run.",
-        ),
-    ] = False,
-    json_lines: Annotated[bool, _output_option("--json", help="The same lines on stdout in place of text.")] = False,
-    timeline: Annotated[
-        Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz), replaced.")
-    ] = None,
-    journal: Annotated[Path | None, _output_option(help="What the scheduler was asked and decided; replaced.")] = None,
-    explain: Annotated[bool, _output_option("--explain", help="Say on stderr where each TTFT went.")] = False,
+    output: Annotated[File, _written(help="New or empty file for JSON lines, one as each request ends.")] = None,
+    overwrite: Annotated[bool, _written("--overwrite", help="Start --output anew.")] = False,
+    resume: Annotated[bool, _written("--resume", help=_RESUME)] = False,
+    json_lines: Annotated[bool, _written("--json", help="The same lines on stdout in place of text.")] = False,
+    timeline: Annotated[File, _written(help="Chrome trace of what ran (.json or .json.gz), replaced.")] = None,
+    journal: Annotated[File, _written(help="What the scheduler was asked and decided; replaced.")] = None,
+    explain: Annotated[bool, _written("--explain", help="Say on stderr where each TTFT went.")] = False,
     log_level: LogLevel = "info",
     no_progress: Annotated[
-        bool, _output_option("--no-progress", help="Draw nothing on a terminal.", envvar="MEDHA_NO_PROGRESS")
+        bool, _written("--no-progress", help="Draw nothing on a terminal.", envvar="MEDHA_NO_PROGRESS")
     ] = False,
     **given: Any,
 ) -> int:

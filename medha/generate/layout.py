@@ -70,11 +70,9 @@ def run_dry(config: EngineConfig, console: Console) -> int:
     if (least := _kv_tokens(config, most)) is not None:
         console.print(f"Longest context: {min(limit, least * parallel.kvp):,} tokens (the model allows {limit:,}).")
     else:
-        console.print(
-            f"The model allows {limit:,} tokens; their keys and values take "
-            f"{limit * most / parallel.kvp / 2**30:.2f} GiB on the "
-            "fullest rank. With --kv-memory or --num-kv-blocks, the longest context that fits is told."
-        )
+        gib = limit * most / parallel.kvp / 2**30
+        said = f"The model allows {limit:,} tokens; their keys and values take {gib:.2f} GiB on the fullest rank."
+        console.print(f"{said} With --kv-memory or --num-kv-blocks, the longest context that fits is told.")
     return 0
 
 
