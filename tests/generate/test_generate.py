@@ -11,7 +11,8 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.models.needle import make_haystack, write_needle
 from medha.worker.runner import Runner
-from tests.commands import ENVIRONMENT, LIMIT_S, Command, parse, wait_until, without_torch, write_lines
+from tests.commands import ENVIRONMENT, LIMIT_S, Command, Done, parse, wait_until, without_torch, write_lines
 from tests.sched.costs import PLAIN
 from tests.serving import Model
 
@@ -120,18 +121,23 @@ def test_prompt_file_is_one_prompt_to_the_byte(run: Command, tmp_path: Path) -> 
     assert run("--prompt-file", path, "--json").rows[0]["num_prompt_tokens"] == len(ADA)
 
 
-def test_standard_input(run: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "in").write_text(ADA)
-    for options in ([], ["--prompt-file", "-"]):
-        with (tmp_path / "in").open() as given, monkeypatch.context() as patch:
+def test_standard_input_and_an_output_that_is_a_pipe(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_with(stdin: Path, *options: str) -> Done:
+        with stdin.open() as given, monkeypatch.context() as patch:
             patch.setattr("sys.stdin", given)
-            assert run(*options).out == " 31-plum.\n"
-    requests = ["--requests", "-", "--output", "/dev/stdout", "--log-level", "warning"]
-    with spawn(folder, "--num-kv-blocks", "8", *requests, stdin=subprocess.PIPE) as process:
-        out, err = process.communicate(json.dumps({"prompt": ADA}) + "\n", timeout=LIMIT_S)
-    assert (process.returncode, err) == (0, "") and " 31-plum." in out
-    with spawn(folder, stdin=subprocess.DEVNULL) as nothing:
-        assert "neither of prompts and --requests given; accepted" in nothing.communicate(timeout=LIMIT_S)[1]
+            return run(*options, "--log-level", "warning")
+
+    (prompt := tmp_path / "in").write_text(ADA)
+    for options in ([], ["--prompt-file", "-"]):
+        assert run_with(prompt, *options).out == " 31-plum.\n"
+    reader, writer = os.pipe()
+    with open(reader) as output, open(writer):
+        requests = write_lines(tmp_path / "in.jsonl", {"prompt": ADA})
+        done = run_with(requests, "--requests", "-", "--output", f"/dev/fd/{writer}")
+        assert (done.code, done.err, json.loads(output.readline())["text"]) == (0, "", " 31-plum.")
+    assert "neither of prompts and --requests given; accepted" in run_with(Path(os.devnull)).err
 
 
 def test_json_lines_on_stdout(run: Command) -> None:
@@ -471,8 +477,9 @@ def test_the_second_interrupt_is_raised() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
-def test_a_signal_keeps_what_was_written(folder: Path, tmp_path: Path, signals: list[signal.Signals]) -> None:
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_an_interrupt_keeps_what_was_written(run: Command, folder: Path, tmp_path: Path, num_signals: int) -> None:
+    """One in this process; after the second another process ends at once."""
     rows = [
         {"id": "document", "prompt": make_haystack(60_000).prompt},
         {"id": "endless", "prompt": "hello", "max_tokens": 50_000, "ignore_eos": True},
@@ -481,24 +488,29 @@ def test_a_signal_keeps_what_was_written(folder: Path, tmp_path: Path, signals: 
     ]
     requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
     files = ["--output", output, "--timeline", tmp_path / "t.json", "--journal", tmp_path / "run.journal"]
-    with spawn(folder, "--requests", requests, "--num-kv-blocks", "600", *files, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: process.poll() is not None or (output.exists() and output.read_text().endswith("\n")))
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        for number in signals:
-            process.send_signal(number)
+    what = ["--requests", requests, "--num-kv-blocks", "600", *files]
+
+    def interrupt(pid: int) -> None:
+        wait_until(lambda: output.exists() and output.read_text().endswith("\n"))
+        for _ in range(num_signals):
+            os.kill(pid, signal.SIGINT)
             time.sleep(0.05)
-        _, err = process.communicate(timeout=LIMIT_S)
-    assert "Traceback" not in err
+
+    if num_signals == 1:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(interrupt, os.getpid())
+            done = run(*what)
+            code, err = done.code, done.err
+    else:
+        with spawn(folder, *what, stdout=subprocess.DEVNULL) as process:
+            interrupt(process.pid)
+            err, code = process.communicate(timeout=LIMIT_S)[1], process.returncode
+    assert code == 130 and "Traceback" not in err
     ends = {row["id"]: row for row in parse(output.read_text())}
-    assert ends["short"]["finish_reason"] == "length"
-    assert ends["short"]["text"] == " 31-"
+    assert (ends["short"]["finish_reason"], ends["short"]["text"]) == ("length", " 31-")
     recorded = replay(tmp_path / "run.journal")
     assert (recorded.mismatch, recorded.num_batches > 3) == (None, True)
-    if signals == [signal.SIGTERM]:
-        assert process.returncode == -signal.SIGTERM
-        return
-    assert process.returncode == 130
-    if len(signals) == 1:
+    if num_signals == 1:
         reasons = {i: row["finish_reason"] for i, row in ends.items() if i != "short"}
         assert reasons == dict.fromkeys(("document", "endless", "late"), "abort")
         assert len(ends["endless"]["token_ids"]) >= 3
@@ -520,27 +532,36 @@ def test_a_closed_pipe_ends_quietly(folder: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_answers_go_on_into_the_file_when_nobody_reads_the_others(folder: Path, tmp_path: Path) -> None:
+def test_answers_go_on_into_the_file_when_nobody_reads_the_others(
+    run_rows: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The readers of stdout and of stderr go away in the middle of a run."""
     rows = [{"id": str(i), "prompt": ADA, "max_tokens": 30 + 10 * i, "ignore_eos": True} for i in range(4)]
-    requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
-    what = ["--requests", requests, "--output", output, "--json", "--explain"]
-    with spawn(folder, "--num-kv-blocks", "8", *what) as process:
-        for stream in (process.stderr, process.stdout):
-            assert stream is not None
-            stream.readline()
-            stream.close()
-        assert process.wait(LIMIT_S) == 0
+    output = tmp_path / "out.jsonl"
+
+    def read_a_line(fd: int) -> str:
+        with open(fd) as reader:
+            return reader.readline()
+
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        heads = []
+        for name in ("stdout", "stderr"):
+            reader, writer = os.pipe()
+            heads.append(pool.submit(read_a_line, reader))
+            monkeypatch.setattr(sys, name, stack.enter_context(open(writer, "w")))
+        assert run_rows(rows, "--output", output, "--json", "--explain").code == 0
+    assert all(head.result() for head in heads)
     assert sorted(row["id"] for row in parse(output.read_text())) == ["0", "1", "2", "3"]
 
 
-def test_a_full_disk_behind_stdout(folder: Path, tmp_path: Path) -> None:
-    answers = [folder, "--num-kv-blocks", "8", "--prompt", ADA, "--prompt", BRUNO, "--log-level", "warning"]
+def test_a_full_disk_behind_stdout(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out.jsonl"
     ends = []
     for more in ([], ["--output", output]):
-        with Path("/dev/full").open("w") as full, spawn(*answers, *more, stdout=full) as process:
-            ends.append((process.communicate(timeout=LIMIT_S)[1], process.returncode))
+        with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            done = run("--prompt", ADA, "--prompt", BRUNO, "--log-level", "warning", *more)
+            ends.append((done.err, done.code))
     assert ends == [
         ("error: RequestError: stdout: No space left on device; what was written before is kept\n", 3),
         ("medha: stdout could not be written (No space left on device); all answers are in the output file\n", 0),

@@ -1,5 +1,6 @@
 """``--resume``: what a batch that was cut short is like when it has been gone on with."""
 
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ import pytest
 import medha.engine.build
 from medha.cli.command import run_app
 from medha.engine.jsonl import read_requests
+from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
 from medha.generate.work import read_earlier
-from tests.commands import parse, wait_until, write_lines
+from tests.commands import LIMIT_S, parse, wait_until, write_lines
 from tests.generate.test_generate import spawn
 from tests.serving import Model
 
@@ -38,9 +40,12 @@ def test_a_run_that_was_killed_goes_on(bytes_model: Model, tmp_path: Path) -> No
     assert generate(bytes_model.folder, *options, "--output", whole) == 0
     rows = [row if at < 12 else row | {"arrival_s": 1e5} for at, row in enumerate(ROWS)]  # it does not end before
     options[1] = write_lines(tmp_path / "slow.jsonl", *rows)
-    slow = [bytes_model.folder, *options, "--num-kv-blocks", "32", "--output", output]
+    slow = [bytes_model.folder, *options, "--num-kv-blocks", "32", "--output", output, "--journal", tmp_path / "run"]
     with spawn(*slow, stdout=subprocess.DEVNULL, stderr=None) as process:
         wait_until(lambda: process.poll() is not None or (output.exists() and output.read_text().count("\n") >= 4))
+        process.terminate()
+        assert process.wait(LIMIT_S) == -signal.SIGTERM
+    assert replay(tmp_path / "run").mismatch is None
     before = output.read_bytes()
     assert 4 <= before.count(b"\n") < len(ROWS)
     options[1] = requests
