@@ -19,10 +19,10 @@ from medha.serve.app import Front
 from medha.serve.keys import Key
 from medha.serve.service import Service
 from medha.serve.web import bound, listening
-from tests.commands import LIMIT_S
-from tests.serving import Model, random_ids
+from tests.commands import LIMIT_S, wait_until
+from tests.serving import Model, assert_empty, random_ids
 
-PATH = "/v1/completions"
+PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 Answered = tuple[int, Any, dict[str, str]]
 
@@ -100,6 +100,11 @@ def asked(length: int, max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt": random_ids(length, seed=0), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
 
 
+def asked_in_chat(content: Any = "x", **more: Any) -> dict[str, Any]:
+    """The body of a chat of one message."""
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1} | more
+
+
 def sent(body: dict[str, Any], path: str = PATH, **headers: str) -> bytes:
     """A request as bytes, for a socket."""
     raw = json.dumps(body)
@@ -114,6 +119,7 @@ def served(engine: Engine, *keys: Key, max_connections: int = 2048, **limits: An
     front = Front(engine, ["model"], keys, **limits)
     service = front.service
     with bound("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # which a short answer fills
 
         def run() -> None:
             with suppress(EngineDeadError):
@@ -137,7 +143,17 @@ def start() -> Iterator[Start]:
         yield lambda *given, **options: stack.enter_context(served(*given, **options))
 
 
-@pytest.fixture
-def server(start: Start, bytes_model: Model) -> Server:
+@pytest.fixture(scope="module")
+def one_server(bytes_model: Model) -> Iterator[Server]:
     """A server of the byte model, with room for long requests."""
-    return start(bytes_model.engine(num_blocks=512))
+    with served(bytes_model.engine(num_blocks=512)) as running:
+        yield running
+
+
+@pytest.fixture
+def server(one_server: Server) -> Iterator[Server]:
+    """The one server, which has nothing cached and, when the test is over, nothing left."""
+    one_server.service.ask(one_server.engine.reset_prefix_cache).result(LIMIT_S)
+    yield one_server
+    wait_until(one_server.is_idle)
+    assert_empty(one_server.engine)

@@ -62,15 +62,16 @@ class Process:
         return self.process.returncode
 
 
-def serving(log: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> Process:
-    """A server on a port of its own choice."""
-    return Process(log, [sys.executable, *launcher, "-m", "medha.serve", *map(str, arguments), "--port", "0"])
+def serving(log: Path, *arguments: object, launcher: tuple[str, ...] = (), port: int = 0) -> Process:
+    """A server on a port of its own choice, or on this one, where its log cannot be read."""
+    command = [sys.executable, *launcher, "-m", "medha.serve", *map(str, arguments), "--port", str(port)]
+    return Process(log, command, port=port)
 
 
 def streams_under_load(server: Process, max_tokens: int) -> list[HTTPResponse]:
     """Streams of which some are answered, one is being read, and one waits, where 4 are served at once."""
     for attempt in range(10):  # where the machine stops here, there is no such time that is seen
-        prompts = [f"{attempt}" + "hello" * 4000, *["hello"] * 4]
+        prompts = [f"{attempt}" + "hello" * 2000, *["hello"] * 4]
         answers = [server.complete(prompt, max_tokens, stream=True) for prompt in prompts]
         states = {"waiting"}
         while "waiting" in states and ("reading" in states or "answering" not in states):

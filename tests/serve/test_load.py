@@ -20,7 +20,7 @@ from tests.commands import LIMIT_S, wait_until
 from tests.serve.conftest import HEALTH, Server, Start, asked, sent
 from tools.serve_overhead import Timetable, make_engine
 
-NUM_IDLE, NUM_STREAMS, NUM_TOKENS = 1000, 256, 400
+NUM_IDLE, NUM_STREAMS, NUM_TOKENS = 1000, 256, 100
 
 
 @pytest.fixture
@@ -37,8 +37,10 @@ def many_files() -> Iterator[None]:
 def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream gets every token, and each idle connection an answer afterwards."""
     monkeypatch.setattr(web, "KEEP_ALIVE_S", LIMIT_S)
-    runner = Timetable(0.1)  # so that none has ended before all have begun
-    server = start(make_engine(0.0, runner=runner))
+    runner, num_at_once = Timetable(0.005), list[int]()
+    server, submit = start(make_engine(0.0, runner=runner)), runner.submit
+    counting = lambda batch: (num_at_once.append(server.engine.num_unfinished), submit(batch))[1]  # noqa: E731
+    monkeypatch.setattr(runner, "submit", counting)
     body = sent(asked(50, NUM_TOKENS, stream=True, stream_options={"include_usage": True}), connection="close")
 
     async def ask_health(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,9 +54,9 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start, mo
             await ask_health(*pair)
         for _, writer in streams:
             writer.write(body)
-        await asyncio.gather(*(reader.readuntil(b'"choices":[{') for reader, _ in streams))
-        assert server.front.num_open.total() == server.engine.num_unfinished == NUM_STREAMS
-        runner.step_s = 0.005
+        with server.engine.turns:  # they begin together
+            while server.front.num_open.total() < NUM_STREAMS:
+                await asyncio.sleep(0.01)
         ends = await asyncio.gather(*(reader.readuntil(b"data: [DONE]") for reader, _ in streams))
         for pair in idle:
             await ask_health(*pair)
@@ -62,7 +64,7 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start, mo
             writer.close()
         return [json.loads(end.split(b"data: ")[-2].split(b"\n")[0])["usage"]["completion_tokens"] for end in ends]
 
-    assert asyncio.run(run()) == [NUM_TOKENS] * NUM_STREAMS
+    assert asyncio.run(run()) == [NUM_TOKENS] * NUM_STREAMS and max(num_at_once) == NUM_STREAMS
     wait_until(server.is_idle)
     scheduler = server.engine.scheduler
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.memory.num_used) == (0, 0, 0)
@@ -94,12 +96,12 @@ def num_blocks_after(server: Server, num_requests: int) -> int:
     return sys.getallocatedblocks()
 
 
-def test_nothing_is_kept_of_2000_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object of each would be 2,000; the chunks that explanations are made of are kept, up to a limit."""
+def test_nothing_is_kept_of_1000_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One object of each would be 1,000; the chunks that explanations are made of are kept, up to a limit."""
     monkeypatch.setattr(explain, "_CHUNKS_KEPT", 64)
     server = start(make_engine(0.001))
-    before = num_blocks_after(server, 800)
-    assert num_blocks_after(server, 2000) - before < 1800
+    before = num_blocks_after(server, 400)
+    assert num_blocks_after(server, 1000) - before < 900
 
 
 def test_what_follows_a_delivery_comes_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,20 +11,11 @@ import pytest
 from medha.outputs import CompletionOutput, Logprob
 from medha.params import SamplingParams
 from medha.serve.protocol import _logprobs
-from tests.commands import wait_until
 from tests.serve.conftest import PATH, Server, asked, served
-from tests.serving import ANSWER, Model, assert_empty, finish, question, random_ids, serve_one
+from tests.serving import ANSWER, Model, finish, question, random_ids, serve_one
 
 
-@pytest.fixture(scope="module")
-def server(bytes_model: Model) -> Iterator[Server]:
-    with served(bytes_model.engine(num_blocks=512)) as running:
-        yield running
-        wait_until(running.is_idle)
-        assert_empty(running.engine)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 

@@ -55,7 +55,8 @@ def test_an_answer_says_where_its_time_went(server: Server) -> None:
     assert events[-2]["choices"] == [] and events[-2]["explanation"]["ttft_s"] > 0
 
 
-def test_metrics_have_the_names_of_vllm(server: Server) -> None:
+def test_metrics_have_the_names_of_vllm(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine())
     server.post(PATH, asked(50, 4, slo={"ttft_s": 1e-6}))
     status, text, _ = server.get("/metrics")
     values = dict(re.findall(r'^([\w:]+)\{model_name="model"\} (\S+)$', text, re.MULTILINE))
@@ -67,8 +68,9 @@ def test_metrics_have_the_names_of_vllm(server: Server) -> None:
     assert 'vllm:request_success_total{finished_reason="length",model_name="model"} 1.0' in text
 
 
-def test_metrics_count_every_completion_and_every_gap(server: Server) -> None:
+def test_metrics_count_every_completion_and_every_gap(start: Start, bytes_model: Model) -> None:
     """Of a stream too, whose completions end at different tokens."""
+    server = start(bytes_model.engine())
     body = asked(20, 6, n=3, temperature=1.0, seed=3, ignore_eos=False) | {"stop_token_ids": list(range(0, 256, 2))}
     ends: dict[int, str] = {}
     num_tokens = 0
