@@ -71,7 +71,9 @@ NAMES = [
 @pytest.mark.parametrize("is_added", [True, False])
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("names", NAMES)
-def test_what_other_files_call_special_is(tmp_path: Path, names: Any, where: str, is_added: bool) -> None:
+def test_what_other_files_call_special_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Any, where: str, is_added: bool
+) -> None:
     """Of the vocabulary, in which it keeps its id, and of more than one character; also in the child. What is added
     already keeps its flags, and is made special by no list of tokens to add."""
     data = json.loads(byte_level().to_str())
@@ -81,7 +83,9 @@ def test_what_other_files_call_special_is(tmp_path: Path, names: Any, where: str
     data["added_tokens"] *= is_added
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     (tmp_path / where).write_text(json.dumps(names | {"unk_token": "<unk>", "pad_token": "!"}))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}" + END)
+    (tmp_path / "chat_template.jinja").write_text("its text is made here")
+    made = lambda child, source, variables, name: variables["messages"][0]["content"] + END  # noqa: E731
+    monkeypatch.setattr("medha.text.tokenizer.render", made)
     tokenizer, end = load_tokenizer(tmp_path), byte_level().token_to_id(END)
     strips = is_added or "image_token" in names
     assert (tokenizer.encode(END + "  a") == tokenizer.encode(END + "a")) == strips
@@ -187,7 +191,7 @@ def test_a_long_text_takes_memory_within_bounds_and_for_a_while() -> None:
     backend = byte_level()
     backend.normalizer = normalizers.Replace("x", "y" * 20)
     tokenizer = Tokenizer(backend)
-    assert len(tokenizer.encode_array("y" * 3_000_000)) == 3_000_000
+    assert len(tokenizer.encode_array("y" * 1_000_000)) == 1_000_000
     child = tokenizer._encoder.child._process
     assert child is not None
     memory = Path(f"/proc/{child.pid}/statm")
