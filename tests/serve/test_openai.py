@@ -12,7 +12,7 @@ from medha.outputs import CompletionOutput, Logprob
 from medha.params import SamplingParams
 from medha.serve.protocol import _logprobs
 from tests.serve.conftest import PATH, Server, asked, served
-from tests.serving import ANSWER, Model, finish, question, random_ids, serve_one
+from tests.serving import Model, finish, random_ids, serve_one
 
 
 @pytest.fixture
@@ -32,6 +32,11 @@ def test_a_completion(client: openai.OpenAI, bytes_model: Model) -> None:
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 6, 11)
     assert answer.id.startswith("cmpl-") and answer.object == "text_completion"
+    assert [model.id for model in client.models.list()] == ["model"]
+    stopped = client.completions.create(
+        model="model", prompt="hello", max_tokens=6, temperature=0, stop=expected.text[:2]
+    )
+    assert stopped.choices[0].finish_reason == "stop"
 
 
 def test_several_prompts_with_several_completions(client: openai.OpenAI, bytes_model: Model) -> None:
@@ -154,18 +159,6 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
     asked: Any = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 50}
     with pytest.raises(openai.BadRequestError, match=r"top_logprobs has a value .* accepted: an integer from 0 to 20"):
         client.chat.completions.create(model="model", **asked)
-
-
-def test_the_needle_is_found_over_http(needle: Model) -> None:
-    """In a completion and in a chat."""
-    with served(needle.engine(eos=(10,))) as running:
-        client = openai.OpenAI(base_url=running.url, api_key="none")
-        answer = client.completions.create(model="model", prompt=question(), max_tokens=20, temperature=0)
-        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (ANSWER, "stop")
-        messages: Any = [{"role": "user", "content": question()}]
-        chat = client.chat.completions.create(model="model", messages=messages, max_tokens=20, temperature=0)
-        assert chat.choices[0].message.content == ANSWER
-        assert [model.id for model in client.models.list()] == ["model"]
 
 
 def test_logprobs_without_a_tokenizer_name_ids(bytes_model: Model) -> None:
