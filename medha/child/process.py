@@ -72,10 +72,9 @@ class Child:
     def _start(self) -> None:
         self._pipe, there = Pipe()
         nothing, fd = subprocess.DEVNULL, there.fileno()
+        module = [self._module, str(fd)]
         with there:
-            self._process = popen_module(
-                [self._module, str(fd)], stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[fd]
-            )
+            self._process = popen_module(module, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[fd])
         self._end = weakref.finalize(self, _end, self._process, self._pipe, os.getpid())
         self._pipe.send_bytes(self._setup())
 

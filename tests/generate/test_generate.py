@@ -595,7 +595,6 @@ def test_a_terminal_shows_bar_rate_time_left_and_count(folder: Path, tmp_path: P
     assert re.search(r"requests done +[━╸╺ ]+ [0-3]/3 ", text)  # which of them depends on the machine's speed
     assert re.search(r"short   31-plum\.  \[stop after 10 tokens, TTFT ", text)
     assert re.search(r"document   7429-amber\.  \[stop after 13 tokens, TTFT ", text)
-    print(re.findall(r"\d+ tokens, TTFT [^\]]*", text))
     widths = [len(line) for line in re.split(r"[\r\n]+", text) if "tok/s" in line]
     assert widths and max(widths) <= 80
 
