@@ -55,8 +55,9 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start, mo
         for _, writer in streams:
             writer.write(body)
         with server.engine.turns:  # they begin together
-            while server.front.num_open.total() < NUM_STREAMS:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(LIMIT_S):
+                while server.front.num_open.total() < NUM_STREAMS:
+                    await asyncio.sleep(0.01)
         ends = await asyncio.gather(*(reader.readuntil(b"data: [DONE]") for reader, _ in streams))
         for pair in idle:
             await ask_health(*pair)
