@@ -84,7 +84,7 @@ def test_a_guarded_prompt_beside_prompts_that_fill_every_batch() -> None:
 @pytest.mark.parametrize("options", [{}, {"quantum_s": 0.03}])
 def test_a_guarded_prompt_gets_the_one_place_that_there_is(options: dict[str, Any]) -> None:
     """When a chat leaves it the batch has no decodes, and is longer than those in which the share was owed."""
-    options |= {"max_batch_tokens": 8192, "max_num_seqs": 1, "block_size": 256}
+    options = options | {"max_batch_tokens": 8192, "max_num_seqs": 1, "block_size": 256}
     scheduler = new_scheduler(num_blocks=4000, predictor=gpu_predictor(max_tokens=8192), **options)
     chats = [Job(at_s, 500, 40, slo=SLO(tpot_s=0.02)) for at_s in np.arange(0.0, 22.0, 0.2).tolist()]
     assert Drive(scheduler, [Job(1.0, 40_000, 1), *chats], None).run().first_token_s[0] < 21.0
