@@ -74,7 +74,7 @@ def test_decodes_take_their_share_beside_and_without_the_long_prompt_and_no_more
     means_s = []
     for share in (0.0, 0.05, 0.2):
         steps = Steps(on_one_group(interactive_share=share), *[(64, 1 << 16)] * 4)
-        steps.add(9, 150_000)
+        steps.add(9, 300_000)
         decodes_s = prefills_s = 0.0
         while not steps.times_s[9]:
             batch, taken_s = steps.step()
@@ -84,7 +84,7 @@ def test_decodes_take_their_share_beside_and_without_the_long_prompt_and_no_more
         if share:
             assert 0.99 * share * prefills_s <= decodes_s <= share * prefills_s + 4 * QUANTUM_S + 1.0
         means_s.append(steps.now_s / len(steps.times_s[0]))
-    assert means_s[1] < 0.45 * means_s[0] and means_s[2] < 0.45 * means_s[1]
+    assert means_s[1] < 0.4 * means_s[0] and means_s[2] < 0.6 * means_s[1]
 
 
 @pytest.mark.parametrize(("num_decodes", "least", "most"), [(8, 1.0, 1.0), (32, 1.3, 1.5), (100, 1.9, 1.9)])
