@@ -10,7 +10,8 @@ import codecs
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +50,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     if not file.is_file():
         return None
     data = _read(file)
-    with _errors_told(f"{file} is not a usable tokenizer: it", "be made of"):
+    with _ErrorsTold(f"{file} is not a usable tokenizer: it", "be made of"):
         backend = tokenizers.Tokenizer.from_str(data)
     config = _read_json(path / "tokenizer_config.json")
     specials, new = dict[str, str](), list[tokenizers.AddedToken]()
@@ -157,7 +158,7 @@ class Tokenizer:
         Where it ``goes_on``, it is what they add to a text: SentencePiece drops the first space of a beginning.
         """
         before = self.some_text if goes_on else []
-        with _errors_told(self.name, "decode"):
+        with _ErrorsTold(self.name, "decode"):
             decode = partial(self.backend.decode, skip_special_tokens=skip_special_tokens)
             return str(decode([*before, *ids])[len(decode(before)) if before else 0 :])
 
@@ -250,26 +251,27 @@ class _Encoder:
         self.child = Child("medha.child.text", setup=lambda: source().encode())
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        with _errors_told(self._name, "encode"):
+        with _ErrorsTold(self._name, "encode"):
             if len(text) <= _LONG_TEXT:  # unlike encode this lets other threads run, and counts no characters
                 found = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 return np.array(found[0].ids, np.int32)
             return np.frombuffer(bytearray(self.child.ask(bytes([add_special_tokens]) + text.encode())), np.int32)
 
 
-@contextmanager
-def _errors_told(name: str, what: str) -> Iterator[None]:
+@dataclass(slots=True)
+class _ErrorsTold(AbstractContextManager[None]):
     """Within, what a tokenizer raises, be it a panic of its Rust code, which is no Exception, becomes a TokenizerError;
     an interrupt stays one."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
-        has_died = isinstance(error.__cause__, EOFError)  # the child, of what it was sent
-        accepted = "; accepted: a shorter text, or token ids" * has_died
-        raise TokenizerError(f"{name} cannot {what} this: {kind}{str(error)[:500]}{accepted}") from error
+
+    name: str
+    what: str
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
+            told = f"{self.name} cannot {self.what} this: {kind}{str(error)[:500]}"
+            has_died = isinstance(error.__cause__, EOFError)  # the child, of what it was sent
+            raise TokenizerError(told + "; accepted: a shorter text, or token ids" * has_died) from error
 
 
 def _read(file: Path) -> str:
@@ -325,6 +327,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, after: int | None = None, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._errors_told = _ErrorsTold(tokenizer.name, "decode")
         self._skip_special_tokens = skip_special_tokens
         self._stream = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -355,7 +358,7 @@ class Detokenizer:
             self._run.append(token_id)
             return ""
         ids, self._run = [*self._run, token_id], []
-        with _errors_told(self._tokenizer.name, "decode"):
+        with self._errors_told:
             text = self._stream.step(self._tokenizer.backend, ids) or ""
         self._holds_back = not text
         self._num_emitted += len(text)
