@@ -75,7 +75,7 @@ def _vllm(queue: Queue, builder: BatchBuilder) -> None:
         elif state.has_started and state.prefilling and not state.ended:
             builder.add_chunk(state, _all)
     _start_waiting(queue, builder)
-    builder.rows.sort(key=lambda row: not row.is_decode)  # the order that a batch has
+    builder.put_decodes_first()
 
 
 CLASSICAL: dict[str, Fill] = {"static": _static, "orca": _orca, "sarathi": _sarathi, "vllm": _vllm}

@@ -263,6 +263,11 @@ class BatchBuilder:
         self.preemption.preempt(victims, self.now_s)
         return bool(victims)
 
+    def put_decodes_first(self) -> None:
+        """Bring the rows into the order that a batch has."""
+        self.rows.sort(key=lambda row: not row.is_decode)
+        self.chunked = {row.slot: index for index, row in enumerate(self.rows) if not row.is_decode}
+
     def moved_s(self) -> float:
         """Predicted seconds in which the batch's blocks are swapped, of the group that moves most."""
         blocks = [0] * self.memory.num_groups

@@ -29,7 +29,7 @@ from medha.attention.staging import packed_bytes, to_device
 from medha.batch import Batch
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder, LayerAttendFn
-from medha.models.layers import cos_sin, inverse_frequencies
+from medha.models.layers import cos_sin
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import Greedy, likeliest
 from medha.worker.step_input import StepInput
@@ -111,15 +111,23 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """The graphs of one rank, for batches of so many decodes, see :meth:`CudaGraphs.each`; the cache has a scratch
-    block."""
+    """The graphs of one rank, for batches of so many decodes, see :meth:`CudaGraphs.each`.
+
+    The cache has a scratch block; ``inv_freq``, of the rotary embedding, lies on the device.
+    """
 
     def __init__(
-        self, maker: CudaGraphs, sizes: Sequence[int], model: Decoder, *, cache: KVCache, backend: FlashInferBackend
+        self,
+        maker: CudaGraphs,
+        sizes: Sequence[int],
+        model: Decoder,
+        inv_freq: torch.Tensor,
+        *,
+        cache: KVCache,
+        backend: FlashInferBackend,
     ) -> None:
-        self._model, self._cache, self._backend = model, cache, backend
-        self._most, device = max(sizes), cache.k[0].device
-        self._inv_freq = inverse_frequencies(model.config.rope, model.config.head_dim).to(device)
+        self._model, self._inv_freq, self._cache, self._backend = model, inv_freq, cache, backend
+        self._most, device = max(sizes), inv_freq.device
         # The buffers that all sizes share, behind each other as _fill sends them.
         rows, pages = np.zeros(self._most, np.int64), np.zeros(self._cache.num_blocks + self._most, np.int32)
         arrays: list[npt.NDArray[Any]] = [rows, rows, rows, rows, pages]

@@ -90,7 +90,7 @@ class Runner:
     def capture(self, maker: CudaGraphs, sizes: Sequence[int], pieces: Sequence[int] = ()) -> None:
         """Capture graphs of so many decodes, and of so many tokens without their attention; see :mod:`.graphs`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
-        self.graphs = DecodeGraphs(maker, sizes, self.model, cache=self.cache, backend=self.backend)
+        self.graphs = DecodeGraphs(maker, sizes, self.model, self._inv_freq, cache=self.cache, backend=self.backend)
         if pieces:
             self._layers = PieceGraphs(maker, pieces, self.model, shape=self.cache.shape, device=self.device)
 
