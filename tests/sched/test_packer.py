@@ -163,10 +163,8 @@ def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
     draws = random.Random(3)
     scheduler = plain(policy=policy, max_num_seqs=20, t_target_s=5.0)
     for slot in draws.sample(range(200), 200):
-        slo, priority = SLO(draws.uniform(0.1, 9.0)), draws.randrange(4)
-        add(
-            scheduler, slot, draws.choice([3, 40, 60]), slo=slo, arrival_s=-draws.choice([0.25, 0.5]), priority=priority
-        )
+        slo, priority, arrival_s = SLO(draws.uniform(0.1, 9.0)), draws.randrange(4), -draws.choice([0.25, 0.5])
+        add(scheduler, slot, draws.choice([3, 40, 60]), slo=slo, arrival_s=arrival_s, priority=priority)
     queue = scheduler._queue
     columns = queue.columns(1.0)
     name = policy.removeprefix("priority").removeprefix(":") or "srpt"

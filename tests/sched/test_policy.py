@@ -109,29 +109,22 @@ def test_of_many_the_first_are_those_of_sorting_all(seed: int) -> None:
             assert sort_rows(by, first=first, among=among).tolist() == expected[:first].tolist(), (first, count)
 
 
-# -- an overload, on a server of unit rate (arXiv:2409.17264 v5, section 4.1) --------------------------------------
+# -- the paper's example and an overload, on a server of unit rate (arXiv:2409.17264 v5, section 4.1) --------------
 
 QUANTUM_S, US = 0.02, 1_000_000
-# (arrival, work, deadline): 100 s due after 150 s, and 0.5 s due after 2 s every 1.25 s: until 150 s there are 160 s of
-# work. EDF is optimal on one preemptive server, so the paper's example cannot tell it from better policies; this does.
+# (arrival, work, deadline): 10 s due after 16 s, and two of 0.5 s due after 1 s that arrive when half of it is done.
+EXAMPLE = [(0.0, 10.0, 16.0), (5.0, 0.5, 1.0), (5.0, 0.5, 1.0)]
+# 100 s due after 150 s, and 0.5 s due after 2 s every 1.25 s: until 150 s there are 160 s of work. EDF is optimal on
+# one preemptive server, so the paper's example cannot tell it from better policies; this does.
 OVERLOAD = [(0.0, 100.0, 150.0), *((0.1 + 1.25 * i, 0.5, 2.0) for i in range(136))]
 
 
-@pytest.mark.parametrize(
-    ("policy", "worst_s", "long_s"),
-    [
-        ("edf", 11.15, 159.5),  # both turn the long one into a convoy
-        ("lrs", 11.48, 159.5),
-        ("lars", 2.09, 166.0),  # no short waits much longer than its deadline; the long one ends 6.5 s later for it
-    ],
-)
-def test_overload(policy: str, worst_s: float, long_s: float) -> None:
-    """A quantum at a time, without a guard; the clock counts microseconds, so that a deadline met on the dot is met."""
-    arrival_us, work_us, deadline_us = (
-        np.array([round(x * US) for x in column]) for column in zip(*OVERLOAD, strict=True)
-    )
+def serve(load: list[tuple[float, float, float]], policy: str) -> tuple[Floats, Floats]:
+    """When each ends, and how long after its deadline, a quantum at a time and without a guard; the clock counts
+    microseconds, so that a deadline met on the dot is met."""
+    arrival_us, work_us, deadline_us = (np.array([round(x * US) for x in column]) for column in zip(*load, strict=True))
     ranking, now_us, quantum_us = load_policy(policy), 0, round(QUANTUM_S * US)
-    left_us, finish_s = work_us.copy(), np.full(len(OVERLOAD), np.nan)
+    left_us, finish_s = work_us.copy(), np.full(len(load), np.nan)
     while left_us.any():
         slots = np.flatnonzero((arrival_us <= now_us) & (left_us > 0))
         if not slots.size:
@@ -145,7 +138,33 @@ def test_overload(policy: str, worst_s: float, long_s: float) -> None:
             spare_us -= chunk_us
         now_us += quantum_us - spare_us
         finish_s[slots[left_us[slots] == 0]] = now_us / US
-    assert (finish_s - arrival_us / US)[1:].max() == pytest.approx(worst_s, abs=2 * QUANTUM_S)
+    return finish_s, np.round(finish_s - (arrival_us + deadline_us) / US, 6)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs", "srpt", "lars"])
+def test_example(policy: str) -> None:
+    finish_s, late_s = serve(EXAMPLE, policy)
+    assert finish_s.max() == 11.0
+    if policy == "fcfs":  # whole
+        assert finish_s.tolist() == [10.0, 10.5, 11.0] and (late_s > 0).tolist() == [False, True, True]
+    elif policy == "lars":  # the shorts' relative slack falls by 2 a second, from 1; at 5.2 s it is the long one's, 0.6
+        assert finish_s[0] == 11.0
+        np.testing.assert_allclose(late_s[1:], [0.18, 0.20], atol=QUANTUM_S)
+    else:
+        assert late_s.max() <= 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "worst_s", "long_s"),
+    [
+        ("edf", 11.15, 159.5),  # both turn the long one into a convoy
+        ("lrs", 11.48, 159.5),
+        ("lars", 2.09, 166.0),  # no short waits much longer than its deadline; the long one ends 6.5 s later for it
+    ],
+)
+def test_overload(policy: str, worst_s: float, long_s: float) -> None:
+    finish_s, late_s = serve(OVERLOAD, policy)
+    assert late_s[1:].max() + 2.0 == pytest.approx(worst_s, abs=2 * QUANTUM_S)
     assert finish_s[0] == pytest.approx(long_s, abs=2 * QUANTUM_S)
 
 
