@@ -260,12 +260,13 @@ def end_process(code: int) -> NoReturn:
 def complain(message: str, code: int) -> int:
     """Write an error to stderr, on one line, on the rank that speaks; returns ``code``."""
     line = " ".join(message.split())
+    # Of each rank: torchrun's own report, below which nothing else is seen, is of the one that it saw end first.
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
     if is_first_rank():
         print("error:", line, file=sys.stderr, flush=True)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's own report, below which nothing else is seen
-            extra = {"timestamp": str(int(time.time()))}
-            with suppress(OSError):
-                Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
     elif code == _BAD_INPUT:
         time.sleep(_SPEAK_S)  # the launcher ends every rank as soon as one has ended, and rank 0 has to speak yet
     return code

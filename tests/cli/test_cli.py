@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import medha
-from medha.cli.command import make_app, run_app
+from medha.cli import command as commands
+from medha.cli.command import complain, make_app, run_app
 from medha.cli.report import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
 from tests.commands import ENVIRONMENT, LIMIT_S, Command, run_python, without_torch
@@ -93,6 +95,19 @@ def test_errors_become_exit_codes(error: BaseException, code: int | None, capsys
     assert "\n" not in err[:-1]
     if code == 2:
         assert err == f"error: {type(error).__name__}: {' '.join(str(error).split())}\n"
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", "error: it is wrong\n"), ("1", "")])
+def test_every_rank_tells_the_launcher_and_one_the_user(
+    rank: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the launcher reports the rank that ended first, which may be any."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(commands, "_SPEAK_S", 0.0)
+    assert complain("it is\nwrong", 2) == 2
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "it is wrong"
+    assert capsys.readouterr().err == printed
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
