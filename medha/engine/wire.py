@@ -31,7 +31,6 @@ from medha.worker.step_input import StepInput
 
 _ROW_SIZE = 2  # token, finite
 _LOGPROB_SIZE = 3  # token, logprob, rank
-_ERROR_FIELDS = ("param", "index", "predicted_s", "objective_s")
 _REPORTS_IN_FLIGHT = 64
 _TOKENS_IN_FLIGHT = 256
 _REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # 3 is medha.parallel.spp's, 4 medha.worker.transfer's
@@ -88,7 +87,8 @@ def decode_report(report: torch.Tensor, rows: tuple[Row, ...], slots: Sequence[S
 
 def error_to_json(error: Exception) -> dict[str, Any]:
     """Class name and message of an error, and which parameter of which request a refusal is about, and why."""
-    where = {name: getattr(error, name) for name in _ERROR_FIELDS if getattr(error, name, None) is not None}
+    facts = vars(error) if isinstance(error, errors.MedhaError) else {}
+    where = {name: fact for name, fact in facts.items() if name != "value"}  # which may be anything
     return {"class": type(error).__name__, "message": str(error), "where": where}
 
 

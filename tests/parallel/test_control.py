@@ -174,12 +174,21 @@ OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and iss
 @pytest.mark.parametrize("kind", OURS)
 def test_every_error_of_ours_keeps_its_class(kind: type[MedhaError]) -> None:
     error = kind("what is wrong")
-    vars(error).update({"param": "slo.ttft_s", "predicted_s": 2.5} if kind is errors.DeadlineError else {})
+    facts = {errors.DeadlineError: {"param": "slo.ttft_s", "wait_s": 2.5}, errors.PolicyError: {"policy": "mine"}}
+    vars(error).update(facts.get(kind, {}))
     back = wire.error_from_json(through_json(wire.error_to_json(error)))
     assert (type(back), str(back), vars(back)) == (kind, "what is wrong", vars(error))
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), OSError(2, "gone"), type("annotations", (Exception,), {})("y")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("x"),
+        OSError(2, "gone"),
+        type("annotations", (Exception,), {})("y"),
+        type("carrying", (Exception,), {"__init__": lambda self: vars(self).update(what=object())})(),
+    ],
+)
 def test_an_error_that_is_not_ours_is_told_in_words(error: Exception) -> None:
     back = wire.error_from_json(through_json(wire.error_to_json(error)))
     assert (type(back), str(back)) == (RequestError, f"{type(error).__name__}: {error}")
