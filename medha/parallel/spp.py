@@ -6,8 +6,10 @@ slices as there are tensor-parallel ranks, to the rank with its own index in the
 slices among themselves. Transfers go over the device's own backend (NCCL, or gloo on the CPU). Both sides know the
 number of rows from the batch, whose digest travels beside them over gloo.
 
-On CUDA a receive is posted on a stream of its own, so that it waits for its buffer alone and not for the compute that
-has been launched; a send waits for the compute that made its data, and compute launched later does not wait for it.
+On CUDA a receive is posted when its batch is to run and its sender has said so, not before: NCCL's kernel would hold up
+whatever waits for the whole device, as loading another kernel does, within a batch whose tokens the sender waits for.
+It runs on a stream of its own, so that it waits for its buffer alone and not for the compute that has been launched; a
+send waits for the compute that made its data, and compute launched later does not wait for it.
 
 ``torch.distributed.pipelining`` does not fit: its schedules are built for a fixed list of microbatches of one shape.
 
@@ -99,28 +101,33 @@ class StagePipe:
             self.send(_WARMING, x_TD)
 
     def post(self, batch: Batch) -> None:
-        """Post the receive of a batch's hidden states; batches are posted in the order in which they run."""
-        if self.previous is None:
-            return
+        """Post the receive of a batch's hidden states, on CUDA of its digest alone; batches are posted in the order in
+        which they run."""
+        if self.previous is not None:
+            width = self._width(batch)
+            part = self._post_slice(width) if self._aside is None else lambda: self._post_slice(width)()
+            self._receives.append((self.digests.post(self.previous), part))
+
+    def _post_slice(self, width: int) -> Callable[[], torch.Tensor]:
+        assert self.previous is not None, "the first stage receives no hidden states"
         free, used = self._free_receives.pop() if self._free_receives else (None, None)
-        width = self._width(batch)
         if free is not None and free.untyped_storage().nbytes() >= width * self.dtype.itemsize:
             slice_1W = free.as_strided((1, width), (width, 1), 0)
         else:  # a smaller one is dropped, so their number does not grow
             slice_1W = self._like.new_empty(1, width)
             used = record_event(self.device)  # whoever had this memory before may still use it
         with beside(self._aside, used):
-            part = post_receive(slice_1W, self.previous, self.group, 0)
-        self._receives.append((self.digests.post(self.previous), part))
+            return post_receive(slice_1W, self.previous, self.group, 0)
 
     def receive(self, batch: Batch) -> torch.Tensor:
         """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them: on CUDA the host
         for the digest, the current stream for the rest."""
         digest, posted = self._receives.popleft()
         check_digest([batch.batch_id, batch.digest()], digest(), "the stage before ran")
+        part = posted()
         if self._received is not None:
             self._free_receives.append((self._received, record_event(self.device)))
-        self._received = part = posted()
+        self._received = part
         whole = part if self.all_gather is None else self.all_gather(part)
         return whole.view(-1)[: batch.num_tokens * self.dim].view(batch.num_tokens, self.dim)
 

@@ -156,7 +156,8 @@ def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: d
 
 def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[list[Served], list[str], Counter[str], list[str]]:
     """On each rank, as if it were alone on its node: what it generates, twice, its device's faults and launches, and
-    where in what sends and receives tensors the host waits for the device."""
+    where in what sends and receives tensors the host waits for the device. The second time kernels are loaded when they
+    are first launched, which may wait for all that the device has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")
         patch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -168,8 +169,19 @@ def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[list[Served], l
             with Everywhere():  # a mode is a thread's
                 run(self)
 
+        launch, loaded = device.launch, set[str]()
+
+        def load(name: str, *args: Any, **how: Any) -> None:
+            if device.capturing is None and "elsewhere" not in how and name not in loaded:
+                loaded.add(name)
+                for stream in list(device.streams):
+                    device.wait(stream.mark())
+            launch(name, *args, **how)
+
         patch.setattr(Lane, "_run", run_emulated)
         with MODE, LLM(Path(folder), device="cuda", dtype="float16", **POOL | layout) as llm:
-            tokens = [complete(llm), drive(llm)]
+            tokens = [complete(llm)]
+            patch.setattr(device, "launch", load)
+            tokens.append(drive(llm))
         waits = [place for place in device.syncs if " at medha/parallel" in place]
         return tokens, device.faults, device.launches, waits
