@@ -46,6 +46,8 @@ _STORE_S = 4.0  # how long a store elsewhere may answer nothing: a thread of C++
 _SUSPECT_S = 2.0  # how long a rank is silent, or waited for, to be taken for the cause of a lost connection
 _GRACE_S = 2.5  # how long the main thread may take to hear of a failure by itself
 _SAVE_S = 2.0  # how long what is called before the end may take
+# Files in which a thread waits for other ranks; those of the second for the collectives that a GPU was given.
+_WAIT_IN = ("torch/distributed/", "torch/cuda/", "/shared_memory.py")
 
 
 class Monitor:
@@ -199,7 +201,7 @@ class Monitor:
 
     def _round(self, store: Store, elapsed_s: float) -> None:
         """One exchange with the store."""
-        waits = self.waits_for() is not None or _is_in_transfer(self.computing)
+        waits = self._suspecting is not None or self.waits_for() is not None or _is_in_transfer(self.computing)
         store.set(f"status/{self._rank}", json.dumps((time.monotonic() - self._since, waits, self._activity)))
         # on another node than rank 0
         if self._rank > self._launch.local_rank and self._lifeline is None and store.check([LIFELINES]):
@@ -392,6 +394,6 @@ def _end_at_once(message: str, speaks: bool) -> None:
 
 
 def _is_in_transfer(thread: threading.Thread) -> bool:
-    """Whether a thread is within torch.distributed or memory that ranks share, where it waits for other ranks."""
+    """Whether a thread is where it waits for other ranks."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and any(x in frame.f_code.co_filename for x in ("torch/distributed/", "/shared_memory.py"))
+    return frame is not None and any(place in frame.f_code.co_filename for place in _WAIT_IN)

@@ -261,7 +261,9 @@ def test_after_a_transfer_has_failed_the_rank_that_is_behind_is_the_cause(ranks:
     monitors = [ranks.monitor(rank, 3) for rank in range(3)]
     for monitor in monitors:
         monitor.doing("batch 7")
-    monitors[2].waits_for = lambda: None
+        time.sleep(0.2)
+    for monitor in monitors[1:]:  # rank 1 waits for the cause
+        monitor.waits_for = lambda: None
     assert str(monitors[1].first_error(suspect=True, wait_s=LIMIT_S)).startswith("rank 2 is behind: in batch 7 for ")
 
 
