@@ -238,7 +238,7 @@ class BatchBuilder:
                     return False
                 if may_share:
                     self._queue.found(state, span[1].num_tokens(self.memory.block_size))
-                self._bind(state, *span)
+                self._bind(state, *span, self._most_kv(state))
             room = self.memory.room(state.slot, state.num_scheduled_tokens)
             answer = self._fits(state, max(min(state.num_left, self.config.max_batch_tokens, room), 1), gone)
             if span is not None:
@@ -248,7 +248,7 @@ class BatchBuilder:
         spans: list[tuple[int, Hit] | None] = [None]  # of one that has started: it has its own
         may_share, num_cached = not state.has_started and self._may_share(state), state.num_cached
         if not state.has_started:
-            spans = [(first, Hit()) for first in self._firsts(state)]
+            spans = [(first, Hit()) for first in self._firsts(state, self._most_kv(state))]
             if may_share and (shards := (hit := self._hit_of(state)).shards):
                 spans.insert(0, (shards[0][0], hit))
         found = ([] if fits(span, ()) else fewest(candidates, partial(fits, span)) for span in spans)
@@ -306,66 +306,73 @@ class BatchBuilder:
         """As :meth:`add_chunk` of one that has not started: behind what is there of its tokens, or anew."""
         if not self.has_place(state):
             return 0
-        memory, num_tokens = self.memory, state.request.num_kv_tokens
-        if self._may_share(state):
-            hit = self._hit_of(state)
-            left, cached = state.num_prefill_tokens - hit.num_tokens(memory.block_size), state.num_cached
-            like = hit, len(memory.frees), min(left, self.config.min_chunk), state.num_preempted > 0
-            if num_tokens >= self._no_room.get(like, math.inf):  # one like it was just refused
+        memory, num_tokens, most_kv = self.memory, state.request.num_kv_tokens, self._most_kv(state)
+        may_share, cached, swapped_on = self._may_share(state), state.num_cached, memory.swapped_on(state.slot)
+        hit = self._hit_of(state) if may_share else Hit()
+        least = min(state.num_prefill_tokens - hit.num_tokens(memory.block_size), self.config.min_chunk)
+        like = hit, len(memory.frees), least, state.num_preempted > 0, most_kv, self.width(state), swapped_on
+        if num_tokens >= self._no_room.get(like, math.inf):  # one like it was just refused
+            self.refused.append(state.slot)
+            return 0
+        if may_share:
+            self._queue.found(state, hit.num_tokens(memory.block_size))
+        if hit.shards:
+            q_len, is_open, _ = self._begin(state, [hit.shards[0][0]], hit, most_kv, size, is_whole)
+            if q_len or not is_open:
+                return q_len
+            if memory.num_groups == 1:
+                self._no_room[like] = num_tokens
                 self.refused.append(state.slot)
                 return 0
-            self._queue.found(state, hit.num_tokens(memory.block_size))
-            if hit.shards:
-                q_len, is_open = self._begin(state, [hit.shards[0][0]], hit, size, is_whole)
-                if q_len or not is_open:
-                    return q_len
-                if memory.num_groups == 1:
-                    self._no_room[like] = num_tokens
-                    self.refused.append(state.slot)
-                    return 0
-                self._queue.found(state, 0)
-        q_len, is_open = self._begin(state, self._by_work(state, self._firsts(state)), Hit(), size, is_whole)
-        if not q_len and self._may_share(state):
+            self._queue.found(state, 0)
+        firsts = self._by_work(state, self._firsts(state, most_kv), most_kv)
+        q_len, is_open, has_room = self._begin(state, firsts, Hit(), most_kv, size, is_whole)
+        if not q_len and may_share:
             self._queue.found(state, cached)  # as it is queued
         if is_open and not q_len:
             self.refused.append(state.slot)
+            if memory.num_groups > 1 and not (has_room or state.num_preempted):  # many ask for each group
+                self._no_room[like] = num_tokens
         return q_len
 
-    def _begin(self, state: State, firsts: Sequence[int], hit: Hit, size: SizeFn, is_whole: bool) -> tuple[int, bool]:
+    def _begin(
+        self, state: State, firsts: Sequence[int], hit: Hit, most_kv: int, size: SizeFn, is_whole: bool
+    ) -> tuple[int, bool, bool]:
         """Let a request begin at the first of some groups that has room for most of it, behind what it shares: the
-        tokens added, and whether it was given any."""
-        best, chosen, is_open = 0, None, False
+        tokens added, whether it was given any, and whether any group has room for an efficient chunk."""
+        best, chosen, is_open, has_room = 0, None, False, False
         for first in firsts:
-            self._bind(state, first, hit)
+            self._bind(state, first, hit, most_kv)
             most = self._tokens(state, size, is_whole)
             q_len = self._fitting(state, most)
             if q_len and (q_len == most or len(firsts) == 1):  # nowhere is there room for more
                 self._append_row(state, self._chunk_row(state, q_len))
-                return q_len, True
+                return q_len, True, True
+            has_room = has_room or self._fits(state, min(state.num_left, self.config.min_chunk))
             self.memory.undo_start(state.slot)
             is_open |= most > 0
             if q_len > best:
                 best, chosen = q_len, first
         if chosen is not None:
-            self._bind(state, chosen, hit)
+            self._bind(state, chosen, hit, most_kv)
             self._append_row(state, self._chunk_row(state, best))
-        return best, is_open
+        return best, is_open, has_room
 
-    def _by_work(self, state: State, firsts: Sequence[int]) -> Sequence[int]:
+    def _by_work(self, state: State, firsts: Sequence[int], most_kv: int) -> Sequence[int]:
         """Where a request may begin, the least busy span first: by what the busiest of its groups and all would have to
         do, then by what its decodes read."""
         if len(firsts) < 2:
             return firsts
         work = self._pending_work()
-        width = len(self.memory.reservation(state.request.num_kv_tokens, self._most_kv(state)))
+        width = len(self.memory.reservation(state.request.num_kv_tokens, most_kv))
         used = [self.memory.used(group) for group in range(self.memory.num_groups)]
         spans = {first: slice(first, first + width) for first in firsts}
         return sorted(firsts, key=lambda g: (max(work[spans[g]]), sum(work[spans[g]]), sum(used[spans[g]])))
 
-    def _bind(self, state: State, first: int, hit: Hit) -> None:
+    def _bind(self, state: State, first: int, hit: Hit, most_kv: int) -> None:
         """Bind a request to the span that begins at ``first``, behind what it shares."""
         request = state.request
-        sizes = (None, None) if hit.shards else (request.num_prompt_tokens, self._most_kv(state))
+        sizes = (None, None) if hit.shards else (request.num_prompt_tokens, most_kv)
         self.memory.start(state.slot, first, request.num_kv_tokens, state.chain, hit, *sizes)
 
     def _may_share(self, state: State) -> bool:
@@ -413,12 +420,12 @@ class BatchBuilder:
         most = min(self.memory.gather_room(state.slot) - PIECES * count, *self.tokens_left[first : first + count])
         return q_len > most or self.prefers_ring(state.num_scheduled_tokens, q_len, first, count)
 
-    def _firsts(self, state: State) -> Sequence[int]:
+    def _firsts(self, state: State, most_kv: int) -> Sequence[int]:
         """The groups at which a request may begin; where it was swapped out, the one from which it was."""
         swapped_on = self.memory.swapped_on(state.slot)
         if swapped_on is not None:
             return (swapped_on,)
-        return self.memory.first_groups(state.request.num_kv_tokens, self._most_kv(state))
+        return self.memory.first_groups(state.request.num_kv_tokens, most_kv)
 
     def _most_kv(self, state: State) -> int:
         """Tokens on one group of a request that starts. It is spread rather where no group has room for all of it, or

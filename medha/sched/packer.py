@@ -369,8 +369,10 @@ class MedhaPacker(Packer):
         self, state: State, queue: Queue, builder: BatchBuilder, *, may_exceed: bool, waits: bool = False
     ) -> bool:
         """Try to put a chunk of a request into the batch; one that ``waits`` gets an efficient one, or none."""
-        is_long = self._is_long(state)
-        if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
+        is_long, groups = self._is_long(state), self._groups
+        if not (state.has_started or state.num_cached or state.num_preempted):  # it begins at one of these
+            groups = [groups[first] for first in builder.memory.first_groups(state.request.num_kv_tokens)]
+        if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in groups)):
             return False
         if (leader := builder.leader(state)) is not None:  # which gets on in its turn, and shares what it computes
             if leader.slot in builder.chunked or not leader.prefilling or builder.is_held(leader):

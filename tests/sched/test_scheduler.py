@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from medha.engine.journal import Journal
 from medha.engine.replay import replay
 from medha.sched.decision import SchedulerRequest
+from medha.sched.memory import KVMemory
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import Drive, by_tokens, finish, make_scheduler, new_scheduler, next_batch, step, worlds
 
@@ -92,6 +93,19 @@ def test_a_group_without_memory_is_passed_over() -> None:
     assert {row.slot: row.group for row in batch.rows} == {0: 0, 1: 1}  # one block is left on group 0, and none on 1
     finish(sched, batch, ended=[1])
     assert {row.slot: row.group for row in next_batch(sched).rows} == {0: 0, 2: 1}
+
+
+@pytest.mark.parametrize("num_prompt", [3000, 40_000])
+def test_those_who_find_no_room_on_any_group_are_not_all_tried(num_prompt: int) -> None:
+    """Short prompts for want of memory, and long ones that could begin where others are read alone."""
+    sched = new_scheduler(num_groups=4, num_blocks=1000, max_batch_tokens=512, late_share=0.0, predictor=by_tokens())
+    add(sched, *((slot, num_prompt, 8000) for slot in range(60)))
+    with mock.patch.object(KVMemory, "start", autospec=True, side_effect=KVMemory.start) as bound:
+        for _ in range(60):
+            bound.reset_mock()
+            batch, num_waiting = step(sched), sched.num_waiting
+            assert bound.call_count <= 16 + 8 * len(batch.chunks)
+    assert num_waiting > 40
 
 
 # -- wrong calls -----------------------------------------------------------------------------------------------
