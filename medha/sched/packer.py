@@ -316,6 +316,7 @@ class MedhaPacker(Packer):
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
         # what is in flight, but in no batch, is on its way to a decode instance: its memory will come back
+        are_several = len(self._groups) > 1
         will_be_room = bool(builder.rows) or any(state.num_in_flight for state in queue.running.values())
         for _ in range(_MAX_ROUNDS if builder.is_idle and not will_be_room else _ROUNDS):
             states = queue.states_of_rows(self._order(queue, builder, tried))
@@ -325,7 +326,9 @@ class MedhaPacker(Packer):
                     return
                 if state.ended or not state.prefilling:
                     continue
-                if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
+                is_small = state.num_left < self.config.min_chunk or state.slot in builder.chunked
+                asks_again = are_several and self._yields and self._is_long(state)
+                if is_cramped and not (is_small or asks_again or builder.width(state) > 1):
                     continue
                 if self._give(state, queue, builder, may_exceed=True):
                     has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
@@ -379,9 +382,9 @@ class MedhaPacker(Packer):
                 return False
             if self._give(leader, queue, builder, may_exceed=may_exceed):
                 return True  # otherwise it does not get on, and is not waited for
-        if self._is_cramped(builder, state):
-            return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
+        if self._is_cramped(builder, state):
+            return self._postpone(state, share)
         position, has_chunk = state.num_scheduled_tokens, state.slot in builder.chunked
         prefers_least = (may_exceed or waits) and not share and not has_chunk
 
@@ -410,9 +413,7 @@ class MedhaPacker(Packer):
         if not q_len and may_exceed and len(builder.refused) == num_refused and not all(builder.has_chunk):
             q_len = builder.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
         if not q_len:
-            if share and len(self._groups) > 1:  # or its group is idle for as long as another computes
-                self._yielders.append(state)
-            return False
+            return self._postpone(state, share)
         row = builder.rows[builder.chunked[state.slot]]
         for index in row.groups:
             group = self._groups[index]
@@ -423,6 +424,13 @@ class MedhaPacker(Packer):
             else:
                 group.tick.add(work_of(row, builder.memory, index))
         return True
+
+    def _postpone(self, state: State, share: float) -> bool:
+        """Nothing is left of what a request may have now; where it yields to others it is asked again, or its group
+        would be idle for as long as another computes."""
+        if share and len(self._groups) > 1:
+            self._yielders.append(state)
+        return False
 
     def _grow(self, state: State, queue: Queue, builder: BatchBuilder) -> None:
         """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk, or
@@ -514,17 +522,22 @@ class MedhaPacker(Packer):
         )
 
     def _is_cramped(self, builder: BatchBuilder, state: State | None = None) -> bool:
-        """Whether there is surely no time for the smallest chunk, of one request or of any, so that many need not be
-        tried; False where that is not sure: with several groups, and where tokens or the chunk size make chunks small.
-        """
-        group, least = self._groups[0], self.config.min_chunk
-        bounds = builder.tokens_left[0], self.predictor.max_tokens, self.config.chunk_size or least
-        if len(self._groups) > 1 or not builder.has_chunk[0] or min(bounds) < least:
-            return False
-        kv = 0 if state is None else state.num_scheduled_tokens
+        """Whether there is surely no time on any group for the smallest chunk, of one request or of any that is not
+        dealt, so that many need not be tried; False where that is not sure, as where tokens or the chunk size make
+        chunks small."""
+        least, kv, num_groups = self.config.min_chunk, 0, len(self._groups)
         if state is not None:
             least = 1 if state.slot in builder.chunked else min(least, state.num_left)
-        return group.tick.with_chunk(least, kv) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
+            kv = state.num_scheduled_tokens if num_groups == 1 else 0  # of several at least none is on the one
+        if min(self.predictor.max_tokens, self.config.chunk_size or least) < least:
+            return False
+        is_dealt = state is not None and builder.width(state) > 1
+        least_here = max(1, least // num_groups) if is_dealt else least
+        for group, left, has_chunk in zip(self._groups, builder.tokens_left, builder.has_chunk, strict=True):
+            limit_s = group.limit_s * (1 + 1e-9)  # however the sum is rounded
+            if left and (left < least or not has_chunk or group.tick.with_chunk(least_here, kv) <= limit_s):
+                return False
+        return True
 
     # -- time --------------------------------------------------------------------------------------------------------
 

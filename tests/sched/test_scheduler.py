@@ -95,17 +95,29 @@ def test_a_group_without_memory_is_passed_over() -> None:
     assert {row.slot: row.group for row in next_batch(sched).rows} == {0: 0, 2: 1}
 
 
-@pytest.mark.parametrize("num_prompt", [3000, 40_000])
-def test_those_who_find_no_room_on_any_group_are_not_all_tried(num_prompt: int) -> None:
-    """Short prompts for want of memory, and long ones that could begin where others are read alone."""
-    sched = new_scheduler(num_groups=4, num_blocks=1000, max_batch_tokens=512, late_share=0.0, predictor=by_tokens())
-    add(sched, *((slot, num_prompt, 8000) for slot in range(60)))
+@pytest.mark.parametrize(
+    ("num_prompt", "num_new", "options"),
+    [
+        (3000, 100, {}),  # no time is left
+        (3000, 100, {"num_blocks": 210, "policy": "fcfs"}),  # no memory
+        (
+            40_000,
+            8000,
+            {"num_blocks": 1000, "max_batch_tokens": 512, "predictor": by_tokens()},
+        ),  # where they could begin another long prompt is read
+    ],
+)
+def test_of_those_who_find_no_room_on_any_group_few_are_tried(
+    num_prompt: int, num_new: int, options: dict[str, Any]
+) -> None:
+    sched = new_scheduler(num_groups=4, late_share=0.0, **options)
+    add(sched, *((slot, num_prompt, num_new) for slot in range(200)))
     with mock.patch.object(KVMemory, "start", autospec=True, side_effect=KVMemory.start) as bound:
-        for _ in range(60):
+        for _ in range(40):
             bound.reset_mock()
-            batch, num_waiting = step(sched), sched.num_waiting
+            batch = step(sched)
             assert bound.call_count <= 16 + 8 * len(batch.chunks)
-    assert num_waiting > 40
+    assert sched.num_waiting > 100
 
 
 # -- wrong calls -----------------------------------------------------------------------------------------------
