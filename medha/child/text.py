@@ -81,6 +81,7 @@ def _environment(fuel: int) -> minijinja.Environment:
 
     environment = minijinja.Environment(
         filters={"tojson": tojson},
+        tests={"iterable": lambda value: hasattr(value, "__iter__")},  # none is not; what is undefined comes as None
         globals={"raise_exception": raise_exception, "strftime_now": strftime_now},
         debug=False,
         fuel=fuel,

@@ -26,7 +26,7 @@ QWEN = """{%- if messages[0].role == 'system' %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if tools %}never{% endif %}
+{%- if tools is iterable and tools | length > 0 %}never{% endif %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
