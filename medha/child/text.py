@@ -34,6 +34,7 @@ _TIMES = 8  # as much as other work on so many bytes: 470 a byte were seen, wher
 
 def _render(sent: bytes) -> bytes:
     source, context = json.loads(sent)
+    source = source.replace("\r\n", "\n").replace("\r", "\n")  # as Jinja does
     limit_resources(len(sent))
     context |= {name: _with_floats(context[name], name == "tools") for name in ("messages", "tools")}
     environment = _environment(min(MAX_FUEL, 100_000 + 2_000 * len(context["messages"])))

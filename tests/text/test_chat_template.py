@@ -56,6 +56,7 @@ GLM = """{% for t in tools %}{{ t.default | tojson }} {{ t.default }} {{ 'on' if
 {% endfor %}{{ args | tojson }} {{ args }}
 {% endfor %}{% endfor %}"""
 TEMPLATES = {"llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "glm": GLM}
+TEMPLATES |= {"crlf": MISTRAL.replace("\n", "\r\n"), "cr": LLAMA3.replace("\n", "\r") + "\r\n"}
 ARGUMENTS = {"t": 20.0, "few": [-3.0, {"x": -0.0}], "much": 1e15, "half": 0.5, "whole": 20, "text": "2.0"}
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}]
 TOOLS = [{"type": "function", "default": default} for default in (2.0, 0.0, 3)]
