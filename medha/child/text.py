@@ -29,6 +29,7 @@ from medha.child.serving import limit_resources, serve
 
 MAX_FUEL = 50_000_000
 """Most template instructions executed in one rendering (seconds)."""
+_FUEL_PER_BYTE = 64  # of JSON, where 5 were seen, for nested parameters of tools; 2,000 for the shortest message
 _TIMES = 8  # as much as other work on so many bytes: 470 a byte were seen, where each character is a token
 
 
@@ -37,7 +38,7 @@ def _render(sent: bytes) -> bytes:
     source = source.replace("\r\n", "\n").replace("\r", "\n")  # as Jinja does
     limit_resources(len(sent))
     context |= {name: _with_floats(context[name], name == "tools") for name in ("messages", "tools")}
-    environment = _environment(min(MAX_FUEL, 100_000 + 2_000 * len(context["messages"])))
+    environment = _environment(min(MAX_FUEL, 100_000 + _FUEL_PER_BYTE * len(sent)))
     try:
         rendered: str = environment.render_str(source, "chat_template", **context)
     except minijinja.TemplateError as error:

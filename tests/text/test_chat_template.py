@@ -95,9 +95,17 @@ def test_text_and_ids_are_those_of_transformers(name: str) -> None:
         assert ids.tolist() == theirs.apply_chat_template(joined(messages), return_dict=False, **options)
 
 
-def test_fuel_is_for_each_message() -> None:
-    template = "{% for m in messages %}{% for i in range(200) %}x{% endfor %}{% endfor %}"
-    assert len(rendered(chat_tokenizer(template), CHAT[1:2] * 2000)) == 400_000
+@pytest.mark.parametrize(
+    ("each", "given"),
+    [
+        ("messages", {"messages": CHAT[1:2] * 2000}),
+        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "tool_calls": CALLS * 2000}]}),
+        ("tools[0].properties", {"tools": [{"properties": {f"p{i}": {"type": "string"} for i in range(2000)}}]}),
+    ],
+)
+def test_fuel_is_for_each_of_what_is_rendered(each: str, given: dict[str, Any]) -> None:
+    template = "{% for m in @ %}{% for i in range(200) %}x{% endfor %}{% endfor %}".replace("@", each)
+    assert len(rendered(chat_tokenizer(template), **{"messages": CHAT[1:2]} | given)) == 400_000
 
 
 @pytest.mark.parametrize(
