@@ -46,8 +46,11 @@ def _render(sent: bytes) -> bytes:
     return rendered.encode()
 
 
-class _Whole:
-    """A whole float of a tool or a call, which a filter would get as an integer. To a template it is text, or JSON."""
+class _Float:
+    """A float of a tool or a call that a filter would get as an integer, or that would be written without exponent.
+
+    To a template it is text, or JSON.
+    """
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -60,12 +63,13 @@ class _Whole:
 
 
 def _with_floats(value: Any, is_written: bool) -> Any:
-    """A copy in which whole floats of what templates write, as the arguments of a call, stay floats."""
+    """A copy in which floats of what templates write, as the arguments of a call, are written as Python does."""
     if isinstance(value, list):
         return [_with_floats(item, is_written) for item in value]
     if isinstance(value, dict):
         return {name: _with_floats(item, is_written or name == "arguments") for name, item in value.items()}
-    return _Whole(value) if is_written and isinstance(value, float) and value.is_integer() else value
+    is_other = is_written and isinstance(value, float) and (value.is_integer() or abs(value) < 1e-4)
+    return _Float(value) if is_other else value
 
 
 def _environment(fuel: int) -> minijinja.Environment:
@@ -76,14 +80,19 @@ def _environment(fuel: int) -> minijinja.Environment:
 
     def tojson(value: Any, ensure_ascii: bool = False, separators: Any = None, **options: Any) -> str:
         options |= {"ensure_ascii": ensure_ascii, "separators": separators and tuple(separators)}
-        return json.dumps(value, default=lambda whole: float(repr(whole)), **options)
+        return json.dumps(value, default=lambda value: float(repr(value)), **options)
 
     def strftime_now(layout: str) -> str:
         return datetime.now().strftime(layout)
 
     environment = minijinja.Environment(
         filters={"tojson": tojson},
-        tests={"iterable": lambda value: hasattr(value, "__iter__")},  # none is not; what is undefined comes as None
+        tests={  # as in Jinja; but what is undefined comes as None, and whole floats of the template's own as integers
+            "iterable": lambda value: hasattr(value, "__iter__"),
+            "sequence": lambda value: hasattr(value, "__getitem__"),
+            "number": lambda value: isinstance(value, int | float | _Float),
+            "float": lambda value: isinstance(value, float | _Float),
+        },
         globals={"raise_exception": raise_exception, "strftime_now": strftime_now},
         debug=False,
         fuel=fuel,

@@ -53,11 +53,13 @@ GLM = """{% for t in tools %}{{ t.default | tojson }} {{ t.default }} {{ 'on' if
 {%- for c in m.tool_calls %}{% set args = c.function.arguments %}
 {% for k, v in args.items() %}
 {{ k }}={{ v | tojson(ensure_ascii=False) if v is not string else v }}, {{ [v] | tojson }}, {{ v }}
+{{ v is iterable }} {{ v is sequence }} {{ v is mapping }} {{ v is number }} {{ v is float }} {{ v is integer }}
 {% endfor %}{{ args | tojson }} {{ args }}
 {% endfor %}{% endfor %}"""
 TEMPLATES = {"llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "glm": GLM}
 TEMPLATES |= {"crlf": MISTRAL.replace("\n", "\r\n"), "cr": LLAMA3.replace("\n", "\r") + "\r\n"}
 ARGUMENTS = {"t": 20.0, "few": [-3.0, {"x": -0.0}], "much": 1e15, "half": 0.5, "whole": 20, "text": "2.0"}
+ARGUMENTS |= {"small": 1e-05, "smaller": [-2.5e-07], "no": None, "sure": True, "object": {"x": 0.0001}}
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}]
 TOOLS = [{"type": "function", "default": default} for default in (2.0, 0.0, 3)]
 CHAT: list[dict[str, Any]] = [
@@ -203,6 +205,7 @@ DEEP = {
     "filters": "{{ a" + "|string" * 9000 + " }}",
     "straight sets": "{% set a = 0 %}" + "{% set a = [a] %}" * 9000 + "{{ a }}",
     "grown as JSON": GROW + "{{ ns.a | tojson }}",
+    "grown and tested": GROW + "{{ ns.a is iterable }}",
     "grown and compared": GROW + "{{ ns.a == ns.a }}",
     "compared": "{% set a = namespace() %}{% set a.a = a %}{% set b = namespace(a=a) %}{{ a == b }}",
     "list in itself": "{% set _ = messages.append(messages) %}{{ messages == messages }}{{ messages }}",
