@@ -117,7 +117,7 @@ def asked_config(
         raise ConfigError(f"the model is given twice: {model_argument!r} and --model {given['model']!r}")
     options["model"] = model_argument or given["model"]
     if options["model"] is None:
-        raise ConfigError("no model; accepted: --model with a Hugging Face folder or hub id (or no argument: the demo)")
+        raise ConfigError("no model; accepted: --model with a folder or hub id (the demo: `medha generate` alone)")
     launch = read_launch()
     if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp", "decode_replicas"):
         from medha.generate.layout import choose_layout

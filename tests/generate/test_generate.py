@@ -305,7 +305,7 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--prompt x", "ConfigError: no model; accepted: --model"),
+        ("--prompt x", "no model; accepted: --model with a folder or hub id (the demo: `medha generate` alone)"),
         ("{model} --model {model} --prompt x", "ConfigError: the model is given twice: "),
         ("{model}", "ConfigError: neither of prompts and --requests given"),
         ("{model} --prompt x --requests {requests}", "ConfigError: both of prompts and --requests given"),
