@@ -19,7 +19,7 @@ from typing import Any
 from medha.config.fields import BOOLEAN, Check, integer
 from medha.errors import ConfigError, MedhaError, ModelLoadError, short_repr
 
-ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 IGNORE_PATTERNS = ("*/*.safetensors", "consolidated*")  # other formats of the same weights
 
 _ACCEPTED = "accepted: a folder with config.json and *.safetensors, or a hub id such as org/name"

@@ -48,6 +48,10 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     """
     file = path / "tokenizer.json"
     if not file.is_file():
+        for other in (path / "tokenizer.model", path / "vocab.json"):
+            if other.is_file():
+                made = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+                logger.warning("%s is not read; transformers makes tokenizer.json of it: %s", other, made)
         return None
     data = _read(file)
     with _ErrorsTold(f"{file} is not a usable tokenizer: it", "be made of"):

@@ -70,7 +70,7 @@ def test_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_patterns() -> None:
-    wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "additional_chat_templates/tool.jinja"]
+    wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "merges.txt", "additional_chat_templates/t.jinja"]
     others = ["consolidated.safetensors", "pytorch_model.bin", "modeling_custom.py", "original/model.safetensors"]
     patterns = {"allow_patterns": ALLOW_PATTERNS, "ignore_patterns": IGNORE_PATTERNS}
     assert list(filter_repo_objects([*wanted, *others], **patterns)) == wanted

@@ -99,6 +99,16 @@ def test_what_other_files_call_special_is(
         assert chat_ids(tokenizer, [{"role": "user", "content": content}]).count(end) == 1
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_a_file_that_is_not_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """And what makes tokenizer.json of it."""
+    (tmp_path / name).write_text("")
+    assert load_tokenizer(tmp_path) is None
+    made = f"AutoTokenizer.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')"
+    said = f"{tmp_path / name} is not read; transformers makes tokenizer.json of it: {made}"
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
 PANICS = byte_level().to_str().replace('"continuing_subword_prefix":null', '"continuing_subword_prefix":"\U0010ffff"')
 CORRUPT = {
     "tokenizer.json is not a usable tokenizer": ["", "{}", "[" * 100_000, PANICS],
