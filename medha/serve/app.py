@@ -35,7 +35,7 @@ from medha.engine.request import pieces
 from medha.errors import EngineDeadError, MedhaError, exit_code, not_accepted
 from medha.parallel.launch import exit_at_once
 from medha.params import CHAT_OPTIONS, PROMPT_OPTIONS
-from medha.serve.body import NOT_READ, BodyReader
+from medha.serve.body import NOT_READ, TOO_MANY_VALUES, BodyReader
 from medha.serve.keys import Key, key_of
 from medha.serve.metrics import EVENTS_S, PAGE, Metrics, snapshot
 from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error
@@ -199,7 +199,8 @@ class Front:
         except NOT_READ as error:
             if isinstance(error.__cause__, OSError):  # no process for it
                 raise ApiError(503, "large bodies cannot be read at present", retry_after="1") from error
-            raise ApiError(400, "the body is not JSON that can be read") from None
+            known = str(error) == TOO_MANY_VALUES
+            raise ApiError(400, TOO_MANY_VALUES if known else "the body is not JSON that can be read") from None
         finally:
             self._num_bytes -= len(body)
         if not isinstance(found, dict):

@@ -19,7 +19,8 @@ from medha.child.serving import limit_resources, serve
 
 _LARGE_BYTES = (500_000, 8_000_000)  # above the first a child reads a body, above the second another one does
 _ID_LISTS = ("prompt", "prompt_token_ids", "tokens")
-_MOST_VALUES = 200_000  # beside the ids
+_MOST_VALUES = 200_000
+TOO_MANY_VALUES = f"the body has more than {_MOST_VALUES} values beside lists of token ids"
 NOT_READ = (ChildError, RecursionError, msgspec.MsgspecError, UnicodeDecodeError)
 
 
@@ -53,7 +54,7 @@ def _read(sent: bytes) -> bytes:
         if isinstance(value := body.get(name), list):
             body[name] = _packed(value) if value and isinstance(value[0], int) else [*map(_packed, value)]
     if _num_values(body) > _MOST_VALUES:
-        raise ChildError("too many values")
+        raise ChildError(TOO_MANY_VALUES)
     return pickle.dumps(body, protocol=5)
 
 
