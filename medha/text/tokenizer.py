@@ -197,9 +197,9 @@ class Tokenizer:
         rendered = render(self._renderer, self.chat_template, names | marked, self.name)
         if _MARK not in rendered:
             return rendered, self._with_one_bos(self.encode_array(rendered, add_special_tokens=False))
-        encoder, mark_id = self._marked_encoder
+        encoder, mark, mark_id = self._marked_encoder
         ids = encoder(rendered, add_special_tokens=False)
-        return rendered.replace(_MARK, ""), self._with_one_bos(ids[ids != mark_id])
+        return rendered.replace(mark, ""), self._with_one_bos(ids[ids != mark_id])
 
     def interrupt(self) -> None:
         """Give up the long text that another thread encodes, or the template that it renders; it gets an error."""
@@ -234,16 +234,20 @@ class Tokenizer:
             if len(single) == 1 and single in text:
                 what = f"messages hold {single!r}, a special token of {self.name} that cannot be encoded as text"
                 raise ValidationError(what, param="messages")
-        return self._special_start.sub(lambda start: start[0] + _MARK, text)
+        return self._special_start.sub(lambda start: start[0] + self._marked_encoder[1], text)
 
     @cached_property
-    def _marked_encoder(self) -> tuple[_Encoder, int]:
-        """A second tokenizer, to which the mark is a token, and the id of that."""
+    def _marked_encoder(self) -> tuple[_Encoder, str, int]:
+        """A second tokenizer, to which a mark is a token, the mark, and the id of that."""
+        normalizer = self.backend.normalizer
+        mark = normalizer.normalize_str(_MARK) if normalizer else _MARK
+        # Where that puts ▁ before each text, the mark has it, too, and is found in normalized text: none comes behind.
+        is_put_before = mark != _MARK and mark.endswith(_MARK)
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-        backend.add_special_tokens([tokenizers.AddedToken(_MARK, special=True, normalized=False)])
+        backend.add_special_tokens([tokenizers.AddedToken(_MARK, special=True, normalized=is_put_before)])
         mark_id = backend.token_to_id(_MARK)
         assert mark_id is not None, "it was added"
-        return _Encoder(backend, backend.to_str, name=self.name), mark_id
+        return _Encoder(backend, backend.to_str, name=self.name), mark if is_put_before else _MARK, mark_id
 
 
 class _Encoder:

@@ -260,13 +260,14 @@ def test_special_text_in_content_is_text(content: str) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
 
-def test_special_text_in_sentencepiece_adds_no_space() -> None:
+@pytest.mark.parametrize(("normalizes", "ab"), [(False, ["ab"]), (True, ["▁a", "b"])])
+def test_special_text_in_sentencepiece_adds_no_space(normalizes: bool, ab: list[str]) -> None:
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     names = {"bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = Tokenizer(sentencepiece(), special_tokens=names, chat_template=template)
+    tokenizer = Tokenizer(sentencepiece(strip_decoder=normalizes), special_tokens=names, chat_template=template)
     ids = chat_ids(tokenizer, [{"role": "user", "content": "ab</s>ab"}])
     tokens = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
-    assert tokens == ["<s>", "ab", "<", "/", "s", ">", "ab", "</s>"]
+    assert tokens == ["<s>", *ab, "<", "/", "s", ">", "ab", "</s>"]
 
 
 def test_special_text_of_one_character_is_refused() -> None:
