@@ -48,10 +48,9 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     """
     file = path / "tokenizer.json"
     if not file.is_file():
-        for other in (path / "tokenizer.model", path / "vocab.json"):
-            if other.is_file():
-                made = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
-                logger.warning("%s is not read; transformers makes tokenizer.json of it: %s", other, made)
+        for other in filter(Path.is_file, (path / "tokenizer.model", path / "vocab.json")):
+            made = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+            logger.warning("%s is not read; transformers makes tokenizer.json of it: %s", other, made)
         return None
     data = _read(file)
     with _ErrorsTold(f"{file} is not a usable tokenizer: it", "be made of"):
@@ -118,10 +117,8 @@ class Tokenizer:
             token = self.backend.id_to_token(token_id)
             kind = "none" if token is None else "byte" if _BYTE_TOKEN.fullmatch(token) else "text"
             kind = self._kinds[token_id] = "special" if token_id in self.special_ids else kind
-            if kind == "text" and self.byte_of is not None:
-                text = self.decode([token_id])
-                if text and "\ufffd" not in text:
-                    self.whole_texts[token_id] = text
+            if kind == "text" and self.byte_of is not None and "\ufffd" not in (text := self.decode([token_id])):
+                self.whole_texts[token_id] = text
         return kind
 
     @cached_property
@@ -309,17 +306,15 @@ def _specials(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], boo
 
 
 def _configured_template(value: Any, file: Path) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         named = {item.get("name"): item.get("template") for item in value}
-        template = named.get("default")
-        if isinstance(tools := named.get("tool_use"), str) and isinstance(template, str):
-            template = f"{{% if tools %}}\n{tools}{{% else %}}\n{template}{{% endif %}}"
-        if named and template is None:
+        value = named.get("default")
+        if isinstance(tools := named.get("tool_use"), str) and isinstance(value, str):
+            value = f"{{% if tools %}}\n{tools}{{% else %}}\n{value}{{% endif %}}"
+        if named and value is None:
             logger.warning("%s has chat templates %s and none named default", file.parent, sorted(map(str, named)))
-        if template is None or isinstance(template, str):
-            return template
+    if value is None or isinstance(value, str):
+        return value
     raise TokenizerError(f"{file}: chat_template must be a str or a list of objects with name and template")
 
 
@@ -359,16 +354,13 @@ class Detokenizer:
             own = bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else token.encode()
             text = self._utf8.decode(own)
             self._holds_back = bool(self._utf8.getstate()[0])
-            self._num_emitted += len(text)
-            return text
-        self._holds_back = True
-        if kind == "byte":
+        elif kind == "byte":
             self._run.append(token_id)
             return ""
-        ids, self._run = [*self._run, token_id], []
-        with self._errors_told:
-            text = self._stream.step(self._tokenizer.backend, ids) or ""
-        self._holds_back = not text
+        else:
+            ids, self._run = [*self._run, token_id], []
+            with self._errors_told:
+                text = self._stream.step(self._tokenizer.backend, ids) or ""
         self._num_emitted += len(text)
         return text
 
