@@ -132,10 +132,10 @@ def stage_events(ranks: Sequence[RankRecords], zero_s: float) -> Iterator[_Event
         for record in before.batches:
             if record.batch_id in starts:
                 # an arrow belongs to the slice that is open at its time, so it leaves just before the end
-                leaves_s = max(record.start_s, record.end_s - 1e-6)
+                leaves = max(_microseconds(record.start_s - zero_s), _microseconds(record.end_s - zero_s) - 1)
                 common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": record.batch_id}}
                 common["id"] = f"{before.rank}-{after.rank}-{record.batch_id}"
-                yield {**common, "ph": "s", "tid": before.rank, "ts": _microseconds(leaves_s - zero_s)}
+                yield {**common, "ph": "s", "tid": before.rank, "ts": leaves}
                 comes = _microseconds(starts[record.batch_id] - zero_s)
                 yield {**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": comes}
 
@@ -155,8 +155,8 @@ def write_events(path: Path, events: Iterable[_Event]) -> None:
         out.write(b'], "displayTimeUnit": "ms"}')
 
 
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)  # whole ones are exact in every reader
 
 
 def counter_event(name: str, time_s: float, values: dict[str, float]) -> dict[str, Any]:
@@ -172,5 +172,5 @@ def name_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def slice_event(name: str, pid: int, tid: int, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
     """A span on a lane; seconds."""
-    ts, dur = _microseconds(start_s), _microseconds(end_s - start_s)
-    return {"name": name, "cat": "step", "ph": "X", "ts": ts, "dur": dur, "pid": pid, "tid": tid, "args": args}
+    ts, end = _microseconds(start_s), _microseconds(end_s)  # one that begins before its neighbour ends is not shown
+    return {"name": name, "cat": "step", "ph": "X", "ts": ts, "dur": end - ts, "pid": pid, "tid": tid, "args": args}

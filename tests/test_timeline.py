@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from medha.batch import Batch, Row
@@ -153,6 +154,21 @@ def test_ranks_have_lanes_and_batches_arrows(tmp_path: Path) -> None:
     arrows = [(e["ph"], e["id"], e["tid"], e["ts"], e.get("bp")) for e in events if e["ph"] in "sf"]
     assert arrows == [("s", "0-1-0", 0, 1e6 - 1, None), ("f", "0-1-0", 1, 1e6, "e")]
     assert [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1] == ["chunk [0:8]"]
+
+
+@pytest.mark.parametrize("first_s", [0.0, 1e7 / 3])
+def test_neighbours_touch_and_arrows_begin_and_end_in_their_slices(tmp_path: Path, first_s: float) -> None:
+    """Perfetto drops a slice that begins before its neighbour ends, by however little."""
+    ends_s = (first_s + np.random.default_rng(0).uniform(2e-6, 1e-3, 1001).cumsum()).tolist()
+    lanes = [tuple(ran(i, *ends_s[i + lane : i + lane + 2]) for i in range(999)) for lane in (0, 1)]
+    timeline = Timeline()
+    timeline.gather_from(lambda: [RankRecords(lane, lane, 0, lanes[lane]) for lane in (0, 1)], zero_s=0.1)
+    events = written(timeline, tmp_path / "a.json")
+    first, second = ([(e["ts"], e["ts"] + e["dur"]) for e in events if (e["ph"], e["tid"]) == ("X", i)] for i in (0, 1))
+    assert [end for _, end in first[:-1]] == [start for start, _ in first[1:]] and first[1:] == second[:-1]
+    leaves, comes = ([e["ts"] for e in events if e["ph"] == kind] for kind in "sf")
+    assert all(start <= at < end for at, (start, end) in zip(leaves, first, strict=True))
+    assert comes == [start for start, _ in second]
 
 
 @pytest.mark.parametrize(
