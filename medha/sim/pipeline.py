@@ -8,6 +8,7 @@ say. Blocks that are swapped move beside the compute: a stage is busy with a bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
@@ -30,11 +31,21 @@ class Segment(NamedTuple):
     num_tokens: int  # query tokens of the batch, over all groups
 
 
+class Part(NamedTuple):
+    """A batch on one group."""
+
+    group: int
+    from_s: float  # no batch before accounts for the time from then on
+    end_s: float
+    stages: Sequence[tuple[float, float]]  # when each began, and its seconds
+
+
 class Passage(NamedTuple):
     """A batch on its way."""
 
     end_s: float  # when it is done in every stage
     busy_s: float  # seconds of the slowest stage
+    parts: Sequence[Part]
 
 
 @dataclass(eq=False, repr=False)
@@ -45,8 +56,8 @@ class Pipeline:
     have been decided before its token is known, and waits for that in the first stage. With ``chunk_times`` chunks are
     dealt, one a batch, and take what these say.
 
-    ``busy_s`` and ``bubble_s``, by group and stage, are the seconds computed so far, and those without work while
-    another stage of the group had some.
+    ``busy_s`` and ``bubble_s``, by group and stage, are the seconds computed by batches that are accounted for, and
+    those without work while another stage of the group had some.
     """
 
     stages: Sequence[Predictor]
@@ -68,29 +79,36 @@ class Pipeline:
 
     def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
         """Let a batch enter stage 0, right after it was scheduled; the memory says where the keys of each row lie."""
-        end_s, slowest_s = now_s, 0.0
+        end_s, slowest_s, parts = now_s, 0.0, list[Part]()
         now_s += self._control_s
         for groups in _together(batch, self.num_groups):
             seconds = self._seconds(batch, memory, groups)
             ready_s = max(now_s, self._last_token_s(batch, groups))
             entered_s = max(ready_s, *(self._free_s[group][0] for group in groups))
-            begins_s = [max(entered_s, self._free_s[group][-1]) for group in groups]  # no batch before accounts for it
+            begins_s = [max(entered_s, self._free_s[group][-1]) for group in groups]
+            ran = []
             for stage, stage_s in enumerate(seconds):
                 start_s = max(ready_s, *(self._free_s[group][stage] for group in groups))
                 ready_s = start_s + stage_s
                 slowest_s = max(slowest_s, stage_s)
+                ran.append((start_s, stage_s))
                 for group in groups:
                     self._free_s[group][stage] = ready_s
-                    self.busy_s[group][stage] += stage_s
                     if self.on_segment is not None:
                         self.on_segment(Segment(batch.batch_id, group, stage, start_s, ready_s, batch.num_tokens))
-            for group, from_s in zip(groups, begins_s, strict=True):
-                for stage, stage_s in enumerate(seconds):  # one of them works until the batch has left the last one
-                    self.bubble_s[group][stage] += ready_s - from_s - stage_s
+            parts += [Part(group, from_s, ready_s, ran) for group, from_s in zip(groups, begins_s, strict=True)]
             end_s = max(end_s, ready_s)
         if self._tokens_s is not None:
             self._tokens_s.update((row.slot, end_s) for row in batch.rows if row.samples)
-        return Passage(end_s, slowest_s)
+        return Passage(end_s, slowest_s, parts)
+
+    def account(self, passage: Passage, now_s: float = math.inf) -> None:
+        """Count a batch that is done, or what it has done so far."""
+        for group, from_s, end_s, stages in passage.parts:
+            for stage, (start_s, stage_s) in enumerate(stages):  # one of them works until the batch has left the last
+                done_s = min(max(now_s - start_s, 0.0), stage_s)
+                self.busy_s[group][stage] += done_s
+                self.bubble_s[group][stage] += min(end_s, now_s) - min(from_s, now_s) - done_s
 
     def _last_token_s(self, batch: Batch, groups: Sequence[int]) -> float:
         """When the last of the tokens is known with which the decodes of some groups go on."""

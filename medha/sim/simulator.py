@@ -68,6 +68,8 @@ class Simulation:
         finally:
             for live in self._live.values():
                 self._note(live)
+            for _, passage in self._in_flight:
+                self.pipeline.account(passage, self.now_s)
             first_s = float(self.trace.arrival_s[0]) if len(self.trace) else 0.0
             self.outcome.duration_s = max(self.now_s - first_s, 0.0)
             self.outcome.is_stopped = bool(self._live) or self._next is not None
@@ -148,6 +150,7 @@ class Simulation:
 
     def _complete(self) -> None:
         batch, passage = self._in_flight.popleft()
+        self.pipeline.account(passage)
         self.now_s = now_s = max(self.now_s, passage.end_s)
         last_tokens_s: list[float] = []
         results = []

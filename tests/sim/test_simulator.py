@@ -157,6 +157,21 @@ def check_stages(segments: list[Segment], spp: int) -> None:
             assert after.start_s >= before.end_s
 
 
+@settings(max_examples=40, deadline=None)
+@given(replicas(), traces(), st.floats(0.01, 3.0))
+def test_a_stop_counts_what_ran_by_then(replica: Replica, trace: Trace, stop_s: float) -> None:
+    segments: list[Segment] = []
+    simulation = Simulation(*replica.build(on_segment=segments.append), trace, stop_s=stop_s)
+    outcome, now_s = simulation.run(), simulation.now_s
+    ran_s = np.zeros((replica.parallel.kvp, replica.parallel.spp))
+    for one in segments:
+        ran_s[one.group, one.stage] += min(one.end_s, now_s) - min(one.start_s, now_s)
+    np.testing.assert_allclose(outcome.stage_busy_s, ran_s, atol=1e-9)
+    active_s = np.add(outcome.stage_busy_s, outcome.stage_bubble_s)
+    np.testing.assert_allclose(active_s, active_s[:, :1].repeat(replica.parallel.spp, 1), atol=1e-9)
+    assert active_s.max() <= outcome.duration_s + 1e-9
+
+
 @settings(max_examples=20, deadline=None)
 @given(replicas(), traces(max_output=300))
 def test_repeating_changes_nothing(replica: Replica, trace: Trace) -> None:
@@ -255,13 +270,15 @@ def test_one_server_of_equal_services_waits_as_the_formula_says(load: float) -> 
 STEP_S = 0.01  # of any batch in a stage
 
 
-def piped(spp: int, trace: Trace, *, control_s: float = 0.0, is_async: bool = False) -> Outcome:
+def piped(
+    spp: int, trace: Trace, *, control_s: float = 0.0, is_async: bool = False, stop_s: float | None = None
+) -> Outcome:
     """A run on equal stages, in chunks of 128 tokens."""
     stage = Predictor(replace(FREE, linear=Curve((1.0, 4096.0), (STEP_S, STEP_S))), max_tokens=4096)
     config = SchedulerConfig("sarathi", chunk_size=128, depth=spp + 1, async_scheduling=is_async)
     scheduler = Scheduler(config, num_blocks=100, block_size=256, predictor=stage)
     pipeline = Pipeline([stage.uncorrected()] * spp, control_s=control_s, is_async=is_async)
-    return Simulation(scheduler, pipeline, trace).run()
+    return Simulation(scheduler, pipeline, trace, stop_s=stop_s).run()
 
 
 @pytest.mark.parametrize(("spp", "num_chunks"), [(1, 5), (2, 1), (3, 7), (4, 64)])
@@ -271,6 +288,12 @@ def test_a_perfect_pipeline_takes_one_step_a_chunk_and_one_a_further_stage(spp: 
     assert outcome.requests.first_token_s[0] == pytest.approx(steps * STEP_S, rel=1e-9)
     np.testing.assert_allclose(outcome.stage_busy_s, [[num_chunks * STEP_S] * spp])
     np.testing.assert_allclose(outcome.stage_bubble_s, [[(spp - 1) * STEP_S] * spp], atol=1e-12)
+
+
+def test_a_pipeline_that_is_stopped_has_not_drained() -> None:
+    outcome = piped(3, Trace(np.zeros(1), np.array([128 * 64]), np.ones(1, np.int64)), stop_s=9.5 * STEP_S)
+    np.testing.assert_allclose(outcome.stage_busy_s, [[10 * STEP_S, 9 * STEP_S, 8 * STEP_S]])
+    np.testing.assert_allclose(outcome.stage_bubble_s, [[0.0, STEP_S, 2 * STEP_S]], atol=1e-12)
 
 
 def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
