@@ -48,7 +48,7 @@ def simulate(
     hardware: Hardware = "h100-80g",
     model: Model = "llama-3-8b",
     prefill_only: Annotated[bool, option("--prefill-only", help="Requests end with their first token.")] = False,
-    stop_s: Annotated[float | None, option(help="Virtual seconds at which to stop.", shows="the end")] = None,
+    stop_s: Annotated[float | None, option(help="Stop at this second of the arrivals' clock.", shows="the end")] = None,
     output_json: OutputJson = None,
     timeline: Annotated[Path | None, option(help="Chrome trace of a single run (.json or .json.gz).")] = None,
     **_: Any,

@@ -187,6 +187,8 @@ def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:
                 raise ConfigError(f"no request of {path} arrives within duration={duration_s} s")
         else:
             trace = synthesize(given["workload"] or "medha-mix", given["arrivals"], qps=rate, **drawn)
+        if given["stop_s"] is not None and given["stop_s"] <= (first_s := trace.arrival_s[0]):
+            raise ConfigError(f"no request arrives before stop_s={given['stop_s']}; accepted: above {first_s}")
         for name in ("ttft_slo_s", "tpot_slo_s"):  # the objectives of the command are for requests that bring none
             own, value = getattr(trace, name), given[f"slo_{name.replace('_slo', '')}"]
             if value is not None:
