@@ -121,11 +121,12 @@ def validate(file: _In, from_format: _From = None) -> int:
     try:
         reading = _read(file, from_format, on_fault=faults.append)
     except TraceFormatError as error:  # the file as a whole; a file that is not there goes on to the caller
-        faults.append(error)
+        if error.__cause__ not in faults:  # else it has no other requests than those
+            faults.append(error)
     for fault in faults[:_SHOWN]:
         print(" ".join(str(fault).split()))
     if faults or reading is None:
-        return complain(f"{file}: {len(faults)} faults", 2)
+        return complain(f"{file}: {len(faults)} fault{'s' * (len(faults) > 1)}", 2)
     trace = reading.trace
     dropped = f", {reading.num_dropped} dropped" if reading.num_dropped else ""
     span = f"over {trace.duration_s:,.3f} s" if reading.has_arrivals else "without arrival times"

@@ -160,7 +160,7 @@ def _medha(fields: Fields) -> Row:
         limits.ttft_s,
         limits.tpot_s,
         priority,
-        None if given.get("tenant") is None else _text("tenant", given["tenant"]),
+        None if (tenant := given.get("tenant")) in (None, "") else _text("tenant", tenant),
     )
 
 

@@ -72,7 +72,7 @@ def _reading(
     missing = (np.nan, 0, 0, None, None, np.nan, np.nan, -1, "")
     columns = columns if kind.name in ("medha", "mooncake") else columns[:3]  # the others have no more
     places: dict[str, str] = {}
-    num_dropped = num_faults = 0
+    fault, num_dropped, num_faults = None, 0, 0
     for place, row in requests:
         if isinstance(row, Row) and kind.name == "medha":
             row = row if row.request_id is not None else row._replace(request_id=place.replace(" ", "-"))
@@ -91,7 +91,7 @@ def _reading(
                 column.append(instead if value is None else value)
     if not columns[0]:
         counts = f"{num_dropped} dropped, {num_faults} wrong"
-        raise TraceFormatError(path, f"has no requests ({counts}); accepted: at least 1")
+        raise TraceFormatError(path, f"has no requests ({counts}); accepted: at least 1") from fault
     trace, has_arrivals = _trace(path, kind, columns)
     return Reading(trace, kind.name, has_arrivals, num_dropped, num_faults)
 

@@ -117,6 +117,10 @@ def test_validate(trace: Command, mooncake: Path, tmp_path: Path) -> None:
     lines = done.out.splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"{wrong}, line {i}" for i in range(3, 23)]
     assert trace("validate", wrong, "--from", "azure").code == 2
+    few = tmp_path / "few.csv"
+    for lines, count in (("0,0,2\n", "1 fault"), ("0,0,2\n" * 2, "2 faults"), ("", "1 fault")):
+        few.write_text(VIDUR + lines)
+        assert trace("validate", few).err == f"error: {few}: {count}\n"
     assert trace("validate", tmp_path / "nowhere").err.count("\n") == 1
     done = trace("convert", wrong, tmp_path / "out.jsonl", "--skip-invalid")
     assert (done.code, arrivals(tmp_path / "out.jsonl")) == (0, [0.0])

@@ -120,7 +120,7 @@ def test_vidur_without_arrivals(tmp_path: Path) -> None:
 def test_own_lines_as_request_files_have_them(tmp_path: Path) -> None:
     own = {"arrival_s": 1, "num_prompt_tokens": 2, "num_output_tokens": 3}
     own |= {"slo": {"ttft_s": 2}, "priority": "low", "tenant": "a"}
-    lines = [{"prompt_token_ids": [5, 6, 7], "max_tokens": 9, "temperature": 0.5}, {"id": 7, **own}]
+    lines = [{"prompt_token_ids": [5, 6, 7], "max_tokens": 9, "temperature": 0.5, "tenant": ""}, {"id": 7, **own}]
     reading = read_trace(write(tmp_path / "a", "\n\n".join(map(json.dumps, lines))))
     assert (reading.format, reading.has_arrivals) == ("medha", True)
     first, second = reading.trace.rows()
