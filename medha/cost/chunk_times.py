@@ -84,8 +84,8 @@ def relative_fit(columns: Sequence[Floats], seconds: Floats) -> Floats:
 def fitted_times(
     predictor_over: Callable[[int], Predictor], sizes: Sequence[int], *, longest: int, groups_per_node: int = 8
 ) -> ChunkTimes:
-    """Eq. 1 of some SP sizes, fitted to what the predictor of a group says of chunks that end after ``longest`` tokens
-    at the latest."""
+    """Eq. 1 of some SP sizes, fitted to what the predictor of a group says of chunks that end by token ``longest``."""
+    longest = max(longest, 3)  # below it there are fewer chunks than coefficients
     lengths = sorted({max(longest >> halvings, 1) for halvings in range(_HALVINGS)})
     grid = [(int(share * n), n) for n in lengths for share in _HISTORIES if (share + 1) * n <= longest]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -49,6 +50,15 @@ def test_the_ring_is_met_by_its_fit() -> None:
         for history, n in ((0, 1024), (0, 16384), (16384, 4096), (65536, 4096), (65536, 65536), (0, 131072)):
             ours = ring_chunk_s(SPEC, 16, size=size, history=history, tokens=n)
             assert times.seconds(size, history, n) == pytest.approx(ours, rel=0.03), (size, history, n)
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3])
+def test_so_short_that_few_chunks_differ(longest: int) -> None:
+    over = partial(Replica(SPEC, MODEL, ParallelConfig(kvp=2)).predictor_over, predictor=PREDICTOR)
+    times = fitted_times(over, (1, 2), longest=longest)
+    for size, n in product((1, 2), range(1, longest + 1)):
+        ours = ring_chunk_s(SPEC, 2, size=size, history=longest - n, tokens=n)
+        assert times.seconds(size, longest - n, n) == pytest.approx(ours, rel=0.03)
 
 
 def test_the_ring_against_table_1() -> None:
