@@ -150,8 +150,8 @@ def config_of(replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     """By name; each policy of the medha scheduler is one, and the others have none."""
-    schedulers = _listed(given["scheduler"]) or ["medha"]
-    policies = _listed(given["policy"])
+    schedulers = _listed("scheduler", given) or ["medha"]
+    policies = _listed("policy", given)
     if policies and "medha" not in schedulers:
         raise ConfigError(f"policy={','.join(policies)!r} is for the medha scheduler; accepted: --scheduler medha too")
     asked = [one for one in fields(SchedulerConfig) if one.name not in LIVE_ONLY and given[one.name] is not None]
@@ -165,9 +165,12 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     return configs
 
 
-def _listed(values: list[str] | None) -> list[str]:
+def _listed(name: str, given: Mapping[str, Any]) -> list[str]:
     """The parts of comma separated values, each once."""
-    return list(dict.fromkeys(words(",".join(values or []))))
+    text = ",".join(values := given[name] or [])
+    if not (names := list(dict.fromkeys(words(text)))) and values:
+        raise ConfigError(f"{name}={text!r}; accepted: names, comma separated")
+    return names
 
 
 def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:

@@ -167,6 +167,8 @@ def test_the_timeline_is_there_when_stdout_fails(
         (("--qps", 1, "--model", "llama-9"), "model 'llama-9' is not known; accepted: llama-3-8b, "),
         (("--qps", 1, "--scheduler", "none"), "scheduler='none'; accepted: medha, static"),
         (("--qps", 1, "--policy", "none"), "policy='none'; accepted: edf, "),
+        (("--qps", 1, "--scheduler", ","), "scheduler=','; accepted: names, comma separated"),
+        (("--qps", 1, "--policy", ""), "policy=''; accepted: names, comma separated"),
         (("--qps", 1, "--scheduler", "orca", "--policy", "edf"), "policy='edf' is for the medha scheduler"),
         (("--trace", "no-such-file"), "trace file no-such-file"),
         (("--trace", "x", "--workload", "medha-mix"), "workload='medha-mix' and trace='x'; accepted: one of the two"),
