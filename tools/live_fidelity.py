@@ -162,8 +162,9 @@ def live_fidelity(options: LiveOptions) -> dict[str, Any]:
     longest = options.max_model_len
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
         profile = Path(folder) / "profile.json"
-        coefficients = measure(subject.config(longest=longest), QUICK, max_kv=longest)
-        assert coefficients is not None, "one process measures"
+        measured = measure(subject.config(longest=longest), QUICK, max_kv=longest)
+        assert measured is not None, "one process measures"
+        coefficients, _ = measured
         profile.write_text(coefficients.to_json())
         report = on_ranks(
             subject, lambda local: _compared_live(local, options, coefficients), longest=longest, profile=str(profile)

@@ -246,8 +246,9 @@ def measure(
     *,
     max_kv: int | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
-) -> Coefficients | None:
-    """Build this rank's part and measure; every rank calls it, and rank 0 gets the coefficients.
+) -> tuple[Coefficients, int] | None:
+    """Build this rank's part and measure; every rank calls it, and rank 0 gets the coefficients and the longest KV
+    cache.
 
     ``max_kv`` is the longest KV cache in tokens, by default 131,072 or what model and memory allow; ``on_progress`` is
     called with the share of all that was done since.
@@ -278,7 +279,7 @@ def measure(
     by_rank = [meter.take()] if role.part is None else gathered(role.part.ranks, meter.take())
     found = None if role.engine is None else _fitted(role, config, steps, by_rank)
     role.close()
-    return found
+    return None if found is None else (found, longest)
 
 
 def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effort, int]:
@@ -314,13 +315,14 @@ def _fitted(
     return fit(rows, key, model, parallel, stage=stage, dtype_bytes=dtype_bytes, merges=merges, dealt=dealt)
 
 
-def predicted(found: Coefficients) -> list[dict[str, str | float]]:
-    """What some steps are predicted to take."""
+def predicted(found: Coefficients, longest: int) -> list[dict[str, str | float]]:
+    """What some steps are predicted to take, behind no more than the longest KV cache that was measured."""
     predict = Predictor(found).predict
+    short, long = min(1024, longest), min(65536, longest)
     steps = {
-        "a decode behind 1K": [Work(1, 1024, True)],
-        "16 decodes behind 1K": [Work(1, 1024, True)] * 16,
+        f"a decode behind {short:,}": [Work(1, short, True)],
+        f"16 decodes behind {short:,}": [Work(1, short, True)] * 16,
         "a first chunk of 256": [Work(256, 0, False)],
-        "one behind 64K": [Work(256, 65536, False)],
+        f"one behind {long:,}": [Work(256, long, False)],
     }
     return [{"step": name, "predicted_s": predict(rows)} for name, rows in steps.items()]

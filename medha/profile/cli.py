@@ -44,12 +44,13 @@ def profile(
         measure(config, effort, max_kv=max_kv)
         return 0
     with progress("measuring", 100) as advance:  # percent
-        found = measure(config, effort, max_kv=max_kv, on_progress=lambda share: advance(100 * share))
-    assert found is not None, "rank 0 has what was measured"
+        measured = measure(config, effort, max_kv=max_kv, on_progress=lambda share: advance(100 * share))
+    assert measured is not None, "rank 0 has what was measured"
+    found, longest = measured
     write_report(output, json.loads(found.to_json()))
     report = {
         "title": f"{output}: {found.key.model}, {found.key.dtype}, {found.key.layout}",
-        "steps": predicted(found),
+        "steps": predicted(found, longest),
         "threads": found.key.num_threads,
         "load": {"before": load, "after": os.getloadavg()[0]},
         "environment": stamp(),

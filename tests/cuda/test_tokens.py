@@ -132,7 +132,7 @@ def test_a_profile_of_whole_steps(model: Path, device: Device, monkeypatch: pyte
     effort = Effort(chunks=(16, 64), batches=(1, 4), lengths=(64, 256), total_s=1e-3, min_repeats=1, max_repeats=1)
     found = measure(config, effort, max_kv=500)
     assert found is not None
-    predictor = Predictor(found)
+    predictor = Predictor(found[0])
     for work in ([Work(64, 300, False)], [Work(1, 70, True)] * 4):
         assert predictor.predict(work) == pytest.approx(1e-3, rel=0.02)
     assert device.launches["replay"] > 0

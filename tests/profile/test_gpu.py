@@ -18,7 +18,7 @@ def test_what_grows_with_the_keys_is_told_apart(needle: Model, attention_backend
     config = EngineConfig.from_flat(str(needle.folder), device="cuda", dtype="bfloat16", **options)
     found = measure(config, effort, max_kv=131072)
     assert found is not None
-    predictor = Predictor(found)
+    predictor = Predictor(found[0])
     chunks = [predictor.predict([Work(256, kv, False)]) for kv in (0, 131072)]
     decodes = [predictor.predict([Work(1, kv, True)] * 16) for kv in (1024, 131072)]
     assert chunks[1] > 1.2 * chunks[0] and decodes[1] > decodes[0]
