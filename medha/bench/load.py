@@ -63,13 +63,14 @@ class Workload:
         rate = self.request_rate
         is_paced = rate is not None and math.isfinite(rate)
         arrive: dict[str, Any] = {"qps": rate if is_paced else None, "burstiness": self.burstiness, "seed": self.seed}
-        process = "gamma" if is_paced else "at-once"
+        process = "poisson" if is_paced else "at-once"
         if self.dataset_path is None:
             spread = self.lengths or f"fixed:{self.input_len},{self.output_len}"
             return synthesize(spread, process, num_requests=self.num_prompts or 100, **arrive).from_zero()
         found = read_trace(self.dataset_path)
         if rate is not None and not is_paced:
             found = found._replace(has_arrivals=False)
+        process = "poisson" if found.has_arrivals else process
         return retimed(found, process, num_requests=self.num_prompts, **arrive).from_zero()
 
 

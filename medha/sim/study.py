@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from medha.cli.display import budget_text
+from medha.cli.options import DEALT
 from medha.config import CDSP, CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
 from medha.config.fields import POSITIVE, number_or_text, read_option, words
 from medha.cost.hardware import load_spec
@@ -155,6 +156,9 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     if policies and "medha" not in schedulers:
         raise ConfigError(f"policy={','.join(policies)!r} is for the medha scheduler; accepted: --scheduler medha too")
     asked = [one for one in fields(SchedulerConfig) if one.name not in LIVE_ONLY and given[one.name] is not None]
+    for one in asked:
+        if CDSP not in schedulers and one.name in DEALT and given[one.name] != one.default:
+            raise ConfigError(f"{one.name}={given[one.name]!r} is for cdsp; accepted: --scheduler cdsp too")
     budgets = {one.name: read_option(one, given[one.name]) for one in asked}
     budgets["max_kv_per_group"] = whole_blocks(given["max_kv_per_group"], CacheConfig().block_size)
     configs = {}

@@ -99,6 +99,9 @@ def retimed(
     if not reading.has_arrivals:
         times = arrival_times(process, rng, qps=qps, burstiness=burstiness, num_requests=len(trace))
         trace = replace(trace, arrival_s=times)
+    elif (process, burstiness) != (ARRIVALS[0], 1):
+        what = f"arrivals={process!r}, burstiness={burstiness:g} of requests that have arrival times"
+        raise ConfigError(f"{what}; accepted: the defaults, and --request-rate, which scales their gaps")
     return trace.first(num_requests, duration_s, qps if reading.has_arrivals else None)
 
 

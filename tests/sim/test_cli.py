@@ -170,6 +170,7 @@ def test_the_timeline_is_there_when_stdout_fails(
         (("--qps", 1, "--scheduler", ","), "scheduler=','; accepted: names, comma separated"),
         (("--qps", 1, "--policy", ""), "policy=''; accepted: names, comma separated"),
         (("--qps", 1, "--scheduler", "orca", "--policy", "edf"), "policy='edf' is for the medha scheduler"),
+        (("--qps", 1, "--plan-order", "edf"), "plan_order='edf' is for cdsp; accepted: --scheduler cdsp too"),
         (("--trace", "no-such-file"), "trace file no-such-file"),
         (("--trace", "x", "--workload", "medha-mix"), "workload='medha-mix' and trace='x'; accepted: one of the two"),
         (("--qps", 1, "--max-model-len", 500), "tokens and max_model_len=500; accepted: at least as many"),

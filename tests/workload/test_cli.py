@@ -40,6 +40,9 @@ def test_convert(trace: Command, mooncake: Path, tmp_path: Path) -> None:
     assert arrivals(out) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert trace("convert", mooncake, out, "--duration", "1.2", "--num-prompts", "2").code == 0
     assert arrivals(out) == [0.0, 0.5]
+    for option, value in (("--arrivals", "at-once"), ("--burstiness", 2)):
+        done = trace("convert", mooncake, out, option, value)
+        assert done.code == 2 and f"{value}" in done.err and "have arrival times; accepted: the defaults" in done.err
     (tmp_path / "late.csv").write_text(VIDUR + "7,1,1\n9.5,1,1\n")
     assert trace("convert", tmp_path / "late.csv", out, "--from-zero").code == 0
     assert arrivals(out) == [0.0, 2.5]
