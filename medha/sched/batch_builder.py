@@ -331,7 +331,7 @@ class BatchBuilder:
             self._queue.found(state, cached)  # as it is queued
         if is_open and not q_len:
             self.refused.append(state.slot)
-            if memory.num_groups > 1 and not (has_room or state.num_preempted):  # many ask for each group
+            if not (has_room or state.num_preempted):
                 self._no_room[like] = num_tokens
         return q_len
 
