@@ -76,6 +76,7 @@ class BatchBuilder:
         rows: so far; what else the batch says the memory knows.
         prefers_ring: whether a chunk of a dealt request, of so many tokens behind a position, first group and number of
             groups, is rather dealt than gathered.
+        is_closed: whether a group surely has no time for a new chunk that is efficient.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class BatchBuilder:
         self.preemption = preemption
         self.rows: list[Row] = []
         self.prefers_ring: Callable[[int, int, int, int], bool] = lambda position, q_len, first, count: True
+        self.is_closed: Callable[[int], bool] = lambda group: False
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
@@ -317,6 +319,8 @@ class BatchBuilder:
         if may_share:
             self._queue.found(state, hit.num_tokens(memory.block_size))
         if hit.shards:
+            if least == self.config.min_chunk and self.is_closed(hit.shards[0][0]):
+                return 0
             q_len, is_open, _ = self._begin(state, [hit.shards[0][0]], hit, most_kv, size, is_whole)
             if q_len or not is_open:
                 return q_len
@@ -339,7 +343,7 @@ class BatchBuilder:
         self, state: State, firsts: Sequence[int], hit: Hit, most_kv: int, size: SizeFn, is_whole: bool
     ) -> tuple[int, bool, bool]:
         """Let a request begin at the first of some groups that has room for most of it, behind what it shares: the
-        tokens added, whether it was given any, and whether any group has room for an efficient chunk."""
+        tokens added, whether it was given any, and whether any group may have time and room for an efficient chunk."""
         best, chosen, is_open, has_room = 0, None, False, False
         for first in firsts:
             self._bind(state, first, hit, most_kv)
@@ -348,7 +352,9 @@ class BatchBuilder:
             if q_len and (q_len == most or len(firsts) == 1):  # nowhere is there room for more
                 self._append_row(state, self._chunk_row(state, q_len))
                 return q_len, True, True
-            has_room = has_room or self._fits(state, min(state.num_left, self.config.min_chunk))
+            least = min(state.num_left, self.config.min_chunk)
+            is_closed = least == self.config.min_chunk and self.is_closed(first)
+            has_room = has_room or (not is_closed and self._fits(state, least))
             self.memory.undo_start(state.slot)
             is_open |= most > 0
             if q_len > best:

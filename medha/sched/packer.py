@@ -112,6 +112,7 @@ class MedhaPacker(Packer):
             favoured = self._make_room(queue, builder)
             self._leave_out_decodes(queue, builder)
         builder.prefers_ring = self._prefers_ring
+        builder.is_closed = partial(self._is_closed, builder, least=self.config.min_chunk)
         builder.add_decodes()
         before, self._groups, decodes = self._groups, [], len(builder.rows)
         lone_s, share = 0.0, self.config.spare_share
@@ -523,21 +524,25 @@ class MedhaPacker(Packer):
 
     def _is_cramped(self, builder: BatchBuilder, state: State | None = None) -> bool:
         """Whether there is surely no time on any group for the smallest chunk, of one request or of any that is not
-        dealt, so that many need not be tried; False where that is not sure, as where tokens or the chunk size make
-        chunks small."""
+        dealt, so that many need not be tried."""
         least, kv, num_groups = self.config.min_chunk, 0, len(self._groups)
         if state is not None:
             least = 1 if state.slot in builder.chunked else min(least, state.num_left)
             kv = state.num_scheduled_tokens if num_groups == 1 else 0  # of several at least none is on the one
-        if min(self.predictor.max_tokens, self.config.chunk_size or least) < least:
-            return False
         is_dealt = state is not None and builder.width(state) > 1
-        least_here = max(1, least // num_groups) if is_dealt else least
-        for group, left, has_chunk in zip(self._groups, builder.tokens_left, builder.has_chunk, strict=True):
-            limit_s = group.limit_s * (1 + 1e-9)  # however the sum is rounded
-            if left and (left < least or not has_chunk or group.tick.with_chunk(least_here, kv) <= limit_s):
-                return False
-        return True
+        return all(
+            self._is_closed(builder, group, max(1, least // num_groups) if is_dealt else least, kv)
+            for group in range(num_groups)
+        )
+
+    def _is_closed(self, builder: BatchBuilder, index: int, least: int, kv: int = 0) -> bool:
+        """Whether a group surely has no time for a chunk of so many tokens; False where chunks may be smaller."""
+        group, left = self._groups[index], builder.tokens_left[index]
+        if not left:
+            return True
+        if not builder.has_chunk[index] or min(left, self.predictor.max_tokens, self.config.chunk_size or left) < least:
+            return False
+        return group.tick.with_chunk(least, kv) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------
 
