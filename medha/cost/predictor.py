@@ -9,7 +9,7 @@ predicted by the same line as 16K.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -121,6 +121,22 @@ def ring_or_gather_s(ticks: Sequence[Tick], position: int, q_len: int, *, first:
     if q_len <= ticks[0]._tiles.max_tokens:
         gather_s = max(tick.with_chunk(q_len, position // count, run=row.span) for tick in ticks)
     return ring_s, gather_s
+
+
+def largest_dealt(ticks: Sequence[Tick], position: int, limits_s: Sequence[float], most: int, step: int) -> int:
+    """The most tokens of a chunk, all of ``most`` or a multiple of ``step``, that is dealt to neighbouring groups, of
+    which these are the batches so far, and fits the time of each; 0 where none does."""
+    count, least = len(ticks), PIECES * len(ticks)
+    most = min(most, ticks[0]._tiles.max_tokens * count)
+
+    def fits(q_len: int) -> bool:
+        work = dealt_work(Row(0, position, q_len, False, False, 0, count))
+        take_s = (tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for tick in ticks)
+        return all(seconds <= limit_s for seconds, limit_s in zip(take_s, limits_s, strict=True))
+
+    if most < least or fits(most):
+        return most if most >= least else 0
+    return step * bisect_left(range(1, most // step + 1), True, key=lambda steps: not fits(steps * step))
 
 
 def split(rows: Sequence[Work]) -> tuple[list[Work], list[Work]]:

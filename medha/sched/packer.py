@@ -41,17 +41,16 @@ The file is long because of what stands above, and because the budget and what i
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, groupby, islice
 
 import numpy as np
 
-from medha.batch import PIECES, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Decodes, Predictor, Tick, Work, dealt_work, ring_or_gather_s
+from medha.cost.predictor import Decodes, Predictor, Tick, Work, largest_dealt, ring_or_gather_s
 from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.params import PRIORITIES
 from medha.sched.batch_builder import BatchBuilder, Packer, work_of
@@ -317,7 +316,6 @@ class MedhaPacker(Packer):
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
         # what is in flight, but in no batch, is on its way to a decode instance: its memory will come back
-        are_several = len(self._groups) > 1
         will_be_room = bool(builder.rows) or any(state.num_in_flight for state in queue.running.values())
         for _ in range(_MAX_ROUNDS if builder.is_idle and not will_be_room else _ROUNDS):
             states = queue.states_of_rows(self._order(queue, builder, tried))
@@ -328,7 +326,7 @@ class MedhaPacker(Packer):
                 if state.ended or not state.prefilling:
                     continue
                 is_small = state.num_left < self.config.min_chunk or state.slot in builder.chunked
-                asks_again = are_several and self._yields and self._is_long(state)
+                asks_again = self._yields and len(self._groups) > 1 and self._is_long(state)
                 if is_cramped and not (is_small or asks_again or builder.width(state) > 1):
                     continue
                 if self._give(state, queue, builder, may_exceed=True):
@@ -384,8 +382,11 @@ class MedhaPacker(Packer):
             if self._give(leader, queue, builder, may_exceed=may_exceed):
                 return True  # otherwise it does not get on, and is not waited for
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
+        asks_again = share > 0 and len(self._groups) > 1  # or its group is idle for as long as another computes
         if self._is_cramped(builder, state):
-            return self._postpone(state, share)
+            if asks_again:
+                self._yielders.append(state)
+            return False
         position, has_chunk = state.num_scheduled_tokens, state.slot in builder.chunked
         prefers_least = (may_exceed or waits) and not share and not has_chunk
 
@@ -414,7 +415,9 @@ class MedhaPacker(Packer):
         if not q_len and may_exceed and len(builder.refused) == num_refused and not all(builder.has_chunk):
             q_len = builder.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
         if not q_len:
-            return self._postpone(state, share)
+            if asks_again:
+                self._yielders.append(state)
+            return False
         row = builder.rows[builder.chunked[state.slot]]
         for index in row.groups:
             group = self._groups[index]
@@ -425,13 +428,6 @@ class MedhaPacker(Packer):
             else:
                 group.tick.add(work_of(row, builder.memory, index))
         return True
-
-    def _postpone(self, state: State, share: float) -> bool:
-        """Nothing is left of what a request may have now; where it yields to others it is asked again, or its group
-        would be idle for as long as another computes."""
-        if share and len(self._groups) > 1:
-            self._yielders.append(state)
-        return False
 
     def _grow(self, state: State, queue: Queue, builder: BatchBuilder) -> None:
         """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk, or
@@ -477,20 +473,6 @@ class MedhaPacker(Packer):
         ring_s, gather_s = ring_or_gather_s(ticks, position, q_len, first=first)
         return ring_s < gather_s
 
-    def _ring_fitting(self, position: int, groups: Sequence[GroupTime], limits: Sequence[float], most: int) -> int:
-        """The most tokens of a chunk that is dealt to groups and fits their time."""
-        count, step = len(groups), self.config.chunk_granularity
-        most = min(most, self.predictor.max_tokens * count)
-
-        def fits(q_len: int) -> bool:
-            work = dealt_work(Row(0, position, q_len, False, False, 0, count))
-            take_s = (group.tick.with_chunk(work.q_len, work.kv_before, ring=work.ring) for group in groups)
-            return all(seconds <= limit_s for seconds, limit_s in zip(take_s, limits, strict=True))
-
-        if most < PIECES * count or fits(most):
-            return most if most >= PIECES * count else 0
-        return step * (bisect_left(range(1, most // step + 1), True, key=lambda steps: not fits(steps * step)))
-
     def _fitting(
         self, state: State, builder: BatchBuilder, first: int, count: int, most: int, share: float | None = None
     ) -> int:
@@ -510,8 +492,8 @@ class MedhaPacker(Packer):
             samples = tokens == state.num_left and index == first
             tokens = group.tick.largest_chunk(kv, limit_s, tokens, step, run=run, samples=samples)
         if count > 1 and builder.width(state) > 1:
-            groups = self._groups[first : first + count]
-            tokens = max(tokens, self._ring_fitting(state.num_scheduled_tokens, groups, limits, most))
+            ticks = [group.tick for group in self._groups[first : first + count]]
+            tokens = max(tokens, largest_dealt(ticks, state.num_scheduled_tokens, limits, most, step))
         return tokens
 
     def _has_room(self, builder: BatchBuilder, *, may_exceed: bool) -> bool:
@@ -529,11 +511,8 @@ class MedhaPacker(Packer):
         if state is not None:
             least = 1 if state.slot in builder.chunked else min(least, state.num_left)
             kv = state.num_scheduled_tokens if num_groups == 1 else 0  # of several at least none is on the one
-        is_dealt = state is not None and builder.width(state) > 1
-        return all(
-            self._is_closed(builder, group, max(1, least // num_groups) if is_dealt else least, kv)
-            for group in range(num_groups)
-        )
+            least = max(1, least // num_groups) if builder.width(state) > 1 else least
+        return all(self._is_closed(builder, group, least, kv) for group in range(num_groups))
 
     def _is_closed(self, builder: BatchBuilder, index: int, least: int, kv: int = 0) -> bool:
         """Whether a group surely has no time for a chunk of so many tokens; False where chunks may be smaller."""
