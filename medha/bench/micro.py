@@ -31,7 +31,7 @@ from medha.bench.cli import ALONE, ANY_COUNT, COUNT, Report, asked, counted, len
 from medha.bench.harness import Subject
 from medha.bench.timing import in_turn, matrix_product, timed, timing_of
 from medha.cli.report import stamp
-from medha.config import CacheConfig, ModelConfig, SchedulerConfig
+from medha.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from medha.config.fields import choice, integer
 from medha.cost.hardware import load_spec
 from medha.errors import ConfigError
@@ -177,6 +177,7 @@ class SchedulerOptions:
     num_prefilling: int = asked(
         16, "Places for prefills under way beside them.", integer(2, 65536), name="num_prefills"
     )
+    kvp: int = asked(1, "KV-parallel groups.", COUNT)
     is_full: bool = asked(
         False, "One decode holds the KV pool, so that no other request starts.", flags=("--full-pool",)
     )
@@ -212,8 +213,9 @@ class Queue:
         size, num_tokens = CacheConfig().block_size, config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS)
         if options.is_full:  # the decode is in the last block throughout
             num_tokens = _LONG_TOKENS + (size := options.warmup + options.runs + 2)
-        predictor = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), scheduler=config).stages()[0]
-        self.scheduler = Scheduler(config, num_blocks=-(-num_tokens // size), block_size=size, predictor=predictor)
+        replica = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=options.kvp), config)
+        sizes = {"num_blocks": -(-num_tokens // size), "block_size": size, "num_groups": options.kvp}
+        self.scheduler = Scheduler(config, predictor=replica.stages()[0], **sizes)
         self._num_decoding, self._num_waiting = 1 if options.is_full else options.num_decoding, 0
         self._random, self._now_s = np.random.default_rng(options.seed), options.backlog_s
         self._unit = self.scheduler.memory.prefix.unit

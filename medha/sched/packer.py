@@ -323,7 +323,7 @@ class MedhaPacker(Packer):
             for state in states:
                 if not has_room:
                     return
-                if state.ended or not state.prefilling:
+                if state.ended or not (state.prefilling and builder.has_place(state)):
                     continue
                 is_small = state.num_left < self.config.min_chunk or state.slot in builder.chunked
                 asks_again = self._yields and len(self._groups) > 1 and self._is_long(state)
