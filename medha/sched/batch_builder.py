@@ -106,7 +106,7 @@ class BatchBuilder:
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
-        if self.memory.num_groups == 1 and not self.memory.overcommit:
+        if not self.memory.overcommit:
             self._append_due()
             return
         for state in self.due_decodes():
@@ -123,9 +123,6 @@ class BatchBuilder:
             decoding = sorted(by_turn, key=attrgetter("request.priority"))
         elif self.memory.overcommit:  # who may always preempt comes first: no refused one may take its turn
             decoding = sorted(decoding, key=lambda state: (state.request.arrival_s, state.slot))
-        if self.memory.num_groups == 1:
-            share = min(-(-len(decoding) // self._period), self.tokens_left[0])
-            return [state for state in decoding if self.is_due(state)][:share]
         placed = [(state, *self.memory.place(state.slot, state.num_scheduled_tokens)) for state in decoding]
         num_decoding = [0] * self.memory.num_groups
         for _, first, count in placed:
@@ -352,9 +349,8 @@ class BatchBuilder:
             if q_len and (q_len == most or len(firsts) == 1):  # nowhere is there room for more
                 self._append_row(state, self._chunk_row(state, q_len))
                 return q_len, True, True
-            least = min(state.num_left, self.config.min_chunk)
-            is_closed = least == self.config.min_chunk and self.is_closed(first)
-            has_room = has_room or (not is_closed and self._fits(state, least))
+            is_closed = state.num_left >= self.config.min_chunk and self.is_closed(first)
+            has_room = has_room or (not is_closed and self._fits(state, min(state.num_left, self.config.min_chunk)))
             self.memory.undo_start(state.slot)
             is_open |= most > 0
             if q_len > best:
@@ -498,17 +494,21 @@ class BatchBuilder:
         return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count, is_dealt)
 
     def _append_due(self) -> None:
-        """As :meth:`add_decode` of each of :meth:`due_decodes`: on the one group that there is, where none is refused.
+        """As :meth:`add_decode` of each of :meth:`due_decodes`, where none is refused.
 
-        A decode is within the last block of its request unless that is full, so memory is asked for a block's first.
+        One on one group is within its request's last block unless that is full: memory is asked for a block's first.
         """
-        decoding, left_out = self._queue.decoding, self.left_out
+        decoding, left_out, memory = self._queue.decoding, self.left_out, self.memory
+        are_several, first, count = memory.num_groups > 1, 0, 1
         share = min(-(-len(decoding) // self._period), self.tokens_left[0])
-        if left_out:
+        if are_several:
+            decoding = {state.slot: state for state in self.due_decodes()}
+            share = len(decoding)
+        elif left_out:
             decoding = {slot: state for slot, state in decoding.items() if slot not in left_out}
-        if self.tokens_left[0] < len(decoding) / self._period:  # they take turns
+        if not are_several and self.tokens_left[0] < len(decoding) / self._period:  # they take turns
             decoding = dict(sorted(decoding.items(), key=lambda item: item[1].last_batch))
-        block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
+        block_size, new = memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
         rows, batch_id, foresees = self.rows, self.batch_id, self._queue.foresees
         newest = batch_id - self._period  # batch of which the token of a request in flight is known
         for slot, state in decoding.items() if share else ():
@@ -516,17 +516,21 @@ class BatchBuilder:
             if position >= state.num_known_tokens or (state.last_batch > newest and state.num_in_flight):
                 continue
             state.last_batch = batch_id
-            row = new(Row, (slot, position, 1, True, True, 0, 1, False))
+            if are_several:
+                first, count = memory.place(slot, position)
+                for group in range(first, first + count):
+                    self.tokens_left[group] -= 1
+            row = new(Row, (slot, position, 1, True, True, first, count, False))
             rows.append(row)
             state.num_scheduled_tokens = position + 1
             state.num_in_flight += 1
             if foresees:
                 state.foresee()
-            if not position % block_size:
-                self.memory.take(row)
+            if count > 1 or not position % block_size:
+                memory.take(row)
             if len(rows) == share:
                 break
-        self.tokens_left[0] -= len(rows)
+        self.tokens_left[0] -= 0 if are_several else len(rows)
 
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch and allocate the blocks it fills."""
