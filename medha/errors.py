@@ -8,7 +8,9 @@ an exit code with :func:`exit_code`.
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -123,6 +125,19 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, EngineDeadError):
         return 4
     return 1
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error is no fault of the code in which it came up: KeyboardInterrupt and its like, or whatever a
+    signal handler raised, or a debugger. Python gives those the frame that they interrupt."""
+    if not isinstance(error, Exception):
+        return type(error).__name__ != "PanicException"  # a fault of Rust code
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names, rest, _, values = inspect.getargvalues(frame)
+        given = [*map(values.get, names), *values.get(rest or "", ())]
+        if frame.f_back is not None and any(one is frame.f_back for one in given):
+            return True
+    return False
 
 
 def hint(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

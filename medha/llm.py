@@ -30,7 +30,7 @@ from medha.engine.engine import Engine
 from medha.engine.journal import check_recordable
 from medha.engine.request import Request
 from medha.engine.threads import SOON_S, Preparing
-from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationError
+from medha.errors import EngineDeadError, UnsupportedFeatureError, ValidationError, is_interrupt
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
 from medha.params import CHAT_OPTIONS, SLO, SamplingParams
@@ -124,7 +124,8 @@ class LLM(AbstractContextManager["LLM"]):
         Raises:
             ValidationError: a prompt or parameter is wrong (``index``).
             EngineDeadError: a step failed; ``outputs`` holds what was produced.
-            KeyboardInterrupt: with ``outputs``: everything produced so far; on one rank the LLM can be used again.
+            KeyboardInterrupt, or what a signal handler raised: with ``outputs``: everything produced so far; on one
+                rank the LLM can be used again.
         """
 
         def run() -> list[RequestOutput]:
@@ -226,7 +227,7 @@ class LLM(AbstractContextManager["LLM"]):
         engine = self.engine
         arrival_s = engine.now()
         outputs = dict[str, RequestOutput | None]()
-        box, added = deque[RequestOutput](), list[str]()
+        box, requests = deque[RequestOutput](), list[Request]()
         try:
             requests = _prepared_beside(engine, prepare)
             outputs |= dict.fromkeys(request.request_id for request in requests)
@@ -234,7 +235,6 @@ class LLM(AbstractContextManager["LLM"]):
                 for request in requests:
                     try:
                         engine.add_prepared(request, arrival_s=arrival_s, sink=box.append)
-                        added.append(request.request_id)
                     except ValidationError as error:
                         box.append(request.refused(arrival_s, engine.now(), error))
                 with _progress(enabled=use_tqdm and bool(requests)) as bar:
@@ -244,14 +244,15 @@ class LLM(AbstractContextManager["LLM"]):
                         outputs[output.request_id] = output
                         bar.advance(task)
             finally:
-                engine.end(added)
-        except KeyboardInterrupt as interrupt:
-            interrupt.outputs = _present(outputs, box)  # type: ignore[attr-defined]
-            raise
+                engine.end(request.request_id for request in requests if request.completions)
         except EngineDeadError as error:
-            if not added:  # it was dead before
+            if not any(request.completions for request in requests):  # it was dead before
                 raise
             raise type(error)(str(error), _present(outputs, box)) from error  # the engine's has those of others too
+        except BaseException as error:
+            if is_interrupt(error):
+                vars(error)["outputs"] = _present(outputs, box)
+            raise
         return _present(outputs, box)
 
     def _prepare(self, prompts: Sequence[Prompt], **given: Any) -> list[Request]:
@@ -277,13 +278,13 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         engine, box = self.engine, deque[RequestOutput]()
-        engine.add_prepared(request, arrival_s=engine.now(), sink=box.append)
         try:
+            engine.add_prepared(request, arrival_s=engine.now(), sink=box.append)
             while not (piece := self._next(box)).finished:
                 yield piece
             yield piece
         finally:
-            engine.end([request.request_id])
+            engine.end([request.request_id] if request.completions else [])
 
     def _next(self, box: deque[RequestOutput]) -> RequestOutput:
         """The next output for whoever waits at ``box``; steps, in turn with other threads, until there is one."""

@@ -2,11 +2,15 @@
 
 import inspect
 import pickle
+import signal
+import sys
+from functools import partial
+from typing import Any
 
 import pytest
 
 from medha import errors
-from medha.errors import EngineDeadError, MedhaError, exit_code
+from medha.errors import EngineDeadError, MedhaError, exit_code, is_interrupt
 
 CLASSES = [
     c for name, c in vars(errors).items() if inspect.isclass(c) and c.__module__ == errors.__name__ and name[0] != "_"
@@ -60,6 +64,24 @@ def test_each_error_is_a_value_error_or_a_runtime_error_and_survives_pickling(cl
     back = pickle.loads(pickle.dumps(error))  # a rank hands its error to rank 0
     assert type(back) is cls
     assert (str(back), vars(back)) == ("what went wrong", vars(error))
+
+
+def late(_: Any, *__: Any) -> None:
+    raise TimeoutError
+
+
+class Late:
+    def __call__(self, number: int, frame: Any) -> None:
+        late(number)
+
+
+@pytest.mark.parametrize("handler", [late, Late(), Late().__call__, partial(late, None), lambda *_: late(1), None])
+def test_what_a_signal_handler_raises_is_an_interrupt(handler: Any) -> None:
+    former = signal.signal(signal.SIGUSR1, handler or signal.SIG_IGN)
+    with pytest.raises(TimeoutError) as caught:
+        [signal.raise_signal(signal.SIGUSR1), late(sys._getframe().f_back)]  # a frame, but not that of its caller
+    signal.signal(signal.SIGUSR1, former)
+    assert is_interrupt(caught.value) is (handler is not None)
 
 
 def test_the_outputs_of_an_error_are_its_own() -> None:

@@ -38,7 +38,7 @@ _TABLE = """
     timeline: batch records
     cpu:
     attention: cpu
-    child:
+    child: errors
     *text: child models.folder
     *models: cpu
     *parallel: attention.merge attention.staging child cpu

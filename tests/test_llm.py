@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -476,41 +477,61 @@ def test_interrupt_while_streaming(llm: LLM, expected: list[list[int]], monkeypa
 
 
 class InterruptAtLine:
-    """Raises KeyboardInterrupt before the n-th line of medha that runs inside a step."""
+    """Makes a call, which raises, before the n-th line of medha that runs inside a method of the engine."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, method: str, number: int, interrupt: Callable[[], Any]) -> None:
+        self.method = method
         self.left = number
+        self.interrupt = interrupt
         self.is_inside = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event in ("call", "return") and frame.f_code.co_qualname == "Engine.advance":
+        if event in ("call", "return") and frame.f_code.co_qualname == self.method:
             self.is_inside = event == "call"
         if not self.is_inside or f"{os.sep}medha{os.sep}" not in frame.f_code.co_filename:
             return None
         if event == "line" and self.is_inside:
             self.left -= 1
             if self.left == 0:
-                raise KeyboardInterrupt
+                self.interrupt()
         return self
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_interrupt_at_any_line_of_a_step(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
+class TooLateError(Exception):
+    """What a program's own signal handler raises."""
+
+
+def too_late(*_: object) -> None:
+    raise TooLateError
+
+
+@pytest.fixture(params=[signal.default_int_handler, too_late])
+def interrupt(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
+    """Interrupts as Ctrl-C does, or with an Exception."""
+    former = signal.signal(signal.SIGUSR1, request.param)
+    yield partial(signal.raise_signal, signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, former)
+
+
+@pytest.mark.parametrize(("method", "depth"), [("advance", 1), ("advance", 2), ("add_prepared", 1)])
+def test_interrupt_at_any_line(
+    bytes_model: Model, expected: list[list[int]], interrupt: Callable[[], Any], method: str, depth: int
+) -> None:
     """Half-done changes of the scheduler's or a request's state must not outlive the interrupt.
 
-    Each of the first lines at one depth or the other, by turns: the same lines run at both."""
+    Each of the first lines at one depth or the other, by turns: the same lines of a step run at both."""
     params = SamplingParams(temperature=0.0, max_tokens=2, stop="none of these bytes")
     with small(bytes_model, depth=depth, chunk_size=16) as llm:
         number, num_interrupts = depth, 0
         while True:
-            tracer = InterruptAtLine(number)
+            tracer = InterruptAtLine(f"Engine.{method}", number, interrupt)
             number += 2 if number < 300 else 53
             sys.settrace(tracer)
             try:
                 llm.generate(TEXTS, params)
-            except KeyboardInterrupt as interrupt:
+            except (KeyboardInterrupt, TooLateError) as error:
                 num_interrupts += 1
-                for output in interrupt.outputs:  # type: ignore[attr-defined]
+                for output in error.outputs:  # type: ignore[union-attr]
                     tokens = output.outputs[0].token_ids
                     assert tokens == expected[TEXTS.index(output.prompt)][: len(tokens)]
             finally:
@@ -520,7 +541,7 @@ def test_interrupt_at_any_line_of_a_step(bytes_model: Model, expected: list[list
                 break
             if number % 5 == 0:
                 assert token_ids(llm.generate(TEXTS, params)) == [tokens[:2] for tokens in expected]
-    assert num_interrupts > 250
+    assert num_interrupts > (250 if method == "advance" else 100)
 
 
 def test_a_step_that_fails(bytes_model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

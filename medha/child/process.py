@@ -17,6 +17,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from medha.errors import is_interrupt
+
 _END_S = 5.0
 
 
@@ -48,10 +50,10 @@ class Child:
                     self._start()
                 self._pipe.send_bytes(message)
                 is_error, answer = self._pipe.recv_bytes(), self._pipe.recv_bytes()
-            except (OSError, EOFError) as error:
-                raise ChildError(self._stop() or f"the process cannot be started: {error}") from error
-            except BaseException:  # an interrupt: an answer that nobody took must not become the next one's
-                self._stop(wait_s=0.0)
+            except BaseException as error:
+                if isinstance(error, (OSError, EOFError)) and not is_interrupt(error):
+                    raise ChildError(self._stop() or f"the process cannot be started: {error}") from error
+                self._stop(wait_s=0.0)  # an answer that nobody took must not become the next one's
                 raise
         if is_error:
             raise ChildError(answer.decode())

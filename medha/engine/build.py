@@ -30,7 +30,7 @@ from medha.engine.decode import DecodeInstance, HandOvers
 from medha.engine.distributed import DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
-from medha.errors import ConfigError, EngineDeadError, ParallelConfigError, TokenizerError
+from medha.errors import ConfigError, EngineDeadError, ParallelConfigError, TokenizerError, is_interrupt
 from medha.models.folder import resolve_model
 from medha.models.hf_config import load_generation_config, model_config_of
 from medha.outputs import RequestOutput
@@ -93,7 +93,7 @@ class RankHandle(AbstractContextManager["RankHandle"]):
         try:
             return run() if self.part is None else self.part.call(name, run)
         except Exception as error:
-            if not isinstance(error, EngineDeadError):
+            if not isinstance(error, EngineDeadError) and not is_interrupt(error):
                 vars(error)[_IS_EVERYWHERE] = True
             raise
 

@@ -39,7 +39,7 @@ import torch
 
 from medha.batch import Batch
 from medha.engine.wire import ReportLine, TokenLine, decode_sampling, encode_sampling, error_from_json, error_to_json
-from medha.errors import EngineDeadError, RankFailedError
+from medha.errors import EngineDeadError, RankFailedError, is_interrupt
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.health import failures_named, give_up
@@ -244,7 +244,7 @@ class DrivingRunner:
         try:
             outputs = run()
         except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, EngineDeadError):
+            if not isinstance(error, EngineDeadError) and not is_interrupt(error):
                 self._say(Message("end", {"error": error_to_json(error)}))
             else:  # the others may be gone, or anywhere, and hear of it from the monitor
                 give_up(self.ranks.monitor, error)

@@ -27,7 +27,7 @@ from medha.engine.journal import Journal, check_recordable
 from medha.engine.prefix import PrefixIds
 from medha.engine.request import Completion, ModelLimits, Request, Sink
 from medha.engine.threads import Turns, in_turn
-from medha.errors import ConfigError, EngineDeadError, ValidationError, not_accepted
+from medha.errors import ConfigError, EngineDeadError, ValidationError, is_interrupt, not_accepted
 from medha.outputs import Explanation, RequestOutput
 from medha.params import SLO, SamplingParams, check_seconds
 from medha.records import Tracer
@@ -316,7 +316,9 @@ class Engine:
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of the unfinished requests:\n{self.describe()}")
             return False
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             raise self.fail(error) from error
 
     def abandon(self) -> None:
@@ -451,7 +453,7 @@ class Engine:
             del self._by_slot[slot]
             self._free_slots.append(slot)
 
-    def fail(self, cause: Exception) -> EngineDeadError:
+    def fail(self, cause: BaseException) -> EngineDeadError:
         """End every request with the error that stopped the engine; only the first call has an effect.
 
         Another thread may call it while :meth:`step` is stuck: it waits for no turn.

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.errors import ConfigError, EngineDeadError
+from medha.errors import ConfigError, EngineDeadError, is_interrupt
 from medha.sched.decision import Admitted, Decision, Observer, Results, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
@@ -74,6 +74,8 @@ class Journal(Observer):
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except (OSError, ValueError, TypeError) as error:  # the latter: a file that is closed, or not one of text
+            if is_interrupt(error):
+                raise
             # The scheduler is a call ahead of its journal: it must not go on.
             name, why = getattr(self._file, "name", ""), getattr(error, "strerror", None) or error
             raise EngineDeadError(f"journal {name}: {why}; what was written before is kept") from None

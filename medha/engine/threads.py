@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from medha.errors import EngineDeadError
+from medha.errors import EngineDeadError, is_interrupt
 
 if TYPE_CHECKING:
     from medha.engine.engine import Engine
@@ -69,7 +69,7 @@ def in_turn(method: Callable[P, R]) -> Callable[P, R]:
             try:
                 return method(*args, **options)
             except BaseException as error:
-                if not isinstance(error, Exception):
+                if is_interrupt(error):
                     with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
                         engine.abandon()
                 raise

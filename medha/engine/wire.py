@@ -85,7 +85,7 @@ def decode_report(report: torch.Tensor, rows: tuple[Row, ...], slots: Sequence[S
     return StepResult(rows, sampled, next(numbers))
 
 
-def error_to_json(error: Exception) -> dict[str, Any]:
+def error_to_json(error: BaseException) -> dict[str, Any]:
     """Class name and message of an error, and which parameter of which request a refusal is about, and why."""
     facts = vars(error) if isinstance(error, errors.MedhaError) else {}
     where = {name: fact for name, fact in facts.items() if name != "value"}  # which may be anything

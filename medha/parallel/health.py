@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from medha.batch import Batch
-from medha.errors import MedhaError, RankFailedError, exit_code, printable
+from medha.errors import MedhaError, RankFailedError, exit_code, is_interrupt, printable
 from medha.parallel.launch import Launch, Process, exit_at_once, write_state
 from medha.parallel.lifelines import LIFELINES, Lifelines, connect
 
@@ -361,6 +361,8 @@ def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: st
         monitor.part(str(error))
         raise
     except Exception as error:
+        if is_interrupt(error):
+            raise
         first = tell_failure(monitor, error, activity)
         monitor.part(first)
         if isinstance(error, MedhaError):

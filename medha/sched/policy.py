@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.errors import ConfigError, PolicyError, hint
+from medha.errors import ConfigError, PolicyError, hint, is_interrupt
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -187,6 +187,8 @@ def keys_of(ranking: Ranking, columns: Columns, now_s: float) -> Floats:
         if np.isnan(keys.min()):  # as where any is
             raise ValueError(f"{np.count_nonzero(np.isnan(keys))} of {len(keys)} keys are NaN")
     except Exception as error:
+        if is_interrupt(error):
+            raise
         raise PolicyError(f"policy {ranking.name}: {type(error).__name__}: {error}", policy=ranking.name) from error
     return keys
 

@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import decoders
 
 from medha.child.process import Child, ChildError
-from medha.errors import ChatTemplateError, TokenizerError, ValidationError
+from medha.errors import ChatTemplateError, TokenizerError, ValidationError, is_interrupt
 from medha.models.folder import read_json_object
 from medha.text.chat_template import check_utf8, map_strings, render, template_variables
 
@@ -272,7 +272,7 @@ class _ErrorsTold(AbstractContextManager[None]):
     what: str
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        if error is not None and not is_interrupt(error):
             kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
             told = f"{self.name} cannot {self.what} this: {kind}{str(error)[:500]}"
             has_died = isinstance(error.__cause__, EOFError)  # the child, of what it was sent

@@ -103,11 +103,18 @@ def test_signals_are_the_parents(echo: Callable[..., Child]) -> None:
     assert echo().ask(b"signals") == b"signals"
 
 
-def test_an_interrupt_leaves_no_answer_behind(echo: Callable[..., Child]) -> None:
+def too_late(*_: object) -> None:
+    raise TimeoutError  # an OSError, as that of a pipe
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, too_late])
+def test_an_interrupt_leaves_no_answer_behind(echo: Callable[..., Child], handler: Callable[..., object]) -> None:
     child = echo()
     pid = int(child.ask(b"pid"))
-    with pytest.raises(KeyboardInterrupt):
+    former = signal.signal(signal.SIGINT, handler)
+    with pytest.raises((KeyboardInterrupt, TimeoutError)):
         child.ask(b"interrupt")
+    signal.signal(signal.SIGINT, former)
     assert not is_there(pid)
     assert child.ask(b"again") == b"again"
 

@@ -6,7 +6,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, product
 from math import prod
@@ -162,33 +162,43 @@ def test_refusal_is_the_same_everywhere(model: Path, start: Start) -> None:
     assert (said[0][-1], said[1][-1]) == ("1", "0")  # outputs are rank 0's
 
 
-def interrupted(rank: int, model: Path) -> None:
-    """Ctrl-C on rank 0, in its third batch."""
+def too_late(*_: object) -> None:
+    raise TimeoutError
+
+
+def interrupted(rank: int, model: Path, handler: Callable[..., object]) -> None:
+    """Ctrl-C on rank 0, in its third batch; the handler of a program may raise anything."""
+    signal.signal(signal.SIGINT, handler)
     llm = LLM(model, spp=2, **SMALL)
     if rank == 0:
         submit, calls = llm.engine.runner.submit, count()
 
         def failing(batch: Any) -> Any:
             if next(calls) == 2:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             return submit(batch)
 
         llm.engine.runner.submit = failing  # type: ignore[method-assign]
     with llm:
         try:
             llm.generate(["a", "b"], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
-        except KeyboardInterrupt as interrupt:
-            print([output.outputs[0].finish_reason for output in interrupt.outputs])  # type: ignore[attr-defined]
+        except (KeyboardInterrupt, TimeoutError) as interrupt:
+            print([output.outputs[0].finish_reason for output in interrupt.outputs])  # type: ignore[union-attr]
             with pytest.raises(EngineDeadError, match="a step was interrupted"):
                 llm.engine.step()
             raise
 
 
-def test_an_interrupt_is_raised_as_such_and_ends_every_rank(model: Path, start: Start) -> None:
-    job = start(2, interrupted, model)
+@pytest.mark.parametrize(
+    ("handler", "name"), [(signal.default_int_handler, "KeyboardInterrupt"), (too_late, "TimeoutError")]
+)
+def test_an_interrupt_is_raised_as_such_and_ends_every_rank(
+    model: Path, start: Start, handler: Callable[..., object], name: str
+) -> None:
+    job = start(2, interrupted, model, handler)
     assert all(job.wait()), job.stderr(0)
     assert job.stdout(0) == "['abort', 'abort']\n", job.stderr(0)
-    assert "rank 0 (stage 0): KeyboardInterrupt" in job.stderr(1)
+    assert f"rank 0 (stage 0): {name}" in job.stderr(1)
 
 
 # -- a request on several groups -------------------------------------------------------------------------------------
