@@ -544,6 +544,29 @@ def test_interrupt_at_any_line(
     assert num_interrupts > (250 if method == "advance" else 100)
 
 
+@pytest.mark.parametrize("where", ["scheduler.add", "scheduler.complete", "runner.open"])
+def test_a_stream_that_is_collected_in_the_middle_of_a_method(
+    bytes_model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Garbage is collected anywhere, with it a stream that an error has left in a circle of frames."""
+    part, name = where.split(".")
+    with small(bytes_model) as llm:
+        streams = [llm.stream(text, GREEDY) for text in TEXTS]
+        assert all(map(next, streams))
+        method = getattr(getattr(llm.engine, part), name)
+
+        def collecting(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options)
+            while streams:
+                streams.pop().close()  # type: ignore[attr-defined]
+            return result
+
+        monkeypatch.setattr(getattr(llm.engine, part), name, collecting)
+        assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
+        assert not streams
+        assert_empty(llm.engine)
+
+
 def test_a_step_that_fails(bytes_model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     with small(bytes_model) as llm:
         fail_in_run(llm.engine, monkeypatch, at=4, error=RuntimeError("lost"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
@@ -79,6 +80,7 @@ class Engine:
         self._num_added = 0
         self._in_flight = InFlight(news)
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
+        self.leaving = deque[str]()  # ids of requests that are to end where no method runs
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
         self.turns = Turns(self._in_flight.wake)
@@ -126,7 +128,7 @@ class Engine:
     def prefills(self, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         with self.turns:
-            running = [one for live in self._live.values() for one in live.completions if one.is_prefilling]
+            running = [one for live in self.requests() for one in live.completions if one.is_prefilling]
         sizes = ((one.name, one.num_computed_tokens, one.metrics.num_prompt_tokens) for one in running)
         return [size for size in sizes if size[2] >= min_tokens]
 
@@ -154,7 +156,8 @@ class Engine:
             ValidationError: no unfinished request has this id.
         """
         with self.turns:
-            if (live := self._find(request_id)) is None:
+            check_type("request_id", request_id, str)
+            if (live := self._live.get(request_id)) is None:
                 message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
                 raise ValidationError(message, param="request_id", value=request_id)
             self.hand_overs.note_wait(live.first, self.now())
@@ -252,17 +255,27 @@ class Engine:
 
     @in_turn
     def abort(self, request_id: str) -> None:
-        """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown."""
-        if (live := self._find(request_id)) is None:
-            return
-        running = [one for one in live.completions if one.finish_reason is None]
-        self._abort(live)
-        for one in running:
-            self._extend(one)
-            closed = self.hand_overs.cancel(self.scheduler, one.slot)
-            for observer in self.observers:
-                observer.cancelled(one.slot, closed)
-            self._release(closed)
+        """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown.
+
+        In the middle of another method, where a finalizer or a signal handler may call it, it ends when that does.
+        """
+        check_type("request_id", request_id, str)
+        self.leaving.append(request_id)
+
+    @in_turn
+    def let_go(self) -> None:
+        """End the requests that were aborted; so does every method that changes something, as it ends."""
+        while self.leaving:
+            if (live := self._live.get(self.leaving.popleft())) is None:
+                continue
+            running = [one for one in live.completions if one.finish_reason is None]
+            self._abort(live)
+            for one in running:
+                self._extend(one)
+                closed = self.hand_overs.cancel(self.scheduler, one.slot)
+                for observer in self.observers:
+                    observer.cancelled(one.slot, closed)
+                self._release(closed)
 
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
@@ -275,8 +288,9 @@ class Engine:
         with suppress(EngineDeadError):  # it has ended them, and each later call raises it
             for request_id in request_ids:
                 self.abort(request_id)
-            while not self.num_unfinished and self.advance():
-                pass
+            with self.turns:
+                while not (self.turns.is_inside or self.num_unfinished) and self.advance():
+                    pass
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -299,7 +313,7 @@ class Engine:
         with self.turns:
             self.advance(wait_s)
             outputs = self._unreturned.copy()
-            self._unreturned.clear()
+            del self._unreturned[: len(outputs)]
         return outputs
 
     @in_turn
@@ -321,22 +335,23 @@ class Engine:
                 raise
             raise self.fail(error) from error
 
+    @in_turn
     def abandon(self) -> None:
         """Abort everything and forget what is in flight; the next :meth:`step` returns the aborted requests."""
-        with self.turns:
-            for live in list(self._live.values()):
-                self._abort(live)
-            # An interrupt may have struck anywhere in a step, so nothing is undone: scheduler and runner start afresh.
-            self._by_slot.clear()
-            self._free_slots.clear()
-            self._in_flight.clear()
-            self.scheduler = self.scheduler.fresh()
-            for observer in self.observers:
-                observer.restarted(self.scheduler.predictor.correction.learned)
-            try:
-                self.runner.reset()
-            except EngineDeadError as error:
-                raise self.fail(error) from error
+        for live in list(self._live.values()):
+            self._abort(live)
+        # An interrupt may have struck anywhere in a step, so nothing is undone: scheduler and runner start afresh.
+        self.leaving.clear()
+        self._by_slot.clear()
+        self._free_slots.clear()
+        self._in_flight.clear()
+        self.scheduler = self.scheduler.fresh()
+        for observer in self.observers:
+            observer.restarted(self.scheduler.predictor.correction.learned)
+        try:
+            self.runner.reset()
+        except EngineDeadError as error:
+            raise self.fail(error) from error
 
     def _fill_pipeline(self) -> None:
         """Schedule and submit batches until no more may enter."""
@@ -420,11 +435,6 @@ class Engine:
             self.scheduler.extend(one.slot, ids)
             for observer in self.observers:
                 observer.extended(one.slot, ids)
-
-    def _find(self, request_id: str) -> Request | None:
-        """The unfinished request of an id."""
-        check_type("request_id", request_id, str)
-        return self._live.get(request_id)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 

@@ -36,43 +36,48 @@ class Turns:
 
     def __init__(self, nudge: Callable[[], None] = lambda: None) -> None:
         self._nudge = nudge  # called where somebody comes who must wait
-        self._door = threading.Lock()  # held by the one who is next
-        self._room = threading.RLock()  # an interrupt may strike when it is held and no owner noted
-        self._owner: int | None = None
-        self._depth = 0
+        self._door = threading.RLock()  # held by the one who is next
+        self._room = threading.RLock()
+        self.is_inside = False  # whether a method runs
 
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._owner != me:
-            with self._door:
-                if not self._room.acquire(blocking=False):
-                    self._nudge()
-                    self._room.acquire()
-            self._owner = me
-        self._depth += 1
+    def __enter__(self) -> Turns:
+        # What it is now, not what was noted: an interrupt, or a finalizer that enters, may strike at each line.
+        if self._room._is_owned():  # type: ignore[attr-defined]
+            self._room.acquire()
+            return self
+        with self._door:
+            if not self._room.acquire(blocking=False):
+                self._nudge()
+                self._room.acquire()
+        return self
 
     def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._owner = None
-            self._room.release()
+        self._room.release()
 
 
 def in_turn(method: Callable[P, R]) -> Callable[P, R]:
     """A method that changes an engine, which the caller's thread has to itself meanwhile; where an interrupt strikes in
-    it, the requests are lost, the engine is not."""
+    it, the requests are lost, the engine is not. What is aborted meanwhile ends with it."""
 
     @wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> R:
         engine: Any = args[0]
-        with engine.turns:
-            try:
+        with engine.turns as turns:
+            if turns.is_inside:
                 return method(*args, **options)
+            turns.is_inside = True
+            try:
+                result = method(*args, **options)
             except BaseException as error:
                 if is_interrupt(error):
                     with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
                         engine.abandon()
                 raise
+            finally:
+                turns.is_inside = False
+            if engine.leaving:
+                engine.let_go()
+            return result
 
     return call
 
