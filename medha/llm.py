@@ -260,7 +260,7 @@ class LLM(AbstractContextManager["LLM"]):
         spreads = (spread(name, value, len(prompts)) for name, value in given.items())
         requests = []
         for index, (prompt, params, slo, order, tenant) in enumerate(zip(prompts, *spreads, strict=True)):
-            wanted = {"slo": slo, "priority": order or "normal", "tenant": tenant}
+            wanted = {"slo": slo, "priority": "normal" if order is None else order, "tenant": tenant}
             try:
                 request = self.engine.prepare(self._new_id(), prompt, params, **wanted)
             except ValidationError as error:

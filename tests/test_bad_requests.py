@@ -190,6 +190,11 @@ def test_bad_parameters(llm: LLM, engine: Engine) -> None:
         refused(engine, "slo", "accepted: SLO", slo=bad)
         with pytest.raises(ValidationError, match="accepted: SLO"):
             llm.generate("good", slo=bad)
+    for bad in ("urgent", "", 0, False):
+        refused(engine, "priority", "accepted: one of", priority=bad)
+        with pytest.raises(ValidationError, match=f"^priority={bad!r}; accepted: one of realtime"):
+            llm.generate("good", priority=bad)  # type: ignore[arg-type]
+    assert [one.error for one in llm.generate(["good", "b"], TWO, priority=["low", None])] == [None, None]  # type: ignore[list-item]
     for name, bad in (("stop_token_ids", [3, 256]), ("allowed_token_ids", [1, 256]), ("logit_bias", {256: 1.0})):
         message = rf"{name}\[{len(bad) - 1}\]=256; accepted: integers from 0 to 255"
         refused(engine, name, message, params=SamplingParams(**{name: bad}))
