@@ -299,7 +299,7 @@ class LLM(AbstractContextManager["LLM"]):
 
 def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> list[Request]:
     """What ``prepare`` returns; in a thread where the engine runs something already, which goes on meanwhile."""
-    if not engine.num_unfinished:
+    if not engine.num_unfinished or not threading.main_thread().is_alive():  # behind its end no executor takes anything
         return prepare()
     with closing(Preparing(engine)) as preparing:
         prepared = preparing.begin(None, prepare)

@@ -25,7 +25,7 @@ import torch
 from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.errors import DeadlineError, EngineDeadError, ValidationError
 from medha.outputs import CompletionOutput
-from tests.commands import LIMIT_S, wait_until
+from tests.commands import LIMIT_S, run_python, wait_until
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question
 
 TEXTS = ["Hello", "It was a dark and stormy night", "x", "The vault code of Priya is"]
@@ -334,6 +334,28 @@ def test_threads_that_generate_and_stream_get_their_own(llm: LLM, expected: list
         results = in_threads(generate, lambda: stream(0), generate, lambda: stream(1), lambda: stream(1), generate)
         assert results == [expected, expected[0], expected, expected[1], expected[1], expected]
     assert_empty(llm.engine)
+
+
+OUTLIVING = r"""
+import sys, threading, time
+from medha import LLM, SamplingParams
+llm = LLM(sys.argv[1], num_kv_blocks=8, block_size=64)
+def work(text):
+    while threading.main_thread().is_alive():
+        time.sleep(0.001)
+    both.wait()
+    for _ in range(3):
+        (output,) = llm.generate(text, SamplingParams(temperature=0.0, max_tokens=16))
+        print(f"{output.outputs[0].token_ids}\n", end="")
+both = threading.Barrier(2)
+for text in sys.argv[2:]:
+    threading.Thread(target=work, args=(text,)).start()
+"""
+
+
+def test_threads_that_outlive_the_main_one(bytes_model: Model, expected: list[list[int]]) -> None:
+    done = run_python("-c", OUTLIVING, bytes_model.folder, *TEXTS[:2])
+    assert sorted(done.stdout.splitlines()) == sorted(map(str, expected[:2] * 3)), done.stderr
 
 
 @pytest.mark.usefixtures("_restless")
