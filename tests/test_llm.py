@@ -145,6 +145,22 @@ def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(bytes_model: Mo
     assert run(1) != first
 
 
+def test_the_default_device_is_the_programs_own(bytes_model: Model) -> None:
+    """A tensor of ours that landed there would hold nothing."""
+    params = [SamplingParams(seed=1, top_p=0.5), SamplingParams(seed=1, repetition_penalty=1.5, logit_bias={65: 9.0})]
+
+    def run() -> list[list[int]]:
+        with small(bytes_model) as llm:
+            return token_ids(llm.generate(TEXTS[:2], params))
+
+    expected = run()
+    torch.set_default_device("meta")
+    try:
+        assert run() == expected
+    finally:
+        torch.set_default_device(None)
+
+
 def test_chat_options_reach_the_template(folder: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}|{{ tools | tojson }}|{{ enable_thinking }}|{{ level }}"

@@ -35,7 +35,7 @@ def to_device(
     if device.type == "cpu" and into is None:
         return [torch.from_numpy(array) for array in arrays]
     # The allocator of pinned memory gives none out again before the copies from it are done.
-    host = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.empty(packed_bytes(arrays), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     flat, start, places = host.numpy(), 0, []
     for array in arrays:
         places.append(slice(start, start + array.nbytes))

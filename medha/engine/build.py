@@ -132,9 +132,10 @@ def build_role(config: EngineConfig, *, timeline: Tracer | None = None) -> RankH
             start = f"OMP_NUM_THREADS=1 torchrun --nproc-per-node {size} {_this_program()}"
             what = f"{config.parallel} needs {size} ranks, this is one process"
             raise ParallelConfigError(f"{what}; start it as: {start}")
-        return _build(config, None, timeline)
+        with torch.device("cpu"):  # whatever a program has made torch's default
+            return _build(config, None, timeline)
     job = meet(config.parallel, launch)
-    with failures_named(job.monitor, activity="start"):
+    with torch.device("cpu"), failures_named(job.monitor, activity="start"):
         role = _build(config, job, timeline)
     job.monitor.describe = role.describe
     job.monitor.doing("idle")  # a server may wait long for its first request

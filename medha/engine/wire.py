@@ -47,7 +47,8 @@ def encode_sampling(slot: int, sampling: SlotSampling) -> dict[str, Any]:
 
 def decode_sampling(fields: Mapping[str, Any]) -> tuple[int, SlotSampling]:
     """The inverse of :func:`encode_sampling`."""
-    prompt = None if fields["prompt_ids"] is None else torch.tensor(fields["prompt_ids"], dtype=torch.int32)
+    ids = fields["prompt_ids"]
+    prompt = None if ids is None else torch.tensor(ids, dtype=torch.int32, device="cpu")
     params, end_ids = SamplingParams(**fields["params"]), tuple(fields["end_ids"])
     state = SlotSampling(params, fields["seed"], end_ids, fields["num_prompt_tokens"], prompt, fields["output_ids"])
     return fields["slot"], state
@@ -67,7 +68,7 @@ def encode_report(result: StepResult, slots: Sequence[SlotSampling]) -> torch.Te
         if slot.params.logprobs is not None:
             entries = [number for entry in sampled.logprobs or () for number in entry]
             out += entries + [0] * (_LOGPROB_SIZE * (1 + slot.params.logprobs) - len(entries))
-    return torch.tensor([*out, result.busy_s], dtype=torch.float64)
+    return torch.tensor([*out, result.busy_s], dtype=torch.float64, device="cpu")
 
 
 def decode_report(report: torch.Tensor, rows: tuple[Row, ...], slots: Sequence[SlotSampling]) -> StepResult:
@@ -117,7 +118,7 @@ class ReportLine:
         """Post the receive of one group's report of its part of a batch, on rank 0; returns what waits for it."""
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling[row.slot] for row in rows]
-        buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
+        buffer = torch.empty(report_size(rows, slots), dtype=torch.float64, device="cpu")
         rank = self._ranks.sampler_rank(group)
         if self._lines and buffer.nbytes <= PAGE_BYTES:
             limit_s = self._ranks.config.dist_timeout_s
@@ -142,14 +143,14 @@ class ReportLine:
     def send_records(self) -> None:
         """Send this rank's records."""
         data = encode_records(self.own_records())
-        for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+        for tensor in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
             dist.send(tensor, dst=0, group=self._ranks.report_group, tag=_RECORDS_TAG)
 
     def receive_records(self, rank: int) -> RankRecords:
         """Wait for the records of another rank."""
         group = self._ranks.report_group
-        size = post_receive(torch.empty(1, dtype=torch.int64), rank, group, _RECORDS_TAG)()
-        data = post_receive(torch.empty(int(size), dtype=torch.uint8), rank, group, _RECORDS_TAG)()
+        size = post_receive(torch.empty(1, dtype=torch.int64, device="cpu"), rank, group, _RECORDS_TAG)()
+        data = post_receive(torch.empty(int(size), dtype=torch.uint8, device="cpu"), rank, group, _RECORDS_TAG)()
         return decode_records(data.numpy().tobytes())
 
     def drain(self) -> None:
@@ -180,13 +181,13 @@ class TokenLine:
         for sampler_group in sorted({row.group for row in batch.rows if row.group <= group}):
             sampler, slots = self._ranks.sampler_rank(sampler_group), _slots_for(batch, sampler_group, group)
             if slots and sampler != self._ranks.rank:
-                buffer = torch.empty(len(slots), dtype=torch.int64)
+                buffer = torch.empty(len(slots), dtype=torch.int64, device="cpu")
                 tokens = post_receive(buffer, sampler, self._ranks.report_group, _TOKENS_TAG)
                 self._receives.append((batch.batch_id, slots, tokens))
 
     def note(self, batch_id: int, slot: int, token: int) -> None:
         """Take a token that another instance drew: a request comes from there with the hand-over of this id."""
-        self._receives.append((batch_id, [slot], lambda: torch.tensor([token])))
+        self._receives.append((batch_id, [slot], lambda: torch.tensor([token], device="cpu")))
 
     def take_from(self, report: Future[StepResult], batch: Batch) -> None:
         """Take a batch's tokens from the report of rank 0's group, on rank 0."""
@@ -232,7 +233,7 @@ class TokenLine:
             slots = _slots_for(batch, here, group)
             embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
             if slots and embedders:
-                drawn = torch.tensor([tokens[slot] for slot in slots], dtype=torch.int64)
+                drawn = torch.tensor([tokens[slot] for slot in slots], dtype=torch.int64, device="cpu")
                 for rank in embedders:
                     self._sends.add(drawn, rank)
 
@@ -244,7 +245,7 @@ class TokenLine:
 
 
 def _tokens_of(report: Future[StepResult]) -> torch.Tensor:
-    return torch.tensor([sampled.token_id for sampled in report.result().sampled])
+    return torch.tensor([sampled.token_id for sampled in report.result().sampled], device="cpu")
 
 
 def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:

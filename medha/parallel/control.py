@@ -215,8 +215,8 @@ class ControlReceiver(Generic[T]):
 
     def _post(self) -> Callable[[], torch.Tensor]:
         if self._line is not None:
-            return partial(self._line.receive, torch.empty(PAGE_BYTES // 4, dtype=torch.int32))
-        return post_receive(torch.empty(FRAME_INTS, dtype=torch.int32), 0, self._group, 0)
+            return partial(self._line.receive, torch.empty(PAGE_BYTES // 4, dtype=torch.int32, device="cpu"))
+        return post_receive(torch.empty(FRAME_INTS, dtype=torch.int32, device="cpu"), 0, self._group, 0)
 
 
 _FRAME_HEADER = 2  # integers in the frame, whether more frames follow

@@ -158,7 +158,7 @@ class Merge:
             received = self.digests.post(rank)
             self.digests.send(meant.batch_id, meant.digest, rank)
             return received
-        ours = torch.tensor([meant.batch_id, meant.digest])
+        ours = torch.tensor([meant.batch_id, meant.digest], device="cpu")
         memory.put(rank, ours)
         return lambda: memory.receive(rank, ours.nbytes).view(ours.dtype).tolist()
 

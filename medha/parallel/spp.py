@@ -44,11 +44,11 @@ class Digests:
 
     def send(self, batch_id: int, digest: int, rank: int) -> None:
         """Tell a rank."""
-        self._sends.add(torch.tensor([batch_id, digest], dtype=torch.int64), rank)
+        self._sends.add(torch.tensor([batch_id, digest], dtype=torch.int64, device="cpu"), rank)
 
     def post(self, rank: int) -> Callable[[], list[int]]:
         """Post the receive of a rank's next; what is returned waits for it."""
-        received = post_receive(torch.empty(2, dtype=torch.int64), rank, self._group, self._tag)
+        received = post_receive(torch.empty(2, dtype=torch.int64, device="cpu"), rank, self._group, self._tag)
         return lambda: received().tolist()
 
     def drain(self) -> None:

@@ -202,7 +202,7 @@ def _candidates(weights_DV: torch.Tensor, least_D1: torch.Tensor) -> tuple[torch
     if counts is None or counts.max() > weights_DV.shape[-1] // 8:
         return None, torch.where(is_one_DV, weights_DV, 0)
     rows, ids = torch.nonzero(is_one_DV, as_tuple=True)
-    places = torch.arange(len(rows)) - torch.from_numpy(counts.cumsum() - counts)[rows]
+    places = torch.arange(len(rows), device="cpu") - torch.from_numpy(counts.cumsum() - counts)[rows]
     ids_DC = ids.new_zeros(len(weights_DV), max(int(counts.max()), 1)).index_put_((rows, places), ids)
     weights_DC = torch.zeros_like(ids_DC).index_put_((rows, places), weights_DV[rows, ids])
     return ids_DC, weights_DC
@@ -261,7 +261,7 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
 def _history(slot: SlotSampling, logits: torch.Tensor) -> torch.Tensor:
     """The slot's tokens so far, counted."""
     if slot.history is None:
-        counts = torch.bincount(torch.tensor(slot.output_ids, dtype=torch.int64), minlength=logits.shape[-1])
+        counts = torch.bincount(torch.from_numpy(np.array(slot.output_ids, np.int64)), minlength=logits.shape[-1])
         if slot.prompt_ids is not None:
             counts[slot.prompt_ids.long()] += _IN_PROMPT
         slot.history = to_device(counts.int().numpy(), logits.device)
@@ -322,4 +322,5 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host that is there once the device is done; of a tensor on the host the tensor itself."""
     if not tensor.is_cuda:
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

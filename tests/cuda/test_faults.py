@@ -56,7 +56,7 @@ def overwritten_pinned_buffer(patch: Patch) -> None:
     empty, buffer = torch.empty, torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
 
     def same(*size: Any, **kwargs: Any) -> torch.Tensor:
-        is_staging = kwargs.get("pin_memory") and kwargs.get("dtype") == torch.uint8 and "device" not in kwargs
+        is_staging = kwargs.get("pin_memory") and kwargs.get("dtype") == torch.uint8 and kwargs.get("device") == "cpu"
         return buffer[: size[0]] if is_staging else empty(*size, **kwargs)
 
     patch.setattr(torch, "empty", same)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from medha import LLM, SamplingParams
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
@@ -96,6 +97,7 @@ def served(folder: Path, **layout: Any) -> list[list[int]]:
 
 
 def in_turn(rank: int, folder: Path, layouts: list[dict[str, Any]]) -> None:
+    torch.set_default_device("meta")  # is the program's own
     print(json.dumps([served(folder, **layout) for layout in layouts]), flush=True)
 
 
