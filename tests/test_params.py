@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import inspect
+import json
 import math
 import pickle
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
 from medha.errors import UnsupportedFeatureError, ValidationError
@@ -123,6 +125,15 @@ def test_stop_lists_become_tuples_and_need_text() -> None:
     mine.append("")
     assert params.stop == ("ab",)
     assert refuse("stop", ["ok", "", "bad"]).value == ["ok", "", "bad"]
+
+
+def test_numbers_and_arrays_of_numpy_become_pythons_own() -> None:
+    given = {"max_tokens": np.int64(4), "temperature": np.float32(0.5), "ignore_eos": np.True_, "seed": np.uint8(3)}
+    params = SamplingParams(**given, stop_token_ids=np.array([3, 1]))  # type: ignore[arg-type]
+    same = SamplingParams(max_tokens=4, temperature=0.5, ignore_eos=True, seed=3, stop_token_ids=[3, 1])
+    assert params == same and json.dumps(dataclasses.asdict(params)) == json.dumps(dataclasses.asdict(same))
+    assert refuse("max_tokens", np.float32(4)).value == 4.0
+    assert json.dumps(SLO(ttft_s=np.float32(0.5)).ttft_s) == "0.5"
 
 
 def test_resolve_takes_the_request_then_the_model_then_the_class() -> None:

@@ -72,11 +72,14 @@ def _config_error(name: str, value: Any, accepted: str) -> Exception:
 
 def check_options(config: Any, error: Callable[[str, Any, str], Exception] = _config_error) -> None:
     """Hold every option of a dataclass to its check, and one that is true or false to being that, None apart where its
-    type has it; raises what ``error`` makes of the option's name, the value and what is accepted."""
+    type has it; raises what ``error`` makes of the option's name, the value and what is accepted. Numbers and arrays of
+    numpy become Python's own."""
     for field in dataclasses.fields(config):
         if (said := option_of(field)) is None:
             continue
         value, kind = getattr(config, field.name), str(field.type)
+        if hasattr(value, "tolist"):
+            object.__setattr__(config, field.name, value := value.tolist())
         check = BOOLEAN if kind.startswith("bool") else said.check
         is_absent = value is None and "None" in kind
         if check is not None and not is_absent and not check.holds(value):
