@@ -139,7 +139,7 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None  # its text, that of messages as the chat template wrote it; None where ids were given
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # the same list in every output of a request
     outputs: list[CompletionOutput]  # by index; as ``delta`` those that have something new
     finished: bool
     metrics: RequestMetrics  # while it is not finished, of one completion, they go on counting
