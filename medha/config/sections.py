@@ -6,7 +6,7 @@ Each option is declared here once, which makes the file long: type, default, hel
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,8 @@ CDSP = "cdsp"
 """Chunkwise dynamic sequence parallelism, whose groups do not decode."""
 PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
 """Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
-
+_MEDHAS = ("policy", "rho_max", "long_threshold", "late_share", "interactive_share", "patience_s")
+_CDSPS = ("sp_sizes", "max_chunks", "improvement_rate", "plan_order")
 _UTILIZATION = number("a number above 0, at most 1", lambda share: 0 < share <= 1)
 _PATIENCE = number("a number above 0", lambda seconds: seconds > 0)
 _memory, _parallel = partial(option, panels.MEMORY), partial(option, panels.PARALLEL)
@@ -257,6 +258,11 @@ class SchedulerConfig:
             if name in ("prefix_caching", "async_scheduling"):
                 object.__setattr__(self, name, False)
 
+    def unread(self) -> list[str]:
+        """Options that were given and that the scheduler does not read."""
+        names = {"medha": _CDSPS, CDSP: _MEDHAS}.get(self.scheduler, (*_MEDHAS, *_CDSPS, "tenant_weights"))
+        return [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
+
     @property
     def yielded_share(self) -> float:
         """``rho_max``, where none is given that of the policy."""
@@ -288,8 +294,7 @@ class SchedulerConfig:
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Refuse a layout that the scheduler cannot use."""
         if self.scheduler == CDSP and parallel.spp > 1:
-            what = f"spp={parallel.spp} with scheduler='cdsp'"
-            raise ConfigError(f"{what}; accepted: 1, as its chunks are of whole groups")
+            raise ConfigError(f"spp={parallel.spp} with scheduler='cdsp'; accepted: 1, its chunks are of whole groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,8 +343,7 @@ class ParallelConfig:
     def check_model(self, model: ModelConfig) -> None:
         """Refuse degrees that do not split a model."""
         if self.decode_tp is not None and not self.decode_replicas:
-            what = f"decode_tp={self.decode_tp} without decode_replicas"
-            raise ParallelConfigError(f"{what}; accepted: 1 of them or more")
+            raise ParallelConfigError(f"decode_tp={self.decode_tp} without decode_replicas; accepted: one or more")
         if self.spp > model.num_layers:
             what = f"spp={self.spp} stages for {model.num_layers} layers"
             raise ParallelConfigError(f"{what}; accepted: 1 to {model.num_layers}")

@@ -316,6 +316,8 @@ def _log_start(config: EngineConfig, limits: ModelLimits, scheduler: Scheduler) 
     logger.info("longest request %s tokens: context %s, KV pool %s", f"{longest:,}", f"{context:,}", pool)
     source = "a hardware spec of the kind of this machine; medha profile measures them"
     logger.info("step times from %s", f"profile {config.profile}" if config.profile else source)
+    if unread := config.scheduler.unread():
+        logger.warning("scheduler %s does not read %s", config.scheduler.scheduler, ", ".join(unread))
     if limits.sampling_defaults:
         logger.info("sampling defaults %s, from generation_config.json", dict(limits.sampling_defaults))
 

@@ -252,3 +252,19 @@ def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFix
         "sampling defaults {'temperature': 0.7}, from generation_config.json",
     ]
     assert lines[5] == "longest request 64 tokens: context 100, KV pool 64 tokens"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "unread"),
+    [
+        ("medha", "improvement_rate, plan_order"),
+        ("sarathi", "policy, rho_max, tenant_weights, improvement_rate, plan_order"),
+        ("cdsp", "policy, rho_max"),
+    ],
+)
+def test_the_log_names_options_that_the_scheduler_does_not_read(
+    folder: Path, caplog: pytest.LogCaptureFixture, scheduler: str, unread: str
+) -> None:
+    options = {"policy": "srpt", "rho_max": 0.0, "patience_s": 10, "tenant_weights": {"a": 2.0}, "quantum_s": 0.1}
+    build(folder, num_kv_blocks=4, scheduler=scheduler, improvement_rate=0.1, plan_order="lars", **options)
+    assert f"scheduler {scheduler} does not read {unread}" in caplog.messages
