@@ -49,6 +49,7 @@ class Turns:
             if not self._room.acquire(blocking=False):
                 self._nudge()
                 self._room.acquire()
+        self.is_inside = False
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -65,8 +66,8 @@ def in_turn(method: Callable[P, R]) -> Callable[P, R]:
         with engine.turns as turns:
             if turns.is_inside:
                 return method(*args, **options)
-            turns.is_inside = True
             try:
+                turns.is_inside = True
                 result = method(*args, **options)
             except BaseException as error:
                 if is_interrupt(error):
