@@ -46,8 +46,7 @@ _STORE_S = 4.0  # how long a store elsewhere may answer nothing: a thread of C++
 _SUSPECT_S = 2.0  # how long a rank is silent, or waited for, to be taken for the cause of a lost connection
 _GRACE_S = 2.5  # how long the main thread may take to hear of a failure by itself
 _SAVE_S = 2.0  # how long what is called before the end may take
-# Files in which a thread waits for other ranks; those of the second for the collectives that a GPU was given.
-_WAIT_IN = ("torch/distributed/", "torch/cuda/", "/shared_memory.py")
+_WAIT_IN = ("torch/distributed/", "torch/cuda/", "/shared_memory.py")  # code that waits for ranks, or a GPU that does
 
 
 class Monitor:
