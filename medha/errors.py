@@ -12,6 +12,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 _MAX_CHARS = 2000  # of an error that ranks tell each other
@@ -132,9 +133,11 @@ def is_interrupt(error: BaseException) -> bool:
     signal handler raised, or a debugger. Python gives those the frame that they interrupt."""
     if not isinstance(error, Exception):
         return type(error).__name__ != "PanicException"  # a fault of Rust code
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+    # The first frame catches it, and would hold it for ever: looking at a frame's variables leaves it a copy of them.
+    for frame, _ in islice(traceback.walk_tb(error.__traceback__), 1, None):
         names, rest, _, values = inspect.getargvalues(frame)
-        given = [*map(values.get, names), *values.get(rest or "", ())]
+        more = values.get(rest or "")
+        given = [*map(values.get, names), *(more if isinstance(more, tuple) else ())]
         if frame.f_back is not None and any(one is frame.f_back for one in given):
             return True
     return False

@@ -1,9 +1,11 @@
 """The tree of errors, and the exit code of each."""
 
+import gc
 import inspect
 import pickle
 import signal
 import sys
+import weakref
 from functools import partial
 from typing import Any
 
@@ -82,6 +84,25 @@ def test_what_a_signal_handler_raises_is_an_interrupt(handler: Any) -> None:
         [signal.raise_signal(signal.SIGUSR1), late(sys._getframe().f_back)]  # a frame, but not that of its caller
     signal.signal(signal.SIGUSR1, former)
     assert is_interrupt(caught.value) is (handler is not None)
+
+
+def test_what_is_asked_whether_it_is_an_interrupt_holds_nothing() -> None:
+    """Without a collection of garbage; and a name that was rebound is no harm."""
+
+    def fails(*size: Any) -> None:
+        held, size = Late(), 1  # type: ignore[assignment]
+        kept.append(weakref.ref(held))
+        raise ValueError(size)
+
+    kept: list[Any] = []
+    gc.disable()
+    try:
+        fails(3)
+    except ValueError as error:
+        kept.append(is_interrupt(error))
+    finally:
+        gc.enable()
+    assert (kept[0](), kept[1]) == (None, False)
 
 
 def test_the_outputs_of_an_error_are_its_own() -> None:

@@ -92,7 +92,7 @@ class RankHandle(AbstractContextManager["RankHandle"]):
         it raises all of them raise, unless the engine has ended."""
         try:
             return run() if self.part is None else self.part.call(name, run)
-        except Exception as error:
+        except BaseException as error:
             if not isinstance(error, EngineDeadError) and not is_interrupt(error):
                 vars(error)[_IS_EVERYWHERE] = True
             raise

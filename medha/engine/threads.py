@@ -70,9 +70,12 @@ def in_turn(method: Callable[P, R]) -> Callable[P, R]:
                 turns.is_inside = True
                 result = method(*args, **options)
             except BaseException as error:
-                if is_interrupt(error):
-                    with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
+                with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
+                    if is_interrupt(error):
                         engine.abandon()
+                    elif engine.leaving:
+                        turns.is_inside = False
+                        engine.let_go()
                 raise
             finally:
                 turns.is_inside = False

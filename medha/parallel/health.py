@@ -361,9 +361,9 @@ def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: st
         raise
     except Exception as error:
         if is_interrupt(error):
+            give_up(monitor, error)
             raise
-        first = tell_failure(monitor, error, activity)
-        monitor.part(first)
+        monitor.part(first := tell_failure(monitor, error, activity))
         if isinstance(error, MedhaError):
             raise
         raise RankFailedError(first) from (None if _is_lost_peer(error) else error)

@@ -77,6 +77,7 @@ class BatchBuilder:
         prefers_ring: whether a chunk of a dealt request, of so many tokens behind a position, first group and number of
             groups, is rather dealt than gathered.
         is_closed: whether a group surely has no time for a new chunk that is efficient.
+        no_room: least tokens of a request that finds no room in the time that groups have now, by what else decides.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class BatchBuilder:
     ) -> None:
         self.config = config
         self.memory = memory = preemption.memory
-        self.now_s = now_s
+        self.batch_id, self.now_s = batch_id, now_s
         self.is_idle = is_idle  # no batch is in flight
         self.closed_from = len(PRIORITIES)  # the first class of which nobody may start: one above waits for memory
         self.left_out: set[int] = set()  # slots of which nothing goes into the batch
@@ -96,21 +97,20 @@ class BatchBuilder:
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
         self.refused: list[int] = []  # slots of prefills that were refused for want of memory
-        self._no_room: dict[tuple[object, ...], int] = {}  # least tokens refused, by what else decides it
+        self.no_room: dict[tuple[object, ...], int] = {}
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue = preemption.queue
-        self.batch_id = batch_id
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
         is_for_decodes = not queue.num_prefills
         self._period = max(1, min(config.period, len(queue.decoding))) if is_for_decodes else config.period
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
-        if not self.memory.overcommit:
+        if self.memory.overcommit:
+            for state in self.due_decodes():
+                self.add_decode(state)
+        else:
             self._append_due()
-            return
-        for state in self.due_decodes():
-            self.add_decode(state)
 
     def due_decodes(self, *, by_class: bool = False) -> list[State]:
         """Requests whose next token can be computed, dealt over the batches in flight, within the tokens left.
@@ -132,7 +132,7 @@ class BatchBuilder:
         due = set()
         # The widest first: one on several groups would wait for ever for narrow ones that come round in turns. But with
         # overcommit one that finds no block must not take the turn of the oldest, which holds it.
-        always = oldest(decoding) if self.memory.overcommit else None
+        always = oldest(decoding) if self.memory.overcommit and not by_class else None
         for state, first, count in sorted(placed, key=lambda place: (place[0] is not always, -place[2])):
             groups = range(first, first + count)
             if self.is_due(state) and all(shares[group] > 0 for group in groups):
@@ -306,23 +306,24 @@ class BatchBuilder:
         if not self.has_place(state):
             return 0
         memory, num_tokens, most_kv = self.memory, state.request.num_kv_tokens, self._most_kv(state)
-        may_share, cached, swapped_on = self._may_share(state), state.num_cached, memory.swapped_on(state.slot)
+        may_share, cached = self._may_share(state), state.num_cached
         hit = self._hit_of(state) if may_share else Hit()
-        least = min(state.num_prefill_tokens - hit.num_tokens(memory.block_size), self.config.min_chunk)
-        like = hit, len(memory.frees), least, state.num_preempted > 0, most_kv, self.width(state), swapped_on
-        if num_tokens >= self._no_room.get(like, math.inf):  # one like it was just refused
+        left, least = state.num_prefill_tokens - hit.num_tokens(memory.block_size), self.config.min_chunk
+        like = hit, len(memory.frees), min(left, least + 1), state.num_preempted > 0, most_kv
+        is_plain = self.width(state) == 1 and memory.swapped_on(state.slot) is None
+        if is_plain and num_tokens >= self.no_room.get(like, math.inf):  # one like it was just refused
             self.refused.append(state.slot)
             return 0
         if may_share:
             self._queue.found(state, hit.num_tokens(memory.block_size))
         if hit.shards:
-            if least == self.config.min_chunk and self.is_closed(hit.shards[0][0]):
+            if left >= least and self.is_closed(hit.shards[0][0]):
                 return 0
             q_len, is_open, _ = self._begin(state, [hit.shards[0][0]], hit, most_kv, size, is_whole)
             if q_len or not is_open:
                 return q_len
             if memory.num_groups == 1:
-                self._no_room[like] = num_tokens
+                self.no_room[like] = num_tokens
                 self.refused.append(state.slot)
                 return 0
             self._queue.found(state, 0)
@@ -332,8 +333,8 @@ class BatchBuilder:
             self._queue.found(state, cached)  # as it is queued
         if is_open and not q_len:
             self.refused.append(state.slot)
-            if not (has_room or state.num_preempted):
-                self._no_room[like] = num_tokens
+            if is_plain and not (has_room or state.num_preempted):
+                self.no_room[like] = num_tokens
         return q_len
 
     def _begin(
@@ -341,7 +342,8 @@ class BatchBuilder:
     ) -> tuple[int, bool, bool]:
         """Let a request begin at the first of some groups that has room for most of it, behind what it shares: the
         tokens added, whether it was given any, and whether any group may have time and room for an efficient chunk."""
-        best, chosen, is_open, has_room = 0, None, False, False
+        best, chosen, is_open, has_room, config = 0, None, False, False, self.config
+        smallest = min(config.min_chunk, config.chunk_size or config.min_chunk, config.max_batch_tokens)
         for first in firsts:
             self._bind(state, first, hit, most_kv)
             most = self._tokens(state, size, is_whole)
@@ -349,8 +351,7 @@ class BatchBuilder:
             if q_len and (q_len == most or len(firsts) == 1):  # nowhere is there room for more
                 self._append_row(state, self._chunk_row(state, q_len))
                 return q_len, True, True
-            is_closed = state.num_left >= self.config.min_chunk and self.is_closed(first)
-            has_room = has_room or (not is_closed and self._fits(state, min(state.num_left, self.config.min_chunk)))
+            has_room = has_room or (not self.is_closed(first) and self._fits(state, min(state.num_left, smallest)))
             self.memory.undo_start(state.slot)
             is_open |= most > 0
             if q_len > best:
@@ -500,10 +501,9 @@ class BatchBuilder:
         """
         decoding, left_out, memory = self._queue.decoding, self.left_out, self.memory
         are_several, first, count = memory.num_groups > 1, 0, 1
-        share = min(-(-len(decoding) // self._period), self.tokens_left[0])
+        share = len(decoding) if are_several else min(-(-len(decoding) // self._period), self.tokens_left[0])
         if are_several:
             decoding = {state.slot: state for state in self.due_decodes()}
-            share = len(decoding)
         elif left_out:
             decoding = {slot: state for slot, state in decoding.items() if slot not in left_out}
         if not are_several and self.tokens_left[0] < len(decoding) / self._period:  # they take turns

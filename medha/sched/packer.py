@@ -186,6 +186,7 @@ class MedhaPacker(Packer):
         self._serve_guarded(queue, builder)
         for group in self._groups:
             group.limit_s = group.budget_s
+        builder.no_room.clear()
         self._serve_in_order(queue, builder)
         self._fill_up(queue, builder)
 
@@ -346,6 +347,7 @@ class MedhaPacker(Packer):
         slowest_s = max(group.tick.seconds for group in self._groups)
         for group in self._groups:  # one that ends before would be idle
             group.limit_s = max(group.limit_s, slowest_s)
+        builder.no_room.clear()
         states = [state for slot in list(builder.chunked) if (state := queue.running[slot]).prefilling]
         for state in (*sorted(states, key=self._is_long), *self._yielders):
             if not self._has_room(builder, may_exceed=False):

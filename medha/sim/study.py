@@ -157,7 +157,7 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
         raise ConfigError(f"policy={','.join(policies)!r} is for the medha scheduler; accepted: --scheduler medha too")
     asked = [one for one in fields(SchedulerConfig) if one.name not in LIVE_ONLY and given[one.name] is not None]
     for one in asked:
-        if CDSP not in schedulers and one.name in DEALT and given[one.name] != one.default:
+        if CDSP not in schedulers and one.name in DEALT and read_option(one, given[one.name]) != one.default:
             raise ConfigError(f"{one.name}={given[one.name]!r} is for cdsp; accepted: --scheduler cdsp too")
     budgets = {one.name: read_option(one, given[one.name]) for one in asked}
     budgets["max_kv_per_group"] = whole_blocks(given["max_kv_per_group"], CacheConfig().block_size)
@@ -195,7 +195,8 @@ def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:
         else:
             trace = synthesize(given["workload"] or "medha-mix", given["arrivals"], qps=rate, **drawn)
         if given["stop_s"] is not None and given["stop_s"] <= (first_s := trace.arrival_s[0]):
-            raise ConfigError(f"no request arrives before stop_s={given['stop_s']}; accepted: above {first_s}")
+            at = "" if rate is None else f" at {rate:g} requests/s"
+            raise ConfigError(f"no request arrives before stop_s={given['stop_s']}{at}; accepted: above {first_s}")
         for name in ("ttft_slo_s", "tpot_slo_s"):  # the objectives of the command are for requests that bring none
             own, value = getattr(trace, name), given[f"slo_{name.replace('_slo', '')}"]
             if value is not None:

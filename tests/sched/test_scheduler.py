@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from medha.engine.journal import Journal
 from medha.engine.replay import replay
+from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.scheduler import Scheduler
@@ -118,6 +119,33 @@ def test_of_those_who_find_no_room_on_any_group_few_are_tried(
             batch = step(sched)
             assert bound.call_count <= 16 + 8 * len(batch.chunks)
     assert sched.num_waiting > 100
+
+
+@pytest.mark.parametrize("num_prompt", [63, 64, 65])
+def test_a_short_prompt_that_finds_no_memory_does_not_speak_for_longer_ones(num_prompt: int) -> None:
+    """Where its first chunk is its last, all that it may take has to be there; the longer one ends sooner."""
+    sched = new_scheduler(num_blocks=200, late_share=0.0, interactive_share=0.0)
+    add(sched, (0, 1600, 100))
+    while not step(sched).num_decodes:
+        pass
+    add(sched, (1, num_prompt, 1600), (2, 1400, 300))
+    assert step(sched).rows[-1].slot == 2
+
+
+def test_who_finds_no_time_in_the_guards_share_does_not_speak_for_others_behind_it() -> None:
+    """One group's pool is full; the other's time for late requests is, which is less than the batch's."""
+    options: dict[str, Any] = {"late_share": 0.5, "interactive_share": 0.0, "rho_max": 0.0, "quantum_s": 1.0}
+    sched = new_scheduler(num_blocks=300, num_groups=2, predictor=by_tokens(), policy="priority", **options)
+    add(sched, (0, 100, 4650))
+    step(sched)
+    for slot, num_prompt, arrival_s, ttft_s, priority in (
+        (1, 4000, 5.0, 0.01, 2),
+        (2, 200, 5.1, 0.01, 2),
+        (3, 300, 10.0, 60.0, 1),
+    ):
+        sched.add(SchedulerRequest(slot, num_prompt, 5, arrival_s, SLO(ttft_s), priority))
+    assert 3 in {row.slot for row in step(sched, 10.0).rows}
+    assert sched.schedule(11.0).preempted == ()
 
 
 # -- wrong calls -----------------------------------------------------------------------------------------------
