@@ -178,7 +178,7 @@ def test_the_timeline_is_there_when_stdout_fails(
         (("--qps", 1, "--num-kv-blocks", 0), "num_kv_blocks=0; accepted: an integer from 1"),
         (("--qps", 1, "--slo-ttft-s", 0), "slo_ttft_s=0.0; accepted: a finite number above 0"),
         (("--qps", 1, "--stop-s", -1), "stop_s=-1.0; accepted: a finite number above 0"),
-        (("--qps", 1e-3, "--stop-s", 9), "no request arrives before stop_s=9.0 at 0.001 requests/s; accepted: above 3293.5"),
+        (("--qps", 1e-3, "--stop-s", 9), "before stop_s=9.0 at 0.001 requests/s; accepted: above 3293.5"),
         (("--qps", "1,2", "--timeline", "t.json"), "timeline=t.json with 2 runs; accepted: one scheduler"),
         (("--trace", "x", "--json", "./x"), "output file x is x, which is read; accepted: another file"),
         (("--qps", 1, "--hardware", __file__, "--timeline", __file__), f"{__file__}, which is read; accepted: another"),
