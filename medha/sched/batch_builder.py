@@ -342,8 +342,7 @@ class BatchBuilder:
     ) -> tuple[int, bool, bool]:
         """Let a request begin at the first of some groups that has room for most of it, behind what it shares: the
         tokens added, whether it was given any, and whether any group may have time and room for an efficient chunk."""
-        best, chosen, is_open, has_room, config = 0, None, False, False, self.config
-        smallest = min(config.min_chunk, config.chunk_size or config.min_chunk, config.max_batch_tokens)
+        best, chosen, is_open, has_room = 0, None, False, False
         for first in firsts:
             self._bind(state, first, hit, most_kv)
             most = self._tokens(state, size, is_whole)
@@ -351,7 +350,7 @@ class BatchBuilder:
             if q_len and (q_len == most or len(firsts) == 1):  # nowhere is there room for more
                 self._append_row(state, self._chunk_row(state, q_len))
                 return q_len, True, True
-            has_room = has_room or (not self.is_closed(first) and self._fits(state, min(state.num_left, smallest)))
+            has_room |= q_len > 0 or not (most or self.is_closed(first))
             self.memory.undo_start(state.slot)
             is_open |= most > 0
             if q_len > best:

@@ -324,13 +324,13 @@ class MedhaPacker(Packer):
             for state in states:
                 if not has_room:
                     return
-                if state.ended or not (state.prefilling and builder.has_place(state)):
+                if state.ended or not state.prefilling:
                     continue
-                is_small = state.num_left < self.config.min_chunk or state.slot in builder.chunked
-                asks_again = self._yields and len(self._groups) > 1 and self._is_long(state)
-                if is_cramped and not (is_small or asks_again or builder.width(state) > 1):
-                    continue
-                if self._give(state, queue, builder, may_exceed=True):
+                if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
+                    asks_again = self._yields and len(self._groups) > 1 and self._is_long(state)
+                    if not (asks_again or (self.config.ring and builder.width(state) > 1)):
+                        continue
+                if builder.has_place(state) and self._give(state, queue, builder, may_exceed=True):
                     has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
             if len(states) < _FIRST or is_cramped:
                 return
