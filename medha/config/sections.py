@@ -30,6 +30,7 @@ from medha.config.fields import (
     integer,
     number,
     option,
+    option_of,
 )
 from medha.config.model_config import ModelConfig
 from medha.errors import ConfigError, ParallelConfigError
@@ -40,7 +41,6 @@ CDSP = "cdsp"
 PUBLISHED = ("lars", "ilrs", "lrs", "edf", "fcfs")
 """Policies of the papers, which have no guard; of them ``lars`` alone is published with space sharing."""
 _MEDHAS = ("policy", "rho_max", "long_threshold", "late_share", "interactive_share", "patience_s")
-_CDSPS = ("sp_sizes", "max_chunks", "improvement_rate", "plan_order")
 _UTILIZATION = number("a number above 0, at most 1", lambda share: 0 < share <= 1)
 _PATIENCE = number("a number above 0", lambda seconds: seconds > 0)
 _memory, _parallel = partial(option, panels.MEMORY), partial(option, panels.PARALLEL)
@@ -260,7 +260,8 @@ class SchedulerConfig:
 
     def unread(self) -> list[str]:
         """Options that were given and that the scheduler does not read."""
-        names = {"medha": _CDSPS, CDSP: _MEDHAS}.get(self.scheduler, (*_MEDHAS, *_CDSPS, "tenant_weights"))
+        dealt = [f.name for f in fields(self) if (said := option_of(f)) is not None and said.panel == panels.DEALT]
+        names = {"medha": dealt, CDSP: _MEDHAS}.get(self.scheduler, (*_MEDHAS, *dealt, "tenant_weights"))
         return [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
 
     @property
