@@ -517,12 +517,11 @@ class MedhaPacker(Packer):
         return all(self._is_closed(builder, group, least, kv) for group in range(num_groups))
 
     def _is_closed(self, builder: BatchBuilder, index: int, least: int, kv: int = 0) -> bool:
-        """Whether a group surely has no time for a chunk of so many tokens; False where chunks may be smaller."""
+        """Whether a group surely has no time for a chunk of so many tokens, or of as many as a batch may still take."""
         group, left = self._groups[index], builder.tokens_left[index]
-        if not left:
-            return True
-        if not builder.has_chunk[index] or min(left, self.predictor.max_tokens, self.config.chunk_size or left) < least:
-            return False
+        if not left or not builder.has_chunk[index]:
+            return not left
+        least = min(least, left, self.predictor.max_tokens, self.config.chunk_size or left)
         return group.tick.with_chunk(least, kv) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ def test_a_group_without_memory_is_passed_over() -> None:
     ("num_prompt", "num_new", "options"),
     [
         (3000, 100, {}),  # no time is left
+        (3000, 100, {"max_batch_tokens": 512, "predictor": by_tokens(), "t_target_s": 0.5}),  # nor many tokens
         (3000, 100, {"num_blocks": 210, "policy": "fcfs"}),  # no memory
         (
             40_000,
