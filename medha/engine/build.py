@@ -152,9 +152,6 @@ def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> Ra
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = own_device(pick_device(config.device), launch)
     config = _with_async(config, device, launch)
-    if config.scheduler.scheduler == CDSP:  # a chunk may be a whole prompt on one group
-        most = min(max(config.scheduler.max_batch_tokens, limits.max_model_len), 1 << 24)
-        config = _scheduling(config, max_batch_tokens=most)
     dtype = torch_dtype(config, model_config)
     ranks = None
     if job is not None:
@@ -167,6 +164,9 @@ def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> Ra
         ranks = init_ranks(job, device)
     shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype, device)
     decodes = ranks is not None and ranks.group >= config.parallel.kvp
+    if config.scheduler.scheduler == CDSP and not decodes:  # a chunk may be a whole prompt on one group
+        most = min(max(config.scheduler.max_batch_tokens, limits.max_model_len), 1 << 24)
+        config = _scheduling(config, max_batch_tokens=most)
     pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, limits.max_model_len))
     num_host_blocks = num_swap_blocks(config, shard)
     num_host_blocks = num_host_blocks if ranks is None else over_ranks(ranks, num_host_blocks, ReduceOp.MIN)

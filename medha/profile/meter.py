@@ -68,7 +68,7 @@ class StageMeter:
             runner.model.forward = self._measured_layers  # type: ignore[assignment]
             runner.backend.run = partial(self._measured, "attention", runner.backend.run)  # type: ignore[method-assign]
         if runner.merge is not None:
-            runner.merge.start = partial(self._measured, "packing", runner.merge.start)  # type: ignore[method-assign]
+            self._start_merge, runner.merge.start = runner.merge.start, self._measured_merge  # type: ignore[method-assign]
 
     def take(self) -> dict[int, StageTime]:
         """By batch id, what was measured since the last call."""
@@ -98,6 +98,11 @@ class StageMeter:
         self._now.layers_end = self._mark()
         return x_TD
 
+    def _measured_merge(self, *args: Any, **options: Any) -> Callable[[], list[torch.Tensor]]:
+        result = self._measured("merge", self._start_merge, *args, **options)
+        # on the host's clock the record has the wait
+        return partial(self._measured, "merge", result) if self._runner.device.type == "cuda" else result
+
     def _measured(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         start = self._mark()
         result = call(*args, **options)
@@ -117,11 +122,11 @@ def _between(start: Mark, end: Mark) -> float:
 
 
 def _stage_time(record: BatchRecord, marks: _Marks) -> StageTime:
-    spent: dict[str, float] = {"attention": 0.0, "packing": 0.0}
+    waited_s = 0.0 if isinstance(marks.end, torch.cuda.Event) else record.merge_wait_s
+    spent = {"attention": 0.0, "merge": waited_s}
     for name, start, end in marks.calls:
         spent[name] += _between(start, end)
-    attention_s, packing_s = spent.values()
-    merge_s = packing_s + record.merge_wait_s
+    attention_s, merge_s = spent.values()
     layers_s, host_s = _between(marks.layers, marks.layers_end), _between(marks.entered, marks.layers)
     head_s = _between(marks.layers_end, marks.end)
     if marks.layers is not marks.entered:

@@ -107,7 +107,7 @@ def _run_step(model: Decoder, shard: ModelShard, num_tokens: int, num_drawn: int
     x_TD = torch.zeros(num_tokens, model.config.hidden_size, dtype=shard.dtype, device=device)
     x_TD = model(x_TD, cos_sin_TH, lambda layer, q_TNH, k_TKH, v_TKH: q_TNH.new_zeros(q_TNH.shape))
     if model.has_head:
-        slot = SlotSampling(SamplingParams(temperature=1.0, top_p=0.9).resolve({}), 0, (), 1)
+        slot = SlotSampling(SamplingParams(temperature=1.0, top_p=0.9, logprobs=1).resolve({}), 0, (), 1)
         draw(model.logits(x_TD[:num_drawn]), [slot] * num_drawn, [0] * num_drawn)
 
 

@@ -6,11 +6,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from medha import LLM
 from medha.config import EngineConfig
 from medha.cost.predictor import Predictor, Work
 from medha.profile.calibrate import Effort, measure
+from medha.profile.meter import StageMeter
 from medha.worker.step import Lane
 from tests.cuda import kernels
 from tests.cuda.device import Device
@@ -136,6 +138,13 @@ def test_a_profile_of_whole_steps(model: Path, device: Device, monkeypatch: pyte
     for work in ([Work(64, 300, False)], [Work(1, 70, True)] * 4):
         assert predictor.predict(work) == pytest.approx(1e-3, rel=0.02)
     assert device.launches["replay"] > 0
+
+
+def test_a_profile_times_both_ends_of_a_merge(device: Device) -> None:
+    runner = Mock(device=torch.device("cuda"), **{"merge.start.return_value": list})
+    meter = StageMeter(runner)
+    assert runner.merge.start() and runner.merge.start()() == []
+    assert [what for what, _, _ in meter._now.calls] == ["merge"] * 3
 
 
 @pytest.mark.parametrize(
