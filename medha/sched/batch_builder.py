@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 
 from medha.batch import PIECES, Batch, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Decodes, Work, dealt_work, split
 from medha.params import PRIORITIES
 from medha.sched.decision import Prediction, SchedulerRequest
-from medha.sched.memory import KVMemory
+from medha.sched.memory import Works, parts_of
 from medha.sched.preempt import Preemption, fewest, oldest
-from medha.sched.prefix import Hit
+from medha.sched.prefix import Chain, Hit
 from medha.sched.queue import Queue, State
 
-Works = tuple[Sequence[Work] | Decodes, Sequence[Work]]
-"""Decodes and chunks."""
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
 Fill = Callable[[Queue, "BatchBuilder"], Prediction | None]
@@ -49,26 +46,6 @@ class Packer:
         """Nothing more of a request is to be scheduled."""
 
 
-def work_of(row: Row, memory: KVMemory, group: int) -> Work:
-    """A row of a batch as one of several groups sees it, when the batch is made."""
-    if row.is_dealt:
-        return dealt_work(row, group)
-    kv = memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
-    return Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, row.samples and group == row.group)
-
-
-def parts_of(rows: Sequence[Row], num_decodes: int, memory: KVMemory, group: int) -> Works:
-    """Decodes and chunks of a batch on a group, of rows of which the first ones decode; where there is one group these
-    are summed up."""
-    if memory.num_groups > 1:
-        return split([work_of(row, memory, group) for row in rows if row.concerns(group)])
-    chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in rows[num_decodes:]]
-    if not num_decodes:
-        return (), chunks
-    positions = [row.position for row in rows[:num_decodes]]
-    return Decodes(num_decodes, num_decodes, sum(positions), max(positions)), chunks
-
-
 class BatchBuilder:
     """A batch that is being filled.
 
@@ -77,7 +54,9 @@ class BatchBuilder:
         prefers_ring: whether a chunk of a dealt request, of so many tokens behind a position, first group and number of
             groups, is rather dealt than gathered.
         is_closed: whether a group surely has no time for a new chunk that is efficient.
+        busy_s: predicted seconds of what a group has in the batch by now.
         no_room: least tokens of a request that finds no room in the time that groups have now, by what else decides.
+        awaiting: slots of those who wait for groups on which they share, as these have no time now.
     """
 
     def __init__(
@@ -93,11 +72,13 @@ class BatchBuilder:
         self.rows: list[Row] = []
         self.prefers_ring: Callable[[int, int, int, int], bool] = lambda position, q_len, first, count: True
         self.is_closed: Callable[[int], bool] = lambda group: False
+        self.busy_s: Callable[[int], float] = lambda group: 0.0
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
         self.chunked: dict[int, int] = {}  # index of the row of each slot with a prefill chunk
         self.refused: list[int] = []  # slots of prefills that were refused for want of memory
-        self.no_room: dict[tuple[object, ...], int] = {}
+        self.open_further()
+        self._pending: tuple[tuple[int, ...], list[float]] = (), []
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue = preemption.queue
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
@@ -192,36 +173,31 @@ class BatchBuilder:
         for: it takes longer than a batch of next to nothing."""
         if state.has_started or state.chain is None or not self._may_share(state):
             return None
-        if self._leaders is None:
-            self._leaders = [other for other in self._queue.prefills() if other.chain is not None]
         prefix = self.memory.prefix
         if state.slot in prefix.stale:
             self._queue.look_again(state, prefix)
         unit, done, best = prefix.unit, state.num_scheduled_tokens, None
-        wanted = done // unit + 1
-        if wanted > len(state.chain):
-            return None
-        for other in {s.slot: s for s in (*self._leaders, *map(self._queue.running.get, self.chunked)) if s}.values():
-            chain = other.chain
-            if chain is None or not other.has_started or other.ended or chain[wanted] != state.chain[wanted]:
-                continue
+        for other, chain in self._computing(state.chain, done // unit + 1):
             common = unit * min(state.chain.num_common(chain), (state.num_prefill_tokens - 1) // unit)
             if common > done and self.memory.is_to_note(other.slot, common):
                 best, done = other, common
         worth_s = self._queue.left_s(state.num_scheduled_tokens, done) if best is not None else 0.0
         return best if worth_s > self._queue.left_s(0, unit) else None
 
+    def _computing(self, chain: Chain, end: int) -> Iterator[tuple[State, Chain]]:
+        """Prefills that run, whose units up to one are those of a chain that has so many."""
+        if self._leaders is None:
+            self._leaders = [other for other in self._queue.prefills() if other.chain is not None]
+        for other in {s.slot: s for s in (*self._leaders, *map(self._queue.running.get, self.chunked)) if s}.values():
+            if (theirs := other.chain) and other.has_started and not other.ended and theirs[end] == chain[end] != b"":
+                yield other, theirs
+
     def has_place(self, state: State) -> bool:
         """Whether a prefill has started, or may."""
         if state.has_started:
             return True
-        may_start = state.request.priority < self.closed_from and not self.would_be_in_way(state)
+        may_start = state.request.priority < self.closed_from and not self.preemption.would_be_in_way(state)
         return may_start and len(self._queue.running) < self.config.max_num_seqs
-
-    def would_be_in_way(self, state: State) -> bool:
-        """Whether a request gave way to a class above, of which prefills are left: it does not start before them."""
-        was_in_way = self.preemption.by_class and state.num_preempted and not state.has_started
-        return bool(was_in_way and (self._queue.column("priority") < state.request.priority).any())
 
     def chunk_tokens(self, slot: int) -> int:
         """Tokens of the chunk that a request has in the batch; 0 for none."""
@@ -248,7 +224,7 @@ class BatchBuilder:
         may_share, num_cached = not state.has_started and self._may_share(state), state.num_cached
         if not state.has_started:
             spans = [(first, Hit()) for first in self._firsts(state, self._most_kv(state))]
-            if may_share and (shards := (hit := self._hit_of(state)).shards):
+            if may_share and (shards := (hit := self._where(state)[0]).shards):
                 spans.insert(0, (shards[0][0], hit))
         found = ([] if fits(span, ()) else fewest(candidates, partial(fits, span)) for span in spans)
         victims = next((victims for victims in found if victims is not None), [])
@@ -266,13 +242,6 @@ class BatchBuilder:
         """Bring the rows into the order that a batch has."""
         self.rows.sort(key=lambda row: not row.is_decode)
         self.chunked = {row.slot: index for index, row in enumerate(self.rows) if not row.is_decode}
-
-    def moved_s(self) -> float:
-        """Predicted seconds in which the batch's blocks are swapped, of the group that moves most."""
-        blocks = [0] * self.memory.num_groups
-        for swap in (*self.memory.prefix.swaps_out, *self.memory.swaps_in):
-            blocks[swap.group] += swap.count
-        return max(blocks) * self.memory.swap_block_s
 
     def works(self, group: int) -> Works:
         """Decodes, which come first, and chunks that a group has by now, as the predictor wants them."""
@@ -307,35 +276,45 @@ class BatchBuilder:
             return 0
         memory, num_tokens, most_kv = self.memory, state.request.num_kv_tokens, self._most_kv(state)
         may_share, cached = self._may_share(state), state.num_cached
-        hit = self._hit_of(state) if may_share else Hit()
+        hit, known = self._where(state) if may_share else (Hit(), ())
         left, least = state.num_prefill_tokens - hit.num_tokens(memory.block_size), self.config.min_chunk
         like = hit, len(memory.frees), min(left, least + 1), state.num_preempted > 0, most_kv
         is_plain = self.width(state) == 1 and memory.swapped_on(state.slot) is None
         if is_plain and num_tokens >= self.no_room.get(like, math.inf):  # one like it was just refused
             self.refused.append(state.slot)
             return 0
-        if may_share:
-            self._queue.found(state, hit.num_tokens(memory.block_size))
-        if hit.shards:
-            if left >= least and self.is_closed(hit.shards[0][0]):
-                return 0
-            q_len, is_open, _ = self._begin(state, [hit.shards[0][0]], hit, most_kv, size, is_whole)
-            if q_len or not is_open:
+
+        def spans() -> Iterator[tuple[Sequence[int], Hit]]:
+            if hit.shards:
+                yield [hit.shards[0][0]], hit
+            if not hit.shards or memory.num_groups > 1:
+                firsts = [first for first in self._firsts(state, most_kv) if first not in known]
+                if known:
+                    firsts = [first for first in firsts if not self._is_read_on(first, state, 0)]
+                yield self._by_work(state, firsts, most_kv), Hit()
+
+        is_open = has_room = False
+        for firsts, shared in spans():
+            if may_share:
+                self._queue.found(state, shared.num_tokens(memory.block_size))
+            waits = shared.shards and left >= least and self.is_closed(firsts[0])
+            begun = (0, False, True) if waits else self._begin(state, firsts, shared, most_kv, size, is_whole)
+            if q_len := begun[0]:
                 return q_len
-            if memory.num_groups == 1:
-                self.no_room[like] = num_tokens
-                self.refused.append(state.slot)
-                return 0
-            self._queue.found(state, 0)
-        firsts = self._by_work(state, self._firsts(state, most_kv), most_kv)
-        q_len, is_open, has_room = self._begin(state, firsts, Hit(), most_kv, size, is_whole)
-        if not q_len and may_share:
+            is_open, has_room = is_open or begun[1], has_room or begun[2]
+            if shared.shards and not begun[1]:
+                if memory.num_groups > 1 and self.has_chunk[firsts[0]] and state.slot not in self.awaiting:
+                    self.awaiting.add(state.slot)  # those behind it may have theirs sooner elsewhere
+                    for group, _ in shared.shards:
+                        self._awaited_s[group] += self._queue.left_s(state.num_cached, state.num_prefill_tokens)
+                break
+        if may_share:
             self._queue.found(state, cached)  # as it is queued
-        if is_open and not q_len:
+        if is_open:
             self.refused.append(state.slot)
             if is_plain and not (has_room or state.num_preempted):
                 self.no_room[like] = num_tokens
-        return q_len
+        return 0
 
     def _begin(
         self, state: State, firsts: Sequence[int], hit: Hit, most_kv: int, size: SizeFn, is_whole: bool
@@ -381,21 +360,39 @@ class BatchBuilder:
         """Whether a request that has not started may begin behind what others have computed."""
         return state.chain is not None and self.memory.swapped_on(state.slot) is None
 
-    def _hit_of(self, state: State) -> Hit:
-        """What is there of its tokens, where it pays to share that."""
-        assert state.chain is not None
-        hit = self.memory.hit_of(state.chain, state.num_prefill_tokens - 1, state.request.num_kv_tokens)
-        return hit if not hit.shards or self._pays(state, hit) else Hit()
+    def _where(self, state: State) -> tuple[Hit, Collection[int]]:
+        """What is there of a request's tokens on the span on which it is predicted to end its prefill soonest, and all
+        groups on which there is something; where others compute what it lacks there it does not begin."""
+        memory, num_tokens, chain = self.memory, state.num_prefill_tokens, state.chain
+        assert chain is not None
+        hits = memory.hits_of(chain, num_tokens - 1, state.request.num_kv_tokens)
+        if memory.num_groups == 1 or not hits:
+            return hits.get(0, Hit()), ()
+        parts = zip(map(self.busy_s, range(memory.num_groups)), self._pending_work(), self._awaited_s, strict=True)
+        work = list(map(sum, parts))
+        done = dict.fromkeys(memory.first_groups(state.request.num_kv_tokens), 0)
+        done |= {first: hit.num_tokens(memory.block_size) for first, hit in hits.items()}
 
-    def _pays(self, state: State, hit: Hit) -> bool:
-        """Whether a request is predicted to end its prefill sooner where it shares than where least is pending."""
-        if self.memory.num_groups == 1:
-            return True
-        work = self._pending_work()
-        cached = hit.num_tokens(self.memory.block_size)
-        there_s = max(work[group] for group, _ in hit.shards) + self._queue.left_s(cached, state.num_prefill_tokens)
-        elsewhere = [work[first] for first in self.memory.first_groups(state.request.num_kv_tokens)]
-        return there_s <= min(elsewhere) + self._queue.left_s(0, state.num_prefill_tokens)
+        def end(first: int) -> tuple[float, int, int]:
+            groups = [group for group, _ in hits[first].shards] if first in hits else [first]
+            end_s = max(work[group] for group in groups) + self._queue.left_s(done[first], num_tokens)
+            return end_s, -done[first], memory.used(first)
+
+        most, ordered = max(done.values()), sorted(done, key=end)
+        first = next(one for one in ordered if done[one] == most or not self._is_read_on(one, state, done[one]))
+        return hits.get(first, Hit()), hits
+
+    def _is_read_on(self, first: int, state: State, num_tokens: int) -> bool:
+        """Whether a prefill that began at a group computes what lies behind some tokens of another request."""
+        assert state.chain is not None
+        others = self._computing(state.chain, num_tokens // self.memory.prefix.unit + 1)
+        return any(self.memory.span(other.slot)[0] == first for other, _ in others)
+
+    def open_further(self) -> None:
+        """Who was refused, or waits, may be asked again, as a batch may take longer from now on."""
+        self.no_room: dict[tuple[object, ...], int] = {}
+        self.awaiting: set[int] = set()
+        self._awaited_s = [0.0] * self.memory.num_groups  # predicted, of those who wait for a group
 
     def _fitting(self, state: State, num_tokens: int) -> int:
         """The most tokens of a chunk, up to these, that find memory; 0 where that is no efficient chunk."""
@@ -462,12 +459,16 @@ class BatchBuilder:
 
     def _pending_work(self) -> list[float]:
         """Predicted seconds of prefill of each group still to schedule; those of a request are split over its span."""
+        as_of = *self.tokens_left, len(self._queue.running)
+        if self._pending[0] == as_of:
+            return self._pending[1]
         work = [0.0] * self.memory.num_groups
         for state in self._queue.prefills():
             first, count = self.memory.span(state.slot)
             _, left = self._queue.work_s(state, 1.0)
             for group in range(first, first + count):
                 work[group] += left / count
+        self._pending = as_of, work
         return work
 
     def _tokens(self, state: State, size: SizeFn, is_whole: bool) -> int:

@@ -24,7 +24,7 @@ and comes back to the same group. The file is long because all of this reads and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -32,9 +32,13 @@ from typing import Any
 
 from medha.batch import PIECES, Batch, Copy, Deal, Extent, Row, Shared, Swap
 from medha.config import SchedulerConfig
+from medha.cost.predictor import Decodes, Work, dealt_work, split
 from medha.sched.account import Account, can_all_end
 from medha.sched.blocks import BlockPool, HostBlocks, blocks_of, facing
 from medha.sched.prefix import Chain, Hit, PrefixCache
+
+Works = tuple[Sequence[Work] | Decodes, Sequence[Work]]
+"""Decodes and chunks."""
 
 _MOST_AHEAD = 1 << 18  # tokens of a prompt for which room is made at once: it takes some milliseconds
 _OUTPUT_AHEAD = 512  # and of an output
@@ -141,10 +145,15 @@ class KVMemory:
         reserved = [-(-tokens // size) for tokens in [share + spare] * (count - 1) + [last]]
         return reserved if max(reserved) <= self.num_blocks else None
 
-    def hit_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
-        """What is there of the first ``most_tokens`` of a request of ``num_tokens`` in all, as far as it leaves room
-        for the rest on the groups behind, and for the block of which a part is copied beside the others."""
-        hit = self.prefix.lookup(chain, most_tokens)
+    def hits_of(self, chain: Chain, most_tokens: int, num_tokens: int) -> dict[int, Hit]:
+        """By the group on which it begins, what is there of the first ``most_tokens`` of a request of ``num_tokens`` in
+        all, as far as it leaves room for the rest on the groups behind, and for the block of which a part is copied
+        beside the others."""
+        hits = {root: self._hit_of(chain, most_tokens, num_tokens, root) for root in range(self.num_groups)}
+        return {root: hit for root, hit in hits.items() if hit.shards}
+
+    def _hit_of(self, chain: Chain, most_tokens: int, num_tokens: int, root: int) -> Hit:
+        hit = self.prefix.lookup(chain, most_tokens, root)
         if hit.host_ids:  # what is read is a part of what the first row fills, so that has to be of the same group
             room = self.max_kv_per_group // self.block_size - (hit.num_blocks - hit.shards[-1][1]) - 1
             hit = replace(hit, host_ids=hit.host_ids[: max(room, 0)])
@@ -416,6 +425,21 @@ class KVMemory:
         for host in self.hosts:
             host.free(host.swapped.pop(slot, []))
 
+    def work_of(self, row: Row, group: int) -> Work:
+        """A row of a batch as one of several groups sees it, when the batch is made."""
+        if row.is_dealt:
+            return dealt_work(row, group)
+        kv = self.kv_before(row.slot, row.position, group) if row.is_shared else row.position
+        run = row.span if row.is_shared else None
+        return Work(row.q_len, kv, row.is_decode, run, row.samples and group == row.group)
+
+    def moved_s(self) -> float:
+        """Predicted seconds in which the next batch's blocks are swapped, of the group that moves most."""
+        blocks = [0] * self.num_groups
+        for swap in (*self.prefix.swaps_out, *self.swaps_in):
+            blocks[swap.group] += swap.count
+        return max(blocks) * self.swap_block_s
+
     def batch(self, batch_id: int, rows: Iterable[Row] = ()) -> Batch:
         """The next batch, with all that it says. What it reads, or moves history out of, comes free only now: no batch
         reads host blocks that it gives to another request."""
@@ -479,3 +503,15 @@ class KVMemory:
             for g, blocks in held:
                 available[g] -= blocks
         return can_all_end(prefills, available)
+
+
+def parts_of(rows: Sequence[Row], num_decodes: int, memory: KVMemory, group: int) -> Works:
+    """Decodes and chunks of a batch on a group, of rows of which the first ones decode; where there is one group these
+    are summed up."""
+    if memory.num_groups > 1:
+        return split([memory.work_of(row, group) for row in rows if row.concerns(group)])
+    chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in rows[num_decodes:]]
+    if not num_decodes:
+        return (), chunks
+    positions = [row.position for row in rows[:num_decodes]]
+    return Decodes(num_decodes, num_decodes, sum(positions), max(positions)), chunks

@@ -53,7 +53,7 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Predictor, Tick, Work, largest_dealt, ring_or_gather_s
 from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.params import PRIORITIES
-from medha.sched.batch_builder import BatchBuilder, Packer, work_of
+from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, Bools, RowNumbers, load_policy, sort_rows
 from medha.sched.queue import Queue, State
@@ -112,6 +112,7 @@ class MedhaPacker(Packer):
             self._leave_out_decodes(queue, builder)
         builder.prefers_ring = self._prefers_ring
         builder.is_closed = partial(self._is_closed, builder, least=self.config.min_chunk)
+        builder.busy_s = lambda group: self._groups[group].tick.seconds
         builder.add_decodes()
         before, self._groups, decodes = self._groups, [], len(builder.rows)
         lone_s, share = 0.0, self.config.spare_share
@@ -186,23 +187,23 @@ class MedhaPacker(Packer):
         self._serve_guarded(queue, builder)
         for group in self._groups:
             group.limit_s = group.budget_s
-        builder.no_room.clear()
+        builder.open_further()
         self._serve_in_order(queue, builder)
         self._fill_up(queue, builder)
 
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
         places are taken the first of the highest class."""
-        builder.preemption.by_class = True
+        builder.preemption.by_class, is_in_way = True, builder.preemption.would_be_in_way
         states = queue.states_of_rows(queue.rows_of(self._refused[:_FIRST]))
         if queue.num_prefills and len(queue.running) >= self.config.max_num_seqs:
             by = queue.column("priority"), queue.column("arrival_s")
             rows = sort_rows(by, first=_FIRST, among=~queue.column("started"))
-            states += [state for state in queue.states_of_rows(rows) if not builder.would_be_in_way(state)][:1]
+            states += [state for state in queue.states_of_rows(rows) if not is_in_way(state)][:1]
         lowest = max((state.request.priority for state in queue.running.values()), default=0) if states else 0
         lower = [state for state in states if state.request.priority < lowest]
         below = cache(builder.preemption.of_lower_class)
-        asking = (s for s in lower if not (builder.would_be_in_way(s) or builder.is_held(s)))
+        asking = (s for s in lower if not (is_in_way(s) or builder.is_held(s)))
         able = (s for s in asking if not builder.left_out and builder.make_room(s, below(s.request.priority)))
         favoured = list(islice(able, 1))  # who has not taken that room yet: the others ask when it is taken
         self._asked = [s.slot for s in lower if s not in favoured] if builder.left_out else []
@@ -233,7 +234,7 @@ class MedhaPacker(Packer):
         for group in range(builder.memory.num_groups):
             rows = (builder.decode_row(state) for state in kept.values())
             mine = [row for row in rows if row.concerns(group)]
-            classed = [(kept[row.slot].request.priority, work_of(row, builder.memory, group)) for row in mine]
+            classed = [(kept[row.slot].request.priority, builder.memory.work_of(row, group)) for row in mine]
             for index in self._too_many(classed, objectives, (q_len, deepest), int(is_guards)):
                 del kept[mine[index].slot]
         if len(kept) == num_due:
@@ -347,7 +348,7 @@ class MedhaPacker(Packer):
         slowest_s = max(group.tick.seconds for group in self._groups)
         for group in self._groups:  # one that ends before would be idle
             group.limit_s = max(group.limit_s, slowest_s)
-        builder.no_room.clear()
+        builder.open_further()
         states = [state for slot in list(builder.chunked) if (state := queue.running[slot]).prefilling]
         for state in (*sorted(states, key=self._is_long), *self._yielders):
             if not self._has_room(builder, may_exceed=False):
@@ -412,9 +413,9 @@ class MedhaPacker(Packer):
 
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
             self._grow(state, queue, builder)
-        num_refused = len(builder.refused)
+        had = len(builder.refused) + len(builder.awaiting)
         q_len = builder.add_chunk(state, fitting)
-        if not q_len and may_exceed and len(builder.refused) == num_refused and not all(builder.has_chunk):
+        if may_exceed and not (q_len or all(builder.has_chunk)) and had == len(builder.refused) + len(builder.awaiting):
             q_len = builder.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
         if not q_len:
             if asks_again:
@@ -428,7 +429,7 @@ class MedhaPacker(Packer):
             if has_chunk:  # which is longer now
                 group.tick = self.predictor.tick(*builder.works(index))
             else:
-                group.tick.add(work_of(row, builder.memory, index))
+                group.tick.add(builder.memory.work_of(row, index))
         return True
 
     def _grow(self, state: State, queue: Queue, builder: BatchBuilder) -> None:
@@ -544,6 +545,6 @@ class MedhaPacker(Packer):
     def _prediction(self, queue: Queue, builder: BatchBuilder) -> Prediction:
         """Of the batch, which is not empty."""
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
-        tick, seconds = slowest.tick, max(slowest.tick.seconds, moved_s := builder.moved_s())
+        tick, seconds = slowest.tick, max(slowest.tick.seconds, moved_s := builder.memory.moved_s())
         queue.batch_sent(seconds, tick.factor)
         return Prediction(tick.kind, seconds, tick.factor, slowest.budget_s, moved_s)

@@ -40,6 +40,11 @@ class Preemption:
         self.memory = memory
         self._predictor = predictor
 
+    def would_be_in_way(self, state: State) -> bool:
+        """Whether a request gave way to a class above, of which prefills are left: it does not start before them."""
+        was_in_way = self.by_class and state.num_preempted and not state.has_started
+        return bool(was_in_way and (self.queue.column("priority") < state.request.priority).any())
+
     def of_lower_class(self, priority: int) -> list[State]:
         """Whom requests of a class may preempt, once nothing of them is in flight: the lowest class first, then whoever
         loses least; nobody who is kept."""

@@ -9,9 +9,10 @@ group before, or at the first token. Who shares it holds it up to some block. Wh
 memory is wanted, and counts as free until then. A hit is the run of whole blocks from the first token on, which are
 shared where they lie, and of the block behind them the units that are the same, which are copied. A block is only ever
 dropped with all that was computed behind it, so what is known of a chain is its beginning, and a lookup halves its way
-to the end. Where two compute the same at once the ids name the blocks of the first; when those go the beginning of the
-other's is known no more, and a lookup may find less than there is. All but the ids is done by paths, not by blocks: a
-hit of 10M tokens in the pools is held as quickly as a short one.
+to the end. With several groups it may be there more than once, known by the group on which it begins. Where two compute
+the same on one at once the ids name the blocks of the first; when those go the beginning of the other's is known no
+more, and a lookup may find less than there is. All but the ids is done by paths, not by blocks: a hit of 10M tokens in
+the pools is held as quickly as a short one.
 
 What goes first is the end of the path that was used least recently. Blocks that a waiting request counts on go last.
 
@@ -81,6 +82,7 @@ class Path:
     start: int  # blocks before its first
     parent: Path | None  # that which has those; None where there are none
     owner: int | None  # the slot that computes it, while that holds all of it
+    root: int = field(init=False)  # the group of the chain's first block
     end: int = field(init=False)  # blocks up to its end
     held: int = field(init=False)  # up to which block somebody holds it
     shared: int = field(init=False)  # up to which block somebody else than its owner does
@@ -95,6 +97,7 @@ class Path:
 
     def __post_init__(self) -> None:
         self.end = self.held = self.shared = self.start
+        self.root = self.group if self.parent is None else self.parent.root
         if self.parent is not None:
             _mark(self.parent.children, self.start, self)
 
@@ -160,7 +163,7 @@ class Hit:
 
 @dataclass(eq=False, repr=False)
 class PrefixCache:
-    """Paths by the ids of the prefixes that end in them.
+    """Paths by the ids of the prefixes that end in them, and the group on which these begin.
 
     Args:
         pools: by group; blocks that go are given back to them.
@@ -191,7 +194,7 @@ class PrefixCache:
         self.swaps_out: list[Swap] = []
         for host in self.hosts:
             host.stale = self.stale
-        self._known: dict[bytes, Path] = {}
+        self._known: list[dict[bytes, Path]] = [{} for _ in self.pools]
         self._heaps: list[list[_Entry]] = [[] for _ in self.pools]  # paths whose end may go; those counted on come last
         self._num_entries = 0
         self._waits_for: _Marks = {}  # slots whose hit grows with an id
@@ -199,14 +202,14 @@ class PrefixCache:
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
-    def lookup(self, chain: Chain, most_tokens: int) -> Hit:
-        """What is there of the first ``most_tokens`` of a chain: in the pools, and whole blocks behind that on the
-        first host that has some where a table may go on."""
-        known, size, most = self._known, self.units_per_block, min(len(chain), most_tokens // self.unit)
+    def lookup(self, chain: Chain, most_tokens: int, root: int) -> Hit:
+        """What is there of the first ``most_tokens`` of a chain from one group on: in the pools, and whole blocks
+        behind that on the first host that has some where a table may go on."""
+        known, size, most = self._known[root], self.units_per_block, min(len(chain), most_tokens // self.unit)
         whole = bisect_left(range(1, most // size + 1), True, key=lambda n: chain[n * size] not in known)
         parts = known[chain[whole * size]].up_to(whole) if whole else ()
         ends = range((whole + 1) * size, most + 1, size)
-        for host in self.hosts[parts[-1][0].group :][:2] if parts else self.hosts:
+        for host in self.hosts[parts[-1][0].group :][:2] if parts else self.hosts[root : root + 1]:
             if ids := host.run(chain[end] for end in ends):
                 return Hit(parts, host_group=host.pool.group, host_ids=ids)
         for num_units in range(min(most - whole * size, size - 1), 0, -1):
@@ -215,13 +218,19 @@ class PrefixCache:
                 return Hit(tail.up_to(whole), tail, num_units * self.unit)
         return Hit(parts)
 
+    def longest(self, chain: Chain, most_tokens: int) -> Hit:
+        """What is there from the group on that has most of it."""
+        hits = (self.lookup(chain, most_tokens, root) for root in range(len(self.pools)))
+        return max(hits, key=lambda hit: hit.num_tokens(self.block_size))
+
     def watch(self, slot: int, chain: Chain, most_tokens: int) -> int:
         """Tokens that are there for a waiting request, which is ``stale`` as soon as that changes."""
         self.forget(slot)
-        hit, ends = self.lookup(chain, most_tokens), list[Callable[[], None]]()
+        hit, ends = self.longest(chain, most_tokens), list[Callable[[], None]]()
         parts = [*hit.parts, *([(hit.tail, hit.num_blocks + 1)] if hit.tail else [])]
         last = {path.group: (path, end) for path, end in parts}  # on each group; and what names the whole blocks
-        named = [(self._known[chain[end * self.units_per_block]], end) for end in [hit.num_blocks] if end]
+        known = self._known[parts[0][0].root] if parts else {}
+        named = [(known[chain[end * self.units_per_block]], end) for end in [hit.num_blocks] if end]
         for path, end in dict.fromkeys([*last.values(), *named]):
             _mark(path.counted_on, end, slot)
             self._end_counts(path, end)
@@ -251,9 +260,10 @@ class PrefixCache:
 
     def grow(self, path: Path, ids: list[bytes], runs: Iterable[tuple[int, int]]) -> None:
         """The owner of a path computes the units that follow, which have these ids, in further blocks."""
+        known = self._known[path.root]
         for one in ids:
-            if one not in self._known:
-                self._known[one] = path
+            if one not in known:
+                known[one] = path
                 self.stale.update(self._waits_for.get(one, {}))
         path.ids += ids
         for first, count in runs:
@@ -309,7 +319,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything; what requests hold stays theirs, of whom none goes on with a path that it has."""
-        for path in dict.fromkeys(self._known.values()):
+        for path in dict.fromkeys(path for known in self._known for path in known.values()):
             self._drop(path, path.start)
         for host in self.hosts:
             host.make_free(host.num_free)
@@ -321,8 +331,8 @@ class PrefixCache:
             going += [(child, start) for start in path.children if start > end for child in path.children[start]]
         for path, end in reversed(going):
             for one in path.ids[(keep := (end - path.start) * self.units_per_block) :]:
-                if self._known.get(one) is path:
-                    del self._known[one]
+                if self._known[path.root].get(one) is path:
+                    del self._known[path.root][one]
             del path.ids[keep:]
             for bound in [bound for bound in path.counted_on if bound > end]:
                 self.stale.update(path.counted_on.pop(bound))
@@ -331,7 +341,7 @@ class PrefixCache:
     def _settle(self, path: Path) -> None:
         """Free what nothing names and nobody holds at the end of a path; if what is left ends in what nobody holds, it
         is among those whose end may go."""
-        while path.ids and self._known.get(path.ids[-1]) is not path:
+        while path.ids and self._known[path.root].get(path.ids[-1]) is not path:
             path.ids.pop()
         num_named = -(-len(path.ids) // self.units_per_block)
         end = max([path.held, *path.children, min(path.start + num_named, path.end)])
@@ -370,5 +380,5 @@ class PrefixCache:
         end += bisect_left(range(end, path.end), True, key=lambda depth: self.cost_s(depth) > least_s)
         ids = path.ids[(end - path.start + 1) * size - 1 :: size]
         blocks = zip(ids, blocks_of(path.blocks(end, path.end)), strict=False)  # the last may not be whole
-        gone = {one: block for one, block in blocks if self._known.get(one) is path}
+        gone = {one: block for one, block in blocks if self._known[path.root].get(one) is path}
         self.swaps_out += self.hosts[path.group].put(gone)

@@ -135,7 +135,7 @@ class Scheduler:
         if self.planner is not None and (request.max_new_tokens > 1 or request.prefix):
             raise ValueError(f"{request}; accepted with scheduler='cdsp': one new token, and no prefix ids")
         prefix = self.memory.prefix
-        hit = prefix.lookup(Chain(request.prefix), request.num_prompt_tokens - 1)
+        hit = prefix.longest(Chain(request.prefix), request.num_prompt_tokens - 1)
         num_cached = hit.num_tokens(prefix.block_size)
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s, num_cached)
         alone_tpot_s = self._late_tpot_s(request)

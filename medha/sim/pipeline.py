@@ -16,8 +16,7 @@ from typing import NamedTuple
 from medha.batch import Batch
 from medha.cost.chunk_times import ChunkTimes
 from medha.cost.predictor import Predictor
-from medha.sched.batch_builder import parts_of
-from medha.sched.memory import KVMemory
+from medha.sched.memory import KVMemory, parts_of
 
 
 class Segment(NamedTuple):

@@ -14,9 +14,9 @@ from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.engine.prefix import PrefixIds
-from medha.sched.batch_builder import BatchBuilder, parts_of
+from medha.sched.batch_builder import BatchBuilder
 from medha.sched.decision import SchedulerRequest
-from medha.sched.memory import KVMemory
+from medha.sched.memory import KVMemory, parts_of
 from medha.sched.packer import MedhaPacker
 from medha.sched.preempt import Preemption, fewest
 from medha.sched.queue import Queue, State

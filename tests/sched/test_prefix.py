@@ -20,7 +20,19 @@ from medha.sched.blocks import BlockPool, HostBlocks
 from medha.sched.memory import KVMemory
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import BLOCK, Drive, Job, Live, add, make_scheduler, new_scheduler, pairs, step, worlds
+from tests.sched.virtual import (
+    BLOCK,
+    Drive,
+    Job,
+    Live,
+    add,
+    by_tokens,
+    make_scheduler,
+    new_scheduler,
+    pairs,
+    step,
+    worlds,
+)
 
 IDS = PrefixIds(16, key=b"of tests")
 
@@ -279,7 +291,7 @@ def test_a_block_goes_to_the_host_if_the_chance_that_it_is_wanted_outweighs_the_
             memory = KVMemory(config, num_blocks=5, block_size=16, prefix_cost_s=block_s)
             chain = chain_of(np.arange(64))
             for turn in range(num_uses):
-                memory.start(turn, 0, 65, chain, memory.hit_of(chain, 64, 65))
+                memory.start(turn, 0, 65, chain, hit_of(memory, chain, 64, 65))
                 if not turn:
                     memory.take(Row(0, 0, 64, False, False))
                 memory.note(turn, 64)
@@ -373,7 +385,7 @@ def test_a_block_that_is_forgotten_while_it_fills_is_not_found_again() -> None:
     memory.take(Row(0, 48, 208, False, False))
     memory.note(0, 256)
     memory.release(0)
-    assert memory.prefix.lookup(chain, 256) == Hit() and memory.pools[0].num_free == 8
+    assert memory.prefix.longest(chain, 256) == Hit() and memory.pools[0].num_free == 8
 
 
 def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it() -> None:
@@ -392,12 +404,18 @@ def test_what_two_compute_at_once_lies_twice_where_something_goes_on_behind_it()
     for slot in (0, 1):
         memory.release(slot)
     for chain in chains:
-        hit = memory.hit_of(chain, 112, 113)
+        hit = hit_of(memory, chain, 112, 113)
         blocks = [block for path, end in hit.parts for block in path.blocks(path.start, end)]
         assert hit.num_tokens(16) == 112 and sum(count for _, count in blocks) == 7
     assert memory.prefix.num_idle == [8, 6] and memory.num_used == 0
     memory.prefix.make_free(0, 8)  # what lies behind on the other group goes as well
-    assert memory.prefix.num_idle == [0, 0] and memory.hit_of(chains[1], 112, 113) == Hit()
+    assert memory.prefix.num_idle == [0, 0] and hit_of(memory, chains[1], 112, 113) == Hit()
+
+
+def hit_of(memory: KVMemory, chain: Chain, most_tokens: int, num_tokens: int) -> Hit:
+    """The longest, wherever it begins."""
+    hits = memory.hits_of(chain, most_tokens, num_tokens).values()
+    return max(hits, key=lambda hit: hit.num_tokens(memory.block_size), default=Hit())
 
 
 def two_at_once(memory: KVMemory, groups: Sequence[int]) -> list[Any]:
@@ -420,7 +438,7 @@ def test_a_hit_is_of_one_of_two_that_have_computed_the_same(num_groups: int) -> 
     for slot in (0, 1):
         memory.release(slot)
     chain = chain_of(tokens[1], np.arange(300, 500))
-    hit = memory.hit_of(chain, 280, 281)
+    hit = hit_of(memory, chain, 280, 281)
     assert hit.num_tokens(32) == 80 and {path for path, _ in hit.parts} == {hit.tail}
     memory.start(2, hit.shards[0][0], 281, chain, hit)
     row = Row(2, 80, 200, False, False, 0)
@@ -440,7 +458,7 @@ def test_the_names_of_what_a_waiting_request_counts_on_are_kept_too() -> None:
     for slot in (0, 1, 3):
         memory.release(slot)
     memory.prefix.make_free(0, 6)  # four are; the last block of the first is not counted on
-    assert memory.prefix.lookup(chain, 90).num_tokens(32) == 80
+    assert memory.prefix.longest(chain, 90).num_tokens(32) == 80
 
 
 def test_a_hit_holds_no_blocks_that_are_set_aside_for_decodes() -> None:
@@ -449,7 +467,7 @@ def test_a_hit_holds_no_blocks_that_are_set_aside_for_decodes() -> None:
     chain = chain_of(np.arange(48))
     read_first(memory, 0, chain, 32, 64, group=1)
     memory.release(0)
-    hit, row = memory.hit_of(chain, 47, 64), Row(2, 32, 8, False, False, 1, 2)
+    hit, row = hit_of(memory, chain, 47, 64), Row(2, 32, 8, False, False, 1, 2)
     memory.start(2, 1, 64, chain, hit)
     assert hit.num_tokens(16) == 32 and memory.can_take(row)
     memory.undo_start(2)
@@ -457,7 +475,7 @@ def test_a_hit_holds_no_blocks_that_are_set_aside_for_decodes() -> None:
     last = Row(1, 0, 32, False, True, 0)  # its output is to go to the second group
     assert memory.can_take(last)
     memory.begin(last)
-    memory.start(2, 1, 64, chain, memory.hit_of(chain, 47, 64))
+    memory.start(2, 1, 64, chain, hit_of(memory, chain, 47, 64))
     assert not memory.can_take(row)
     memory.undo_start(2)
     assert len(memory.take(Row(1, 32, 1, True, True, 0, 2))) == 1
@@ -496,20 +514,20 @@ def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool)
         memory.batch(0)
         if is_waited_for and not slot:
             assert memory.prefix.watch(9, chain, 48) == 48
-    there = [memory.prefix.lookup(chain, 48).num_tokens(16) for chain in chains]
+    there = [memory.prefix.longest(chain, 48).num_tokens(16) for chain in chains]
     assert there == ([48, 16] if is_waited_for else [16, 48])
     memory.prefix.forget(9)
     assert not memory.hosts[0].counted_on
     memory.prefix.watch(9, chains[0], 48)
     memory.hosts[0].make_free(4)
-    assert memory.prefix.lookup(chains[0], 48) == Hit()
+    assert memory.prefix.longest(chains[0], 48) == Hit()
 
 
 def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
     memory = KVMemory(SchedulerConfig(), num_blocks=8, block_size=16)
     chain = chain_of(np.arange(64))
     for turn in range(1000):
-        memory.start(turn, 0, 65, chain, memory.hit_of(chain, 64, 65))
+        memory.start(turn, 0, 65, chain, hit_of(memory, chain, 64, 65))
         if not turn:
             memory.take(Row(turn, 0, 64, False, False))
             memory.note(turn, 64)
@@ -642,3 +660,22 @@ def test_what_is_there_of_a_refused_request_stays_known() -> None:
     add(scheduler, 4, 1000, 1, 0.2, prefix=ids_of(960, 0, 0))
     assert scheduler.num_there(4) == 960
     assert scheduler.schedule(0.3).refused == (4,) and scheduler.num_there(4) == 960
+
+
+@pytest.mark.parametrize("num_shared", [512, 8192])
+def test_of_what_many_wait_for_each_group_gets_one_copy(num_shared: int) -> None:
+    """Where to wait for the group that has it takes longer than to read it anew, and nobody reads it there."""
+    options: dict[str, Any] = {"num_groups": 4, "predictor": by_tokens(), "quantum_s": 1.0, "late_share": 0.0}
+    scheduler = new_scheduler(max_batch_tokens=1024, max_num_seqs=1000, **options)
+    tokens = np.arange(num_shared + 64, dtype=np.int32)
+    for slot in range(400):
+        tokens[num_shared:] = 10_000 + slot
+        add(scheduler, slot, len(tokens), 1, prefix=IDS.of(tokens))
+    read, busy = [0] * 4, list[int]()
+    while scheduler.num_running or scheduler.num_waiting:
+        batch = step(scheduler, ended=range(400))
+        busy.append(len({row.group for row in batch.rows}))
+        for row in batch.rows:
+            read[row.group] += row.q_len
+    assert sum(read) <= 400 * 64 + 4 * num_shared + 1024 and min(read) > num_shared
+    assert np.mean(busy) > 2
