@@ -27,7 +27,9 @@ Departures from the paper, and why:
   and costs nothing, unless somebody is guarded: so for the guard's bound the machine is slower by that share.
 - Where several groups have batches of a set time, no batch leaves prefills out, as other groups would idle: decodes
   share batches of half that time, or of so much that they are ``interactive_share`` of it.
-- A request that is refused (a second long one, no memory, no time) does not block those behind it.
+- A request that is refused (a second long one, no memory, no time) does not block those behind it. But where memory is
+  what lacks, long prefills leave it to that which ends first, and a newcomer to one that has three quarters: else
+  several hold what none can end with, and what they hold lies idle. This goes with the guard, on one group.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
   (growth for latency, v5 section 3.3).
 - Without decodes a batch takes up to four quanta if that reads more, until the first prefill ends at most, where the
@@ -41,11 +43,10 @@ The file is long because of what stands above, and because the budget and what i
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, groupby, islice
+from itertools import islice
 
 import numpy as np
 
@@ -96,6 +97,8 @@ class MedhaPacker(Packer):
         self._least_dealt = cache(partial(least_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
+        self._ending: State | None = None
+        self._stalled: list[int] = []
         self._asked: list[int] = []  # for whom somebody is left out of the batch, to give way when it is not in flight
         self._owed_s: list[float] = []
         self._spare_s = self._most_spare_s = _MOST_QUANTA * self._quantum_s  # for batches that leave out long prefills
@@ -116,6 +119,8 @@ class MedhaPacker(Packer):
         builder.add_decodes()
         before, self._groups, decodes = self._groups, [], len(builder.rows)
         lone_s, share = 0.0, self.config.spare_share
+        # A machine that is slower than predicted reads as much in a batch, at the same speed.
+        quantum_s = self._quantum_s * (1.0 if self._is_set else max(1.0, self.predictor.factor("prefill")))
         if queue.num_prefills and not (queue.decoding or self._is_set):  # until one ends a newcomer alone is held up
             kv = int(queue.column("num_computed_tokens").max())
             lone_s = self.predictor.tick().with_chunk(self._full_chunk(kv), kv)
@@ -124,12 +129,14 @@ class MedhaPacker(Packer):
                 first_s = float(queue.column("work_left_s").min()) * self.predictor.factor("prefill")
                 lone_s = min(lone_s, first_s)
         for index in range(builder.memory.num_groups):
-            tick, most_s = self.predictor.tick(*builder.works(index)), self._most_s(queue, builder, index)
-            budget_s = min(self._quantum_s, most_s)
+            tick = self.predictor.tick(*builder.works(index))
+            tpot_s = queue.tightest_tpot_s(builder.memory.span, index)  # a decode comes round after a period of batches
+            most_s = tpot_s / self.config.period if self.config.t_target_s is None else self.config.t_target_s
+            budget_s = min(quantum_s, most_s)
             if self.config.quantum_s is None and budget_s < most_s:  # what an objective leaves is used
-                shared_s = min(tick.seconds / share, _SHARED_QUANTA * self._quantum_s) if share and decodes else 0.0
+                shared_s = min(tick.seconds / share, _SHARED_QUANTA * quantum_s) if share and decodes else 0.0
                 longer_s = most_s if most_s < math.inf else max(budget_s, lone_s, shared_s)
-                budget_s = min(_MOST_QUANTA * self._quantum_s, longer_s)
+                budget_s = min(_MOST_QUANTA * quantum_s, longer_s)
             last_s = before[index].tick.seconds - before[index].decodes_s if before else 0.0
             self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds, most_s, last_s))
         if queue.tenants.are_several and decodes:
@@ -143,13 +150,16 @@ class MedhaPacker(Packer):
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            self._mark_guarded(queue, builder)
+            if self.config.guarded_share:
+                queue.mark_guarded(builder.now_s, self.config.patience_s)
             are_long = bool((queue.column("work_left_s") > self._most_spare_s).any())
             if favoured or shortens or not are_long or not self._leave_out(queue, builder, decodes_s):
                 self._serve(queue, builder, favoured)
                 prefills_s = max(group.tick.seconds for group in self._groups) - decodes_s
                 spare_s = self._spare_s + share * prefills_s - decodes_s * are_long
                 self._spare_s = min(max(spare_s, 0.0), self._most_spare_s)
+        if builder.rows:
+            self._stalled = [s for s in dict.fromkeys([*self._stalled, *builder.refused]) if s not in builder.chunked]
         self._refused = list(dict.fromkeys([*self._asked, *builder.refused]))
         return self._prediction(queue, builder) if builder.rows else None
 
@@ -182,6 +192,7 @@ class MedhaPacker(Packer):
         is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
         self._yields = self.config.yielded_share > 0 and bool(is_short.any())
         self._yielders.clear()
+        self._ending = self._ends_first(queue, builder)
         for state in favoured:
             self._give(state, queue, builder, may_exceed=True)
         self._serve_guarded(queue, builder)
@@ -190,6 +201,36 @@ class MedhaPacker(Packer):
         builder.open_further()
         self._serve_in_order(queue, builder)
         self._fill_up(queue, builder)
+
+    def _ends_first(self, queue: Queue, builder: BatchBuilder) -> State | None:
+        """Of the long prefills that have started and lack memory to end, that with the least left: the others leave it
+        what comes free. While one with three quarters is refused memory nobody starts: what it holds lies idle."""
+        memory = builder.memory
+        if memory.num_groups > 1 or memory.overcommit or not self.config.guarded_share:
+            return None
+        free, lacking = memory.num_free(0) * memory.block_size, list[State]()
+        for state in queue.prefills():
+            if state.slot in self._stalled and 4 * state.num_left <= state.num_prefill_tokens:
+                self._close(builder, state)
+            if self._is_long(state) and state.num_left > free:
+                lacking.append(state)
+        return min(lacking, key=lambda state: state.num_left, default=None)
+
+    def _leaves_memory(self, state: State, queue: Queue) -> bool:
+        """Whether a long prefill leaves what is free to that which ends first, as it has more left, or does not start
+        as another came before it that waits for long: so that those which end before that one are not ever more."""
+        ending = self._ending
+        if ending is None or ending.request.priority > state.request.priority:
+            return False
+        if state.has_started or state.num_left > ending.num_left:
+            return state.num_left > ending.num_left
+        waits = queue.column("guarded") & (queue.column("num_prompt_tokens") >= self.config.long_threshold)
+        waits &= queue.column("priority") <= state.request.priority
+        return bool((queue.column("arrival_s")[waits] < state.request.arrival_s).any())
+
+    def _close(self, builder: BatchBuilder, state: State) -> None:
+        """Nobody of a class or below starts: a request of it finds no memory."""
+        builder.closed_from = min(builder.closed_from, state.request.priority if self._ranking.by_class else 0)
 
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
         """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
@@ -235,48 +276,14 @@ class MedhaPacker(Packer):
             rows = (builder.decode_row(state) for state in kept.values())
             mine = [row for row in rows if row.concerns(group)]
             classed = [(kept[row.slot].request.priority, builder.memory.work_of(row, group)) for row in mine]
-            for index in self._too_many(classed, objectives, (q_len, deepest), int(is_guards)):
+            least = q_len, deepest
+            for index in builder.preemption.too_many(classed, objectives, least, int(is_guards), self.config.period):
                 del kept[mine[index].slot]
         if len(kept) == num_due:
             return
         others = [state for state in decoding if state.slot not in kept]
         late = min(filter(builder.is_due, others), key=lambda state: state.last_batch) if is_guards else None
         builder.left_out.update(state.slot for state in others if state is not late)
-
-    def _too_many(
-        self, rows: list[tuple[int, Work]], objectives: set[tuple[int, float]], chunk: tuple[int, int], spare: int
-    ) -> range:
-        """Of decodes (class, work) on a group, the highest classes first, those of lower classes for which a batch has
-        no time, nor for ``spare`` more and the least chunk if prefills wait; none where an objective is broken without
-        them."""
-        kvs = [work.kv_before for _, work in rows]
-        totals, longest = list(accumulate(kvs)), list(accumulate(kvs, max))
-        spread = [(index, (work.run, 1)) for index, (_, work) in enumerate(rows) if work.run is not None]
-
-        def tick(count: int) -> Tick:
-            if not count:
-                return self.predictor.tick()
-            runs = tuple(run for index, run in spread if index < count)
-            return self.predictor.tick(Decodes(count, count, totals[count - 1], longest[count - 1], runs))
-
-        end = 0
-        for priority, members in groupby(priority for priority, _ in rows):
-            start, end = end, end + sum(1 for _ in members)
-            limit_s = min((s for above, s in objectives if above < priority), default=math.inf) / self.config.period
-            if limit_s < math.inf and (least_s := tick(start).seconds) <= limit_s:
-                with_chunk_s = tick(start).with_chunk(*chunk) if chunk[0] else least_s
-                limit_s -= with_chunk_s - least_s if with_chunk_s <= limit_s else 0.0
-                if tick(end).seconds > limit_s:
-                    count = bisect_right(range(end), limit_s, lo=start, key=lambda count: tick(count).seconds) - 1
-                    return range(max(start, count - spare), len(rows))
-        return range(0)
-
-    def _mark_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
-        """Note which prefills are late or were passed over for long."""
-        if self.config.guarded_share:
-            guarded = queue.column("guarded")
-            guarded |= queue.column("arrival_s") + queue.column("deadline_s") < builder.now_s
-            guarded |= queue.column("last_chunk_s") + self.config.patience_s <= builder.now_s
 
     def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
@@ -296,6 +303,8 @@ class MedhaPacker(Packer):
             is_turn &= limits[-1] >= prefill_s
         is_whole, lengths = all(g.limit_s >= g.budget_s for g in self._groups), queue.column("num_prompt_tokens")
         may_be_long = is_whole or np.count_nonzero(lengths >= self.config.long_threshold) < 2
+        if queue.tenants.are_several and len(queue.running) + len(queue.waiting) > self.config.max_num_seqs:
+            guarded = guarded & (queue.column("started") | ~queue.are_ahead(self._ranking))  # these take no places
         rows = sort_rows((queue.column("arrival_s"), queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
             if builder.is_held(state) or not builder.has_place(state):
@@ -309,7 +318,7 @@ class MedhaPacker(Packer):
                 continue
             if state.slot not in builder.refused:
                 break
-            builder.closed_from = min(builder.closed_from, state.request.priority if self._ranking.by_class else 0)
+            self._close(builder, state)
         parts = zip(limits, earned, self._groups, strict=True)
         left_s = [max(limit, min(had_s, most_s)) - its.tick.seconds + its.decodes_s for limit, had_s, its in parts]
         self._owed_s = [max(min(limit, least_s), left) for limit, left in zip(limits, left_s, strict=True)]
@@ -384,6 +393,8 @@ class MedhaPacker(Packer):
                 return False
             if self._give(leader, queue, builder, may_exceed=may_exceed):
                 return True  # otherwise it does not get on, and is not waited for
+        if is_long and self._leaves_memory(state, queue):
+            return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
         asks_again = share > 0 and len(self._groups) > 1  # or its group is idle for as long as another computes
         if self._is_cramped(builder, state):
@@ -524,23 +535,6 @@ class MedhaPacker(Packer):
             return not left
         least = min(least, left, self.predictor.max_tokens, self.config.chunk_size or left)
         return group.tick.with_chunk(least, kv) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
-
-    # -- time --------------------------------------------------------------------------------------------------------
-
-    def _most_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
-        """Seconds that a batch may take: as set, or what the tightest TPOT among its decodes allows.
-
-        A decode comes round again after ``config.period`` batches, so each may take that share of the TPOT.
-        """
-        if self.config.t_target_s is not None:
-            return self.config.t_target_s
-        tightest = math.inf
-        for state in queue.decoding.values():
-            if state.tpot_s < tightest:
-                first, count = builder.memory.span(state.slot)
-                if first <= group < first + count:
-                    tightest = state.tpot_s
-        return tightest / self.config.period
 
     def _prediction(self, queue: Queue, builder: BatchBuilder) -> Prediction:
         """Of the batch, which is not empty."""

@@ -21,10 +21,12 @@ stays in the prefix cache; what nobody holds then counts as lost, as it is its m
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable
+from itertools import accumulate, groupby
 
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Decodes, Predictor, Tick, Work
 from medha.sched.decision import Preempted
 from medha.sched.memory import KVMemory
 from medha.sched.queue import Queue, State
@@ -51,6 +53,39 @@ class Preemption:
         below = [s for s in self.queue.running.values() if s.request.priority > priority]
         below = [s for s in below if not s.ended and (s.prefilling or s.slot in self.queue.decoding)]
         return sorted(below, key=lambda s: (-s.request.priority, self.loss(s)[0], s.slot))
+
+    def too_many(
+        self,
+        rows: list[tuple[int, Work]],
+        objectives: set[tuple[int, float]],
+        chunk: tuple[int, int],
+        spare: int,
+        period: int,
+    ) -> range:
+        """Of decodes (class, work) on a group, the highest classes first, those of lower classes for which a batch has
+        no time, nor for ``spare`` more and the least chunk if prefills wait; none where an objective is broken without
+        them."""
+        kvs = [work.kv_before for _, work in rows]
+        totals, longest = list(accumulate(kvs)), list(accumulate(kvs, max))
+        spread = [(index, (work.run, 1)) for index, (_, work) in enumerate(rows) if work.run is not None]
+
+        def tick(count: int) -> Tick:
+            if not count:
+                return self._predictor.tick()
+            runs = tuple(run for index, run in spread if index < count)
+            return self._predictor.tick(Decodes(count, count, totals[count - 1], longest[count - 1], runs))
+
+        end = 0
+        for priority, members in groupby(priority for priority, _ in rows):
+            start, end = end, end + sum(1 for _ in members)
+            limit_s = min((s for above, s in objectives if above < priority), default=math.inf) / period
+            if limit_s < math.inf and (least_s := tick(start).seconds) <= limit_s:
+                with_chunk_s = tick(start).with_chunk(*chunk) if chunk[0] else least_s
+                limit_s -= with_chunk_s - least_s if with_chunk_s <= limit_s else 0.0
+                if tick(end).seconds > limit_s:
+                    count = bisect_right(range(end), limit_s, lo=start, key=lambda count: tick(count).seconds) - 1
+                    return range(max(start, count - spare), len(rows))
+        return range(0)
 
     def by_loss(self, state: State) -> list[State]:
         """Whom a request may preempt with overcommit: prefills before decodes, or with classes the lowest first.

@@ -141,9 +141,29 @@ class Queue:
             keys = np.where(last, np.inf, keys)
             before.append(last.astype(np.int64))
         if self.tenants.are_several:
-            classes = columns.priority if ranking.by_class else np.zeros_like(columns.priority)
-            before.append(self.tenants.ahead(self.column("tenant"), classes).astype(np.int64))
+            before.append(self.are_ahead(ranking).astype(np.int64))
         return sort_rows((*before, keys, columns.arrival_s, self.column("slot")), first=first, among=among)
+
+    def are_ahead(self, ranking: Ranking) -> Bools:
+        """Which rows wait for those of other tenants."""
+        classes = self.column("priority") if ranking.by_class else np.zeros(self.num_prefills, np.int64)
+        return self.tenants.ahead(self.column("tenant"), classes)
+
+    def mark_guarded(self, now_s: float, patience_s: float) -> None:
+        """Note which prefills are late or were passed over for long."""
+        guarded = self.column("guarded")
+        guarded |= self.column("arrival_s") + self.column("deadline_s") < now_s
+        guarded |= self.column("last_chunk_s") + patience_s <= now_s
+
+    def tightest_tpot_s(self, span_of: Callable[[int], tuple[int, int]], group: int) -> float:
+        """The tightest TPOT objective of the decodes on a group; ``span_of`` says on which groups a slot lies."""
+        tightest = math.inf
+        for state in self.decoding.values():
+            if state.tpot_s < tightest:
+                first, count = span_of(state.slot)
+                if first <= group < first + count:
+                    tightest = state.tpot_s
+        return tightest
 
     def column(self, name: str) -> NDArray[Any]:
         """A view of one column of ``_COLUMNS``."""

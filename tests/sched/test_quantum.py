@@ -10,7 +10,7 @@ from medha.cost.prefill_time import chunk_rules, least_chunk
 from medha.params import SLO
 from medha.sched.scheduler import Scheduler
 from tests.sched.costs import efficient_kv
-from tests.sched.virtual import MODEL, Steps, gpu_predictor, make_predictor, new_scheduler
+from tests.sched.virtual import MODEL, Steps, add, finish, gpu_predictor, make_predictor, new_scheduler
 
 PREDICTOR = make_predictor(max_tokens=2048, attention=2 / 3)  # slower than products: chunks take long behind a past
 QUANTUM_S, _ = chunk_rules(SchedulerConfig(), PREDICTOR)
@@ -322,3 +322,20 @@ def test_a_prompt_is_spread_where_it_holds_nobody_up(lengths: list[int], num_blo
             found |= {row.slot: row.num_groups} if row.samples else {}
     assert [found[slot] for slot in range(len(lengths))] == widths
     assert num_on == ([2, 2] if widths == [1] * 4 else num_on)
+
+
+def test_a_machine_that_is_slower_than_predicted_reads_as_much_in_a_batch() -> None:
+    """Else each of many short prompts would have a batch of its own, where what a batch takes at least is longer."""
+
+    def num_tokens(slower: float) -> int:
+        scheduler = on_one_group(late_share=0.0, interactive_share=0.0)
+        for slot in range(4000):
+            add(scheduler, slot, 64)
+        for _ in range(100):
+            decision = scheduler.schedule(0.0)
+            assert decision.batch is not None and decision.prediction is not None
+            busy_s = slower * decision.prediction.seconds / decision.prediction.factor
+            finish(scheduler, decision.batch, busy_s=busy_s, ended=range(4000))
+        return decision.batch.num_tokens
+
+    assert num_tokens(3.0) == num_tokens(1.0)

@@ -53,6 +53,29 @@ def test_a_long_prompt_in_a_pool_full_of_chats(num_new: int, options: dict[str, 
     assert wait_beside_chats_s(35.0, num_new, **options) < 34.0
 
 
+def test_long_prompts_that_do_not_fit_together_beside_chats() -> None:
+    """They end one after the other: half read, two would hold what none of them can end with."""
+    random = np.random.default_rng(1)
+    at_s, documents_s = np.cumsum(random.exponential(1 / 6, 300)), 2.0 + np.cumsum(random.exponential(4.5, 8))
+    jobs = [Job(at, int(random.integers(100, 2000)), int(random.integers(50, 400))) for at in at_s.tolist()]
+    jobs += [Job(at, int(random.integers(50_000, 66_000)), 100) for at in documents_s.tolist()]
+    scheduler = new_scheduler(num_blocks=320, block_size=256, predictor=gpu_predictor("h100-80g"))
+    first_s = Drive(scheduler, jobs, None).run().first_token_s
+    waits = [first_s[index] - job.arrival_s for index, job in enumerate(jobs)]
+    assert max(waits[:300]) < 4.0 and np.median(waits[300:]) < 15.0
+
+
+def test_a_long_prompt_beside_less_long_ones_in_a_small_pool() -> None:
+    """They leave each other memory by what is left of them, but do not begin before one that has waited for long."""
+
+    def wait_s(stream_s: float) -> float:
+        scheduler = new_scheduler(num_blocks=300, block_size=256, predictor=gpu_predictor(max_tokens=2048))
+        others = [Job(at_s, 9000, 100) for at_s in np.arange(0.0, stream_s, 1.0).tolist()]
+        return Drive(scheduler, [Job(1.0, 66_000, 4), *others], None).run().first_token_s[0] - 1.0
+
+    assert wait_s(160.0) == wait_s(80.0) < 80.0
+
+
 def test_a_context_so_deep_that_the_share_holds_no_chunk() -> None:
     """Its least chunk takes longer than a batch; more short prompts than can be served come when most of it is read."""
     begin_s, num_tokens = 20.0, 220_000

@@ -14,11 +14,13 @@ Load = list[tuple[float, int, str, int]]
 """(arrival, prompt tokens, tenant, class) of requests in order of arrival; each asks for four tokens."""
 
 
-def first_tokens(load: Load, until_s: float | None = None, **options: Any) -> dict[int, float]:
+def first_tokens(
+    load: Load, until_s: float | None = None, *, num_new: int = 4, late_share: float = 0.0, **options: Any
+) -> dict[int, float]:
     """TTFT by index of those that have a first token by then, on a virtual clock."""
     sizes = {"num_blocks": 1 << 17, "max_prompt_tokens": 100_000}
-    scheduler = new_scheduler(predictor=PREDICTOR, late_share=0.0, **sizes, **options)
-    jobs = [Job(at_s, tokens, 4, None, None, order, until_s, tenant) for at_s, tokens, tenant, order in load]
+    scheduler = new_scheduler(predictor=PREDICTOR, late_share=late_share, **sizes, **options)
+    jobs = [Job(at_s, tokens, num_new, None, None, order, until_s, tenant) for at_s, tokens, tenant, order in load]
     firsts_s = Drive(scheduler, jobs, None).run().first_token_s
     return {index: at_s - load[index][0] for index, at_s in firsts_s.items()}
 
@@ -43,6 +45,14 @@ def test_a_flood_of_one_tenant_holds_another_up_by_the_lead_at_most(others: Load
     assert np.median(waits) < 2 * batch_s + 2 * alone_s  # b is behind by then
     nobodys = first_tokens([(at_s, tokens, "", order) for at_s, tokens, _, order in load])
     assert nobodys[len(FLOOD)] > 5 * max(waits)
+
+
+def test_nor_does_it_take_all_places_though_its_requests_are_late() -> None:
+    """The guard's share is of time; of the places, which is what lacks, the late of who is ahead have none."""
+    load = [*FLOOD, *((1.0 + i, 400, "b", 2) for i in range(20))]
+    ttfts = first_tokens(load, num_new=64, late_share=0.1, max_num_seqs=4)
+    waits = [ttfts[index] for index in range(len(FLOOD), len(FLOOD) + 20)]
+    assert max(waits) < 20.0 and max(ttfts.values()) > 200.0
 
 
 def test_one_tenant_alone_is_served_as_none_is() -> None:
