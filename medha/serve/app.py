@@ -108,8 +108,10 @@ class Front:
             found = handler(request, self._admitted(request, path))
             try:
                 return await found if isinstance(found, Awaitable) else found
-            except asyncio.CancelledError:  # its client has left, or the server ends
-                raise self.service.ended or asyncio.CancelledError from None
+            except (asyncio.CancelledError, MedhaError):  # its client has left, or the server ends
+                if self.service.ended is None:
+                    raise
+                raise self.service.ended from None
 
         return Route(path, answer, methods=[method])
 

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from medha.child import process
 from medha.child.process import Child
 from medha.config import EngineConfig
+from medha.errors import ValidationError
 from medha.serve import app, service, web
 from medha.serve.keys import Key
 from medha.text import Tokenizer
@@ -476,14 +477,18 @@ def test_a_head_alone_and_what_methods_there_are(server: Server) -> None:
     assert server.get("/v1/models")[1]["data"][0]["created"] > 1.7e9
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_who_is_still_prepared_at_the_end_is_told_so(
-    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
+    """Also where the preparation fails, as the tokenizer is closed."""
     prepare, begun, may_go_on = service.prepare_arrival, threading.Event(), threading.Event()
 
     def held(*its: Any) -> Any:
         begun.set()
         may_go_on.wait(LIMIT_S)
+        if fails:
+            raise ValidationError("the process ended")
         return prepare(*its)
 
     monkeypatch.setattr(service, "prepare_arrival", held)
@@ -491,7 +496,7 @@ def test_who_is_still_prepared_at_the_end_is_told_so(
         answer = pool.submit(server.post, CHAT, asked_in_chat())
         begun.wait()
         server.service.cut()
-        threading.Timer(4.0, may_go_on.set).start()
+        threading.Timer(0.0 if fails else 4.0, may_go_on.set).start()
     status, told, _ = answer.result()
     assert status == 503 and told["error"]["code"] == "server_stopped"
 
