@@ -166,8 +166,10 @@ class Asked:
         return answer | (explained(outputs[0]) if self.flags.explain else {})
 
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
-        """What is new of the prompt of an index."""
+        """What is new of the prompt of an index; choices of a chat begin in order, each with its role, as OpenAI's."""
         news = [one for one in output.outputs if one.token_ids or one.finish_reason is not None]
+        if self._is_chat and not self._num_chars:
+            news = [CompletionOutput(at, "", []) for at in range(self._params.n)] + news
         head = self._head | ({"usage": usage_of([output])} if self._counts else {})
         return [head | {"choices": [self._choice(index, one, "delta")]} for one in news]
 

@@ -95,6 +95,24 @@ def test_a_chat(client: openai.OpenAI, bytes_model: Model) -> None:
         client.chat.completions.create(model="model", messages=messages, top_logprobs=5)
 
 
+def test_the_choices_of_a_chat_begin_in_order(client: openai.OpenAI) -> None:
+    """As OpenAI's client needs them, each with its role alone, and go on as the whole answer."""
+    for seed in range(5):
+        given: Any = {"model": "model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": seed}
+        whole = client.chat.completions.create(n=3, **given)
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        with client.chat.completions.stream(n=3, logprobs=True, stream_options=options, **given) as events:
+            chunks = [event.chunk for event in events if event.type == "chunk"]
+            found = events.current_completion_snapshot
+        begun = [chunk.choices[0] for chunk in chunks[:3]]
+        assert [one.index for one in begun] == [0, 1, 2] and not any(one.logprobs or one.finish_reason for one in begun)
+        assert [(one.delta.role, one.delta.content) for one in begun] == [("assistant", "")] * 3
+        assert all(one.choices[0].delta.role is None for one in chunks[3:-1])
+        assert [one.message.content for one in found.choices] == [one.message.content for one in whole.choices]
+        assert [len(one.logprobs.content or ()) for one in found.choices if one.logprobs] == [8] * 3
+        assert chunks[-1].choices == [] and found.usage is not None and found.usage.completion_tokens == 24
+
+
 def test_top_logprobs_have_the_drawn_token_and_parts_of_a_character_no_bytes() -> None:
     one = CompletionOutput(0, "x", [3, 4])
     likely, drawn, part = Logprob(-0.1, 1, "a"), Logprob(-3.0, 9, "b"), Logprob(-0.2, 1, "\ufffd")
