@@ -172,7 +172,8 @@ class Front:
         return key or _EVERYBODY
 
     async def _body(self, request: Request, key: Key) -> Json:
-        """The JSON object of a body of a key's client; the request counts as open until its answer is over."""
+        """The JSON object of a body of a key's client; the request counts as open until its answer is over, and its
+        task is cancelled where the client leaves."""
         service, most, body = self.service, self._max_body_bytes, bytearray()
         if service.is_draining or service.ended is not None:
             raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
@@ -207,6 +208,10 @@ class Front:
             self._num_bytes -= len(body)
         if not isinstance(found, dict):
             raise ApiError(400, "the body is not a JSON object")
+        task, left = asyncio.current_task(), asyncio.ensure_future(request.receive())  # as its body has been read
+        assert task is not None, "a request is answered by a task"
+        left.add_done_callback(lambda left: left.cancelled() or task.cancel())  # its client has left
+        request.state.leave.callback(left.cancel)
         return found
 
     async def _complete(self, request: Request, key: Key, *, is_chat: bool) -> ASGIApp:
@@ -218,10 +223,6 @@ class Front:
         asked = Asked(body, is_chat=is_chat, models=self.models, request_id=name)
         self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"} | asked.unused)
         key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
-        task, left = asyncio.current_task(), asyncio.ensure_future(request.receive())  # as its body has been read
-        assert task is not None, "a request is answered by a task"
-        left.add_done_callback(lambda left: left.cancelled() or task.cancel())  # its client has left
-        leave.callback(left.cancel)
         answer = await self.service.prepare(asked.arrivals, most_tokens=key.max_prompt_tokens)
         leave.callback(self.service.abort, answer)  # of one that has ended, or was not taken, it does nothing
         await self.service.enqueue(answer, arrival_s)

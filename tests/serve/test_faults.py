@@ -73,6 +73,19 @@ def test_a_client_that_leaves_aborts_its_request(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})])
+def test_who_leaves_before_its_turn_is_forgotten(server: Server, path: str, body: dict[str, Any]) -> None:
+    may_go_on = threading.Event()
+    server.service.preparing.begin("", may_go_on.wait)
+    with ExitStack() as stack:
+        stack.callback(may_go_on.set)
+        with server.dial() as client:
+            client.sendall(sent(body, path))
+            wait_until(lambda: server.front.num_open.total() == 1)
+        wait_until(lambda: not server.front.num_open.total())
+    assert server.post(path, body)[0] == 200
+
+
 def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> None:
     """Also more of them than are read ahead."""
     with server.dial() as client:
