@@ -154,11 +154,12 @@ class Front:
     def _admitted(self, request: Request, path: str) -> Key:
         """Whose request it is; raises ApiError where it may not come in."""
         headers = request.headers
-        if len(headers.getlist("host")) != 1 and request.scope["http_version"] != "1.0":
+        hosts = headers.getlist("host")
+        if len(hosts) > 1 or (not hosts and request.scope["http_version"] != "1.0"):
             raise ApiError(400, "a request names one Host")
-        host = headers.get("host", "").rpartition("@")[2]
+        host = "".join(hosts).rpartition("@")[2]
         name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-        if self._hosts and name.lower() not in self._hosts:
+        if hosts and self._hosts and name.lower() not in self._hosts:
             raise ApiError(400, "the Host header names another server; see --allowed-host", code="host")
         key = key_of(self._keys, headers.get("authorization", ""))
         if key is None and self._keys and path not in _OPEN_PATHS:

@@ -259,6 +259,10 @@ def test_who_may_come_in(start: Start, bytes_model: Model) -> None:
     assert server.ask("POST", PATH, b"{}", zipped)[0] == 415
     assert server.get("/nowhere")[0] == 404 and server.get(PATH)[0] == 405
     assert server.get("/version/", host="evil.example")[0] == 404  # nobody is sent where that header says
+    for head, status in ((b"", 200), (b"host: evil.example\r\n", 400), (b"host: 127.0.0.1\r\n" * 2, 400)):
+        with server.dial() as client:  # as a load balancer looks whether it is there
+            client.sendall(b"GET /health HTTP/1.0\r\n" + head + b"\r\n")
+            assert client.recv(4096).startswith(b"HTTP/1.1 %d" % status)
 
 
 @pytest.mark.parametrize("limited", ["key", "server"])
