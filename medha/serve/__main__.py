@@ -47,7 +47,7 @@ def serve(
     api_key: Annotated[Texts, _option(help="Let in who has it; may be repeated.", envvar="MEDHA_API_KEY")] = None,
     key_file: Annotated[Path | None, _option(help="TOML: keys with their tenants, objectives, limits.")] = None,
     served_model_name: Annotated[Texts, _option(help="What clients call it; may be repeated.")] = None,
-    allowed_host: Annotated[Texts, _option(help="Names in the Host header; by default a loopback's own.")] = None,
+    allowed_host: Annotated[Texts, _option(help="Name in the Host header, or *; by default a loopback's own.")] = None,
     max_body_bytes: Annotated[int, _option(help="Of a request.", min=1)] = 128 << 20,
     max_concurrent: Annotated[int, _option(help="Requests open at once.", min=1)] = 4096,
     max_connections: Annotated[int, _option(help="At once.", min=1)] = 8192,
@@ -70,7 +70,7 @@ def serve(
     from medha.engine.build import build_role
     from medha.serve.app import Front
     from medha.serve.keys import load_keys
-    from medha.serve.web import bound, listening
+    from medha.serve.web import bound, host_names, listening
 
     if not api_key and "MEDHA_API_KEY" in os.environ:
         raise ConfigError("MEDHA_API_KEY is empty; accepted: a key, or no such variable")
@@ -81,7 +81,7 @@ def serve(
     with ExitStack() as stack:
         listener = stack.enter_context(bound(host, port))
         is_local = ip_address(listener.getsockname()[0]).is_loopback
-        hosts = tuple(name.lower() for name in allowed_host or ((host, *_LOCAL) if is_local else ()))
+        hosts = host_names(allowed_host or ((host, *_LOCAL) if is_local else ()))
         limits = {"max_body_bytes": max_body_bytes, "max_concurrent": max_concurrent}
         if launch is None and config.parallel.world_size > 1:
             stack.enter_context(own_ranks(config.parallel.world_size, ["medha.generate.follow", json.dumps(options)]))

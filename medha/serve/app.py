@@ -40,6 +40,7 @@ from medha.serve.keys import Key, key_of
 from medha.serve.metrics import EVENTS_S, PAGE, Metrics, snapshot
 from medha.serve.protocol import ApiError, Asked, Flags, Json, api_error
 from medha.serve.service import END_S, Answer, Service
+from medha.serve.web import host_of
 
 logger = logging.getLogger("medha")
 
@@ -157,9 +158,7 @@ class Front:
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (not hosts and request.scope["http_version"] != "1.0"):
             raise ApiError(400, "a request names one Host")
-        host = "".join(hosts).rpartition("@")[2]
-        name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-        if hosts and self._hosts and name.lower() not in self._hosts:
+        if hosts and self._hosts and host_of(hosts[0].rpartition("@")[2]).lower() not in self._hosts:
             raise ApiError(400, "the Host header names another server; see --allowed-host", code="host")
         key = key_of(self._keys, headers.get("authorization", ""))
         if key is None and self._keys and path not in _OPEN_PATHS:

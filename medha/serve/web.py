@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,26 @@ from medha.serve.service import END_S
 KEEP_ALIVE_S = 75  # for which a connection may be open, or be so again, without the head of a request
 READER_S = 300  # for which a client may take nothing of what is sent to it, where the kernel counts that
 _HEAD_BYTES = 16 << 10  # of a request
+_HOST = re.compile(r"([\w.-]+|\[[\w:.%]+\])(:\d+)?", re.ASCII)  # with its port, or without
 _MOST_WAITING = 16  # requests behind one that is being answered, beyond which a connection is not read
+
+
+def host_names(given: Iterable[str]) -> tuple[str, ...]:
+    """Names as a Host header has them without its port; none, which lets in any, where one is ``*``. ConfigError for
+    what no request can name."""
+    names = []
+    for text in given:
+        with suppress(ValueError):
+            text = f"[{IPv6Address(text)}]"
+        if text != "*" and _HOST.fullmatch(text) is None:
+            raise ConfigError(f"allowed_host={text!r}; accepted: a host name, an address, or * for any")
+        names.append(host_of(text).lower())
+    return () if "*" in names else tuple(names)
+
+
+def host_of(text: str) -> str:
+    """A host without its port."""
+    return text[: text.index("]") + 1] if text.startswith("[") and "]" in text else text.partition(":")[0]
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ import pytest
 from medha.errors import ConfigError, ValidationError
 from medha.parallel.own_ranks import reserved_port
 from medha.serve.keys import Key, key_of, load_keys
-from medha.serve.web import bound, listening
+from medha.serve.web import bound, host_names, listening
 from tests.commands import Command
 from tests.serve.process import Process, last_events, serving, streams_under_load
 from tests.serving import Model
@@ -103,6 +103,8 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command)
         ("[a", "key file"),
         ("", "has no keys"),
         (["--api-key", ""], "key=''; accepted: text that is not empty"),
+        (["--allowed-host", ""], "allowed_host=''; accepted: a host name"),
+        (["--allowed-host", "x", "--allowed-host", "http://x"], "allowed_host='http://x'; accepted: a host name"),
         (["--ssl-certfile", "x"], "one of ssl_keyfile and ssl_certfile is given"),
     ],
 )
@@ -113,6 +115,11 @@ def test_what_would_leave_a_server_open(command: Command, tmp_path: Path, given:
         keys.write_text(given)
     done = command("serve", "/nowhere", "--port", 0, *(["--key-file", keys] if keys.exists() else given))
     assert done.code == 2 and said in done.err
+
+
+def test_hosts_are_named_as_requests_name_them() -> None:
+    given = ["LLM.example:8000", "::1", "[::1]:80", "127.0.0.1"]
+    assert host_names(given) == ("llm.example", "[::1]", "[::1]", "127.0.0.1") and host_names(["x", "*"]) == ()
 
 
 def test_what_a_key_decides_of_a_request() -> None:
