@@ -77,6 +77,8 @@ def serve(
     keys = load_keys(api_key or [], key_file)
     if (ssl_keyfile is None) is not (ssl_certfile is None):
         raise ConfigError("one of ssl_keyfile and ssl_certfile is given; accepted: both, or none")
+    if not all(name.strip() for name in served_model_name or ()):
+        raise ConfigError("a served_model_name is empty; accepted: text, or no such option")
     _allow_files(max_connections)
     with ExitStack() as stack:
         listener = stack.enter_context(bound(host, port))

@@ -105,6 +105,7 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(command: Command)
         (["--api-key", ""], "key=''; accepted: text that is not empty"),
         (["--allowed-host", ""], "allowed_host=''; accepted: a host name"),
         (["--allowed-host", "x", "--allowed-host", "http://x"], "allowed_host='http://x'; accepted: a host name"),
+        (["--served-model-name", ""], "a served_model_name is empty"),
         (["--ssl-certfile", "x"], "one of ssl_keyfile and ssl_certfile is given"),
     ],
 )
