@@ -162,7 +162,7 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, 
         return params.capped(max(1, min(room, kv.max_request_tokens + 1 - num_prompt_tokens)))
     if params.max_tokens <= room:
         return params
-    logger.info("max_tokens=%d is capped to %d, the room after the prompt", params.max_tokens, room)
+    logger.debug("max_tokens=%d is capped to %d, the room after the prompt", params.max_tokens, room)
     return params.capped(room)
 
 
