@@ -82,6 +82,7 @@ def test_aliases() -> None:
     [
         *(("trust_remote_code", True), ("enable_chunked_prefill", True), ("quantization", None)),
         *(("served_model_name", "x"), ("uvicorn_log_level", "info"), ("disable_uvicorn_access_log", True)),
+        *(("enable_prompt_tokens_details", True), ("disable_frontend_multiprocessing", True)),
         *(("enable_sleep_mode", False), ("runner", "auto"), ("runner", "generate"), ("override_generation_config", {})),
         *((name, None) for name in FOREIGN_OPTIONS),
     ],
@@ -96,6 +97,10 @@ def test_what_asks_for_nothing_is_noted(name: str, value: Any, caplog: pytest.Lo
     ("name", "value", "reason"),
     [
         ("disable_radix_cache", True, "prefix_caching=False keeps nothing"),
+        ("chat_template", "x.jinja", "the model's folder has it, as chat_template.jinja"),
+        ("enable_auto_tool_choice", True, "tools are not implemented"),
+        *((name, "x", "a proxy before the server does it") for name in ("allowed_origins", "root_path", "uds")),
+        ("ssl_ca_certs", "x", "a proxy before the server does it"),
         ("enable_chunked_prefill", False, "prompts are read in chunks; scheduler='orca' reads them whole"),
         ("quantization", "awq", "quantised weights are not implemented; load a float16 or bfloat16 checkpoint"),
         ("data_parallel_size", 2, "start a job for each replica"),
