@@ -124,9 +124,6 @@ class Asked:
         UnsupportedFeatureError."""
         self.flags = flags = msgspec.convert(body, Flags)  # which leaves out all else
         self._is_chat = is_chat
-        if flags.model not in (None, *models):
-            known = ", ".join(models)
-            raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
         if flags.stream_options and not flags.stream:
             raise errors.not_accepted("stream_options", None, "an object, with stream true")
         fields = count_logprobs(body) if is_chat else body

@@ -112,6 +112,9 @@ def test_tokens_and_text(server: Server) -> None:
         assert server.post("/tokenize", {"prompt": told["tokens"], "user": padding})[1] == told
     assert server.post("/detokenize", {"tokens": [-1]})[0] == server.post("/tokenize", {"prompt": 3})[0] == 400
     assert server.post("/detokenize", {"tokens": "abc"})[0] == 400
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+        assert server.post(path, body | {"model": "model"})[0] == 200
+        assert server.post(path, body | {"model": "other"})[1]["error"]["code"] == "model_not_found"
     assert "version" in server.get("/version")[1]
 
 
