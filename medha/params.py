@@ -33,7 +33,7 @@ _UNSUPPORTED = """
     audio bad_words beam_search best_of chat_template continue_final_message documents echo extra_args flat_logprobs
     functions guided_choice guided_decoding guided_grammar guided_json guided_regex length_penalty logits_processors
     logprob_token_ids modalities prompt_embeds prompt_logprob_start prompt_logprob_token_ids prompt_logprobs
-    reasoning_effort repetition_detection response_format return_token_ids return_tokens_as_token_ids
+    reasoning_effort repetition_detection response_format return_token_ids return_token_strs return_tokens_as_token_ids
     skip_reading_prefix_cache spaces_between_special_tokens stream_interval structured_outputs suffix
     thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search watermarking
 """

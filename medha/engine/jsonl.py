@@ -260,7 +260,7 @@ def read_fields(request_id: str, fields: Mapping[str, Any], defaults: Mapping[st
 def count_logprobs(body: dict[str, Any]) -> dict[str, Any]:
     """The fields of a chat, in which OpenAI has ``logprobs`` say whether, and ``top_logprobs`` how many."""
     asks, top = body.get("logprobs"), body.get("top_logprobs") or 0
-    if top and not asks:
+    if top and asks is not True:
         raise not_accepted("top_logprobs", top, "with logprobs true")
     if not LOGPROBS.holds(top):
         raise not_accepted("top_logprobs", top, LOGPROBS.accepted)

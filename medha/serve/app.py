@@ -34,7 +34,7 @@ from medha.engine.jsonl import KNOWN_FIELDS
 from medha.engine.request import pieces
 from medha.errors import EngineDeadError, MedhaError, exit_code, not_accepted
 from medha.parallel.launch import exit_at_once
-from medha.params import CHAT_OPTIONS, PROMPT_OPTIONS
+from medha.params import CHAT_OPTIONS, PROMPT_OPTIONS, UNSUPPORTED_FIELDS, SamplingParams
 from medha.serve.body import NOT_READ, TOO_MANY_VALUES, BodyReader
 from medha.serve.keys import Key, key_of
 from medha.serve.metrics import EVENTS_S, PAGE, Metrics, snapshot
@@ -50,6 +50,7 @@ _BODIES = 8  # of the largest size that may be in memory
 _PROGRESS_S = 0.5
 _PART = 64 << 10  # bytes of a body, which is over when its client has taken all but so much
 _MOST_NAMES = 100  # of fields that nobody knows are logged
+_MAY_BE_EMPTY = ("allowed_token_ids", "tokens")  # fields; others count as absent then
 _EVERYBODY = Key()
 _OPEN_PATHS = ("/health", "/ready", "/")  # for which nobody needs a key
 _NAME = re.compile(r"[!-~]{1,200}")  # of a request, as its client calls it
@@ -172,8 +173,8 @@ class Front:
         return key or _EVERYBODY
 
     async def _body(self, request: Request, key: Key) -> Json:
-        """The JSON object of a body of a key's client; the request counts as open until its answer is over, and its
-        task is cancelled where the client leaves."""
+        """The JSON object of a body of a key's client, without what counts as absent; the request counts as open until
+        its answer is over, and its task is cancelled where the client leaves."""
         service, most, body = self.service, self._max_body_bytes, bytearray()
         if service.is_draining or service.ended is not None:
             raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
@@ -208,6 +209,9 @@ class Front:
             self._num_bytes -= len(body)
         if not isinstance(found, dict):
             raise ApiError(400, "the body is not a JSON object")
+        empty = [name for name, its in found.items() if its is None or (isinstance(its, (list, dict)) and not its)]
+        for name in set(empty) - set(_MAY_BE_EMPTY):
+            del found[name]
         if found.get("model") not in (None, *self.models):
             known = ", ".join(self.models)
             raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
@@ -224,7 +228,8 @@ class Front:
         named = _NAME.fullmatch(str(body.get("request_id") or ""))  # vLLM's other way to say it
         name = request.state.name or (named and named[0])
         asked = Asked(body, is_chat=is_chat, models=self.models, request_id=name)
-        self._note_ignored(body.keys() - KNOWN_FIELDS - {*Flags.__struct_fields__, "top_logprobs"} | asked.unused)
+        known = KNOWN_FIELDS | {*Flags.__struct_fields__, *["top_logprobs"] * is_chat}
+        self._note_ignored(body.keys() - known | asked.unused)
         key.check(asked.arrivals[0].slo, asked.arrivals[0].priority)
         answer = await self.service.prepare(asked.arrivals, most_tokens=key.max_prompt_tokens)
         leave.callback(self.service.abort, answer)  # of one that has ended, or was not taken, it does nothing
@@ -266,7 +271,8 @@ class Front:
     async def _tokenize(self, request: Request, key: Key) -> Response:
         body, engine = await self._body(request, key), self.service.engine
         prompt = {name: body[name] for name in ("prompt", "messages", *CHAT_OPTIONS, *PROMPT_OPTIONS) if name in body}
-        self._note_ignored(body.keys() - prompt.keys() - {"model"})
+        SamplingParams.from_dict({name: body[name] for name in UNSUPPORTED_FIELDS if name in body})  # refuses them
+        self._note_ignored(body.keys() - prompt.keys() - {"model", *UNSUPPORTED_FIELDS})
         if isinstance(prompt.get("prompt"), np.ndarray):  # of a large body
             prompt["prompt_token_ids"] = prompt.pop("prompt")
         work = partial(tokenise, prompt, engine.tokenizer, engine.limits.vocab_size)
@@ -275,6 +281,7 @@ class Front:
 
     async def _detokenize(self, request: Request, key: Key) -> Response:
         body, engine = await self._body(request, key), self.service.engine
+        self._note_ignored(body.keys() - {"model", "tokens"})
         if (tokenizer := engine.tokenizer) is None:
             raise ApiError(400, "the model has no tokenizer: its prompts and answers are token ids")
         tokens: Any = body.get("tokens")

@@ -459,12 +459,18 @@ def test_fields_that_nobody_knows_are_counted_and_named_once(start: Start, bytes
     server = start(bytes_model.engine())
     caplog.set_level(logging.WARNING)
     for _ in range(2):
-        empty: Any = {"slo": None, "stream": False, "stream_options": {}, "explain": False, "x": None}
+        empty: Any = {"slo": None, "stream": False, "stream_options": {}, "explain": False, "x": None, "y": [], "z": {}}
         assert server.post(PATH, asked(5, 1, usr="SECRET", **empty))[0] == 200
+    for empty in ({"slo": [], "stop": {}, "seed": [], "model": {}}, {"slo": {}, "prompt_token_ids": [], "stream": []}):
+        assert server.post(PATH, asked(5, 1) | empty)[0] == 200
     chat = asked_in_chat(logprobs=True, top_logprobs=1, prompt=None, arrival_s=5)  # as of a request line
-    assert server.post(CHAT, chat)[0] == 200  # of None nothing is said
+    assert server.post(CHAT, chat)[0] == 200  # of what is empty nothing is said
+    assert server.post("/detokenize", {"tokens": [], "foo": 1, "x": None})[1] == {"prompt": ""}
+    assert server.post(PATH, asked(5, 1, top_logprobs=1))[0] == 200  # as of a chat
     assert re.search(r"medha:request_fields_ignored_total\{.*\} 5.0", server.get("/metrics")[1])
-    assert caplog.text.count("'usr' is ignored") == caplog.text.count("'x' is ignored") == 1
+    for name in ("usr", "arrival_s", "foo", "top_logprobs"):
+        assert caplog.text.count(f"'{name}' is ignored") == 1
+    assert caplog.text.count("is ignored") == 4
     for long in ({"x" * 10_000: 1}, {f"{n}-{'z' * 500}": n for n in range(500)}):
         assert server.post(PATH, asked(5, 1) | long)[0] == 200
     assert caplog.text.count("is ignored") == 100 and "z" * 90 not in caplog.text and "SECRET" not in caplog.text

@@ -91,8 +91,10 @@ def test_a_chat(client: openai.OpenAI, bytes_model: Model) -> None:
     assert pieces[0].choices[0].delta.role == "assistant"
     assert "".join(one.choices[0].delta.content or "" for one in pieces) == expected.text
     assert pieces[-1].choices[0].finish_reason == "length"
-    with pytest.raises(openai.BadRequestError, match="with logprobs true"):
-        client.chat.completions.create(model="model", messages=messages, top_logprobs=5)
+    for wrong in (None, 3):
+        given: Any = {"logprobs": wrong, "top_logprobs": 5}
+        with pytest.raises(openai.BadRequestError, match="with logprobs true"):
+            client.chat.completions.create(model="model", messages=messages, **given)
 
 
 def test_the_choices_of_a_chat_begin_in_order(client: openai.OpenAI) -> None:

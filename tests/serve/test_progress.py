@@ -115,6 +115,8 @@ def test_tokens_and_text(server: Server) -> None:
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         assert server.post(path, body | {"model": "model"})[0] == 200
         assert server.post(path, body | {"model": "other"})[1]["error"]["code"] == "model_not_found"
+    unlike = server.post("/tokenize", {"prompt": "x", "return_token_strs": True})[1]["error"]
+    assert (unlike["param"], unlike["code"]) == ("return_token_strs", "unsupported")
     assert "version" in server.get("/version")[1]
 
 
