@@ -235,7 +235,7 @@ class Front:
         leave.callback(self.service.abort, answer)  # of one that has ended, or was not taken, it does nothing
         await self.service.enqueue(answer, arrival_s)
         if asked.flags.stream:
-            events = StreamingResponse(self._stream(asked, answer), headers=_SSE)
+            events = StreamingResponse(self._stream(asked, answer, request.url.path), headers=_SSE)
             return lambda scope, receive, send: events.stream_response(send)  # a client that leaves is seen to here
         while (outputs := answer.last) is None:
             await answer.read()
@@ -250,7 +250,7 @@ class Front:
             self._ignored.add(name)
             logger.warning("request field %.80r is ignored", name)
 
-    async def _stream(self, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
+    async def _stream(self, asked: Asked, answer: Answer, path: str) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, comments while there is nothing to say, an error in place of the rest."""
         reports, said = bool(asked.flags.return_progress), list[Json]()  # until the first token
         while (outputs := answer.last) is None:
@@ -261,7 +261,7 @@ class Front:
             reports &= not news
             if answer.last is None:
                 yield b"".join(map(_event, said)) or b": ping\n\n"
-        said += asked.last(outputs) if answer.error is None else [api_error(answer.error).body]
+        said += asked.last(outputs) if answer.error is None else [_logged(path, answer.error).body]
         yield b"".join(map(_event, said)) + b"data: [DONE]\n\n"
 
     def _reset_prefix_cache(self, request: Request, key: Key) -> Response:
@@ -331,7 +331,16 @@ async def _told(request: Request, error: Exception) -> Response:
     """What whoever asked is told of an error."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
+    return _logged(request.url.path, error).response()
+
+
+_traced = set[type]()
+
+
+def _logged(path: str, error: Exception) -> ApiError:
+    """What a client is told of an error, and the log of one of ours, with where the first of its kind came from."""
     told = api_error(error)
     if told.status_code == 500:
-        logger.error("%s failed", request.url.path, exc_info=error)
-    return told.response()
+        logger.error("%s failed: %s", path, error, exc_info=None if type(error) in _traced else error)
+        _traced.add(type(error))
+    return told

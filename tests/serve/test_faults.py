@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from medha.child import process
 from medha.child.process import Child
 from medha.config import EngineConfig
-from medha.errors import ValidationError
+from medha.engine.request import Completion
+from medha.errors import NonFiniteLogitsError, ValidationError
 from medha.serve import app, service, web
 from medha.serve.keys import Key
 from medha.text import Tokenizer
@@ -287,6 +288,19 @@ def test_a_step_that_fails_ends_the_streams_with_an_error(
     assert events[-2]["error"]["code"] == "engine_dead" and events[-1] == "data: [DONE]"
     assert server.get("/health")[0] == server.get("/ready")[0] == 503
     assert server.post(PATH, asked(10, 1))[0] == 503
+
+
+def test_a_request_that_fails_is_a_line_of_the_log(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Of a stream too; the traceback is there once."""
+    monkeypatch.setattr(app, "_traced", set())
+    monkeypatch.setattr(Completion, "take", lambda self, _, now_s: self.finish("error", now_s, error=failed) or True)
+    failed, server = NonFiniteLogitsError("no number"), start(bytes_model.engine())
+    for stream in (True, False, True):
+        assert "NonFiniteLogitsError" in json.dumps(server.post(PATH, asked(5, 1, stream=stream))[1])
+    assert [record.getMessage() for record in caplog.records] == [f"{PATH} failed: no number"] * 3
+    assert [record.exc_info is not None for record in caplog.records] == [True, False, False]
 
 
 def test_bodies_together_have_a_limit(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
