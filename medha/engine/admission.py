@@ -200,14 +200,14 @@ def is_prompt(value: Any) -> bool:
     return is_list and len(value) > 0 and isinstance(value[0], Number)
 
 
-def listed(prompts: Any) -> list[Any]:
+def listed(prompts: Any, name: str = "prompts") -> list[Any]:
     """One prompt or several as a list."""
     if is_prompt(prompts):
         return [prompts]
     is_list = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
     if not is_list and getattr(prompts, "ndim", 0) < 2:
-        message = f"prompts of type {type(prompts).__name__}; accepted: a prompt or a list of prompts"
-        raise ValidationError(message, param="prompts", value=prompts)
+        message = f"{name} of type {type(prompts).__name__}; accepted: a prompt or a list of prompts"
+        raise ValidationError(message, param=name, value=prompts)
     return list(prompts)
 
 

@@ -213,8 +213,8 @@ class Front:
         for name in set(empty) - set(_MAY_BE_EMPTY):
             del found[name]
         if found.get("model") not in (None, *self.models):
-            known = ", ".join(self.models)
-            raise ApiError(404, f"there is no such model; accepted: {known}", param="model", code="model_not_found")
+            told = f"there is no such model; accepted: {', '.join(self.models)}"
+            raise ApiError(404, told, param="model", code="model_not_found")
         task, left = asyncio.current_task(), asyncio.ensure_future(request.receive())  # as its body has been read
         assert task is not None, "a request is answered by a task"
         left.add_done_callback(lambda left: left.cancelled() or task.cancel())  # its client has left

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 import uuid
 from collections import Counter
@@ -35,6 +36,9 @@ Json = dict[str, Any]
 _Stream = TypedDict("_Stream", {"include_usage": bool | None, "continuous_usage_stats": bool | None}, total=False)  # noqa: UP013
 MAX_CHOICES = 512  # completions of one HTTP request
 _LEAST = -9999.0  # of logprobs, as JSON has no infinity; vLLM's number for it
+_VALUE = re.compile(
+    r"[\w.]+(\[\d+\])?=(?!\d+ )|.*['\"]", re.DOTALL
+)  # in a message: what was sent, but for lone numbers
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 
@@ -83,8 +87,10 @@ def api_error(error: Exception) -> ApiError:
                 told = "the model's chat template failed"
                 _log_once(str(error))
         case errors.ValidationError():
-            _, found, accepted = told.rpartition("; accepted: ")
-            told = f"{param or 'the request'} has a value that cannot be served{found}{accepted * bool(found)}"
+            what, *accepted = told.rsplit("; accepted: ", 1)
+            if error.__cause__ is not None or _VALUE.match(what):
+                what = f"{param or 'the request'} has a value that cannot be served"
+            told = "; accepted: ".join([what, *accepted])
         case _:
             return ApiError(500, f"the request failed: {type(error).__name__}")
     return ApiError(400, told, param=param, code=code)
@@ -131,7 +137,7 @@ class Asked:
         asked: Any = fields.get(form)
         if is_chat and fields.get("tools"):
             raise errors.UnsupportedFeatureError("tools is not implemented; leave it out", param="tools")
-        if asked is None or not len(prompts := listed(asked) if form == "prompt" else [asked]):
+        if asked is None or not len(prompts := listed(asked, form) if form == "prompt" else [asked]):
             raise ApiError(400, f"{form} is missing; accepted: {PROMPT_FORMS[form]}", param=form)
         shared = {name: fields[name] for name in PROMPT_OPTIONS + CHAT_OPTIONS * is_chat if name in fields}
         unused = {*PROMPT_FORMS, *CHAT_OPTIONS, "arrival_s"} - {form, *shared}

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from medha.child import process
 from medha.child.process import Child
 from medha.config import EngineConfig
+from medha.engine.jsonl import KNOWN_FIELDS
 from medha.engine.request import Completion
 from medha.errors import NonFiniteLogitsError, ValidationError
 from medha.serve import app, service, web
@@ -231,6 +232,32 @@ def test_an_error_does_not_repeat_what_was_sent(server: Server) -> None:
         for value in ("SECRET" * 60, ["SECRET" * 60], {"SECRET": "SECRET"}):
             status, told, _ = server.post(PATH, {"prompt": "x", "max_tokens": 1, field: value})
             assert status == 200 or "SECRET" not in json.dumps(told)
+    secrets = ("SECRET; accepted: SECRET", ["SECRET"], {"SECRET": ["SECRET"]}, [{"role": {"SECRET": 1}}])
+    for path, body in (
+        (PATH, asked(5, 1)),
+        (CHAT, asked_in_chat()),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {}),
+    ):
+        for field in (*KNOWN_FIELDS, "tokens", "top_logprobs"):
+            for value in secrets:
+                status, told, _ = server.post(path, body | {field: value})
+                assert status == 200 or "SECRET" not in json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (PATH, {"prompt": "x", "min_tokens": 20}, "min_tokens=20 exceeds max_tokens=16"),
+        (PATH, {"prompt": 5}, "prompt of type int; accepted: a prompt or a list of prompts"),
+        (CHAT, {"messages": []}, "messages is missing; accepted: a list of messages"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0] has no str role; accepted: an object with a str role"),
+        ("/tokenize", {"messages": []}, "no prompt; accepted: one of prompt, prompt_token_ids, messages"),
+    ],
+)
+def test_an_error_says_what_is_wrong(server: Server, path: str, body: Any, said: str) -> None:
+    status, told, _ = server.post(path, body)
+    assert (status, told["error"]["message"]) == (400, said)
 
 
 def test_who_may_come_in(start: Start, bytes_model: Model) -> None:

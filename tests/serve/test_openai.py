@@ -11,7 +11,7 @@ import pytest
 from medha.outputs import CompletionOutput, Logprob
 from medha.params import SamplingParams
 from medha.serve.protocol import _logprobs
-from tests.serve.conftest import PATH, Server, asked, served
+from tests.serve.conftest import CHAT, PATH, Server, asked, asked_in_chat, served
 from tests.serving import Model, finish, random_ids, serve_one
 
 
@@ -183,5 +183,7 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
 
 def test_logprobs_without_a_tokenizer_name_ids(bytes_model: Model) -> None:
     with served(bytes_model.engine(with_tokenizer=False)) as server:
+        told = server.post(CHAT, asked_in_chat())[1]["error"]["message"]
+        assert told == "messages needs a tokenizer, and the model has none; accepted: prompt_token_ids"
         (top,) = server.post(PATH, asked(5, 1, logprobs=3))[1]["choices"][0]["logprobs"]["top_logprobs"]
     assert len(top) == 3 and all(name.startswith("token_id:") for name in top)
