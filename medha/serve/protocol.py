@@ -2,7 +2,7 @@
 
 Field names and shapes are OpenAI's, and vLLM's where they go further (``prompt_token_ids``, ``/tokenize``); of medha
 alone are ``slo``, ``priority``, ``return_progress`` and ``explain``. Fields of a request file
-(:mod:`medha.engine.jsonl`) mean the same here. An error never repeats what a client sent.
+(:mod:`medha.engine.jsonl`) mean the same here. An error repeats numbers at most of what a client sent.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ Json = dict[str, Any]
 _Stream = TypedDict("_Stream", {"include_usage": bool | None, "continuous_usage_stats": bool | None}, total=False)  # noqa: UP013
 MAX_CHOICES = 512  # completions of one HTTP request
 _LEAST = -9999.0  # of logprobs, as JSON has no infinity; vLLM's number for it
-_VALUE = re.compile(
-    r"[\w.]+(\[\d+\])?=(?!\d+ )|.*['\"]", re.DOTALL
-)  # in a message: what was sent, but for lone numbers
+_VALUE = re.compile(r"[\w.]+(\[\d+\])?=(?!\d+ )|.*['\"]", re.DOTALL)  # of a message: it holds what was sent
 _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 
@@ -58,7 +56,7 @@ class ApiError(HTTPException):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error of the engine, without the value that was wrong."""
+    """What a client is told of an error of the engine, without the value that was wrong, but for a number."""
     param, told, code = getattr(error, "param", None), str(error), None
     match error:
         case ApiError():
