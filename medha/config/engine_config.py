@@ -210,9 +210,7 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "kv_cache_dtype": (("auto",), "keys and values are kept in the model's dtype"),
     "override_generation_config": (({},), "fields of SamplingParams go before generation_config.json"),
     "max_logprobs": (_ANY, "a request may ask for up to 20"),
-    **dict.fromkeys(
-        ("max_long_partial_prefills", "max_num_partial_prefills"), ((1, "1"), "a batch's time bounds them")
-    ),
+    **dict.fromkeys(("max_long_partial_prefills", "max_num_partial_prefills"), ((1, "1"), "a batch's time bounds it")),
     "max_total_tokens": ((), "num_kv_blocks, of block_size tokens each, sizes the KV pool"),
     "num_scheduler_steps": ((1, "1"), "every step is scheduled"),
     "limit_mm_per_prompt": ((), "models are of text alone"),
