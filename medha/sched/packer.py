@@ -98,7 +98,7 @@ class MedhaPacker(Packer):
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._ending: State | None = None
-        self._stalled: list[int] = []
+        self._stalled: set[int] = set()  # running prefills that were refused memory, and have had no chunk since
         self._asked: list[int] = []  # for whom somebody is left out of the batch, to give way when it is not in flight
         self._owed_s: list[float] = []
         self._spare_s = self._most_spare_s = _MOST_QUANTA * self._quantum_s  # for batches that leave out long prefills
@@ -159,7 +159,7 @@ class MedhaPacker(Packer):
                 spare_s = self._spare_s + share * prefills_s - decodes_s * are_long
                 self._spare_s = min(max(spare_s, 0.0), self._most_spare_s)
         if builder.rows:
-            self._stalled = [s for s in dict.fromkeys([*self._stalled, *builder.refused]) if s not in builder.chunked]
+            self._stalled = (self._stalled | queue.running.keys() & builder.refused) - builder.chunked.keys()
         self._refused = list(dict.fromkeys([*self._asked, *builder.refused]))
         return self._prediction(queue, builder) if builder.rows else None
 
