@@ -9,7 +9,7 @@ import gc
 import json
 import sys
 
-from medha.cli.command import end_process, ignore_signals, run_guarded, start_logging, state_on_signal
+from medha.cli.command import end_process, ignore_signals, lossy, run_guarded, start_logging, state_on_signal
 from medha.config import EngineConfig
 from medha.engine.build import build_role
 
@@ -25,5 +25,6 @@ def follow(config: EngineConfig) -> int:
 
 
 if __name__ == "__main__":
+    sys.stderr, _ = lossy(sys.stderr)
     start_logging("warning")
     end_process(run_guarded(lambda: follow(EngineConfig.from_flat(**json.loads(sys.argv[1])))))

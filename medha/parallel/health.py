@@ -389,9 +389,7 @@ def _is_lost_peer(error: Exception) -> bool:
 
 
 def _end_at_once(message: str, speaks: bool) -> None:
-    if speaks:
-        print(f"error: RankFailedError: {message}", file=sys.stderr, flush=True)
-    exit_at_once(EXIT_CODE)
+    exit_at_once(EXIT_CODE, f"error: RankFailedError: {message}\n" if speaks else "")
 
 
 def _is_in_transfer(thread: threading.Thread) -> bool:

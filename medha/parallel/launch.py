@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -180,8 +181,9 @@ def write_state(describe: Callable[[], str]) -> None:
         logger.error("the state of this rank cannot be written: %s", error)
 
 
-def exit_at_once(code: int) -> NoReturn:
-    """End this process without the clean-up, which would wait for ranks that may be gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+def exit_at_once(code: int, error: str = "") -> NoReturn:
+    """End this process, with lines on stderr, and without the clean-up, which would wait for ranks that may be gone."""
+    for stream, text in ((sys.stderr, error), (sys.stdout, "")):
+        with suppress(Exception):  # nobody may read it any more
+            print(text, end="", file=stream, flush=True)
     os._exit(code)

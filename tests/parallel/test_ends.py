@@ -1,6 +1,8 @@
 """A program of several ranks ends as it would on one: where it closes its LLM, forgets it, or has caught an error."""
 
 import atexit
+import os
+import runpy
 import signal
 import sys
 import threading
@@ -135,6 +137,18 @@ def closed_after_an_interrupt(rank: int, model: Path) -> None:
 @pytest.mark.parametrize("program", [closed_after_a_mismatch, closed_after_an_interrupt])
 def test_a_job_that_has_failed_is_closed_at_once(program: Any, model: Path, start: Start) -> None:
     assert None not in start(2, program, model).wait(30)
+
+
+def unread(rank: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    sys.argv = ["follow", '{"model": "x", "tp": 0}']
+    runpy.run_module("medha.generate.follow", run_name="__main__")
+
+
+def test_a_rank_says_by_its_code_what_nobody_reads(start: Start) -> None:
+    assert start(1, unread).wait() == [2]
 
 
 # -- a rank with graphs; that all ranks of a group replay the same ones is shown on the emulated device ----------------

@@ -139,6 +139,17 @@ def test_ranks_that_leave_are_not_missed(ranks: Ranks, sleeper: Sleeper) -> None
     monitors[0].leave()
 
 
+@pytest.mark.parametrize("unread", ["stdout", "stderr"])
+def test_a_process_is_ended_whose_output_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unread: str
+) -> None:
+    monkeypatch.setattr("os._exit", ended := Mock())
+    monkeypatch.setattr(sys, unread, Mock(write=Mock(side_effect=BrokenPipeError), flush=Mock(side_effect=OSError)))
+    health._end_at_once("rank 1: boom", True)
+    ended.assert_called_once_with(4)
+    assert capsys.readouterr().err == ("error: RankFailedError: rank 1: boom\n" if unread == "stdout" else "")
+
+
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
