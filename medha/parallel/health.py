@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from medha.batch import Batch
-from medha.errors import MedhaError, RankFailedError, exit_code, is_interrupt, printable
+from medha.errors import ConfigError, MedhaError, RankFailedError, exit_code, is_interrupt, printable
 from medha.parallel.launch import Launch, Process, exit_at_once, write_state
 from medha.parallel.lifelines import LIFELINES, Lifelines, connect
 
@@ -76,6 +76,7 @@ class Monitor:
         self._activity, self._since = "start", time.monotonic()
         self._mine: str | None = None  # this rank's error
         self._error: str | None = None  # everybody's
+        self.is_refused = False  # the job, on this rank, between two transfers
         self._suspecting: float | None = None  # since when
         self._leaving = False
         self._num_answers = self._num_dumps = 0
@@ -329,9 +330,10 @@ class Monitor:
 
     def _at_exit(self) -> None:
         """The process ends while in the job: no destructor of a process group may wait for the others."""
+        dist = sys.modules["torch"].distributed
         cause = getattr(sys, "last_value", None)
-        if cause is None and self._left.is_set() and not sys.modules["torch"].distributed.is_initialized():
-            return  # the program has caught the error of its job, and no group of that is left
+        if cause is None and self._left.is_set() and (self.is_refused or not dist.is_initialized()):
+            return  # the program has caught the error of its job, whose groups, if there are any, have nothing to do
         what = " ended without closing its LLM" if cause is None else f": {type(cause).__name__}: {cause}"
         self.report(self.place + what)
         self.first_error(wait_s=1.0)
@@ -363,6 +365,7 @@ def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: st
         if is_interrupt(error):
             give_up(monitor, error)
             raise
+        monitor.is_refused = isinstance(error, ConfigError)
         monitor.part(first := tell_failure(monitor, error, activity))
         if isinstance(error, MedhaError):
             raise

@@ -35,8 +35,9 @@ def forgotten(rank: int, model: Path) -> None:
 
 
 def caught(rank: int, model: Path) -> None:
-    with suppress(ConfigError):
-        LLM(model, spp=2, **SMALL | {"max_model_len": 10**9})
+    for refused in ("max_model_len", "max_kv_per_group"):  # before and behind the making of process groups
+        with pytest.raises(ConfigError):
+            LLM(model, spp=2, **SMALL | {refused: 10**9})
     LLM(model, spp=2, **SMALL).close()
 
 
