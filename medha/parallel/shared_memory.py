@@ -99,6 +99,7 @@ class Line:
         _await(self._ranks, self._taken, self._channel.number + 1 - _NUM_PAGES, self._other)
         self._channel.put(message)
 
+    @torch.inference_mode()  # in which the tensor may be made, by a program whose other threads are not in it
     def receive(self, into: torch.Tensor, *, limit_s: float = math.inf) -> torch.Tensor:
         """Wait for the next message, which is put into a contiguous tensor and returned. Raises as :func:`_await`."""
         message = self._channel.take(into.nbytes, self._ranks, self._other, self._look_us, limit_s)
