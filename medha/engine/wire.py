@@ -212,7 +212,8 @@ class TokenLine:
         wanted, queued = set(step.decode_slots.tolist()), list(self._receives)  # a copy, as another thread posts more
         earlier = [(at, slots) for at, (number, slots, _) in enumerate(queued, start=1) if number < step.batch.batch_id]
         needed = [at for at, slots in earlier if not wanted.isdisjoint(slots)]
-        for _ in range(max([0, *needed, len(queued) - _TOKENS_IN_FLIGHT])):
+        # of batches that no decode needs they are taken late, and never before this rank has run its part of the batch
+        for _ in range(max([0, *needed, min(len(queued) - _TOKENS_IN_FLIGHT, len(earlier))])):
             batch_id, slots, received = self._receives.popleft()
             tokens = received()
             # A slot may have been given to another request meanwhile, of which this rank draws itself.

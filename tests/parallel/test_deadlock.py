@@ -91,10 +91,11 @@ class Buffers(NamedTuple):
     messages: int
     posted: int  # receives of messages
     frame_ints: int
+    tokens: int  # sets of drawn ones that no decode needs
 
 
 FEW = st.sampled_from((1, 2, 64))
-BUFFERS = st.builds(Buffers, st.integers(1, 5), FEW, FEW, st.integers(1, 4), st.sampled_from((8, 64, 1 << 17)))
+BUFFERS = st.builds(Buffers, st.integers(1, 5), FEW, FEW, st.integers(1, 4), st.sampled_from((8, 64, 1 << 17)), FEW)
 ARRIVALS = st.builds(Arrival, st.integers(0, 12), st.integers(1, 20), st.integers(1, 5), st.none() | st.integers(0, 12))
 WORKLOADS = st.builds(
     Workload,
@@ -302,6 +303,7 @@ def on_ranks(workload: Workload, config: ParallelConfig, limits: Buffers, transp
 
     with transport.installed(config.world_size), toy_arithmetic(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(medha.engine.wire, "_REPORTS_IN_FLIGHT", limits.reports)
+        patch.setattr(medha.engine.wire, "_TOKENS_IN_FLIGHT", limits.tokens)
         patch.setattr(medha.parallel.control, "_RING", limits.messages)
         patch.setattr(medha.parallel.control, "_POSTED", limits.posted)
         patch.setattr(medha.parallel.control, "FRAME_INTS", limits.frame_ints)
@@ -374,7 +376,7 @@ def send_messages_late(patch: pytest.MonkeyPatch) -> None:
 
 SYNCHRONOUS = (synchronous(ReportLine), synchronous(StagePipe), merge_synchronously)
 BUSY = Workload((Arrival(0, 8, 4), Arrival(0, 8, 4), Arrival(1, 16, 3)), 8, 8, 4, None)
-AMPLE = Buffers(stage=64, reports=64, messages=64, posted=4, frame_ints=1 << 17)
+AMPLE = Buffers(stage=64, reports=64, messages=64, posted=4, frame_ints=1 << 17, tokens=64)
 
 
 # On three groups of 8 tokens the requests lie on the runs 0-2, 1-2 and 0-1, and two of them at a time share a batch.
@@ -388,6 +390,12 @@ def test_waiting_at_once_alone_is_no_deadlock(layout: ParallelConfig) -> None:
         for mutate in SYNCHRONOUS:
             mutate(patch)
         check(on_ranks(CROSSED, layout, AMPLE, Transport(1)), on_one_rank(CROSSED), CROSSED)
+
+
+def test_tokens_of_batches_that_are_yet_to_run_are_not_waited_for() -> None:
+    """With more in flight than are kept."""
+    deep = BUSY._replace(max_batch_tokens=6, chunk_size=1, depth=5)
+    check(on_ranks(deep, ranks(1, 2, 1), AMPLE._replace(tokens=1), Transport(0)), on_one_rank(deep), deep)
 
 
 @pytest.mark.parametrize(
