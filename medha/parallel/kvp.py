@@ -165,7 +165,7 @@ class Merge:
     def warm(self, device: torch.device) -> None:
         """Use the communicator once; the rank of every KV-parallel group calls it."""
         shared = Shared(-1, range(len(self.ranks)), slice(0), 0)
-        empty = torch.zeros(1, 1, 2, device=device)
+        empty = torch.zeros(1, 1, 2, dtype=torch.float32, device=device)
         self.start([(shared, (empty, empty[..., 0]))], compare=True)()
 
 

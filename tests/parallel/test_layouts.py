@@ -97,7 +97,8 @@ def served(folder: Path, **layout: Any) -> list[list[int]]:
 
 
 def in_turn(rank: int, folder: Path, layouts: list[dict[str, Any]]) -> None:
-    torch.set_default_device("meta")  # is the program's own
+    torch.set_default_device("meta")  # is the program's own, as is the default type
+    torch.set_default_dtype(torch.float64)
     print(json.dumps([served(folder, **layout) for layout in layouts]), flush=True)
 
 
