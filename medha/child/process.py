@@ -97,7 +97,8 @@ def popen_module(
 ) -> subprocess.Popen[Any]:
     """Start ``python -m`` a module with its arguments, and options of Popen; imports are found as they are here."""
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)  # which a program may have changed
-    return subprocess.Popen([sys.executable, "-P", "-m", *module], env={**environ, "PYTHONPATH": path}, **options)
+    env = {**environ, "PYTHONPATH": path, "MEDHA_SAFE_PATH": "1" * sys.flags.safe_path}  # as its user has started this
+    return subprocess.Popen([sys.executable, "-P", "-m", *module], env=env, **options)
 
 
 def _end(process: subprocess.Popen[bytes], pipe: Connection, owner: int) -> None:

@@ -1,6 +1,7 @@
 """Policies against plain Python, the order against brute force, and what becomes of a policy that is wrong."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from medha.errors import ConfigError, PolicyError
 from medha.sched.policy import BUILT_IN, Columns, Floats, Ints, Policy, Ranking, keys_of, load_policy, sort_rows
-from tests.commands import run_python
+from tests.commands import ENVIRONMENT, run_python
 
 
 @dataclass(frozen=True)
@@ -290,15 +291,22 @@ START = "import sys; from medha.sched.policy import load_policy; path = list(sys
 LOAD = "print(load_policy('own:newest').name, sys.path == path)"
 
 
+PASS_ON = "import sys; from medha.child.process import popen_module; sys.exit(popen_module(['script']).wait())"
+
+
+@pytest.mark.parametrize("name", ["script", "starts_it"])
 @pytest.mark.parametrize(("flags", "is_found"), [(["-P"], False), ([], True)])
 def test_a_policy_in_the_current_folder_is_found_as_python_m_finds_it(
-    tmp_path: Path, flags: list[str], is_found: bool
+    tmp_path: Path, flags: list[str], is_found: bool, name: str
 ) -> None:
-    """An installed command has its own folder first on the path, and not the current one; so has this script."""
+    """An installed command has its own folder first on the path, and not the current one; so has this script. A rank
+    that it starts finds what it finds itself."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "own.py").write_text("def newest(columns, now_s):\n    return -columns.arrival_s\n")
-    (script := tmp_path / "script.py").write_text(START + LOAD)
-    done = run_python(*flags, script, cwd=tmp_path / "here")
+    (tmp_path / "script.py").write_text(START + LOAD)
+    (tmp_path / "starts_it.py").write_text(PASS_ON)
+    where = {"PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(tmp_path)])}
+    done = run_python(*flags, tmp_path / f"{name}.py", cwd=tmp_path / "here", **where)
     if is_found:
         assert (done.returncode, done.stdout) == (0, "own:newest True\n"), done.stderr
     else:
