@@ -318,6 +318,9 @@ def _log_start(config: EngineConfig, limits: ModelLimits, scheduler: Scheduler) 
     logger.info("step times from %s", f"profile {config.profile}" if config.profile else source)
     if unread := config.scheduler.unread():
         logger.warning("scheduler %s does not read %s", config.scheduler.scheduler, ", ".join(unread))
+    given = [name for name in ("ring", "max_kv_per_group") if getattr(config.scheduler, name)]
+    if given and memory.num_groups == 1:
+        logger.warning("%s: for requests on several KV-parallel groups, and there is one (kvp)", ", ".join(given))
     if limits.sampling_defaults:
         logger.info("sampling defaults %s, from generation_config.json", dict(limits.sampling_defaults))
 

@@ -25,14 +25,14 @@ def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
 
     On GPUs as much tensor parallelism as a node and the heads allow, with which a token comes quickest there; on
     CPUs as little, since each of its many transfers takes a millisecond. The rest are stages, as far as layers go, for
-    the scheduler ``cdsp`` KV-parallel groups.
+    the scheduler ``cdsp`` and a ring KV-parallel groups.
     """
     model, size = _load_model_config(config), launch.world_size
     is_gpu = pick_device(config.device).type == "cuda"
     in_node = gcd(size, launch.local_world_size)  # nodes may differ
     splits = sorted(((tp, size // tp) for tp in range(1, in_node + 1) if in_node % tp == 0), reverse=is_gpu)
-    is_cdsp = config.scheduler.scheduler == CDSP
-    layouts = [ParallelConfig(tp=tp, kvp=rest) if is_cdsp else ParallelConfig(tp=tp, spp=rest) for tp, rest in splits]
+    deals = config.scheduler.ring or config.scheduler.scheduler == CDSP
+    layouts = [ParallelConfig(tp=tp, kvp=rest) if deals else ParallelConfig(tp=tp, spp=rest) for tp, rest in splits]
     for layout in (*layouts, ParallelConfig(kvp=size)):
         with suppress(ParallelConfigError):
             check_layout(layout, model, size)

@@ -262,9 +262,12 @@ def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFix
         ("cdsp", "policy, rho_max"),
     ],
 )
-def test_the_log_names_options_that_the_scheduler_does_not_read(
+def test_the_log_names_options_that_change_nothing(
     folder: Path, caplog: pytest.LogCaptureFixture, scheduler: str, unread: str
 ) -> None:
     options = {"policy": "srpt", "rho_max": 0.0, "patience_s": 10, "tenant_weights": {"a": 2.0}, "quantum_s": 0.1}
+    options |= {"max_kv_per_group": 512, "ring": scheduler == "medha"}  # of one group
     build(folder, num_kv_blocks=4, scheduler=scheduler, improvement_rate=0.1, plan_order="lars", **options)
     assert f"scheduler {scheduler} does not read {unread}" in caplog.messages
+    alone = "max_kv_per_group: for requests on several KV-parallel groups, and there is one (kvp)"
+    assert ("ring, " * (scheduler == "medha")) + alone in caplog.messages

@@ -114,8 +114,9 @@ def test_a_layout_is_chosen_for_a_model(needle: Model, start: Start) -> None:
     layouts = [choose_layout(config, Launch(0, size, 0, local, "h", 1)) for size, local in sizes]
     assert layouts[:2] == [{"tp": 1, "spp": 1, "kvp": 3}, {"tp": 4, "spp": 2, "kvp": 1}]
     assert layouts[2:] == [{"tp": 1, "spp": 1, "kvp": 8}] * 2  # tensor-parallel groups lie within a node
-    config = EngineConfig.from_flat(str(needle.folder), scheduler="cdsp")
-    assert choose_layout(config, Launch(0, 2, 0, 2, "h", 1)) == {"tp": 1, "spp": 1, "kvp": 2}
+    for option in ({"scheduler": "cdsp"}, {"ring": True}):
+        config = EngineConfig.from_flat(str(needle.folder), **option)
+        assert choose_layout(config, Launch(0, 2, 0, 2, "h", 1)) == {"tp": 1, "spp": 1, "kvp": 2}
 
 
 def test_bad_usage_is_said_where_the_launcher_ends() -> None:
