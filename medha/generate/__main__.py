@@ -119,7 +119,7 @@ def asked_config(
     if options["model"] is None:
         raise ConfigError("no model; accepted: --model with a folder or hub id (the demo: `medha generate` alone)")
     launch = read_launch()
-    if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp", "decode_replicas"):
+    if launch is not None and not _given(context, "tp", "spp", "kvp", "decode_replicas"):
         from medha.generate.layout import choose_layout
 
         options |= choose_layout(EngineConfig.from_flat(**options), launch)

@@ -69,7 +69,7 @@ def num_cores(pid: int = 0) -> int:
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """What torchrun set, or None for a plain Python process; ConfigError where it is not whole, or no rank."""
+    """What torchrun set, or None for a process without others; ConfigError where it is not whole, or no rank."""
     env = os.environ if environ is None else environ
     there = [name for name in _SIGNS if name in env]
     if not there:
@@ -84,6 +84,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         raise ConfigError(f"{', '.join(names)} must be integers: {error}") from error
     if not 0 <= rank < size:
         raise ConfigError(f"RANK={rank} with WORLD_SIZE={size}; accepted: 0 to WORLD_SIZE - 1")
+    if size == 1:  # as some clusters set of every process, with an address that may be of no use
+        return None
     if not 0 < port < 65536:
         raise ConfigError(f"MASTER_PORT={port}; accepted: 1 to 65535")
     return Launch(

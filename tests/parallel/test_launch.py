@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
-from medha import LLM
+from medha import LLM, SamplingParams
 from medha.engine import build
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
@@ -46,11 +46,16 @@ def test_environment_of_no_use(change: dict[str, str | None], message: str) -> N
         read_launch({name: value for name, value in (WHOLE | change).items() if value is not None})
 
 
-def test_no_launcher_is_a_single_process() -> None:
+def test_no_launcher_is_a_single_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a job of one more, whatever its address: it meets nobody."""
     assert read_launch({}) is None
     assert read_launch({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}) is None
     launch = read_launch(WHOLE)
     assert (launch.rank, launch.world_size, launch.host, launch.port) == (1, 2, "127.0.0.1", 29500)
+    for name, value in (launch_environment(0, 1, 29500) | {"MASTER_ADDR": "nowhere.invalid"}).items():
+        monkeypatch.setenv(name, value)
+    with LLM(model, num_kv_blocks=8) as llm:
+        assert len(list(llm.stream("a", SamplingParams(max_tokens=2, ignore_eos=True)))) >= 2
 
 
 def test_cores_are_those_that_the_ranks_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
