@@ -15,6 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -238,8 +239,8 @@ def leave(ranks: Ranks) -> None:
     dist.barrier(group=ranks.report_group)
     ranks.monitor.leave()
     groups = ranks.pipe_group, ranks.report_group, ranks.control_group, ranks.merge_group, ranks.transfer_group
-    for group in groups:
-        if group is not None:
+    for group in filter(None, groups):
+        with suppress(ValueError):  # a program may have destroyed all that there were
             dist.destroy_process_group(group)
 
 
