@@ -358,7 +358,7 @@ class Follower:
         """Follow a call that rank 0 runs to its end, which leaves nothing here; raises what it raised.
 
         Raises:
-            EngineDeadError: rank 0 called something else; every rank hears of it.
+            EngineDeadError: rank 0 called something else, of which every rank hears, or a rank has failed.
         """
         self._follow_to(name, "call")
         if (error := self._follow_to(name, "end").fields["error"]) is not None:
@@ -367,8 +367,6 @@ class Follower:
 
     def stop(self) -> None:
         """Follow until rank 0 stops, then leave the process groups; raises as :meth:`call`."""
-        if self.ranks.monitor.has_failure:  # there is nobody to follow
-            raise RankFailedError(self.ranks.monitor.first_error() or "a rank has failed")
         self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._tokens.drain()
@@ -376,6 +374,8 @@ class Follower:
             _leave(self)
 
     def _follow_to(self, name: str, kind: str) -> Message:
+        if self.ranks.monitor.has_failure:  # there is nobody to follow
+            raise RankFailedError(self.ranks.monitor.first_error() or "a rank has failed")
         message = self.follow()
         if (message.kind, message.fields.get("name", name)) == (kind, name):
             return message
