@@ -222,22 +222,26 @@ class Engine:
             wrong = "is in flight already; accepted: an id not in use" if is_live else "was queued; prepare it again"
             raise ValidationError(f"request_id={name!r} {wrong}", param="request_id", value=name)
         params, slots = request.params, self._unused_slots(request.params.n)
-        asked = [request.asked(slot, arrival_s) for slot in slots]
-        if self.hand_overs:
-            asked = [replace(one, max_new_tokens=1) for one in asked]
-        admitted = [self.scheduler.add(one, now_s) for one in asked]
-        request.begin(slots, arrival_s, self.limits, self.tokenizer, sink or self._unreturned.append)
+        completions = request.begun(slots, arrival_s, self.limits, self.tokenizer, sink or self._unreturned.append)
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
-        self._num_added += params.n
-        for one, its_head, its in zip(request.completions, asked, admitted, strict=True):
+        judged_s: float | None = now_s
+        is_relegated = False
+        for one in completions:
             sampling = SlotSampling.of(params, seed + one.index, tuple(sorted(one.end_ids)), request.prompt_ids)
+            head = replace(request.asked(one.slot, arrival_s), is_relegated=is_relegated)
+            if self.hand_overs:
+                head = replace(head, max_new_tokens=1)
+            its = self.scheduler.add(head, judged_s)
             self.runner.open(one.slot, request.prompt_ids, sampling, one.token_ids)
             one.admitted(its)
             self._by_slot[one.slot] = one
             if self._free_slots:
                 self._free_slots.pop()
             for observer in self.observers:
-                observer.added(its_head, now_s, its, one.name)
+                observer.added(head, judged_s, its, one.name)
+            judged_s, is_relegated = None, its.is_relegated  # the first is judged for all: none is refused behind it
+        self._num_added += params.n
+        request.completions = completions
         self._live[name] = request
 
     def _unused_slots(self, count: int) -> list[int]:

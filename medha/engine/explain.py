@@ -105,7 +105,7 @@ class Explainer(Observer):
         self._spent = np.zeros((64, _DECODES + 2 * self._num_groups))  # seconds by slot and kind
         self._idle = np.eye(1, self._spent.shape[1], _IDLE)[0]  # of each second, where nothing is in flight
 
-    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
+    def added(self, request: SchedulerRequest, now_s: float | None, admitted: Admitted, name: str) -> None:
         """A request was queued; whoever had its slot before is forgotten."""
         slot, arrival_s = request.slot, request.arrival_s
         account = self._accounts[slot] = _Account(request, name, arrival_s + admitted.deadline_s)

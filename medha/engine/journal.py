@@ -38,7 +38,7 @@ class Journal(Observer):
         self._file = file
         self._write(_head(scheduler))
 
-    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
+    def added(self, request: SchedulerRequest, now_s: float | None, admitted: Admitted, name: str) -> None:
         """A request was queued."""
         head = asdict(request) | {"prefix": request.prefix.hex()}
         self._write({"call": "add", "head": head, "now_s": now_s, "deadline_s": admitted.deadline_s})

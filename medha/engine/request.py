@@ -66,7 +66,7 @@ class Request:
     priority: str = "normal"
     tenant: str = ""
     prefix: bytes = b""  # ids of its prompt's units, where what is computed of it is shared
-    completions: tuple[Completion, ...] = ()  # by index; none until it begins
+    completions: tuple[Completion, ...] = ()  # by index; none until it is queued
 
     def __post_init__(self) -> None:
         self.num_running = self.params.n  # completions that have not ended
@@ -91,13 +91,13 @@ class Request:
         head = SchedulerRequest(slot, length, self.max_tokens, arrival_s, self.slo, priority)
         return replace(head, tenant=self.tenant, prefix=self.prefix)
 
-    def begin(
+    def begun(
         self, slots: Sequence[int], arrival_s: float, limits: ModelLimits, tokenizer: Tokenizer | None, sink: Sink
-    ) -> None:
-        """Enter the engine with a completion for each slot and ``sink`` to take its outputs."""
+    ) -> tuple[Completion, ...]:
+        """A completion for each slot, which are its own once it is queued; ``sink`` takes its outputs."""
         self._sink = sink
         self.reports_progress = self.params.output_kind != "final_only"  # it hands out more than its last output
-        self.completions = tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
+        return tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
 
     def refused(self, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
         """Its output where the engine does not take it."""

@@ -83,8 +83,8 @@ Results = Sequence[tuple[int, int, bool]]
 class Observer:
     """Who is told what the scheduler was asked and what it decided; the loop needs nothing of it."""
 
-    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
-        """A request was queued."""
+    def added(self, request: SchedulerRequest, now_s: float | None, admitted: Admitted, name: str) -> None:
+        """A request was queued, and judged at ``now_s``, if it was."""
 
     def extended(self, slot: int, ids: bytes) -> None:
         """The output of a request has filled units of these ids."""

@@ -120,7 +120,7 @@ class Scheduler:
         return longest_s
 
     def add(self, request: SchedulerRequest, now_s: float | None = None) -> Admitted:
-        """Queue a request; the option ``admission`` judges its TTFT objective at ``now_s``, None does not.
+        """Queue a request; the option ``admission`` judges its objectives at ``now_s``, None does not.
 
         A TPOT objective that could not be met alone is dropped, unless ``admission`` refuses the request.
 
@@ -148,7 +148,7 @@ class Scheduler:
                 raise refusal
             request = replace(request, is_relegated=True)
         if request.slo is not None and (alone_tpot_s is not None or request.max_new_tokens == 1):
-            if alone_tpot_s is not None and self.config.admission == "refuse":
+            if alone_tpot_s is not None and now_s is not None and self.config.admission == "refuse":
                 raise _refusal("tpot_s", request, alone_tpot_s, "a token is predicted to take {:.4f} s even alone")
             request = replace(request, slo=replace(request.slo, tpot_s=None))
         deadline_s = self._queue.add(request, self.predictor.factor("prefill"), num_cached).deadline_s

@@ -347,6 +347,16 @@ def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expecte
     assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {"fine": expected[1], "hopeless": expected[0]}
 
 
+def test_what_fails_before_it_is_queued_leaves_nothing(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = bytes_model.engine()
+    monkeypatch.setattr("medha.engine.request.Detokenizer", Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        engine.add_request("one", PROMPTS[0], PARAMS)
+    monkeypatch.undo()
+    assert_empty(engine)
+    assert serve_one(engine, PROMPTS[0], PARAMS).finished
+
+
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: float) -> None:
     """The drawn token comes first, whatever its rank, then the likeliest; with ``logprobs=0`` it alone."""

@@ -12,10 +12,11 @@ import pytest
 from medha import LLM
 from medha.batch import Batch
 from medha.config import SchedulerConfig
+from medha.cost.predictor import KINDS
 from medha.engine.engine import Engine
 from medha.engine.journal import Journal
 from medha.engine.replay import replay
-from medha.errors import ConfigError, EngineDeadError
+from medha.errors import ConfigError, DeadlineError, EngineDeadError
 from medha.models.needle import make_haystack
 from medha.params import SLO, SamplingParams
 from medha.sched.policy import Columns
@@ -107,6 +108,20 @@ def test_what_was_learned_before_an_interrupt_is_written_down(bytes_model: Model
     drained(engine)
     replayed = replay(file.getvalue().splitlines())
     assert (replayed.mismatch, replayed.num_batches > 20) == (None, True)
+
+
+def test_completions_of_one_request_are_judged_as_one(bytes_model: Model) -> None:
+    """What was learned in a slow minute refuses all but the first request; it refused the second completion of that."""
+    engine = live_engine(bytes_model, file := io.StringIO(), admission="refuse")
+    for kind in KINDS:
+        engine.scheduler.predictor.observe(kind, 1.0, 5.0)
+    engine.abandon()  # what was learned is written down
+    slo = SLO(1.5 * engine.scheduler.prefill_left_s(0, 100, corrected=False))
+    for request_id, params in (("two", SamplingParams(n=2, max_tokens=4)), ("one", None)):
+        with suppress(DeadlineError):
+            engine.add_request(request_id, [1] * 100, params, slo=slo)
+    assert [len(one.outputs) for one in drained(engine) if one.finished] == [2]
+    assert replay(file.getvalue().splitlines()).mismatch is None
 
 
 def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:

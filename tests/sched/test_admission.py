@@ -61,7 +61,7 @@ def test_a_cadence_that_a_decode_alone_cannot_keep(period: int) -> None:
         assert scheduler.add(asked, 0.0).alone_tpot_s == refused_s
         assert order_of_first_chunks(scheduler) == [0]
     with pytest.raises(DeadlineError, match=r"slo.tpot_s=1e-06: a token is predicted to take 0.0\d* s even alone; acc"):
-        make_scheduler().add(SchedulerRequest(0, 1000, 4, 0.0, SLO(tpot_s=1e-6)))
+        make_scheduler().add(SchedulerRequest(0, 1000, 4, 0.0, SLO(tpot_s=1e-6)), 0.0)
     scheduler = make_scheduler()
     scheduler.add(SchedulerRequest(0, 1000, 1, 0.0, SLO(tpot_s=1e-6)))  # it decodes elsewhere, or not at all
     assert scheduler._queue.waiting[0].request.slo == SLO()  # nor does it bound a batch
