@@ -7,6 +7,7 @@ characters is overtaken by the short ones that arrive after it.
 from __future__ import annotations
 
 import threading
+from _thread import RLock
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
@@ -27,33 +28,35 @@ SOON_S = 0.002
 """For which a step waits for what has just come to be prepared: it may last a hundred times as long."""
 
 
-class Turns:
+class Turns(RLock):  # type: ignore[misc]
     """A re-entrant lock. Whoever gives it back and asks again comes after those who wait.
 
     ``threading.RLock`` promises no order: a thread that steps an engine in a loop would get it back before another one
-    that waits to add a request has woken up.
+    that waits to add a request has woken up. Its own ``__exit__`` is kept: in one of Python's an interrupt may strike.
     """
 
     def __init__(self, nudge: Callable[[], None] = lambda: None) -> None:
         self._nudge = nudge  # called where somebody comes who must wait
         self._door = threading.RLock()  # held by the one who is next
-        self._room = threading.RLock()
         self.is_inside = False  # whether a method runs
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> Turns:  # type: ignore[override]
         # What it is now, not what was noted: an interrupt, or a finalizer that enters, may strike at each line.
-        if self._room._is_owned():  # type: ignore[attr-defined]
-            self._room.acquire()
+        is_owned = self._is_owned()  # type: ignore[attr-defined]
+        try:
+            if is_owned:
+                self.acquire()
+                return self
+            with self._door:
+                if not self.acquire(blocking=False):
+                    self._nudge()
+                    self.acquire()
+            self.is_inside = False
             return self
-        with self._door:
-            if not self._room.acquire(blocking=False):
-                self._nudge()
-                self._room.acquire()
-        self.is_inside = False
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._room.release()
+        except BaseException:  # an interrupt, which strikes behind a call
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise
 
 
 def in_turn(method: Callable[P, R]) -> Callable[P, R]:

@@ -1,8 +1,10 @@
 """A lock that threads get in turn."""
 
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from medha.engine.threads import Turns
 
@@ -49,3 +51,25 @@ def test_who_waits_comes_before_who_asks_again() -> None:
             order.append("waiting")
     thread.join()
     assert order == ["again", "waiting"] * 20
+
+
+def test_wherever_an_interrupt_strikes_it_is_given_back() -> None:
+    turns, former = Turns(), signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+
+    def enter() -> None:
+        with turns:
+            pass
+
+    try:
+        for _ in range(100):
+            signal.setitimer(signal.ITIMER_VIRTUAL, 1e-3)
+            with suppress(KeyboardInterrupt):
+                while True:
+                    with turns, turns:
+                        pass
+            other = threading.Thread(target=enter, daemon=True)
+            other.start()
+            other.join(60.0)
+            assert not other.is_alive()
+    finally:
+        signal.signal(signal.SIGVTALRM, former)
