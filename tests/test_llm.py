@@ -582,6 +582,41 @@ def test_interrupt_at_any_line(
     assert num_interrupts > (250 if method == "advance" else 100)
 
 
+def test_a_second_interrupt_at_any_line_of_what_follows_the_first(
+    bytes_model: Model, expected: list[list[int]], interrupt: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, number = SamplingParams(temperature=0.0, max_tokens=2), 1
+    tracer = InterruptAtLine("", 0, interrupt)
+    with small(bytes_model, chunk_size=16) as llm:
+        while tracer.left <= 0:
+            tracer = InterruptAtLine("Engine.abandon", number, interrupt)
+            number += 1 + number // 6
+            with monkeypatch.context() as patch:
+                fail_in_run(llm.engine, patch, at=1, error=KeyboardInterrupt())
+                sys.settrace(tracer)
+                try:
+                    with pytest.raises((KeyboardInterrupt, TooLateError)):
+                        llm.generate(TEXTS, params)
+                finally:
+                    sys.settrace(None)
+            assert token_ids(llm.generate(TEXTS, params)) == [tokens[:2] for tokens in expected]
+            assert_empty(llm.engine)
+    assert number > 1000
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_an_interrupt_while_another_stream_ends(llm: LLM, interrupt: Callable[[], Any], number: int) -> None:
+    other = llm.stream(TEXTS[1], SamplingParams(temperature=0.0, max_tokens=3))
+    next(other)
+    sys.settrace(InterruptAtLine("Completion.finish", number, interrupt))
+    try:
+        with pytest.raises((KeyboardInterrupt, TooLateError)):
+            list(llm.stream(TEXTS[0], GREEDY))
+    finally:
+        sys.settrace(None)
+    assert list(other)[-1].finished
+
+
 @pytest.mark.parametrize("where", ["scheduler.add", "scheduler.complete", "runner.open"])
 def test_a_stream_that_is_collected_in_the_middle_of_a_method(
     bytes_model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str

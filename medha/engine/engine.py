@@ -289,11 +289,11 @@ class Engine:
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Abort what still runs of some requests, and leave nothing of them in flight if nothing else runs."""
-        with suppress(EngineDeadError):  # it has ended them, and each later call raises it
-            for request_id in request_ids:
-                self.abort(request_id)
-            with self.turns:
-                while not (self.turns.is_inside or self.num_unfinished) and self.advance():
+        self.leaving.extend(request_ids)  # so that all of them end, also where an interrupt strikes behind this
+        with suppress(EngineDeadError), self.turns:  # it has ended them, and each later call raises it
+            if not self.turns.is_inside:
+                self.let_go()
+                while not self.num_unfinished and self.advance():
                     pass
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -453,6 +453,7 @@ class Engine:
             if one.finish_reason is None:
                 one.finish("abort", self.now())
                 self._keep_explanation(one)
+        live.num_running = 0  # also where an interrupt has struck in finish()
         self._retire(live)
 
     def _retire(self, live: Request) -> None:

@@ -39,6 +39,7 @@ class Turns(RLock):  # type: ignore[misc]
         self._nudge = nudge  # called where somebody comes who must wait
         self._door = threading.RLock()  # held by the one who is next
         self.is_inside = False  # whether a method runs
+        self.is_torn = False  # whether one has begun, and neither ended nor been cleared up behind an interrupt
 
     def __enter__(self) -> Turns:  # type: ignore[override]
         # What it is now, not what was noted: an interrupt, or a finalizer that enters, may strike at each line.
@@ -71,19 +72,21 @@ def in_turn(method: Callable[P, R]) -> Callable[P, R]:
                 return method(*args, **options)
             try:
                 turns.is_inside = True
+                if turns.is_torn:
+                    engine.abandon()
+                turns.is_torn = True
                 result = method(*args, **options)
+                turns.is_torn = False
             except BaseException as error:
                 with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
                     if is_interrupt(error):
                         engine.abandon()
-                    elif engine.leaving:
-                        turns.is_inside = False
-                        engine.let_go()
+                turns.is_torn = False
                 raise
             finally:
                 turns.is_inside = False
-            if engine.leaving:
-                engine.let_go()
+                if engine.leaving:
+                    engine.let_go()
             return result
 
     return call
