@@ -323,4 +323,5 @@ def _present(outputs: Mapping[str, RequestOutput | None], box: Iterable[RequestO
 
 def _progress(*, enabled: bool) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True), disable=not (enabled and sys.stderr.isatty()))
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=not (enabled and console.is_terminal))

@@ -210,6 +210,13 @@ def test_progress_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool)
     assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == use_tqdm
 
 
+def test_no_progress_bar_where_stderr_is_no_file(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (closed := io.StringIO()).close()
+    for stderr in (None, closed, object()):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert token_ids(llm.generate(TEXTS, GREEDY)) == token_ids(llm.generate(TEXTS, GREEDY, use_tqdm=False))
+
+
 @pytest.mark.parametrize(
     ("generation", "defaults"),
     [
