@@ -299,10 +299,13 @@ class LLM(AbstractContextManager["LLM"]):
 
 def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> list[Request]:
     """What ``prepare`` returns; in a thread where the engine runs something already, which goes on meanwhile."""
-    if not engine.num_unfinished or not threading.main_thread().is_alive():  # behind its end no executor takes anything
+    if not engine.num_unfinished:
         return prepare()
     with closing(Preparing(engine)) as preparing:
-        prepared = preparing.begin(None, prepare)
+        try:
+            prepared = preparing.begin(None, prepare)
+        except RuntimeError:  # the main script has come to its end: no executor takes anything
+            return prepare()
         futures.wait([prepared], SOON_S)
         while engine.num_unfinished and not prepared.done():
             engine.advance()

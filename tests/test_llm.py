@@ -361,23 +361,28 @@ def test_threads_that_generate_and_stream_get_their_own(llm: LLM, expected: list
 
 OUTLIVING = r"""
 import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor, thread
 from medha import LLM, SamplingParams
 llm = LLM(sys.argv[1], num_kv_blocks=8, block_size=64)
 def work(text):
-    while threading.main_thread().is_alive():
+    while not thread._shutdown:
         time.sleep(0.001)
     both.wait()
     for _ in range(3):
         (output,) = llm.generate(text, SamplingParams(temperature=0.0, max_tokens=16))
         print(f"{output.outputs[0].token_ids}\n", end="")
 both = threading.Barrier(2)
-for text in sys.argv[2:]:
-    threading.Thread(target=work, args=(text,)).start()
+for text in sys.argv[3:]:
+    if sys.argv[2] == "thread":
+        threading.Thread(target=work, args=(text,)).start()
+    else:
+        ThreadPoolExecutor(1).submit(work, text)
 """
 
 
-def test_threads_that_outlive_the_main_one(bytes_model: Model, expected: list[list[int]]) -> None:
-    done = run_python("-c", OUTLIVING, bytes_model.folder, *TEXTS[:2])
+@pytest.mark.parametrize("kind", ["thread", "executor"])
+def test_threads_that_outlive_the_main_script(bytes_model: Model, expected: list[list[int]], kind: str) -> None:
+    done = run_python("-c", OUTLIVING, bytes_model.folder, kind, *TEXTS[:2])
     assert sorted(done.stdout.splitlines()) == sorted(map(str, expected[:2] * 3)), done.stderr
 
 
