@@ -37,6 +37,8 @@ from medha.params import CHAT_OPTIONS, SLO, SamplingParams
 from medha.records import Tracer
 from medha.text import Tokenizer
 
+_UNNAMED = "-"  # the id of a request until it is queued
+
 
 class LLM(AbstractContextManager["LLM"]):
     """One model, ready to serve.
@@ -189,7 +191,7 @@ class LLM(AbstractContextManager["LLM"]):
         if self._open_role.part is not None:
             raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
         given = {"slo": slo, "priority": priority, "tenant": tenant}
-        request = self.engine.prepare(self._new_id(), prompt, sampling_params, **given)
+        request = self.engine.prepare(_UNNAMED, prompt, sampling_params, **given)
         request.params = request.params.reported("delta")
         return self._stream(request)
 
@@ -230,13 +232,13 @@ class LLM(AbstractContextManager["LLM"]):
         box, requests = deque[RequestOutput](), list[Request]()
         try:
             requests = _prepared_beside(engine, prepare)
-            outputs |= dict.fromkeys(request.request_id for request in requests)
             try:
                 for request in requests:
                     try:
-                        engine.add_prepared(request, arrival_s=arrival_s, sink=box.append)
+                        self._add(request, arrival_s, box)
                     except ValidationError as error:
                         box.append(request.refused(arrival_s, engine.now(), error))
+                    outputs[request.request_id] = None
                 with _progress(enabled=use_tqdm and bool(requests)) as bar:
                     task = bar.add_task("Processed prompts", total=len(requests))
                     for _ in requests:
@@ -262,7 +264,7 @@ class LLM(AbstractContextManager["LLM"]):
         for index, (prompt, params, slo, order, tenant) in enumerate(zip(prompts, *spreads, strict=True)):
             wanted = {"slo": slo, "priority": "normal" if order is None else order, "tenant": tenant}
             try:
-                request = self.engine.prepare(self._new_id(), prompt, params, **wanted)
+                request = self.engine.prepare(_UNNAMED, prompt, params, **wanted)
             except ValidationError as error:
                 if len(prompts) > 1:
                     error.args = (f"prompt {index}: {error}",)
@@ -272,14 +274,16 @@ class LLM(AbstractContextManager["LLM"]):
             requests.append(request)
         return requests
 
-    def _new_id(self) -> str:
-        """An id that no request has which was added to the engine directly."""
-        return next(request_id for request_id in self._ids if not self.engine.is_unfinished(request_id))
+    def _add(self, request: Request, arrival_s: float, box: deque[RequestOutput]) -> None:
+        """Queue a request for whoever waits at ``box``, by an id that none has which was added to the engine itself."""
+        with self.engine.turns:
+            request.request_id = next(name for name in self._ids if not self.engine.is_unfinished(name))
+            self.engine.add_prepared(request, arrival_s=arrival_s, sink=box.append)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         engine, box = self.engine, deque[RequestOutput]()
         try:
-            engine.add_prepared(request, arrival_s=engine.now(), sink=box.append)
+            self._add(request, engine.now(), box)
             while not (piece := self._next(box)).finished:
                 yield piece
             yield piece

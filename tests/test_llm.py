@@ -308,9 +308,11 @@ def test_a_stream_goes_on_while_generate_tokenises(
 def test_requests_of_ones_own_go_on_beside_others(bytes_model: Model, expected: list[list[int]]) -> None:
     """Outputs go to whoever they belong to, whoever steps. The ids of generate's requests begin at 0, too."""
     with small(bytes_model) as llm:
+        prepared = llm.stream(TEXTS[2], GREEDY)
         for own in "01":
             llm.engine.add_request(own, TEXTS[0], GREEDY)
         llm.engine.abort("1")
+        assert streamed(prepared) == expected[2]
         stream = llm.stream(TEXTS[1], GREEDY)
         first = next(stream)
         assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
