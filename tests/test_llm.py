@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from medha import LLM, SLO, RequestOutput, SamplingParams
-from medha.errors import DeadlineError, EngineDeadError, ValidationError
+from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.outputs import CompletionOutput
 from tests.commands import LIMIT_S, run_python, wait_until
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question
@@ -320,6 +320,18 @@ def test_requests_of_ones_own_go_on_beside_others(bytes_model: Model, expected: 
         mine = finish(llm.engine)
     ends = {name: (output.outputs[0].finish_reason, output.outputs[0].token_ids) for name, output in mine.items()}
     assert ends == {"0": ("length", expected[0]), "1": ("abort", [])}
+
+
+def test_a_step_within_a_step_is_refused(bytes_model: Model, expected: list[list[int]]) -> None:
+    with small(bytes_model) as llm:
+
+        def nested(*_: object) -> None:
+            with pytest.raises(UnsupportedFeatureError, match="within a step, as in on_step; accepted: add_req"):
+                llm.generate(TEXTS, GREEDY)
+
+        llm.engine.on_step = nested
+        assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
+        assert_empty(llm.engine)
 
 
 # -- threads ---------------------------------------------------------------------------------------------------

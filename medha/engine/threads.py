@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from medha.errors import EngineDeadError, is_interrupt
+from medha.errors import EngineDeadError, UnsupportedFeatureError, is_interrupt
 
 if TYPE_CHECKING:
     from medha.engine.engine import Engine
@@ -69,6 +69,9 @@ def in_turn(method: Callable[P, R]) -> Callable[P, R]:
         engine: Any = args[0]
         with engine.turns as turns:
             if turns.is_inside:
+                if method.__name__ == "advance":
+                    what = "a step (or generate, or a stream) within a step, as in on_step"
+                    raise UnsupportedFeatureError(f"{what}; accepted: add_request, whose outputs a later step returns")
                 return method(*args, **options)
             try:
                 turns.is_inside = True
