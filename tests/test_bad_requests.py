@@ -131,7 +131,10 @@ def test_ids_become_an_array_of_our_own(engine: Engine, make: Any) -> None:
         assert request.prompt_ids.tolist() == request.prompt_token_ids == ids  # a copy: the caller may change his
 
 
-@pytest.mark.parametrize("value", [None, 5, b"hello", {1, 2}, iter(["a"])], ids=lambda value: type(value).__name__)
+NO_PROMPTS = [None, 5, b"hello", {1, 2}, iter(["a"]), np.array(["a", "b"])]
+
+
+@pytest.mark.parametrize("value", NO_PROMPTS, ids=lambda value: type(value).__name__)
 def test_not_a_prompt_at_all(llm: LLM, engine: Engine, value: Any) -> None:
     name = type(value).__name__
     refused(engine, "prompt_token_ids", f"of type {name}; accepted: a list of token ids, or text", value)

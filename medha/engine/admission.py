@@ -134,7 +134,7 @@ _INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 
 def checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
     """A copy of token ids in the vocabulary; an error names the first that is not one."""
-    is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0
+    is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0 and not _is_texts(value)
     if not is_array and (isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence)):
         raise wrong_prompt(name, value)
     ids = np.empty(len(value), np.int32)
@@ -195,9 +195,14 @@ def _no_tokenizer(name: str, value: Any, instead: str) -> ValidationError:
 def is_prompt(value: Any) -> bool:
     """Whether it is one prompt: text, a mapping, or token ids as a list or an array of numpy or torch."""
     if isinstance(value, (str, Mapping)) or getattr(value, "ndim", 0) == 1:
-        return True
+        return not _is_texts(value)
     is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray))
     return is_list and len(value) > 0 and isinstance(value[0], Number)
+
+
+def _is_texts(value: Any) -> bool:
+    """Whether it is an array of numpy that holds text."""
+    return isinstance(value, np.ndarray) and any(isinstance(one, str) for one in value[:1])
 
 
 def listed(prompts: Any, name: str = "prompts") -> list[Any]:
