@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Any, TextIO
+from weakref import proxy
 
 from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
@@ -465,7 +466,8 @@ class Engine:
         """Forget slots whose requests have nothing in flight any more."""
         for slot in closed:
             self.runner.close(slot)
-            del self._by_slot[slot]
+            one = self._by_slot.pop(slot)
+            one.request = proxy(one.request)  # else a circle keeps them, and a long prompt, until garbage is collected
             self._free_slots.append(slot)
 
     def fail(self, cause: BaseException) -> EngineDeadError:

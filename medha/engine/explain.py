@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -108,7 +108,8 @@ class Explainer(Observer):
     def added(self, request: SchedulerRequest, now_s: float | None, admitted: Admitted, name: str) -> None:
         """A request was queued; whoever had its slot before is forgotten."""
         slot, arrival_s = request.slot, request.arrival_s
-        account = self._accounts[slot] = _Account(request, name, arrival_s + admitted.deadline_s)
+        account = _Account(replace(request, prefix=b""), name, arrival_s + admitted.deadline_s)
+        self._accounts[slot] = account
         account.sample(arrival_s, admitted.slack_s)
         if slot >= len(self._arrival_s):
             self._arrival_s = np.concatenate([self._arrival_s, np.full(slot, np.inf)])

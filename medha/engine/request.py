@@ -142,7 +142,7 @@ class Completion:
         end_ids: end-of-sequence and stop ids; one of them ends it.
     """
 
-    request: Request
+    request: Request  # a weak reference once the slot is closed
     index: int
     slot: int  # its handle in scheduler and runner
     arrival_s: InitVar[float]
