@@ -84,6 +84,8 @@ def in_turn(method: Callable[P, R]) -> Callable[P, R]:
                 with suppress(EngineDeadError):  # other ranks have a part of it: each later call raises that
                     if is_interrupt(error):
                         engine.abandon()
+                    elif isinstance(error, EngineDeadError):  # a journal that cannot be written raises it anywhere
+                        engine.fail(error)
                 turns.is_torn = False
                 raise
             finally:

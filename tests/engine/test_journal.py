@@ -110,6 +110,26 @@ def test_what_was_learned_before_an_interrupt_is_written_down(bytes_model: Model
     assert (replayed.mismatch, replayed.num_batches > 20) == (None, True)
 
 
+class Full(io.StringIO):
+    """A journal on a disk that has no room for an abort."""
+
+    def write(self, text: str) -> int:
+        if '"call":"cancel"' in text:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_a_journal_that_cannot_take_an_abort_ends_the_engine(bytes_model: Model) -> None:
+    engine = live_engine(bytes_model, Full())
+    names = [str(number) for number in range(600)]
+    for name in names:
+        engine.add_request(name, [1, 2])
+    engine.end(names)
+    assert engine.num_unfinished == 0
+    with pytest.raises(EngineDeadError, match="No space left on device; what was written before is kept"):
+        engine.step()
+
+
 def test_completions_of_one_request_are_judged_as_one(bytes_model: Model) -> None:
     """What was learned in a slow minute refuses all but the first request; it refused the second completion of that."""
     engine = live_engine(bytes_model, file := io.StringIO(), admission="refuse")
