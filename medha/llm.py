@@ -246,7 +246,7 @@ class LLM(AbstractContextManager["LLM"]):
                         outputs[output.request_id] = output
                         bar.advance(task)
             finally:
-                engine.end(request.request_id for request in requests if request.completions)
+                engine.end(request.request_id for request in requests if request.completions and request.num_running)
         except EngineDeadError as error:
             if not any(request.completions for request in requests):  # it was dead before
                 raise
@@ -288,7 +288,7 @@ class LLM(AbstractContextManager["LLM"]):
                 yield piece
             yield piece
         finally:
-            engine.end([request.request_id] if request.completions else [])
+            engine.end([request.request_id] if request.completions and request.num_running else [])
 
     def _next(self, box: deque[RequestOutput]) -> RequestOutput:
         """The next output for whoever waits at ``box``; steps, in turn with other threads, until there is one."""

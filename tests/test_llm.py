@@ -317,7 +317,12 @@ def test_requests_of_ones_own_go_on_beside_others(bytes_model: Model, expected: 
         first = next(stream)
         assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
         assert streamed([first, *stream]) == expected[1]
+        stream = llm.stream(TEXTS[1], GREEDY)
+        ended = next(piece for piece in stream if piece.finished)
+        llm.engine.add_request(ended.request_id, TEXTS[0], GREEDY)
+        assert next(stream, None) is None
         mine = finish(llm.engine)
+    assert token_ids([mine.pop(ended.request_id)]) == expected[:1]
     ends = {name: (output.outputs[0].finish_reason, output.outputs[0].token_ids) for name, output in mine.items()}
     assert ends == {"0": ("length", expected[0]), "1": ("abort", [])}
 
