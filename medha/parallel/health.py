@@ -330,8 +330,7 @@ class Monitor:
 
     def _at_exit(self) -> None:
         """The process ends while in the job: no destructor of a process group may wait for the others."""
-        dist = sys.modules["torch"].distributed
-        cause = getattr(sys, "last_value", None)
+        cause, dist = getattr(sys, "last_value", None), sys.modules["torch"].distributed
         if cause is None and self._left.is_set() and (self.is_refused or not dist.is_initialized()):
             return  # the program has caught the error of its job, whose groups, if there are any, have nothing to do
         what = " ended without closing its LLM" if cause is None else f": {type(cause).__name__}: {cause}"
