@@ -223,9 +223,9 @@ class BatchBuilder:
         spans: list[tuple[int, Hit] | None] = [None]  # of one that has started: it has its own
         may_share, num_cached = not state.has_started and self._may_share(state), state.num_cached
         if not state.has_started:
-            spans = [(first, Hit()) for first in self._firsts(state, self._most_kv(state))]
-            if may_share and (shards := (hit := self._where(state)[0]).shards):
-                spans.insert(0, (shards[0][0], hit))
+            hits = self._hits_of(state) if may_share else {}
+            firsts = self._firsts(state, self._most_kv(state))
+            spans = [*hits.items(), *((first, Hit()) for first in firsts)]
         found = ([] if fits(span, ()) else fewest(candidates, partial(fits, span)) for span in spans)
         victims = next((victims for victims in found if victims is not None), [])
         if may_share:
@@ -276,34 +276,28 @@ class BatchBuilder:
             return 0
         memory, num_tokens, most_kv = self.memory, state.request.num_kv_tokens, self._most_kv(state)
         may_share, cached = self._may_share(state), state.num_cached
-        hit, known = self._where(state) if may_share else (Hit(), ())
-        left, least = state.num_prefill_tokens - hit.num_tokens(memory.block_size), self.config.min_chunk
-        like = hit, len(memory.frees), min(left, least + 1), state.num_preempted > 0, most_kv
+        hits, least = self._hits_of(state) if may_share else {}, self.config.min_chunk
+        firsts = [first for first in self._firsts(state, most_kv) if first not in hits]
+        left = state.num_prefill_tokens - max((hit.num_tokens(memory.block_size) for hit in hits.values()), default=0)
+        where = tuple(firsts), tuple(hits.values())
+        like = where, len(memory.frees), min(left, least + 1), state.num_preempted > 0, most_kv
         is_plain = self.width(state) == 1 and memory.swapped_on(state.slot) is None
         if is_plain and num_tokens >= self.no_room.get(like, math.inf):  # one like it was just refused
             self.refused.append(state.slot)
             return 0
-
-        def spans() -> Iterator[tuple[Sequence[int], Hit]]:
-            if hit.shards:
-                yield [hit.shards[0][0]], hit
-            if not hit.shards or memory.num_groups > 1:
-                firsts = [first for first in self._firsts(state, most_kv) if first not in known]
-                if known:
-                    firsts = [first for first in firsts if not self._is_read_on(first, state, 0)]
-                yield self._by_work(state, firsts, most_kv), Hit()
-
-        is_open = has_room = False
-        for firsts, shared in spans():
+        is_open, has_room, num_tried = False, False, 0
+        for at, shared in self._in_order(state, firsts, hits, most_kv):
+            num_tried += len(at)
             if may_share:
                 self._queue.found(state, shared.num_tokens(memory.block_size))
-            waits = shared.shards and left >= least and self.is_closed(firsts[0])
-            begun = (0, False, True) if waits else self._begin(state, firsts, shared, most_kv, size, is_whole)
+            waits = shared.shards and state.num_left >= least and self.is_closed(at[0])
+            begun = (0, False, True) if waits else self._begin(state, at, shared, most_kv, size, is_whole)
             if q_len := begun[0]:
                 return q_len
             is_open, has_room = is_open or begun[1], has_room or begun[2]
             if shared.shards and not begun[1]:
-                if memory.num_groups > 1 and self.has_chunk[firsts[0]] and state.slot not in self.awaiting:
+                is_open = False
+                if memory.num_groups > 1 and self.has_chunk[at[0]] and state.slot not in self.awaiting:
                     self.awaiting.add(state.slot)  # those behind it may have theirs sooner elsewhere
                     for group, _ in shared.shards:
                         self._awaited_s[group] += self._queue.left_s(state.num_cached, state.num_prefill_tokens)
@@ -312,7 +306,8 @@ class BatchBuilder:
             self._queue.found(state, cached)  # as it is queued
         if is_open:
             self.refused.append(state.slot)
-            if is_plain and not (has_room or state.num_preempted):
+            are_all = num_tried == len(firsts) + len(hits)
+            if is_plain and are_all and not (has_room or state.num_preempted):
                 self.no_room[like] = num_tokens
         return 0
 
@@ -360,27 +355,32 @@ class BatchBuilder:
         """Whether a request that has not started may begin behind what others have computed."""
         return state.chain is not None and self.memory.swapped_on(state.slot) is None
 
-    def _where(self, state: State) -> tuple[Hit, Collection[int]]:
-        """What is there of a request's tokens on the span on which it is predicted to end its prefill soonest, and all
-        groups on which there is something; where others compute what it lacks there it does not begin."""
-        memory, num_tokens, chain = self.memory, state.num_prefill_tokens, state.chain
-        assert chain is not None
-        hits = memory.hits_of(chain, num_tokens - 1, state.request.num_kv_tokens)
-        if memory.num_groups == 1 or not hits:
-            return hits.get(0, Hit()), ()
+    def _hits_of(self, state: State) -> dict[int, Hit]:
+        """What is there of a request's tokens, by the group on which it begins."""
+        assert state.chain is not None
+        return self.memory.hits_of(state.chain, state.num_prefill_tokens - 1, state.request.num_kv_tokens)
+
+    def _in_order(
+        self, state: State, firsts: Sequence[int], hits: dict[int, Hit], most_kv: int
+    ) -> Iterator[tuple[Sequence[int], Hit]]:
+        """Where a request may begin, behind a hit or anew at one of ``firsts``, and that first where it is predicted to
+        end its prefill soonest; not where others compute what it lacks there, unless no hit is longer."""
+        memory, num_tokens = self.memory, state.num_prefill_tokens
+        if not hits or memory.num_groups == 1:
+            yield list(hits) or self._by_work(state, firsts, most_kv), hits.get(0, Hit())
+            return
+        done = dict.fromkeys(firsts, 0) | {first: hit.num_tokens(memory.block_size) for first, hit in hits.items()}
         parts = zip(map(self.busy_s, range(memory.num_groups)), self._pending_work(), self._awaited_s, strict=True)
-        work = list(map(sum, parts))
-        done = dict.fromkeys(memory.first_groups(state.request.num_kv_tokens), 0)
-        done |= {first: hit.num_tokens(memory.block_size) for first, hit in hits.items()}
+        work, most = list(map(sum, parts)), max(done.values())
 
         def end(first: int) -> tuple[float, int, int]:
             groups = [group for group, _ in hits[first].shards] if first in hits else [first]
             end_s = max(work[group] for group in groups) + self._queue.left_s(done[first], num_tokens)
             return end_s, -done[first], memory.used(first)
 
-        most, ordered = max(done.values()), sorted(done, key=end)
-        first = next(one for one in ordered if done[one] == most or not self._is_read_on(one, state, done[one]))
-        return hits.get(first, Hit()), hits
+        for first in sorted(done, key=end):
+            if done[first] == most or not self._is_read_on(first, state, done[first]):
+                yield [first], hits.get(first, Hit())
 
     def _is_read_on(self, first: int, state: State, num_tokens: int) -> bool:
         """Whether a prefill that began at a group computes what lies behind some tokens of another request."""

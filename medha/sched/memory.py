@@ -235,6 +235,11 @@ class KVMemory:
         account = self._accounts[slot]
         return account.chain is not None and account.num_units * self.prefix.unit < num_tokens
 
+    def lacks(self, slot: int) -> bool:
+        """Whether a bound request may still take more of its first group than is free and promised to nobody else."""
+        group, blocks = self._accounts[slot].rest()[0]
+        return blocks > self.num_free(group) - self._set_aside[group]
+
     def held_by_others(self, slot: int) -> int:
         """Tokens of a bound request that stay where they are if it goes, as others hold them."""
         return self._accounts[slot].held_by_others(slot) * self.block_size

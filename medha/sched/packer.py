@@ -152,6 +152,7 @@ class MedhaPacker(Packer):
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             if self.config.guarded_share:
                 queue.mark_guarded(builder.now_s, self.config.patience_s)
+            self._ending = self._ends_first(queue, builder)
             are_long = bool((queue.column("work_left_s") > self._most_spare_s).any())
             if favoured or shortens or not are_long or not self._leave_out(queue, builder, decodes_s):
                 self._serve(queue, builder, favoured)
@@ -192,7 +193,6 @@ class MedhaPacker(Packer):
         is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
         self._yields = self.config.yielded_share > 0 and bool(is_short.any())
         self._yielders.clear()
-        self._ending = self._ends_first(queue, builder)
         for state in favoured:
             self._give(state, queue, builder, may_exceed=True)
         self._serve_guarded(queue, builder)
@@ -203,30 +203,32 @@ class MedhaPacker(Packer):
         self._fill_up(queue, builder)
 
     def _ends_first(self, queue: Queue, builder: BatchBuilder) -> State | None:
-        """Of the long prefills that have started and lack memory to end, that with the least left: the others leave it
-        what comes free. While one with three quarters is refused memory nobody starts: what it holds lies idle."""
-        memory = builder.memory
+        """Of the long prefills that have started and lack memory to end, that of the highest class with the least left:
+        the others leave it what comes free. While one that has three quarters, and was refused, lacks it, nobody
+        starts: what it holds lies idle."""
+        memory, by_class = builder.memory, self._ranking.by_class
         if memory.num_groups > 1 or memory.overcommit or not self.config.guarded_share:
             return None
-        free, lacking = memory.num_free(0) * memory.block_size, list[State]()
-        for state in queue.prefills():
-            if state.slot in self._stalled and 4 * state.num_left <= state.num_prefill_tokens:
+        lacking = [state for state in queue.prefills() if self._is_long(state) and memory.lacks(state.slot)]
+        for state in lacking:
+            if state.slot in self._stalled and 4 * state.num_left <= state.num_prefill_tokens - state.num_cached:
                 self._close(builder, state)
-            if self._is_long(state) and state.num_left > free:
-                lacking.append(state)
-        return min(lacking, key=lambda state: state.num_left, default=None)
+        return min(lacking, key=lambda state: (state.request.priority * by_class, state.num_left), default=None)
 
-    def _leaves_memory(self, state: State, queue: Queue) -> bool:
-        """Whether a long prefill leaves what is free to that which ends first, as it has more left, or does not start
-        as another came before it that waits for long: so that those which end before that one are not ever more."""
-        ending = self._ending
-        if ending is None or ending.request.priority > state.request.priority:
+    def _leaves_memory(self, state: State, queue: Queue, builder: BatchBuilder) -> bool:
+        """Whether a long prefill leaves what is free to that which ends first, as it lacks memory too. None starts that
+        has more left, or before which another came that waits for long: of those before that one there are ever fewer.
+        """
+        ending, priority = self._ending, state.request.priority
+        if ending is None or ending is state or (self._ranking.by_class and ending.request.priority > priority):
             return False
-        if state.has_started or state.num_left > ending.num_left:
-            return state.num_left > ending.num_left
+        if state.has_started:
+            return builder.memory.lacks(state.slot)
         waits = queue.column("guarded") & (queue.column("num_prompt_tokens") >= self.config.long_threshold)
-        waits &= queue.column("priority") <= state.request.priority
-        return bool((queue.column("arrival_s")[waits] < state.request.arrival_s).any())
+        if self._ranking.by_class:
+            waits &= queue.column("priority") <= priority
+        is_later = bool((queue.column("arrival_s")[waits] < state.request.arrival_s).any())
+        return is_later or state.num_left > ending.num_left
 
     def _close(self, builder: BatchBuilder, state: State) -> None:
         """Nobody of a class or below starts: a request of it finds no memory."""
@@ -393,7 +395,7 @@ class MedhaPacker(Packer):
                 return False
             if self._give(leader, queue, builder, may_exceed=may_exceed):
                 return True  # otherwise it does not get on, and is not waited for
-        if is_long and self._leaves_memory(state, queue):
+        if is_long and self._leaves_memory(state, queue, builder):
             return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
         asks_again = share > 0 and len(self._groups) > 1  # or its group is idle for as long as another computes
