@@ -442,7 +442,7 @@ def test_wrong_tokens_and_torn_buffers_are_found(
     expected = on_one_rank(BUSY)
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        check(on_ranks(BUSY, layout, Buffers(1, 1, 1, 1, 64), Transport(0)), expected, BUSY)
+        check(on_ranks(BUSY, layout, Buffers(1, 1, 1, 1, 64, 64), Transport(0)), expected, BUSY)
 
 
 def test_spans_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
