@@ -679,3 +679,25 @@ def test_of_what_many_wait_for_each_group_gets_one_copy(num_shared: int) -> None
             read[row.group] += row.q_len
     assert sum(read) <= 400 * 64 + 4 * num_shared + 1024 and min(read) > num_shared
     assert np.mean(busy) > 2
+
+
+def test_where_another_group_would_be_sooner_but_has_no_memory_it_shares_at_once() -> None:
+    """Nor does it speak for one without a prefix, which may begin on both."""
+    scheduler = new_scheduler(
+        num_blocks=256,
+        num_groups=2,
+        predictor=by_tokens(),
+        t_target_s=0.6,
+        late_share=0.0,
+        policy="fcfs",
+        chunk_size=200,
+    )
+    own = np.arange(1000, 1300)
+    add(scheduler, 0, 96, 1, prefix=chain_of(np.arange(32), own[:64])._ids)
+    step(scheduler, ended=[0])
+    read_first(scheduler.memory, 60, chain_of(own), 4096, 4096, group=1, samples=True)  # it has all blocks there
+    scheduler.memory.batch(900)
+    add(scheduler, 1, 3000, 1)
+    add(scheduler, 2, 332, 1, 0.1, prefix=chain_of(np.arange(32), own)._ids)
+    add(scheduler, 3, 332, 1, 0.2)
+    assert {row.slot for row in step(scheduler, 1.0).rows} == {1, 2, 3}

@@ -76,6 +76,15 @@ def test_a_long_prompt_beside_less_long_ones_in_a_small_pool() -> None:
     assert wait_s(160.0) == wait_s(80.0) < 80.0
 
 
+def test_who_can_end_is_not_held_back_for_one_that_cannot() -> None:
+    """The second lacks less of its prompt than the third, but cannot have what its answer may take."""
+    sizes, options = {"num_blocks": 34, "block_size": 64, "max_batch_tokens": 50}, {"min_chunk": 8, "depth": 3}
+    more: dict[str, Any] = {"policy": "lars", "late_share": 0.1, "long_threshold": 300, "patience_s": 0.5}
+    scheduler = new_scheduler(quantum_s=0.25, rho_max=0.0, **sizes, **options, **more)
+    jobs = [Job(0.776, 588, 5), Job(0.0018, 1688, 300), Job(0.0085, 1728), Job(1.009, 2159)]
+    assert len(Drive(scheduler, jobs, lambda batch: 0.01 + 0.001 * batch.num_tokens).run().first_token_s) == 4
+
+
 def test_a_context_so_deep_that_the_share_holds_no_chunk() -> None:
     """Its least chunk takes longer than a batch; more short prompts than can be served come when most of it is read."""
     begin_s, num_tokens = 20.0, 220_000
