@@ -130,8 +130,9 @@ class MedhaPacker(Packer):
                 lone_s = min(lone_s, first_s)
         for index in range(builder.memory.num_groups):
             tick = self.predictor.tick(*builder.works(index))
-            tpot_s = queue.tightest_tpot_s(builder.memory.span, index)  # a decode comes round after a period of batches
-            most_s = tpot_s / self.config.period if self.config.t_target_s is None else self.config.t_target_s
+            most_s = self.config.t_target_s
+            if most_s is None:  # a decode comes round after a period of batches
+                most_s = queue.tightest_tpot_s(builder.memory.span, index) / self.config.period
             budget_s = min(quantum_s, most_s)
             if self.config.quantum_s is None and budget_s < most_s:  # what an objective leaves is used
                 shared_s = min(tick.seconds / share, _SHARED_QUANTA * quantum_s) if share and decodes else 0.0

@@ -12,6 +12,8 @@ its end. Two options change that.
   whoever loses least, and a decode only where no prefill is left. So does the oldest started request while it is a
   prefill; it is never preempted, so it comes to its end, and then the next one does.
 
+Which decodes of lower classes a batch leaves out for the cadence of a higher one is said here, too.
+
 Only a request with nothing in flight can be preempted. Where batches are made ahead a decode always is: who is to give
 way to a higher class is left out of batches until nothing of it is in flight, and nobody of a lower class starts
 meanwhile, who would be in the way next. A preempted request loses the predicted time to compute again what it had, or
