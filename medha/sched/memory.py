@@ -388,7 +388,7 @@ class KVMemory:
             ahead = 0 if account.chain is None else max(len(account.chain) * self.prefix.unit - row.position, 0)
             ahead += _OUTPUT_AHEAD
             wanted = max(needed, min(rest, -(-min(ahead, _MOST_AHEAD) // self.block_size)))
-            self.prefix.make_free(group, min(wanted - open_, idle) + pool.num_free)
+            self.prefix.make_free(group, needed, min(wanted - open_, idle) + pool.num_free - needed)
         return pool.allocate(row.slot, needed, reserved=rest)
 
     def release(self, slot: int) -> None:

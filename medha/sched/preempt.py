@@ -126,7 +126,7 @@ class Preemption:
             self.memory.release(state.slot)
             self.queue.preempt(state, now_s, num_kept=num_kept)
             if state.chain is not None and not is_swap:
-                self.memory.prefix.stale[state.slot] = None  # of what it had, some is there still
+                self.queue.look_again(state, self.memory.prefix)  # of what it had, all is there for now
 
 
 def oldest(states: Iterable[State]) -> State | None:

@@ -303,16 +303,22 @@ class PrefixCache:
 
     # -- what goes ---------------------------------------------------------------------------------------------------
 
-    def make_free(self, group: int, num_blocks: int) -> None:
-        """Let blocks that nobody holds go until so many are free; there are as many."""
+    def make_free(self, group: int, num_blocks: int, ahead: int = 0) -> None:
+        """Let blocks that nobody holds go until so many are free, and ``ahead`` more, as far as waiting requests do not
+        count on these; there are as many."""
         pool, heap = self.pools[group], self._heaps[group]
-        while pool.num_free < num_blocks:
+        while pool.num_free < num_blocks + ahead:
             is_counted_on, _, _, path = entry = heappop(heap)
             if not self._is_valid(entry):
                 continue
+            if is_counted_on:
+                ahead = 0
+            if pool.num_free >= num_blocks + ahead:
+                heappush(heap, entry)
+                return
             steps = [int(bound) for bound, _, _ in path.steps if bound < path.end]
             floor = max([path.kept, *steps, *(() if is_counted_on else path.counted_on)])
-            end = max(floor, path.end - num_blocks + pool.num_free)
+            end = max(floor, path.end - num_blocks - ahead + pool.num_free)
             if self.hosts:
                 self._to_host(path, end)
             self._drop(path, end)

@@ -502,6 +502,28 @@ def test_what_a_waiting_request_counts_on_survives_pressure(is_waited_for: bool)
     assert drive.num_shared == 144 * is_waited_for
 
 
+def test_room_for_what_is_read_later_takes_nothing_that_a_waiting_request_counts_on() -> None:
+    memory, chain = KVMemory(SchedulerConfig(), num_blocks=10, block_size=16), chain_of(np.arange(128))
+    read_first(memory, 0, chain, 128, 128, samples=True)
+    memory.release(0)
+    memory.prefix.watch(2, chain, 128)
+    read_first(memory, 1, chain_of(np.arange(500, 628)), 16, 128)
+    assert memory.prefix.longest(chain, 128).num_tokens(16) == 128
+    memory.take(Row(1, 16, 32, False, False))  # two blocks, of which one is free
+    assert memory.prefix.longest(chain, 128).num_tokens(16) == 112
+
+
+def test_of_documents_that_give_way_one_after_the_other_comes_back_to_what_it_had() -> None:
+    """A chat needs a few blocks: what else a document had is there until another one of its class has the memory."""
+    random = np.random.default_rng(1)
+    chats = [Asking(at_s, int(random.integers(60, 250)), 40) for at_s in np.arange(0.5, 40.0, 0.5).tolist()]
+    load = [Asking(1.0 + 5.0 * index, 2400, 4, priority=3) for index in range(4)] + chats
+    config = SchedulerConfig(max_batch_tokens=128, quantum_s=0.25, long_threshold=1000)
+    drive = Sharing(new_scheduler(config, num_blocks=200), load, lambda batch: 0.01 + 0.001 * batch.num_tokens).run()
+    assert len(drive.gave_way) > 10 and max(drive.finish_s[job] for job in range(4)) < 30.0
+    assert drive.num_computed < 1.1 * sum(job.num_prompt + job.max_new for job in load)
+
+
 @pytest.mark.parametrize("is_waited_for", [True, False])
 def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool) -> None:
     """Another prefix takes what room is left there; a request that is swapped out takes all."""
