@@ -45,29 +45,24 @@ class Display:
         self._prefills, self._lines = prefills, lines
         self._tasks: dict[str, TaskID] = {}
         self._last_refresh = 0.0
-        self._bars: Progress | None = None
-        if live is not None and live.is_terminal:
-            self._bars = _bars(live)
-            self._count = self._bars.add_task("requests done", total=num_requests, rate="", visible=num_requests > 1)
-            if lines is not None and lines.is_terminal:
-                self._lines = live  # all that reaches the terminal must pass the console that redraws a part of it
+        self._bars = _bars(live)
+        self._count = self._bars.add_task("requests done", total=num_requests, rate="", visible=num_requests > 1)
+        if not self._bars.disable and lines is not None and lines.is_terminal:
+            self._lines = live  # all that reaches the terminal must pass the console that redraws a part of it
 
     def __enter__(self) -> Self:
-        if self._bars is not None:
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+        self._bars.stop()
 
     def update(self, piece: RequestOutput) -> None:
         """Take new tokens of a request (``output_kind`` is ``delta``), of which nothing is shown before its end."""
 
     def finish(self, whole: RequestOutput) -> None:
         """Take a request that has ended, with all of its tokens."""
-        if self._bars is not None:
-            self._bars.advance(self._count)
+        self._bars.advance(self._count)
         if self._lines is not None:
             for one in whole.outputs:
                 name = whole.request_id + f"[{one.index}]" * (len(whole.outputs) > 1)
@@ -78,7 +73,7 @@ class Display:
     def refresh(self) -> None:
         """Redraw, at most eight times a second; call after each step."""
         now, bars = time.perf_counter(), self._bars
-        if bars is None or now - self._last_refresh < _REFRESH_S:
+        if bars.disable or now - self._last_refresh < _REFRESH_S:
             return
         self._last_refresh = now
         shown = {name: (done, total) for name, done, total in self._prefills(_LONG_PROMPT)[:_MAX_ROWS]}
@@ -94,14 +89,17 @@ class Display:
         bars.refresh()
 
 
-def _bars(console: Console) -> Progress:
+def _bars(console: Console | None) -> Progress:
+    """What is drawn on a terminal, and nowhere else."""
+    is_drawn = console is not None and console.is_terminal
     return Progress(
         TextColumn("{task.description}", "cyan", markup=False, table_column=Column(width=_ID_WIDTH)),
         BarColumn(bar_width=None),
         TextColumn("{task.completed:,}/{task.total:,}"),
         TextColumn("{task.fields[rate]}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True),
-        console=console,
+        console=console if is_drawn else Console(quiet=True),
+        disable=not is_drawn,
         expand=True,
         auto_refresh=False,
         transient=True,
@@ -120,9 +118,8 @@ class StreamedText(Display):
 
     def update(self, piece: RequestOutput) -> None:
         """Write the new text; the bar goes away with the first piece."""
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
+        self._bars.stop()
+        self._bars.disable = True
         self._out.write(shown_text(piece.outputs[0]))
         self._out.flush()
 
