@@ -8,8 +8,8 @@ tells attention from the rest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from medha.worker.step import PendingStep
 from medha.worker.step_input import StepInput
 
 Mark = float | torch.cuda.Event
+_Call = tuple[str, Mark, Mark]  # what was called, before and after
 _LIMIT_S = 600.0  # for the slowest rank to come
 
 
@@ -41,17 +42,6 @@ class StageTime(NamedTuple):
         return sum(self)
 
 
-@dataclass(slots=True)
-class _Marks:
-    """Of one batch: entered, first layer begun, last layer done, all done; and the calls within the layers."""
-
-    entered: Mark
-    layers: Mark = 0.0
-    layers_end: Mark = 0.0
-    end: Mark = 0.0
-    calls: list[tuple[str, Mark, Mark]] = field(default_factory=list)
-
-
 class StageMeter:
     """Notes where a rank's time goes, by wrapping what its runner consists of, in place.
 
@@ -59,13 +49,13 @@ class StageMeter:
     """
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._batches: dict[int, _Marks] = {}
-        self._now = _Marks(0.0)
-        self._run, self._layers = runner.run, runner.model.forward
+        self._runner, self._is_cuda = runner, runner.device.type == "cuda"
+        self._batches: dict[int, list[_Call]] = {}
+        self._calls: list[_Call] = []  # of the present batch
+        self._run = runner.run
         runner.run = self._measured_run  # type: ignore[method-assign]
-        if runner.device.type != "cuda":
-            runner.model.forward = self._measured_layers  # type: ignore[assignment]
+        if not self._is_cuda:
+            runner.model.forward = partial(self._measured, "layers", runner.model.forward)  # type: ignore[method-assign]
             runner.backend.run = partial(self._measured, "attention", runner.backend.run)  # type: ignore[method-assign]
         if runner.merge is not None:
             self._start_merge, runner.merge.start = runner.merge.start, self._measured_merge  # type: ignore[method-assign]
@@ -74,40 +64,43 @@ class StageMeter:
         """By batch id, what was measured since the last call."""
         records = self._runner.recorder.take()
         batches, self._batches = self._batches, {}
-        return {record.batch_id: _stage_time(record, batches[record.batch_id]) for record in records}
+        return {record.batch_id: self._stage_time(record, batches[record.batch_id]) for record in records}
 
     def _mark(self) -> Mark:
         """This moment on the device."""
         return record_event(self._runner.device, timing=True) or time.perf_counter()
 
     def _measured_run(self, step: StepInput) -> PendingStep | None:
-        self._now = self._batches[step.batch.batch_id] = _Marks(self._mark())
-        result, end = self._run(step), self._mark()
-        if self._runner.device.type == "cuda":
-            began = self._runner._began  # behind what the stage before sends
+        self._calls = self._batches[step.batch.batch_id] = []
+        result: PendingStep | None = self._measured("run", self._run, step)
+        if self._is_cuda:  # of which no parts show, behind what the stage before sends
+            (_, _, end), began = self._calls.pop(), self._runner._began
             assert began is not None, "the device was given a batch"
-            self._now.entered = self._now.layers = began
-            self._now.layers_end = end
-        # a stage without the head is done with its layers, and then waits to send
-        self._now.end = end if self._runner.model.has_head else self._now.layers_end
+            self._calls += [("run", began, end), ("layers", began, end)]
         return result
-
-    def _measured_layers(self, *args: Any) -> torch.Tensor:
-        self._now.layers = self._mark()
-        x_TD = self._layers(*args)
-        self._now.layers_end = self._mark()
-        return x_TD
 
     def _measured_merge(self, *args: Any, **options: Any) -> Callable[[], list[torch.Tensor]]:
         result = self._measured("merge", self._start_merge, *args, **options)
         # on the host's clock the record has the wait
-        return partial(self._measured, "merge", result) if self._runner.device.type == "cuda" else result
+        return partial(self._measured, "merge", result) if self._is_cuda else result
 
     def _measured(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         start = self._mark()
         result = call(*args, **options)
-        self._now.calls.append((what, start, self._mark()))
+        self._calls.append((what, start, self._mark()))
         return result
+
+    def _stage_time(self, record: BatchRecord, calls: Sequence[_Call]) -> StageTime:
+        marks = {what: (start, end) for what, start, end in calls}
+        (entered, end), (layers, layers_end) = marks["run"], marks["layers"]
+        spent = defaultdict[str, float](float, merge=0.0 if self._is_cuda else record.merge_wait_s)
+        for what, *both in calls:
+            spent[what] += _between(*both)
+        linear_s = spent["layers"] - spent["attention"] - spent["merge"]
+        # a stage without the head is done with its layers, and then waits to send
+        head_s = _between(layers_end, end) if self._runner.model.has_head else 0.0
+        host_s = _between(entered, layers) - (0.0 if self._is_cuda else record.hidden_wait_s)
+        return StageTime(spent["attention"], spent["merge"], linear_s, head_s, host_s)
 
 
 def _between(start: Mark, end: Mark) -> float:
@@ -119,19 +112,6 @@ def _between(start: Mark, end: Mark) -> float:
         return float(start.elapsed_time(end)) / 1e3  # milliseconds
     assert isinstance(start, float) and isinstance(end, float), "marks of one batch are of one clock"
     return end - start
-
-
-def _stage_time(record: BatchRecord, marks: _Marks) -> StageTime:
-    waited_s = 0.0 if isinstance(marks.end, torch.cuda.Event) else record.merge_wait_s
-    spent = {"attention": 0.0, "merge": waited_s}
-    for name, start, end in marks.calls:
-        spent[name] += _between(start, end)
-    attention_s, merge_s = spent.values()
-    layers_s, host_s = _between(marks.layers, marks.layers_end), _between(marks.entered, marks.layers)
-    head_s = _between(marks.layers_end, marks.end)
-    if marks.layers is not marks.entered:
-        host_s -= record.hidden_wait_s
-    return StageTime(attention_s, merge_s, layers_s - attention_s - merge_s, head_s, host_s)
 
 
 def gathered(ranks: Ranks, mine: Mapping[int, StageTime]) -> list[dict[int, StageTime]]:

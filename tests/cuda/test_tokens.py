@@ -144,7 +144,7 @@ def test_a_profile_times_both_ends_of_a_merge(device: Device) -> None:
     runner = Mock(device=torch.device("cuda"), **{"merge.start.return_value": list})
     meter = StageMeter(runner)
     assert runner.merge.start() and runner.merge.start()() == []
-    assert [what for what, _, _ in meter._now.calls] == ["merge"] * 3
+    assert [what for what, _, _ in meter._calls] == ["merge"] * 3
 
 
 @pytest.mark.parametrize(
