@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from medha.batch import PIECES, Row
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
-from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey, RingCost
+from medha.cost.coefficients import Coefficients, Floats, Link, ProfileKey, RingCost
 from medha.cost.predictor import Predictor, Work, dealt_work
 from medha.engine.build import RankHandle, build_role
 from medha.errors import ConfigError
@@ -152,47 +152,36 @@ def fit(
     ``rows`` are steps on one group; ``dtype_bytes`` is of a weight; ``merges`` are chunks on several groups and the
     seconds of their merges, ``dealt`` those that were dealt and their seconds.
     """
+    facts = [(sum(part.q_len for part in step), len(step), step[0].position, step[0].is_decode) for step, _ in rows]
+    tokens, batch, kv, is_decode = np.array(facts, dtype=np.float64).T
+    attention_s, _, linear_s, head_s, host_s = np.array([time for _, time in rows], dtype=np.float64).T
+    decoding, reading = is_decode > 0, is_decode == 0
+    if not attention_s.any():  # steps that were measured whole
+        for kind in (reading, decoding):
+            seen = kv[kind] + (tokens[kind] / batch[kind] + 1) / 2
+            attention = attention_of(tokens[kind], kv[kind], seen, linear_s[kind])
+            attention_s[kind] = np.maximum(attention, _SMALLEST)
+        linear_s = linear_s - attention_s
+    least_host_s = float(np.median(host_s[batch == 1]))
+    beside_s = attention_s + np.maximum(host_s - least_host_s, 0.0)
     num_layers = len(parallel.layers_of(stage, model.num_layers))
-    rows = rows if any(row.time.attention_s for row in rows) else _told_apart(rows)
-    chunk_rows = [row for row in rows if not row.step[0].is_decode]
-    decode_rows = [row for row in rows if row.step[0].is_decode]
-    host_s = statistics.median(row.time.host_s for row in rows if len(row.step) == 1)
-    q_len, kv, attention = _medians((row.step, row.time.attention_s) for row in chunk_rows)
-    batch, mean_kv, beside = _medians(
-        (row.step, row.time.attention_s + max(row.time.host_s - host_s, 0.0)) for row in decode_rows
-    )
     kvp = None
     if merges:  # what a rank receives grows with the groups beyond its own
         sent = [(row.q_len * (row.num_groups - 1), seconds, seconds) for row, seconds in merges]
         kvp = _link(sent, num_layers, model.num_heads / parallel.tp * (model.head_dim * dtype_bytes + 4))
     found = Coefficients(
         key=key,
-        linear=_curve([(sum(part.q_len for part in row.step), row.time.linear_s) for row in rows]),
-        chunks=fit_chunks(q_len, kv, attention, tile=_TILE),
-        decodes=fit_decodes(batch, mean_kv, beside),
-        head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if stage == parallel.spp - 1 else None,
-        host_s=host_s,
+        linear=fit_curve(tokens, np.maximum(linear_s, _SMALLEST)),
+        chunks=fit_chunks(*_medians(tokens[reading], kv[reading], attention_s[reading]), tile=_TILE),
+        decodes=fit_decodes(*_medians(batch[decoding], kv[decoding], beside_s[decoding])),
+        head=fit_curve(batch[decoding], np.maximum(head_s[decoding], _SMALLEST)) if stage == parallel.spp - 1 else None,
+        host_s=least_host_s,
         kvp=kvp,
     )
     if not dealt:
         return found
     block_bytes = 2.0 * max(1, model.num_kv_heads // parallel.tp) * model.head_dim * dtype_bytes
     return replace(found, ring=RingCost(_link(_beyond(found, dealt), num_layers, block_bytes)))
-
-
-def _told_apart(rows: Sequence[Measured]) -> list[Measured]:
-    """Attention and the rest of steps that were measured whole."""
-    found = []
-    for is_decode in (False, True):
-        steps = [row for row in rows if row.step[0].is_decode == is_decode]
-        first = [row.step[0] for row in steps]
-        size = [sum(part.q_len for part in row.step) for row in steps]
-        seen = [part.position + (part.q_len + 1) / 2 for part in first]
-        attention = attention_of(size, [part.position for part in first], seen, [row.time.linear_s for row in steps])
-        for row, attention_s in zip(steps, np.maximum(attention, _SMALLEST).tolist(), strict=True):
-            time = row.time._replace(attention_s=attention_s, linear_s=row.time.linear_s - attention_s)
-            found.append(row._replace(time=time))
-    return found
 
 
 def _beyond(alone: Coefficients, dealt: Sequence[tuple[Row, float]]) -> list[tuple[float, float, float]]:
@@ -209,18 +198,11 @@ def _beyond(alone: Coefficients, dealt: Sequence[tuple[Row, float]]) -> list[tup
     return found
 
 
-def _curve(points: Sequence[tuple[int, float]]) -> Curve:
-    x, seconds = zip(*points, strict=True)
-    return fit_curve(x, np.maximum(seconds, _SMALLEST))
-
-
-def _medians(rows: Iterable[tuple[Step, float]]) -> tuple[list[int], list[int], list[float]]:
-    """One row (tokens, cached, seconds) a step, so that steps weigh alike and a slow spell does not count; columns."""
-    runs = defaultdict[Step, list[float]](list)
-    for step, seconds in rows:
-        runs[step].append(seconds)
-    medians = [max(statistics.median(seconds), _SMALLEST) for seconds in runs.values()]
-    return [sum(part.q_len for part in step) for step in runs], [step[0].position for step in runs], medians
+def _medians(size: Floats, kv: Floats, seconds: Floats) -> tuple[Floats, Floats, Floats]:
+    """One row a step, so that steps weigh alike and a slow spell does not count."""
+    steps, which = np.unique(np.stack([size, kv]), axis=1, return_inverse=True)
+    medians = [np.median(seconds[which.reshape(-1) == index]) for index in range(steps.shape[1])]
+    return steps[0], steps[1], np.maximum(medians, _SMALLEST)
 
 
 def _link(points: Sequence[tuple[float, float, float]], num_layers: int, token_bytes: float) -> Link:
