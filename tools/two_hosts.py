@@ -12,7 +12,6 @@ seconds of each node, frames and bytes each way. Exits with the greater code. Ne
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
@@ -37,7 +36,6 @@ PORT = 29500
 MTU = 1500
 _FRAME = MTU + 64
 _DEVICE = "tap0"
-_CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _QUEUE_S = 0.2  # seconds of frames that wait for the cable before it drops more, as a switch would
 
@@ -109,14 +107,9 @@ def _sh(command: str) -> None:
 
 def open_tap(namespace: str) -> int:
     """A TAP device in a namespace, as the file descriptor that its frames are read from and written to."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{namespace}") as there:
-        for space in (there, home):
-            if libc.setns(space.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
-            if space is there:
-                tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-                fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH", _DEVICE.encode(), _IFF_TAP | _IFF_NO_PI))
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    made = fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH", b"medha%d", _IFF_TAP | _IFF_NO_PI))
+    _sh(f"ip link set {made[:16].rstrip(bytes(1)).decode()} netns {namespace} name {_DEVICE}")
     return tap
 
 
