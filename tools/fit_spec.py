@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -168,12 +169,10 @@ def fit(spec: HardwareSpec, part: str, names: Sequence[str], tables: Sequence[Ta
 
 def _with_rates(part: Any, names: Sequence[str], values: Floats) -> Any:
     """A part of the spec with other rates, in four digits."""
-    left, changes = [_rounded(value) for value in values.tolist()], {}
+    left, changes = map(_rounded, values.tolist()), dict[str, Any]()
     for name in names:
         old = getattr(part, name)
-        count = len(old) if isinstance(old, tuple) else 1
-        changes[name] = tuple(left[:count]) if isinstance(old, tuple) else left[0]
-        left = left[count:]
+        changes[name] = tuple(islice(left, len(old))) if isinstance(old, tuple) else next(left)
     return replace(part, **changes)
 
 

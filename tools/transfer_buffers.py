@@ -129,16 +129,6 @@ def played(prefills: Replica, trace: Trace, *, gbit: float, buffers: int, num_in
     return play
 
 
-def second_token_s(lengths: str, qps: float, num_requests: int, seed: int, gbit: float, buffers: int) -> float:
-    """Mean seconds from arrival to second token: Llama-3 8B on A100s, 16 prefill groups of tp 1 and two decode
-    instances of tp 8, each accelerator with a link of so many Gbit/s."""
-    trace = synthesize(lengths, qps=qps, num_requests=num_requests, seed=seed)
-    config = SchedulerConfig(CDSP, improvement_rate=0.3)
-    replica = Replica(load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=16), config, trace.longest)
-    play = played(replica, trace, gbit=gbit, buffers=buffers)
-    return float(np.mean(play.waited_s(trace, 1)))
-
-
 def transfer_buffers(
     lengths: str = "tetris-medium",
     qps: float = 1.5,
@@ -147,11 +137,17 @@ def transfer_buffers(
     num_requests: int = 300,
     num_seeds: int = 3,
 ) -> None:
-    """Print the mean seconds to the second token with all of the transfer buffers, and with half of them."""
+    """Print the mean seconds to the second token with all of the transfer buffers, and with half of them: Llama-3 8B
+    on A100s, 16 prefill groups of tp 1 and two decode instances of tp 8, each accelerator with a link of --gbit."""
+    spec, model, parallel = load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(kvp=16)
+    config = SchedulerConfig(CDSP, improvement_rate=0.3)
     print_head("Gbit/s", "seed", f"{buffers} buffers", f"{buffers // 2}", "overhead")
     for rate in numbers("gbit", gbit):
         for seed in range(num_seeds):
-            whole, half = (second_token_s(lengths, qps, num_requests, seed, rate, n) for n in (buffers, buffers // 2))
+            trace = synthesize(lengths, qps=qps, num_requests=num_requests, seed=seed)
+            replica = Replica(spec, model, parallel, config, trace.longest)
+            plays = [played(replica, trace, gbit=rate, buffers=number) for number in (buffers, buffers // 2)]
+            whole, half = (np.mean(play.waited_s(trace, 1)) for play in plays)
             print_row(f"{rate:g}", seed, f"{whole:.3f} s", f"{half:.3f} s", f"{100 * (half / whole - 1):+.2f} %")
 
 
