@@ -134,18 +134,13 @@ class Subject:
 
 
 class Local(NamedTuple):
-    """A subject that is loaded, on rank 0: its engine's configuration, model, limits and engine, the model's shape."""
+    """A subject that is loaded, on rank 0: its configuration, model and limits, its engine, the model's shape."""
 
     subject: Subject
     config: EngineConfig
     role: RankHandle
+    engine: Engine  # that the options ask for
     model: ModelConfig
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that the options ask for."""
-        assert self.role.engine is not None, "rank 0 has the engine"
-        return self.role.engine
 
     def engine_with(self, **scheduler: Any) -> Engine:
         """Another engine over the same weights and KV pool, with other fields of :class:`SchedulerConfig`.
@@ -200,7 +195,7 @@ def on_ranks(
             fill_pools(cache, cache.num_blocks * cache.block_size, seed=role.runner.group)
         if role.engine is None:
             return None
-        return work(Local(subject, config, role, subject.model_config(longest=longest)))
+        return work(Local(subject, config, role, role.engine, subject.model_config(longest=longest)))
 
 
 def terms(*names: str) -> str:

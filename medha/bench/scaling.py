@@ -37,7 +37,7 @@ from medha.config.fields import choice, text_read, words
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 from medha.profile.steps import FIRST_SLOT, StepRunner, chunk
-from medha.records import RankRecords, decode_records, encode_records
+from medha.records import RankRecords
 
 ONE_RANK = "1 rank"
 MODES = ("prefill", "decode", "chunk")
@@ -139,9 +139,9 @@ def _one_length(options: ScalingOptions, length: int) -> list[Report]:
     for name, found in answers.items():
         seconds, turns_s = [s for answer in found for s in answer["seconds"]], [sum(one["seconds"]) for one in found]
         middle = found[turns_s.index(statistics.median_low(turns_s))]  # the faster of two
-        ranks = [decode_records(text.encode()) for text in middle["ranks"]]
-        line = {"length": length, "layout": name, "num_ranks": len(ranks), "timing": timing_of(seconds)}
-        lines.append(line | {"seconds": seconds, "usage": usage(ranks)})
+        used = middle["usage"]
+        line = {"length": length, "layout": name, "num_ranks": len(used["busy_s"]), "timing": timing_of(seconds)}
+        lines.append(line | {"seconds": seconds, "usage": used})
     first_s = lines[0]["timing"]["median_s"]
     return [line | {"ratio": first_s / line["timing"]["median_s"]} for line in lines]
 
@@ -206,17 +206,15 @@ def _steps(local: Local, hand: StepRunner, *, q_len: int, context: int, is_decod
     return {"batch_ids": [batch_id for batch_id, _ in ran], "seconds": [seconds for _, seconds in ran]}
 
 
-def _records(local: Local, ids: Sequence[int] | None) -> list[str]:
-    """What each rank ran since the last call, of batches that count."""
-    role = local.role
-    if role.part is None:
-        records = [RankRecords(0, 0, 0, role.runner.recorder.take())]
+def _usage(local: Local, ids: Sequence[int] | None) -> Report:
+    """What the time since the last call went to, of batches that count."""
+    if local.role.part is None:
+        records = [RankRecords(0, 0, 0, local.role.runner.recorder.take())]
     else:
         records = local.engine.runner.gather_records()  # type: ignore[attr-defined]
-    counting = [
-        r._replace(batches=tuple(one for one in r.batches if ids is None or one.batch_id in ids)) for r in records
-    ]
-    return [encode_records(one).decode() for one in counting]
+    return usage(
+        [r._replace(batches=tuple(one for one in r.batches if ids is None or one.batch_id in ids)) for r in records]
+    )
 
 
 def _serve_lines(local: Local) -> Report:
@@ -228,7 +226,7 @@ def _serve_lines(local: Local) -> Report:
     for line in sys.stdin:
         work = json.loads(line)
         found = _prefill(local, hand, **work) if "prompt_len" in work else _steps(local, hand, **work)
-        print(json.dumps(found | {"ranks": _records(local, found.pop("batch_ids", None))}), flush=True)
+        print(json.dumps(found | {"usage": _usage(local, found.pop("batch_ids", None))}), flush=True)
     return {}
 
 

@@ -126,7 +126,8 @@ class Worker(AbstractContextManager["Worker"]):
             line = stdout.readline()
         if not line:
             raise RankFailedError(f"{self._name} has ended: {self._process.wait()}")
-        self._signal(signal.SIGSTOP)
+        if self._stops:
+            self._signal(signal.SIGSTOP)
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
@@ -143,11 +144,9 @@ class Worker(AbstractContextManager["Worker"]):
         self._kill()
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._stops:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()

@@ -84,25 +84,24 @@ def _affine(
     Errors are relative to ``scale``, by default ``seconds``; ``rising`` makes both non-decreasing over the sizes.
     """
     scale = seconds if scale is None else scale
-    known, slopes, weights = [], [], []
+    fits = []
     for point in sizes:
         rows = size == point
         slope, weight = _slope(kv[rows], seconds[rows], scale[rows])
-        if weight > 0 and slope * np.sqrt(weight) * _SLOPE_ERROR >= _NOISE:
-            known.append(point)
-            slopes.append(slope)
-            weights.append(weight)
+        if slope * np.sqrt(weight) * _SLOPE_ERROR >= _NOISE:
+            fits.append((point, slope, weight))
     b = np.zeros_like(sizes)
-    if known:
+    if fits:
+        known, slopes, weights = np.transpose(fits)
         b = np.interp(sizes, known, isotonic(slopes, weights) if rising else slopes)
         # in proportion to the size beyond the largest known one
         b = np.where(sizes > known[-1], b[-1] * sizes / known[-1], b)
         if not rising:
             b = np.where(sizes < known[0], b * sizes / known[0], b)
-    offsets = seconds - np.interp(size, sizes, b) * kv
+    offsets, weights = seconds - np.interp(size, sizes, b) * kv, scale**-2.0
     present = np.unique(size)
-    precision = np.array([float(np.sum(scale[size == point] ** -2.0)) for point in present])
-    a = np.array([float(np.average(offsets[size == p], weights=scale[size == p] ** -2.0)) for p in present])
+    means = [np.average(offsets[size == p], weights=weights[size == p], returned=True) for p in present]
+    a, precision = np.transpose(means)
     if rising:
         a = isotonic(a, precision)
     return np.interp(sizes, present, np.maximum(a, 0.0)), b
