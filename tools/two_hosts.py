@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,11 +157,15 @@ def two_hosts(
     --loss is a share of its frames, drawn by --seed, and with --cut-after-s it is cut then."""
     namespaces = [f"medha-{os.getpid()}-{host}" for host in HOSTS]
     cut, over = threading.Event(), threading.Event()
-    try:
+    with ExitStack() as stack:
+        stack.callback(tear_down, namespaces)
         taps = set_up(namespaces)
         cable = delay_ms / 1e3, rate_mbit * 1e6 / 8, loss
         ways = [Way(taps[0], taps[1], *cable), Way(taps[1], taps[0], *cable)]
-        threading.Thread(target=relay, args=(ways, cut, over, seed), daemon=True).start()
+        relaying = threading.Thread(target=relay, args=(ways, cut, over, seed))
+        relaying.start()
+        stack.callback(relaying.join)  # before its devices go with their namespaces
+        stack.callback(over.set)
         start_s = time.monotonic()
         nodes = [start_node(i, name, nproc_per_node, command) for i, name in enumerate(namespaces)]
         ended_s: dict[int, float] = {}
@@ -177,9 +181,6 @@ def two_hosts(
         report |= {name: [getattr(way, name) for way in ways] for name in ("num_frames", "num_bytes", "num_lost")}
         print(json.dumps(report), flush=True)
         return max(map(abs, codes))
-    finally:
-        over.set()
-        tear_down(namespaces)
 
 
 if __name__ == "__main__":
