@@ -71,60 +71,57 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
     whole = long_prompt_tokens + 256
 
     timelines = {"lars": Timeline(), "fcfs": Timeline()}
+    served = dict[str, list[RequestOutput]]()  # nothing on a rank without the engine
 
-    def act(
-        opening: str, timeline: Timeline, before: Sequence[RequestOutput] = (), **options: Any
-    ) -> list[RequestOutput] | None:
-        """Build an engine and have it serve what is asked, or was ``before``; None on a rank without the engine."""
+    def act(name: str, opening: str, **options: Any) -> None:
+        """Build an engine and have it serve what is asked, at the times of the first act in the second."""
         launch = read_launch()
         options |= layout_for(1 if launch is None else launch.world_size)
         with job_folder("demo") as folder:
             options |= {"max_model_len": whole, "max_num_seqs": 8, "dist_timeout": _TRANSFER_LIMIT_S}
             config = EngineConfig.from_flat(str(write_needle(folder)), **options)
-            role = build_role(config, timeline=timeline)  # when it returns every rank has loaded
-        outputs = None
+            role = build_role(config, timeline=timelines[name])  # when it returns every rank has loaded
         if role.engine is not None:
             console.print(opening)
-            if launch is not None and options["scheduler"] == "medha":
+            if launch is not None and name == "lars":
                 layout = f"spp={options['spp']} pipeline stages, tp={options['tp']} tensor-parallel ranks in each"
                 console.print(f"Layout: {layout}.")
             shown = Console(stderr=True) if live else None
             with Display(role.engine.prefills, lines=console, live=shown, num_requests=len(asked)) as display:
-                outputs = _serve(role.engine, asked, before, display)
+                served[name] = _serve(role.engine, asked, served.get("lars", ()), display)
         role.close()
-        return outputs
 
-    lars = act(
+    act(
+        "lars",
         f"One document of {long_prompt_tokens:,} tokens with a fact hidden in it is read,\n"
         f"while {len(_CODES)} short questions arrive. Who is served follows from deadlines (LARS).",
-        timelines["lars"],
         scheduler="medha",
         policy="lars",
         quantum_s=0.25,
         chunk_size=_CHUNK_SIZE,
         max_batch_tokens=2 * _CHUNK_SIZE,
     )
-    if lars is not None:
-        print_rows(console, "", results(lars, expected))
-        console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.")
+    if served:
+        print_rows(console, "", results(served["lars"], expected))
+        console.print(f"{_num_right(served['lars'], expected)} of {len(expected)} answers right.")
         console.print("TPOT is long while the document is read: each token waits for a batch with a part of it.\n")
-    fcfs = act(
+    act(
+        "fcfs",
         "The same arrivals again, first come first served and every prompt whole:\n"
         "the questions wait for the document.",
-        timelines["fcfs"],
-        lars or (),
         scheduler="orca",
         chunk_size=whole,
         max_batch_tokens=whole,
     )
-    if lars is None or fcfs is None:
+    if not served:
         return 0
     folder = tempfile.mkdtemp(prefix="medha-timeline-")
     for name, timeline in timelines.items():
         timeline.write(Path(folder) / f"{name}.json")
+    lars, fcfs = served.values()
     print_rows(console, "whole prompts first come first served, and LARS", comparison(fcfs, lars, expected))
     console.print(f"What ran when, for ui.perfetto.dev:\n{folder}/fcfs.json\n{folder}/lars.json", soft_wrap=True)
-    num_right = min(_num_right(outputs, expected) for outputs in (lars, fcfs))
+    num_right = min(_num_right(outputs, expected) for outputs in served.values())
     console.print(f"Under both, {num_right} of {len(expected)} answers right.")
     return 0 if num_right == len(expected) else 3
 
