@@ -18,7 +18,7 @@ import numpy as np
 
 from examples.reproduce.result import Options
 from medha.sim.outcome import Gaps, Outcome
-from medha.workload.metrics import Flags, Floats, percentile
+from medha.workload.metrics import Flags, Floats, TokenTimes, percentile
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 
@@ -83,8 +83,8 @@ class Served:
     @property
     def tpot_s(self) -> Floats:
         """Mean seconds between the tokens of each request that ended and has several; NaN for the others."""
-        gaps = np.maximum(self.trace.output_tokens - 1, 1)
-        return np.where(self.trace.output_tokens > 1, (self.finish_s - self.first_token_s) / gaps, np.nan)
+        trace = self.trace
+        return TokenTimes(trace.arrival_s, self.first_token_s, self.finish_s, trace.output_tokens).tpot_s
 
     @property
     def is_finished(self) -> Flags:

@@ -83,14 +83,13 @@ def _latency(local: Local, options: LatencyOptions) -> Report:
         for way, engine in engines.items():
             contestants[length, way] = partial(_served, engine, [Arrival("request", prompt, params)])
     found = in_turn(contestants, warmup=options.warmup, runs=options.runs)
-    product_s = found.pop(_PRODUCT, [])
+    rate = None if product is None else product.rate(found.pop(_PRODUCT))
     lines: list[Report] = [
         {"input_len": length, "way": way} | latency_fields([one for served in runs for one in served.outcomes])
         for (length, way), runs in found.items()
     ]
     report = local.report("latency", asdict(options)) | {"results": lines}
-    if product is not None:
-        rate = product.rate(product_s)
+    if rate is not None:
         report["matrix_product"] = rate
         best = rate["flops_per_s"] * local.config.parallel.world_size
         whole_s = {line["input_len"]: line["ttft"]["median_s"] for line in lines if line["way"] == WHOLE}

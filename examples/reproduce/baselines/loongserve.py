@@ -23,7 +23,7 @@ included, is refused and never gets a token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,19 +64,18 @@ class LoongServe:
         Raises:
             ConfigError: the model does not fit an instance.
         """
+        is_stopped, count = False, self.num_instances
         first_token_s, finish_s = np.full((2, len(trace)), np.nan)
-        gaps, is_stopped, count = Gaps(), False, self.num_instances
+        served = Served(trace, first_token_s, finish_s, stop_s, Gaps())
         costs = EspCosts(A100, self.model, num_instances=count, tp=self.tp, utilization=self.utilization)
         pools = [(range(count), np.ones(len(trace), np.bool_))]
         if self.reserved:
             is_short = trace.prompt_tokens < self.reserved_below
             pools = [(range(self.reserved), is_short), (range(self.reserved, count), ~is_short)]
         for instances, mask in pools:
-            manager = Manager(costs, trace, instances, gaps=gaps)
-            is_stopped |= manager.play(np.flatnonzero(mask).tolist(), stop_s)
-            first_token_s[mask], finish_s[mask] = manager.first_token_s[mask], manager.finish_s[mask]
+            is_stopped |= Manager(costs, served, instances).play(np.flatnonzero(mask).tolist(), stop_s)
         if not is_stopped:
-            return Served(trace, first_token_s, finish_s, float(np.nanmax(finish_s, initial=0.0)), gaps)
+            return replace(served, end_s=float(np.nanmax(finish_s, initial=0.0)))
         for times in (first_token_s, finish_s):
             times[times > stop_s] = np.nan  # the last step of a run that the manager interrupted
-        return Served(trace, first_token_s, finish_s, stop_s, gaps)
+        return served

@@ -12,13 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_plan import Pending, Situation, Total, fill, plan_batches, select
 from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Group, KvPool, Prefill, Request, Run
-from medha.sim.outcome import Gaps
-from medha.workload.trace import Trace
+from examples.reproduce.load import Served
 
 _STEPS_BETWEEN = 10
 """Decode steps between prefills: ``max_wait_tokens``."""
@@ -38,19 +35,12 @@ class Manager:
 
     Args:
         costs: of its instances.
-        trace: what is asked.
+        served: what is asked; its times and gaps are filled in.
         instances: their numbers.
-        gaps: where waits between tokens are counted.
-
-    Attributes:
-        first_token_s, finish_s: by row of the trace; NaN for what did not happen.
     """
 
-    def __init__(self, costs: EspCosts, trace: Trace, instances: range, *, gaps: Gaps) -> None:
-        self.first_token_s, self.finish_s = np.full((2, len(trace)), np.nan)
-        self._gaps = gaps
-        self._costs = costs
-        self._trace = trace
+    def __init__(self, costs: EspCosts, served: Served, instances: range) -> None:
+        self._costs, self._served = costs, served
         self._pool = KvPool(instances, costs.pool_tokens)
         self._prefills: list[Prefill] = []
         self._queue: list[Pending] = []
@@ -67,7 +57,7 @@ class Manager:
 
     def play(self, rows: Sequence[int], stop_s: float) -> bool:
         """Play these rows of the trace; whether that was stopped before its end."""
-        trace = self._trace
+        trace = self._served.trace
         for row in rows:
             prompt, output = int(trace.prompt_tokens[row]), int(trace.output_tokens[row])
             self._push(float(trace.arrival_s[row]), partial(self._arrive, Pending(row, prompt, prompt + output - 1)))
@@ -238,7 +228,7 @@ class Manager:
         for instance in prefill.instances:
             self._pool.owner[instance], self._pool.ready_s[instance] = None, end_s
         for request in prefill.requests:
-            self.first_token_s[request.pending.row] = request.last_s = end_s
+            self._served.first_token_s[request.pending.row] = request.last_s = end_s
             if not request.left:
                 self._finish(request, end_s)
         group = Group([], [request for request in prefill.requests if request.left])
@@ -331,14 +321,14 @@ class Manager:
         masters = [instance for instance, rows in run.masters for _ in range(rows)]
         for request, master in zip(group.requests, masters, strict=True):
             if request.last_s != run.start_s:
-                self._gaps.add(first_s - request.last_s)
+                self._served.gaps.add(first_s - request.last_s)
                 num_even -= 1
             request.last_s = end_s
             request.done += num_steps
             request.left -= num_steps
             request.kv[master] += num_steps
         if num_even:
-            self._gaps.add(run.step_s, num_even)
+            self._served.gaps.add(run.step_s, num_even)
         self._release(group, end_s)
 
     def _release(self, group: Group, end_s: float) -> None:
@@ -354,7 +344,7 @@ class Manager:
             self._pool.groups.remove(group)
 
     def _finish(self, request: Request, end_s: float) -> None:
-        self.finish_s[request.pending.row] = end_s
+        self._served.finish_s[request.pending.row] = end_s
         self._pool.free(request)
         self._claims -= request.pending.claim_tokens
         self._ended_tokens += request.done
