@@ -21,7 +21,7 @@ from medha.cost.hardware import SPECS
 from medha.errors import ConfigError, hint
 
 _MODULES = (
-    *("requirements", "chunks", "adaptive", "stages", "kvp", "utilization", "example", "lengths"),
+    *("requirements", "chunks", "stages", "kvp", "utilization", "example", "lengths"),
     *("disaggregation", "capacity", "decode_load", "schedulers", "pools", "layouts", "fragmentation"),
     *("tetris", "batching"),
 )

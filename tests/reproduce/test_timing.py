@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from examples.reproduce import timing
-from examples.reproduce.figures.adaptive import adaptive
+from examples.reproduce.figures.chunks import adaptive
 from examples.reproduce.figures.example import POLICIES, play
 from examples.reproduce.figures.requirements import gpus_needed, most_tokens_by_compute
 from examples.reproduce.timing import H100, MODELS

@@ -1,6 +1,7 @@
-"""What a chunk costs: intensity, overhead of small chunks, decodes beside it, how long it cannot be stopped.
+"""What a chunk costs: intensity, overhead of small chunks, decodes beside it, how long it cannot be stopped; and chunks
+of one size against adaptive ones.
 
-v5 sections 2.6 and 3.1, figure 3; v4 sections 3.1 and 3.2, figure 5.
+v5 sections 2.6, 3.1 and 3.2, figures 3 and 4; v4 sections 3.1 and 3.2, figures 5 and 6.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 
 from examples.reproduce import timing
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
-from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
+from examples.reproduce.plotting import PAPER, Line, Panel, lines, paths, token_label
 from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import A100, H100, LLAMA_8B, LLAMA_70B, MODELS, M
 from medha.config import ModelConfig, ParallelConfig
@@ -21,6 +22,8 @@ from medha.cost.predictor import Predictor, Work
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _TP8 = ParallelConfig(tp=8)
 _SHORT_DECODE = Work(1, 1024, True)
+_EIGHT_DECODES = (_SHORT_DECODE,) * 8
+_MOST = 8192  # tokens of an adaptive chunk
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Intensity
@@ -174,3 +177,52 @@ def run_preemption(options: Options) -> FigureResult:
     longest_s = held["chunk of 512, 8 H100s"][-1]
     answers = {"chunk-tens-of-ms": Answer(1e3 * longest_s), "whole-minutes": Answer(whole[lengths.index(M)])}
     return FigureResult([panel], answers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Static against adaptive chunks
+
+
+def adaptive(predictor: Predictor, tokens: int, budget_s: float) -> tuple[Floats, Floats]:
+    """Chunks as the packer cuts them, beside 8 decodes: the largest within the budget, at least 32 tokens.
+
+    Returns:
+        Seconds of each batch, and its chunk.
+    """
+    tick = predictor.tick(_EIGHT_DECODES)
+    seconds, sizes, done = [], [], 0
+    while done < tokens:
+        chunk = max(tick.largest_chunk(done, budget_s, min(_MOST, tokens - done), 16), min(SIZES[0], tokens - done))
+        seconds.append(tick.with_chunk(chunk, done))
+        sizes.append(chunk)
+        done += chunk
+    return np.array(seconds), np.array(sizes, dtype=np.float64)
+
+
+@figure("adaptive-chunking", "Static against adaptive chunks (v5 fig. 4)")
+def run_adaptive(options: Options) -> FigureResult:
+    """1M tokens, 8B on 8 H100s, 8 short decodes in every batch; ``quick`` changes nothing."""
+    predictor = timing.stage_predictors(H100, LLAMA_8B, _TP8)[0]
+    static = [timing.chunk_seconds([predictor], M, size, decodes=_EIGHT_DECODES)[0] for size in SIZES]
+    fitted = [adaptive(predictor, M, float(seconds.max()))[0] for seconds in static]
+    prefill_s, worst_s, p50_s = (
+        np.array([[float(of(seconds)) for seconds in rows] for rows in (static, fitted)])
+        for of in (np.sum, np.max, np.median)
+    )
+    (static_ms, fitted_ms), (static_s, fitted_s) = (1e3 * worst_s).tolist(), prefill_s.tolist()
+    panel = Panel(
+        f"{token_label(M)} prompt beside 8 decodes, Llama-3 8B, 8 H100s",
+        "longest decode latency, ms",
+        "prefill, s",
+        paths({"static": (static_ms, static_s), "adaptive": (fitted_ms, fitted_s)}),
+        notes=list(zip(static_ms, static_s, map(str, SIZES), strict=True)),
+        log="xy",
+    )
+    gains, order, at = prefill_s[0] / prefill_s[1], np.argsort(p50_s[1]), np.log(p50_s)
+    inside = (at[0] >= at[1].min()) & (at[0] <= at[1].max())
+    # adaptive chunks, interpolated to the median latency of each static size
+    same_median_s = np.exp(np.interp(at[0, inside], at[1, order], np.log(prefill_s[1, order])))
+    by_median = prefill_s[0, inside] / same_median_s
+    spans = {"least": gains.min(), "most": gains.max(), "low": by_median.min(), "high": by_median.max()}
+    no_worse = np.append(gains, by_median) >= 1 - 1e-9
+    return FigureResult([panel], {"adaptive-pareto": Answer(no_worse, tokens=token_label(M), **spans)})
