@@ -39,11 +39,26 @@ _SEGMENTS = {
 
 def attention_rows(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
     """Output and log-sum-exp of the backend in a dtype, over decodes, chunks, shards and head counts."""
-    cases = [case for heads in _HEADS for case in _attention_errors(backend, heads, device, dtype)]
-    what = f"{str(dtype).removeprefix('torch.')}, {len(cases)} shapes"
-    for name, figures in zip(("output", "log-sum-exp"), zip(*cases, strict=True), strict=True):
-        rows = [held("attention", f"{name}, {what}", error, limit) for error, limit in figures]
-        yield max(rows, key=lambda row: row.strain)
+    errors: dict[str, list[tuple[float, float]]] = {"output": [], "log-sum-exp": []}  # and their limits
+    plan = AttentionRows.over(list(_SEGMENTS.values()), _BLOCK)
+    for N, K, H in _HEADS:
+        shape = LayerShape(N, K, H, dtype)
+        cache = KVCache(shape, num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, device=device)
+        generator = torch.Generator(device=device).manual_seed(0)
+        k_PKH, v_PKH = (pool.normal_(generator=generator) for pool in (cache.k[0], cache.v[0]))
+        q_TNH = 2 * torch.randn(plan.num_tokens, N, H, generator=generator, device=device, dtype=dtype)
+        out_TNH, lse_TN = backend.run(q_TNH, k_PKH, v_PKH, backend.plan(plan))
+        for (_, ranges, causal), bounds in zip(_SEGMENTS.values(), pairwise(plan.q_indptr.tolist()), strict=True):
+            rows, extents = slice(*bounds), (*ranges, (0, 0))  # one at least, as nothing has no dtype
+            index_S = torch.cat([torch.arange(first, first + count, device=device) for first, count in extents])
+            want_out, want_lse = dense_attention(q_TNH[rows], k_PKH[index_S], v_PKH[index_S], causal=causal)
+            finite = want_lse.masked_fill(want_lse == -torch.inf, 0.0)
+            lse_most = lse_limit(finite, dtype, backend.name)
+            errors["output"].append((largest_error(out_TNH[rows], want_out), out_limit(want_out, dtype)))
+            errors["log-sum-exp"].append((largest_error(lse_TN[rows], want_lse), lse_most))
+    for name, figures in errors.items():
+        what = f"{name}, {str(dtype).removeprefix('torch.')}, {len(figures)} shapes"
+        yield max((held("attention", what, *both) for both in figures), key=lambda row: row.strain)
 
 
 def merge_rows(
@@ -122,29 +137,6 @@ def largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Largest absolute difference; equal infinities differ by 0, anything else that is not finite by inf."""
     error = torch.where(got == want, 0.0, (got.double() - want.double()).abs())
     return float(error.max()) if bool(torch.isfinite(error).all()) else float("inf")
-
-
-def _attention_errors(
-    backend: AttentionBackend, heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype
-) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Of each segment the error of the output and its limit, and those of the log-sum-exp."""
-    N, K, H = heads
-    cache = KVCache(LayerShape(N, K, H, dtype), num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, device=device)
-    generator = torch.Generator(device=device).manual_seed(0)
-    k_PKH, v_PKH = (pool.normal_(generator=generator) for pool in (cache.k[0], cache.v[0]))
-    plan = AttentionRows.over(list(_SEGMENTS.values()), _BLOCK)
-    q_TNH = 2 * torch.randn(plan.num_tokens, N, H, generator=generator, device=device, dtype=dtype)
-    out_TNH, lse_TN = backend.run(q_TNH, k_PKH, v_PKH, backend.plan(plan))
-    errors = []
-    for (_, ranges, causal), bounds in zip(_SEGMENTS.values(), pairwise(plan.q_indptr.tolist()), strict=True):
-        rows = slice(*bounds)
-        keys = [torch.arange(first, first + count, device=device) for first, count in ranges]
-        index_S = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64, device=device)
-        want_out, want_lse = dense_attention(q_TNH[rows], k_PKH[index_S], v_PKH[index_S], causal=causal)
-        finite = want_lse.masked_fill(want_lse == -torch.inf, 0.0)
-        output = largest_error(out_TNH[rows], want_out), out_limit(want_out, dtype)
-        errors.append((output, (largest_error(lse_TN[rows], want_lse), lse_limit(finite, dtype, backend.name))))
-    return errors
 
 
 def _num_wrong_edges(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> int:
