@@ -28,11 +28,6 @@ NEVER = 1 << 60
 POLICIES = {"none kept": SchedulerConfig(prefix_caching=False), "lru": SchedulerConfig()}
 
 
-def chains_of(trace: Trace) -> list[list[int]]:
-    """The whole blocks of each prompt."""
-    return [[int(one) for one in row.prefix_hashes or ()][: row.prompt_tokens // HASHED_TOKENS] for row in trace.rows()]
-
-
 def belady(chains: list[list[int]], capacity: int) -> int:
     """Blocks that the best eviction of so many saves."""
     uses = defaultdict[int, list[int]](lambda: [NEVER])  # of a block: in which prompts it is, the next one last
@@ -70,7 +65,8 @@ def prefix_hits(
     if plot is not None:
         import matplotlib.pyplot as plt  # before minutes of playing, should it not be there
     given, parts = read_trace(trace).trace.first(num_prompts), numbers("shares", shares)
-    chains, num_tokens = chains_of(given), int(given.prompt_tokens.sum())
+    num_tokens = int(given.prompt_tokens.sum())
+    chains = [list(row.prefix_hashes or ())[: row.prompt_tokens // HASHED_TOKENS] for row in given.rows()]  # whole
     distinct = len(set[int]().union(*chains))
     print(f"{len(given):,} requests, {distinct * HASHED_TOKENS:,} distinct tokens in whole blocks")
     print_head("memory", "eviction", "hit rate", "TTFT P50 / P99")

@@ -17,7 +17,7 @@ of two decisions counts: the one that goes on with the decode, and the one that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count, product
@@ -166,12 +166,8 @@ class SchedulerOptions:
     waiting: tuple[int, ...] = lengths(
         "num_waiting", "1000,10000,100000", "Requests that wait, comma separated; each is measured."
     )
-    policies: tuple[str, ...] = asked(
-        ("priority",),
-        "May be repeated; priority by default.",
-        name="policy",
-        kind=list[str],
-        read=lambda _, names: tuple(names),
+    policies: Sequence[str] = asked(
+        ("priority",), "May be repeated; priority by default.", name="policy", kind=list[str]
     )
     num_decoding: int = asked(256, "Requests that decode.", COUNT, name="num_running")
     num_prefilling: int = asked(

@@ -66,7 +66,8 @@ class Manager:
             while self._events and self._events[0][0] == now_s:
                 is_changed |= heapq.heappop(self._events)[-1]() is not False
             if is_changed and self._queue:
-                self._dispatch(now_s)
+                chosen = set((self._fill if self._prefills else self._select)(self._queue[:_MAX_SCANNED], now_s))
+                self._queue = [pending for pending in self._queue if pending not in chosen]
             self._start_runs(now_s)
         for group in list(self._pool.groups):
             if (run := group.run) is not None and run.start_s < stop_s:
@@ -86,11 +87,6 @@ class Manager:
 
     # -----------------------------------------------------------------------------------------------------------------
     # Dispatching and allocation
-
-    def _dispatch(self, now_s: float) -> None:
-        chosen = (self._fill if self._prefills else self._select)(self._queue[:_MAX_SCANNED], now_s)
-        rows = {pending.row for pending in chosen}
-        self._queue = [pending for pending in self._queue if pending.row not in rows]
 
     def _select(self, queue: Sequence[Pending], now_s: float) -> Sequence[Pending]:
         """Start prefills, for which groups may stop, unless they have to decode first; returns whose."""

@@ -163,10 +163,8 @@ def plan_batches(costs: EspCosts, prompt_tokens: Sequence[int], used: Sequence[i
     sums[:, 1:] = np.cumsum([lengths, lengths**2, 1 / lengths], axis=1)
     tokens, squares, rates = (total[None, :] - total[:, None] for total in sums)
     before = np.tril(np.full(tokens.shape, math.inf))  # a batch ends after it begins
-    seconds = [before] * (num_instances + 1)
-    for degree in range(1, num_instances + 1):
-        alpha, beta, gamma = costs.fit[degree]
-        seconds[degree] = (alpha + beta * tokens + gamma * squares) * rates + before
+    alpha, beta, gamma = costs.fit.T[:, :, None, None]
+    seconds = (alpha + beta * tokens + gamma * squares) * rates + before  # [degree, first request, last one]
     best = np.full((num_instances + 1, num_requests + 1), math.inf)
     best[0, 0] = 0.0
     came_from: dict[tuple[int, int], tuple[int, int]] = {}

@@ -17,16 +17,11 @@ from examples.reproduce.systems import LOONGSERVE, LOONGSERVE_RESERVED, MEDHA
 SYSTEMS: tuple[System, ...] = (MEDHA, LOONGSERVE, LOONGSERVE_RESERVED)
 
 
-def num_long_finished(served: Served) -> int:
-    """Long requests that got their last token."""
-    return int(served.is_finished[served.is_long].sum())
-
-
 @figure("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """Three systems at the papers' rates, 5 % long requests."""
     runs = runs_of(SYSTEMS, MIX, options)
-    ends = {name: [num_long_finished(one) for one in row] for name, row in runs.items()}
+    ends = {name: [int(one.is_finished[one.is_long].sum()) for one in row] for name, row in runs.items()}
     asked = [int(one.is_long.sum()) for one in runs[MEDHA.label]]
     shares = {name: [done / max(n, 1) for done, n in zip(row, asked, strict=True)] for name, row in ends.items()}
     waits = {name: [_short_p90(one) for one in row] for name, row in runs.items()}

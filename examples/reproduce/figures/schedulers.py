@@ -45,14 +45,10 @@ def run(options: Options) -> FigureResult:
     return FigureResult(panels, answers)
 
 
-def prompt_tokens_done(served: Served) -> int:
-    """Prompt tokens of the requests that got a first token."""
-    return int(served.trace.prompt_tokens[np.isfinite(served.ttft_s)].sum())
-
-
 def _throughput(served: Mapping[str, Served], options: Options) -> Answer:
     plays = [served[MEDHA.label], served[LARS.label]]
-    rates = [prompt_tokens_done(play) / options.window_s for play in plays]
+    begun = [play.trace.prompt_tokens[np.isfinite(play.ttft_s)].sum() for play in plays]  # tokens of who got a token
+    rates = [int(tokens) / options.window_s for tokens in begun]
     ends = [play.is_finished.sum() for play in plays]
     return Answer(rates[0] / rates[1], qps=TOP, rates=rates, ends=ends, fixed_ms=1e3 * fixed_batch_s())
 
