@@ -9,7 +9,6 @@ python -m tools.best_rates rates.json --hardware a100-80g --kvp 16 --workload te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +24,7 @@ from medha.cost.roofline import shape_name
 from medha.sched.cdsp import Planner
 from medha.sim.cli import simulate
 from medha.sim.study import about, systems_of
+from medha.workload.trace import Trace
 
 RATES = tuple(i / 20 for i in range(1, round(20 * MAX_RATE) + 1))  # from 0.05
 
@@ -46,8 +46,7 @@ def best_rates(
             planner, trace = system.replica.build()[0].planner, system.trace
             assert planner is not None, "cdsp plans"
             layout = planner.layout(system.replica.parallel.tp)
-            best = best_rate(planner, trace.arrival_s.tolist(), trace.prompt_tokens.tolist())
-            rows.append((system.qps or trace.qps or 0.0, *best))
+            rows.append((system.qps or trace.qps or 0.0, *best_rate(planner, trace)))
             done(len(trace))
     replica, (qps, rates, means) = systems[0].replica, zip(*rows, strict=True)
     what = given["trace"] or given["workload"] or "medha-mix"
@@ -59,22 +58,22 @@ def best_rates(
     return 0
 
 
-def played_ttft_s(planner: Planner, arrivals_s: Sequence[float], prompts: Sequence[int], load: LoadWindow) -> Floats:
+def played_ttft_s(planner: Planner, trace: Trace, load: LoadWindow) -> Floats:
     """TTFT of each request where plans are made at arrival, kept, and take what is predicted; float64 [requests]."""
-    free_s, ttft_s = [0.0] * planner.num_groups, np.empty(len(prompts))
-    for index, (arrival_s, prompt) in enumerate(zip(arrivals_s, prompts, strict=True)):
+    free_s, ttft_s = [0.0] * planner.num_groups, list[float]()
+    for arrival_s, prompt in zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), strict=True):
         load.arrived(arrival_s)
         queue_s = [max(one_s - arrival_s, 0.0) for one_s in free_s]
         plan = planner.plan(prompt, queue_s, load.rate)
         planner.occupy(queue_s, plan.chunks)
         free_s = [arrival_s + one_s for one_s in queue_s]
-        ttft_s[index] = plan.ttft_s
-    return ttft_s
+        ttft_s.append(plan.ttft_s)
+    return np.array(ttft_s)
 
 
-def best_rate(planner: Planner, arrivals_s: Sequence[float], prompts: Sequence[int]) -> tuple[float, float]:
+def best_rate(planner: Planner, trace: Trace) -> tuple[float, float]:
     """Of :data:`RATES` that with the least mean TTFT, the smaller of two alike, and that mean."""
-    means = {rate: float(played_ttft_s(planner, arrivals_s, prompts, LoadWindow(rate)).mean()) for rate in RATES}
+    means = {rate: float(played_ttft_s(planner, trace, LoadWindow(rate)).mean()) for rate in RATES}
     rate = min(means, key=means.__getitem__)
     return rate, means[rate]
 

@@ -13,14 +13,13 @@ from tools.best_rates import RATES
 @pytest.mark.parametrize(("system", "size"), [(SP8, 8), (SP16, 16)])
 def test_alone_a_prompt_takes_what_its_group_takes(system: Tetris, size: int) -> None:
     stream = Stream("tetris-long", 50)
-    _, prompts = stream.at(1.0)
-    alone_s = [tetris.table_times().seconds(size, 0, prompt) for prompt in prompts]
+    alone_s = [tetris.table_times().seconds(size, 0, prompt) for prompt in stream.trace(1.0).prompt_tokens.tolist()]
     assert tetris.ttft_s(system, stream, 1e-4, 0.0) == pytest.approx(alone_s)
 
 
 def test_loongserve_takes_the_fastest_size_and_tetris_never_waits_longer_alone() -> None:
     stream = Stream("tetris-short", 50)
-    _, prompts = stream.at(1.0)
+    prompts = stream.trace(1.0).prompt_tokens.tolist()
     fastest_s = [min(tetris.table_times().seconds(size, 0, prompt) for size in TABLE_1) for prompt in prompts]
     assert tetris.ttft_s(LOONGSERVE, stream, 1e-4, 0.0) == pytest.approx(fastest_s)
     assert SINGLE.planner().max_chunks == LOONGSERVE.planner().max_chunks == 1
@@ -30,9 +29,10 @@ def test_loongserve_takes_the_fastest_size_and_tetris_never_waits_longer_alone()
 
 def test_loads_scale_the_same_requests() -> None:
     stream = Stream("tetris-medium", 100, seed=3)
-    slow, fast = stream.at(0.5), stream.at(2.0)
-    assert slow[1] == fast[1] and slow[0] == pytest.approx([4 * time_s for time_s in fast[0]])
-    assert Stream("tetris-medium", 100, seed=4).at(2.0)[1] != fast[1]
+    slow, fast, other = stream.trace(0.5), stream.trace(2.0), Stream("tetris-medium", 100, seed=4).trace(2.0)
+    assert np.array_equal(slow.prompt_tokens, fast.prompt_tokens)
+    assert slow.arrival_s == pytest.approx(4 * fast.arrival_s)
+    assert not np.array_equal(other.prompt_tokens, fast.prompt_tokens)
 
 
 def test_rates_grow_with_the_load() -> None:

@@ -1,7 +1,7 @@
 """The packer of CDSP: tasks on lanes, queue times that follow what happens, memory, cancels, who is planned first."""
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from medha.params import SLO
 from medha.sched.cdsp import Planner
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler, complete_config
+from medha.workload.trace import Trace
 from tests.sched.virtual import gpu_predictor
 from tools.best_rates import best_rate, played_ttft_s
 
@@ -262,11 +263,12 @@ def test_the_rate_follows_the_load_of_the_last_minute() -> None:
 
 def test_the_best_rate_is_the_one_with_the_least_mean() -> None:
     planner = Planner(TIMES, 8)
-    arrivals_s, prompts = load(np.random.default_rng(5), 150, 0.4)
-    rate, mean_s = best_rate(planner, arrivals_s, prompts)
-    means = {r: played_ttft_s(planner, arrivals_s, prompts, LoadWindow(r)).mean() for r in (0.05, 0.3, 0.5, 0.75)}
+    arrivals_s, prompts = map(np.array, load(np.random.default_rng(5), 150, 0.4))
+    trace = Trace(arrivals_s, prompts, np.ones_like(prompts))
+    rate, mean_s = best_rate(planner, trace)
+    means = {r: played_ttft_s(planner, trace, LoadWindow(r)).mean() for r in (0.05, 0.3, 0.5, 0.75)}
     assert mean_s <= min(means.values()) + 1e-12 and rate > 0.05
-    assert best_rate(planner, [1e4 * i for i in range(20)], prompts[:20])[0] == 0.05  # nobody waits
+    assert best_rate(planner, replace(trace, arrival_s=1e4 * np.arange(150)))[0] == 0.05  # nobody waits
 
 
 def test_a_table_is_for_one_machine_model_and_layout(tmp_path: Path) -> None:

@@ -43,8 +43,7 @@ def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> Non
     load, one = trace(2.0, 150), replica(**options)
     scheduler, pipeline = one.build()
     outcome = Simulation(scheduler, pipeline, load).run()
-    arrivals_s, prompts = load.arrival_s.tolist(), load.prompt_tokens.tolist()
-    said = played_ttft_s(scheduler.planner, arrivals_s, prompts, LoadWindow(float(one.scheduler.improvement_rate)))
+    said = played_ttft_s(scheduler.planner, load, LoadWindow(float(one.scheduler.improvement_rate)))
     assert outcome.times.ttft_s == pytest.approx(said, rel=1e-4)  # a chunk may be a token longer, by rounding
     assert outcome.num_batches > len(load) or "max_chunks" in options or options.get("sp_sizes") == (8,)
     assert scheduler.memory.num_used == 0

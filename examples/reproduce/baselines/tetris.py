@@ -107,13 +107,8 @@ class Stream:
     count: int
     seed: int = 0
 
-    def at(self, qps: float) -> tuple[list[float], list[int]]:
-        """Arrivals, seconds, and prompts, tokens."""
-        trace = self.trace(qps)
-        return trace.arrival_s.tolist(), trace.prompt_tokens.tolist()
-
     def trace(self, qps: float) -> Trace:
-        """With outputs as well."""
+        """The requests at a load."""
         for_arrivals, for_lengths = generators(self.seed)
         lengths = parse_lengths(self.lengths).sample(for_lengths, self.count)
         return Trace(np.cumsum(for_arrivals.exponential(1.0, self.count)) / qps, *lengths)
@@ -123,14 +118,14 @@ def rates_of(system: Tetris, stream: Stream, loads: list[float]) -> float | Rate
     """The improvement rates of a system, found on a stream at some loads."""
     if system.rate is not None:
         return system.rate
-    best = [best_rate(system.planner(), *stream.at(qps)) for qps in loads]
+    best = [best_rate(system.planner(), stream.trace(qps)) for qps in loads]
     rates, means = zip(*best, strict=True)
     return RateTable("a100", "llama-3-8b", system.label, stream.lengths, tuple(loads), rates, means)
 
 
 def ttft_s(system: Tetris, stream: Stream, qps: float, rates: float | RateTable) -> Floats:
     """TTFT of each request of a stream at a load."""
-    return played_ttft_s(system.planner(), *stream.at(qps), LoadWindow(rates))
+    return played_ttft_s(system.planner(), stream.trace(qps), LoadWindow(rates))
 
 
 @dataclass(frozen=True, slots=True)
