@@ -283,11 +283,10 @@ def fit_spec(gpu: Published, data: Folders, base: HardwareSpec | None) -> tuple[
         is_one = isinstance(getattr(spec, name), LinkRates)
         measured = measured[-1:] if is_one else measured
         if is_fitted(name, {table.split(":")[0] for _, tables in measured for table, _ in tables}):
-            fits = [_fit_link(ranks, tables) for ranks, tables in measured]
-            links = tuple(link for link, _ in fits)
+            links, more = zip(*(_fit_link(*one) for one in measured), strict=True)
             found_links: dict[str, Any] = {name: links[0] if is_one else links}
             spec = replace(spec, **found_links)
-            errors += [error._replace(table=f"{name}, {error.table}") for _, more in fits for error in more]
+            errors += [error._replace(table=f"{name}, {error.table}") for some in more for error in some]
     host = gpu_tables.host(data)
     if is_fitted("host_s", set() if host is None else {host[0]}, "sample_s") and host is not None:
         spec = replace(spec, host_s=_rounded(host[1]), sample_s=_rounded(host[2]))

@@ -235,11 +235,8 @@ def _amount(claim: Claim, value: float | tuple[float, ...]) -> str:
         assert not isinstance(value, tuple)
         return "holds" if value >= 1 else "does not hold" if value <= 0 else f"holds in {100 * value:.0f} % of cases"
     numbers = value if isinstance(value, tuple) else (value,)
-    return f"{' to '.join(_number(number) for number in numbers)} {claim.unit}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    texts = (f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}" for number in numbers)
+    return f"{' to '.join(texts)} {claim.unit}"
 
 
 def _counts(rows: Sequence[Row]) -> str:

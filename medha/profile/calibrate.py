@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -187,15 +186,10 @@ def fit(
 def _beyond(alone: Coefficients, dealt: Sequence[tuple[Row, float]]) -> list[tuple[float, float, float]]:
     """Of each chunk that was dealt: the tokens of a group's block, what a step of the ring took beside the computation,
     and the whole."""
-    predictor, runs = Predictor(alone), defaultdict[Row, list[float]](list)
-    for row, seconds in dealt:
-        runs[row].append(seconds)
-    found = []
-    for row, every in runs.items():
-        seconds = statistics.median(every)
-        beyond_s = seconds - predictor.predict([dealt_work(row)])
-        found.append((row.kv_len / row.num_groups, beyond_s / (row.num_groups - 1), seconds))
-    return found
+    whole_s = {row: statistics.median(seconds for other, seconds in dealt if other == row) for row in dict(dealt)}
+    predict = Predictor(alone).predict
+    beyond_s = {row: seconds - predict([dealt_work(row)]) for row, seconds in whole_s.items()}
+    return [(row.kv_len / row.num_groups, beyond_s[row] / (row.num_groups - 1), whole_s[row]) for row in whole_s]
 
 
 def _medians(size: Floats, kv: Floats, seconds: Floats) -> tuple[Floats, Floats, Floats]:

@@ -67,12 +67,10 @@ def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
     """The non-decreasing sequence nearest to ``values`` in weighted squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, length
     for value, weight in zip(floats(values).tolist(), floats(weights).tolist(), strict=True):
-        mean, total, length = value, weight, 1
-        while pools and pools[-1][0] > mean:
-            before, heavy, count = pools.pop()
-            mean = (mean * total + before * heavy) / (total + heavy)
-            total, length = total + heavy, length + count
-        pools.append((mean, total, length))
+        pools.append((value, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (before, heavy, count), (mean, total, length) = pools[-2:]
+            pools[-2:] = [((before * heavy + mean * total) / (heavy + total), heavy + total, count + length)]
     return np.repeat([pool[0] for pool in pools], [pool[2] for pool in pools]).astype(np.float64)
 
 

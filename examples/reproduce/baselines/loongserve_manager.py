@@ -311,8 +311,7 @@ class Manager:
         if not num_steps:
             return
         end_s, first_s = run.end_s(num_steps), run.end_s(1)
-        for instance in group.instances:
-            self._pool.ready_s[instance] = end_s
+        self._pool.ready_s.update(dict.fromkeys(group.instances, end_s))
         num_even = num_steps * len(group.requests)
         masters = [instance for instance, rows in run.masters for _ in range(rows)]
         for request, master in zip(group.requests, masters, strict=True):

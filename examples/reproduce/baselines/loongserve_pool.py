@@ -168,8 +168,7 @@ class KvPool:
                 involved.append(other)
         self.drop(self.group_of(source), source)
         done_s = max(self.ready_s[instance] for instance in involved) + seconds
-        for instance in involved:
-            self.ready_s[instance] = done_s
+        self.ready_s.update(dict.fromkeys(involved, done_s))
 
     def group_of(self, instance: int) -> Group:
         """The group that an instance is of."""
