@@ -15,7 +15,6 @@ where it gives way and comes back.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +32,7 @@ from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey
 from medha.cost.hardware import LinkRates
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigError
+from medha.models.folder import read_json_object
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline
 from medha.sim.replica import find_model
@@ -82,11 +82,8 @@ def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
         ConfigError: a file, a setting or a column is missing or wrong, or the model is not known.
     """
     path = find_file(folder, "meta.json")
-    try:
-        meta = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    settings = meta.get("engine_kwargs") if isinstance(meta, dict) else None
+    meta = read_json_object(path)
+    settings = meta.get("engine_kwargs")
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} has engine_kwargs={settings!r}; accepted: an object with the engine's settings")
     name = model or meta.get("model") or settings.get("model")

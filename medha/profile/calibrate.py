@@ -206,9 +206,8 @@ def _link(points: Sequence[tuple[float, float, float]], num_layers: int, token_b
     """
     tokens, seconds, scale = np.array(points, dtype=np.float64).T
     seconds, scale = (np.maximum(column / num_layers, _SMALLEST) for column in (seconds, scale))
-    token_s, alpha_s = 0.0, float(np.median(seconds))
-    if np.unique(tokens).size > 1:
-        token_s, alpha_s = np.polyfit(tokens, seconds, 1, w=1 / scale).tolist()
+    several = np.unique(tokens).size > 1
+    token_s, alpha_s = np.polyfit(tokens, seconds, 1, w=1 / scale).tolist() if several else (0.0, 0.0)
     if token_s <= 0:
         token_s, alpha_s = _SMALLEST / tokens.max(), float(np.median(seconds))
     if alpha_s < 0:
