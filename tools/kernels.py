@@ -147,8 +147,7 @@ def best_tile(q_len: ArrayLike, kv_before: ArrayLike, seconds: ArrayLike) -> int
         table = fit_chunks(q_len[~held], kv[~held], seconds[~held], tile=tile)
         tiles = np.ceil(q_len[held] / tile) * tile
         a_s, b_s, own_s = (np.interp(tiles, table.tokens, column) for column in (table.a_s, table.b_s, table.first_s))
-        line_s = a_s + b_s * kv[held]
-        predicted = np.where(kv[held] > 0, line_s, own_s)
+        predicted = np.where(kv[held] > 0, a_s + b_s * kv[held], own_s)
         errors[tile] = float(np.mean(np.abs(predicted / seconds[held] - 1.0)))
     return max(tile for tile in TILES if errors[tile] <= _NEAR_BEST * min(errors.values()))
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from medha.cli.display import Display, one_line
 from medha.cli.report import print_rows
 from medha.config import EngineConfig
-from medha.engine.arrivals import Arrival, Joiner, drive
+from medha.engine.arrivals import Arrival, drive
 from medha.engine.build import build_role
 from medha.engine.engine import Engine
 from medha.errors import ParallelConfigError
@@ -32,7 +32,7 @@ LONG_PROMPT_TOKENS = 32_768
 
 _CHUNK_SIZE = 256
 _TRANSFER_LIMIT_S = 1200.0  # the second stage waits for a whole document
-_PARAMS = SamplingParams(temperature=0.0, max_tokens=48, output_kind="delta")
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=48, output_kind="final_only")
 _CODES = {"Ada": "31-plum", "Bruno": "58-fern", "Chen": "07-jade", "Divya": "92-rust", "Emre": "64-opal"}
 _FACTS = "".join(f"The code of {name} is {code}.\n" for name, code in _CODES.items())
 
@@ -179,7 +179,7 @@ def _serve(
     engine: Engine, asked: Sequence[Question], before: Sequence[RequestOutput], display: Display
 ) -> list[RequestOutput]:
     """Ask the first question at once and the others as the first one's prompt is read, or what was asked ``before`` at
-    the same times; shows pieces as they come, returns whole outputs in order of arrival."""
+    the same times; shows them as they end, returns them in order of arrival."""
     first, *rest = asked
     waiting = [] if before else rest
     arrivals = [
@@ -194,15 +194,11 @@ def _serve(
             question = waiting.pop(0)
             engine.add_request(question.request_id, question.prompt, _PARAMS)
 
-    joiner = Joiner()
     finished = []
     arrivals = arrivals or [Arrival(first.request_id, first.prompt, _PARAMS)]
-    for piece in drive(engine, arrivals, on_step=ask_what_is_due):
-        display.update(piece)
-        whole = joiner.add(piece)
-        if whole is not None:
-            display.finish(whole)
-            finished.append(whole)
+    for output in drive(engine, arrivals, on_step=ask_what_is_due):
+        display.finish(output)
+        finished.append(output)
     return sorted(finished, key=lambda output: output.metrics.arrival)
 
 
