@@ -36,7 +36,7 @@ test-full: $(VENV)/installed-dev lint
 
 # Random cases against transformers; Ctrl-C stops it and says with which FIRST to go on.
 fuzz: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz run --runs $(RUNS) --first $(FIRST) --ranks $(RANKS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --runs $(RUNS) --first $(FIRST) --ranks $(RANKS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from contextlib import closing
 from itertools import repeat
 from math import isclose
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,28 +31,29 @@ from tests.parallel.workers import WorkerPool
 _HANG_S = 300.0  # a case takes seconds
 
 
-def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, mutation: str | None = None) -> None:
-    """Run a case in an empty folder and hold it to its reference; Failure if it fails.
+def failure_of(case: Case, workers: WorkerPool | None = None, *, mutation: str | None = None) -> Failure | None:
+    """Run a case and hold it to its reference; returns what is wrong.
 
     ``workers`` are processes for the ranks, without which a case of one rank runs in this one; ``mutation`` is a defect
     to put in, of :data:`tests.fuzz.mutations.MUTATIONS`.
     """
     try:
-        reference = write_checkpoint(case.model, folder)
-        if workers is None:
-            answers, fits = serve(case, folder, mutation)
-        else:
-            with closing(WorkerPool()) as fresh:  # DTensor keeps the names of groups, see tests/parallel/conftest.py
-                pool = fresh if case.decode[0] else workers
+        with TemporaryDirectory(prefix="fuzz-") as name, closing(WorkerPool()) as fresh:
+            reference = write_checkpoint(case.model, folder := Path(name))
+            if workers is None:
+                answers, fits = serve(case, folder, mutation)
+            else:
+                pool = fresh if case.decode[0] else workers  # DTensor keeps groups' names: tests/parallel/conftest.py
                 answers, fits = pool.run(serve, case.world, case, folder, mutation, limit_s=_HANG_S)[0]
-    except Failure:
-        raise
+            check(case, answers, fits, reference)
+    except Failure as failure:
+        return failure
     except Exception as error:
         text = "".join(traceback.format_exception(error))  # with those of the ranks
         kinds = re.findall(r"^(?:[\w.]+\.)?(Failure: \w+|\w*Error|hang)", text, flags=re.MULTILINE)
         kind = next((kind for kind in kinds if kind != "AssertionError"), "died")
-        raise Failure(kind.removeprefix("Failure: "), text) from None
-    check(case, answers, fits, reference)
+        return Failure(kind.removeprefix("Failure: "), text)
+    return None
 
 
 def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer], list[int]]:

@@ -18,8 +18,10 @@ import tokenizers
 import torch
 import transformers
 
+from medha.params import SamplingParams
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.fuzz.cases import Ask, Case, Model
+from tests.worker.test_sampling import filtered, penalised
 
 Logits = npt.NDArray[np.float64]
 
@@ -134,38 +136,24 @@ class _Rules:
     """How the tokens of a request are drawn, and where they end."""
 
     def __init__(self, case: Case, ask: Ask, max_tokens: int) -> None:
-        self.params = params = ask.params
+        self.params = SamplingParams(**ask.params).resolve({})
         self.prompt = prompt_of(ask, case.model.vocab)
         self.max_tokens = max_tokens
-        self.min_tokens = min(params.get("min_tokens", 0), max_tokens)
-        self.eos = () if params.get("ignore_eos") else case.model.eos
-        self.end_ids = sorted({*self.eos, *params.get("stop_token_ids", ())})
+        self.min_tokens = min(self.params.min_tokens, max_tokens)
+        self.eos = () if self.params.ignore_eos else case.model.eos
+        self.end_ids = sorted({*self.eos, *(self.params.stop_token_ids or ())})
         self.pieces = case.model.pieces
 
     def choose(self, logits: Logits, drawn: Sequence[int]) -> int:
         """The token behind the prompt and those drawn so far."""
-        params, x = self.params, logits.copy()
-        if (penalty := params.get("repetition_penalty", 1.0)) != 1.0:
-            seen = sorted({*self.prompt, *drawn})
-            x[seen] = np.where(x[seen] > 0, x[seen] / penalty, x[seen] * penalty)
-        counts = np.bincount(np.array(drawn, np.int64), minlength=len(x))
-        x -= params.get("frequency_penalty", 0.0) * counts + params.get("presence_penalty", 0.0) * (counts > 0)
+        x = torch.tensor(penalised(logits.tolist(), self.prompt, list(drawn), self.params), dtype=torch.float64)
         if len(drawn) < self.min_tokens:
-            x[self.end_ids] = -np.inf
-        if params["temperature"] == 0.0:
+            x[self.end_ids] = -torch.inf
+        if self.params.temperature == 0.0:
             return int(x.argmax())
-        weights = np.exp((x - x.max()) / params["temperature"])
-        weights /= weights.sum()
-        top_p = params.get("top_p", 1.0)
-        line = np.argsort(-weights, kind="stable")[: params.get("top_k")]
-        kept = weights[line]
-        is_kept = (kept.cumsum() - kept < top_p * kept.sum()) | (top_p >= 1.0)
-        is_kept &= kept >= params.get("min_p", 0.0) * kept.max()
-        is_kept[kept.argmax()] = True
-        line = np.sort(line[is_kept])
-        edges = weights[line].cumsum()
-        number = np.random.Generator(np.random.Philox(key=params["seed"] % 2**64, counter=len(drawn))).random()
-        return int(line[min(np.searchsorted(edges, number * edges[-1], side="right"), len(line) - 1)])
+        edges = filtered(x, self.params).cumsum()
+        number = np.random.Generator(np.random.Philox(key=self.params.seed % 2**64, counter=len(drawn))).random()
+        return int(np.searchsorted(edges, number * edges[-1], side="right"))
 
     def is_near_tie(self, token: int, logits: Logits, drawn: Sequence[int], off: float) -> bool:
         """Whether logits that are off by no more than that may give another than this token."""
@@ -174,7 +162,7 @@ class _Rules:
 
     def end(self, tokens: Sequence[int]) -> tuple[int, str, str | int | None, str] | None:
         """How many of the tokens there are at the end, its reasons and the text; None if it is not reached."""
-        keeps_stop = self.params.get("include_stop_str_in_output", False)
+        keeps_stop = self.params.include_stop_str_in_output
         text, start = "", None  # of what stop strings may begin in
         for number, token in enumerate(tokens, start=1):
             if start is None and number >= self.min_tokens:
@@ -195,7 +183,7 @@ class _Rules:
         """Where the stop string begins that begins first, and it; of two, the one that was named first. None if there
         is none, or one before may yet be completed and is waited for."""
         for at in range(len(text) if start is None else start, len(text)):
-            for stop in self.params.get("stop", ()):
+            for stop in self.params.stop or ():
                 if text.startswith(stop, at):
                     return at, stop
                 if waits and stop.startswith(text[at:]):
