@@ -20,33 +20,18 @@ import os, signal, sys, time
 from medha.child.process import ChildError
 from medha.child.serving import serve
 
-state = {}
+def refuse(why):
+    raise ChildError(why)
 
-def answer(message):
-    if message == b"pid":
-        return str(os.getpid()).encode()
-    if message == b"first":
-        return state["first"]
-    if message == b"signals":
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-    if message == b"refuse":
-        raise ChildError("no")
-    if message == b"raise":
-        raise SystemExit("x" * 10_000)
-    if message == b"die":
-        os.abort()
-    if message == b"exit":
-        os._exit(7)
-    if message == b"interrupt":
-        os.kill(os.getppid(), signal.SIGINT)
-    if message in (b"interrupt", b"sleep"):
-        time.sleep(60)
-    return message
+def answering(first):
+    return lambda message: eval(message[1:], globals(), {"first": first}) if message[:1] == b"=" else message
 
 if __name__ == "__main__":
-    serve(lambda message: state.update(first=message) or answer)
+    serve(answering)
 """
+"""Answers with the message, or with the value of the expression behind a ``=``."""
+PID = b"=str(os.getpid()).encode()"
+SLEEP = b"=time.sleep(60)"
 
 
 @pytest.fixture
@@ -65,29 +50,29 @@ def is_there(pid: int) -> bool:
 
 @pytest.mark.parametrize("size", [0, 1, 10_000_000])
 def test_answers_of_any_size(echo: Callable[..., Child], size: int) -> None:
-    data = os.urandom(size)
+    data = (b"!" + os.urandom(size))[:size]  # no expression
     assert echo().ask(data) == data
 
 
 def test_what_is_raised_is_an_answer(echo: Callable[..., Child]) -> None:
     child = echo()
-    pid = child.ask(b"pid")
+    pid = child.ask(PID)
     with pytest.raises(ChildError, match=r"^no$"):
-        child.ask(b"refuse")
+        child.ask(b"=refuse('no')")
     with pytest.raises(ChildError, match=r"^SystemExit: x+$") as caught:
-        child.ask(b"raise")
+        child.ask(b"=sys.exit('x' * 10_000)")
     assert len(str(caught.value)) == 1000
-    assert child.ask(b"pid") == pid
+    assert child.ask(PID) == pid
 
 
-@pytest.mark.parametrize(("message", "end"), [(b"die", "SIGABRT"), (b"exit", "exit status 7")])
+@pytest.mark.parametrize(("message", "end"), [(b"=os.abort()", "SIGABRT"), (b"=os._exit(7)", "exit status 7")])
 def test_after_a_death_there_is_another(echo: Callable[..., Child], message: bytes, end: str) -> None:
     child = echo(setup=lambda: b"hello")
-    first = child.ask(b"pid")
+    first = child.ask(PID)
     with pytest.raises(ChildError, match=rf"^the process ended with {end}$"):
         child.ask(message)
-    assert child.ask(b"pid") != first
-    assert child.ask(b"first") == b"hello"
+    assert child.ask(PID) != first
+    assert child.ask(b"=first") == b"hello"
 
 
 def test_a_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +85,7 @@ def test_a_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_signals_are_the_parents(echo: Callable[..., Child]) -> None:
     """A terminal, or whatever ends a server, sends them to a whole group of processes."""
-    assert echo().ask(b"signals") == b"signals"
+    assert echo().ask(b"=[os.kill(os.getpid(), number) for number in (2, 15)] and b'here'") == b"here"
 
 
 def too_late(*_: object) -> None:
@@ -110,10 +95,10 @@ def too_late(*_: object) -> None:
 @pytest.mark.parametrize("handler", [signal.default_int_handler, too_late])
 def test_an_interrupt_leaves_no_answer_behind(echo: Callable[..., Child], handler: Callable[..., object]) -> None:
     child = echo()
-    pid = int(child.ask(b"pid"))
+    pid = int(child.ask(PID))
     former = signal.signal(signal.SIGINT, handler)
     with pytest.raises((KeyboardInterrupt, TimeoutError)):
-        child.ask(b"interrupt")
+        child.ask(b"=(os.kill(os.getppid(), signal.SIGINT), time.sleep(60))")
     signal.signal(signal.SIGINT, former)
     assert not is_there(pid)
     assert child.ask(b"again") == b"again"
@@ -123,7 +108,7 @@ def test_it_goes_with_its_owner(echo: Callable[..., Child]) -> None:
     gc.collect()
     fds = os.listdir("/proc/self/fd")
     child = echo()
-    pid = int(child.ask(b"pid"))
+    pid = int(child.ask(PID))
     del child
     gc.collect()
     assert not is_there(pid)
@@ -132,27 +117,27 @@ def test_it_goes_with_its_owner(echo: Callable[..., Child]) -> None:
 
 def test_a_forked_process_has_one_of_its_own(echo: Callable[..., Child]) -> None:
     child = echo()
-    pid, (reader, writer) = child.ask(b"pid"), os.pipe()
+    pid, (reader, writer) = child.ask(PID), os.pipe()
     if not (forked := os.fork()):
-        os.write(writer, child.ask(b"pid"))
+        os.write(writer, child.ask(PID))
         del child
         gc.collect()
         os._exit(0)
     os.waitpid(forked, 0)
-    assert os.read(reader, 20) != pid == child.ask(b"pid")
+    assert os.read(reader, 20) != pid == child.ask(PID)
     os.close(reader)
     os.close(writer)
 
 
-@pytest.mark.parametrize("message", ["", "sleep"])
-def test_it_goes_with_a_parent_that_is_killed(tmp_path: Path, message: str) -> None:
+@pytest.mark.parametrize("message", [b"", SLEEP])
+def test_it_goes_with_a_parent_that_is_killed(tmp_path: Path, message: bytes) -> None:
     """Also in the middle of an answer."""
     (tmp_path / "echo_child.py").write_text(ECHO)
     code = f"""
 from medha.child.process import Child
 child = Child("echo_child")
-print(child.ask(b"pid").decode(), flush=True)
-child.ask(b"{message}")
+print(child.ask({PID}).decode(), flush=True)
+child.ask({message})
 input()
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
@@ -169,7 +154,7 @@ def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]
     child = echo()
     child.interrupt()  # nobody waits
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(child.ask, b"sleep")
+        asked = pool.submit(child.ask, SLEEP)
         while not asked.done():
             child.interrupt()
             wait([asked], 0.1)
@@ -181,11 +166,11 @@ def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]
 def test_who_closes_it_may_ask_again(echo: Callable[..., Child]) -> None:
     child = echo()
     child.close()  # there is none
-    pid = int(child.ask(b"pid"))
+    pid = int(child.ask(PID))
     child.close()
     assert not is_there(pid)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(child.ask, b"sleep")
+        asked = pool.submit(child.ask, SLEEP)
         wait_until(lambda: child._process is not None)
         child.close()
     with pytest.raises(ChildError):
@@ -198,10 +183,10 @@ def test_children_that_have_ended_leave_nothing(echo: Callable[..., Child]) -> N
     gc.collect()  # those of tests before
     child, before = echo(), len(weakref.finalize._registry)  # type: ignore[attr-defined]
     for _ in range(2):
-        pid = int(child.ask(b"pid"))
+        pid = int(child.ask(PID))
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda pid=pid: not is_there(pid))  # type: ignore[misc]
         assert child.ask(b"hello") == b"hello"
         with pytest.raises(ChildError):
-            child.ask(b"die")
+            child.ask(b"=os.abort()")
     assert len(weakref.finalize._registry) == before  # type: ignore[attr-defined]
