@@ -92,42 +92,53 @@ def test_an_agent_that_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launch.agent_has_store == _torchelastic_use_agent_store()
 
 
-# -- the layout (D1) -------------------------------------------------------------------------------------------------
+# -- the layout (D1), and ranks that differ (D3) ---------------------------------------------------------------------
 
 
-def refusal(folders: list[Path], options: list[dict[str, Any]], versions: tuple[str, str] = ("1", "1")) -> Any:
-    """What building the LLM raises on this rank, with a model, options and version for each; loading a weight would be
-    an error of its own."""
-    rank = int(os.environ["RANK"])
+def refusal(model: Path, options: dict[str, Any], others: dict[str, Any]) -> str:
+    """What building the LLM raises on this rank, of which those behind the first may have another model, version or
+    options; loading a weight would be an error of its own."""
+    given = {"model": model, "version": "1", **options} | (others if int(os.environ["RANK"]) else {})
     with (
-        patch("medha.parallel.mesh.version", return_value=versions[rank]),
+        patch("medha.parallel.mesh.version", return_value=given.pop("version")),
         patch.object(build, "load_model", side_effect=AssertionError("weights are read")),
         patch("medha.parallel.health.Monitor.linger", return_value=True),  # for rank 0's end, which never comes
         pytest.raises(ConfigError) as caught,
     ):
-        LLM(folders[rank], num_kv_blocks=8, **options[rank])
+        LLM(num_kv_blocks=8, **given)
     wait_until(
         lambda: not any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()),
         told=lambda: "a job that never began is still watched",
     )
-    return caught.typename, str(caught.value)
+    return f"{caught.typename}: {caught.value}"
 
 
 PRODUCT = "tp=4 x spp=1 x kvp=1 is 4 ranks, and 2 were started; accepted: degrees whose product is 2"
 POOL = "max_kv_per_group=2304; accepted: at most the pool's 2048 tokens"
+DIFFER = "ConfigError: ranks [1] differ from rank 0 in: "
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "others", "message"),
     [
-        ({"tp": 4}, "ParallelConfigError", PRODUCT),
-        ({"tp": 2, "hf_overrides": {"intermediate_size": 97}}, "ParallelConfigError", "tp=2 does not divide"),
-        ({"kvp": 2, "max_kv_per_group": 9 * 256}, "ConfigError", POOL),
+        ({"tp": 4}, {}, f"ParallelConfigError: {PRODUCT}"),
+        ({"tp": 2, "hf_overrides": {"intermediate_size": 97}}, {}, "ParallelConfigError: tp=2 does not divide"),
+        ({"kvp": 2, "max_kv_per_group": 9 * 256}, {}, f"ConfigError: {POOL}"),
+        ({"spp": 2}, {"seed": 1}, f"{DIFFER}seed; accepted: the same on every rank"),
+        ({"spp": 2}, {"version": "2"}, f"{DIFFER}version of medha"),
+        ({"spp": 2}, {"model": "other"}, f"{DIFFER}model, checkpoint"),
     ],
 )
-def test_layout_of_no_use(workers: WorkerPool, model: Path, options: dict[str, Any], error: str, message: str) -> None:
-    ((kind, said),) = set(workers.run(refusal, 2, [model] * 2, [options] * 2))  # the same on both ranks
-    assert kind == error and message in said
+def test_a_job_that_cannot_begin_is_refused_alike_on_every_rank(
+    workers: WorkerPool, model: Path, tmp_path: Path, options: dict[str, Any], others: dict[str, Any], message: str
+) -> None:
+    """D1: the layout; D3: what differs between ranks, as weights of the same config.json."""
+    if "model" in others:
+        others = {"model": shutil.copytree(model, tmp_path / others["model"])}
+        tensors = load_file(model / "model.safetensors")
+        save_file({name: 2 * tensor for name, tensor in tensors.items()}, others["model"] / "model.safetensors")
+    (said,) = set(workers.run(refusal, 2, model, options, others))
+    assert message in said
 
 
 def test_no_torchrun_prints_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,23 +146,6 @@ def test_no_torchrun_prints_the_command(model: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="start it as: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2"):
         LLM(model, tp=2)
-
-
-# -- ranks that differ (D3) ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("named", ["seed", "version of medha", "checkpoint"])
-def test_ranks_that_differ(workers: WorkerPool, model: Path, tmp_path: Path, named: str) -> None:
-    other = model
-    if named == "checkpoint":  # the same config.json
-        other = shutil.copytree(model, tmp_path / "other")
-        tensors = load_file(model / "model.safetensors")
-        save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "model.safetensors")
-    options = [{"spp": 2, "seed": 0}, {"spp": 2, "seed": int(named == "seed")}]
-    versions = "1", "2" if named == "version of medha" else "1"
-    ((kind, said),) = set(workers.run(refusal, 2, [model, other], options, versions))
-    assert kind == "ConfigError" and said.startswith("ranks [1] differ from rank 0 in: ") and named in said
-    assert named != "seed" or said.endswith("in: seed; accepted: the same on every rank")
 
 
 @pytest.mark.parametrize(
