@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from medha import LLM, SamplingParams
 from medha.batch import Batch
 from medha.cost.chunk_times import ChunkTimes
 from medha.engine import build
-from medha.errors import ConfigError, MedhaError
+from medha.errors import ConfigError, ValidationError
 from medha.serve.metrics import Metrics
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
@@ -30,10 +31,12 @@ PENALTIES = GREEDY | {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequ
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "ignore_eos": True, "logprobs": 1}
 
 
-def wishes(lengths: tuple[int, ...] = LENGTHS) -> tuple[list[list[int]], list[SamplingParams]]:
+def wishes(
+    lengths: Sequence[int] = LENGTHS, max_tokens: Sequence[int] = (9, 3, 20, 1, 12)
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts, and parameters of every kind; one asks for its first token alone."""
-    kinds = (GREEDY, PENALTIES, DRAWN)
-    params = [SamplingParams(**kinds[i % 3], max_tokens=(9, 3, 20, 1, 12)[i % 5]) for i in range(len(lengths))]
+    wanted = zip(cycle((GREEDY, PENALTIES, DRAWN)), cycle(max_tokens), range(len(lengths)), strict=False)
+    params = [SamplingParams(**kind, max_tokens=most) for kind, most, _ in wanted]
     return [random_prompt(length, seed=i) for i, length in enumerate(lengths)], params
 
 
@@ -104,16 +107,24 @@ def grow(folder: Path, options: dict[str, Any], prompts: Any, params: Any) -> An
     return [tokens[str(name)] for name in range(len(prompts))], shares, decoded
 
 
-def test_a_plan_that_grows_over_one_two_and_four_groups_is_handed_over(own_workers: WorkerPool, folder: Path) -> None:
+GROWN: list[tuple[dict[str, Any], list[dict[int, int]]]] = [
+    ({}, [{0: 20}, {0: 30, 1: 30}, {0: 130, 1: 130, 2: 130, 3: 130}]),
+    ({"sp_sizes": "1,2", "max_chunks": 1}, [{0: 300, 1: 300}]),
+]
+
+
+@pytest.mark.parametrize(("bounds", "expected_shares"), GROWN)
+def test_a_plan_that_grows_over_one_two_and_four_groups_is_handed_over(
+    own_workers: WorkerPool, folder: Path, bounds: dict[str, Any], expected_shares: list[dict[int, int]]
+) -> None:
     """As the planner decides; to an instance of another tensor-parallel size."""
     options = {"scheduler": "cdsp", "kvp": 4, "decode_replicas": 1, "decode_tp": 4, "chunk_size": None}
-    options |= {"improvement_rate": 0.0, "num_kv_blocks": 60}
-    prompts, _ = wishes(GROWING)
-    params = [SamplingParams(**(PENALTIES, GREEDY, DRAWN)[i % 3], max_tokens=9) for i in range(len(GROWING))]
+    options |= {"improvement_rate": 0.0, "num_kv_blocks": 60} | bounds
+    prompts, params = wishes(GROWING, (9,))
     expected = serve(folder, SIZES | {"num_kv_blocks": 60}, (prompts, params)).tokens
     tokens, shares, decoded = own_workers.run(grow, 8, folder, options, prompts, params)[0]
     assert tokens == expected
-    assert shares == [{0: 20}, {0: 30, 1: 30}, {0: 130, 1: 130, 2: 130, 3: 130}]
+    assert shares == expected_shares
     assert decoded == [8 * len(GROWING)] * 4
 
 
@@ -208,24 +219,29 @@ def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
 
 
 def refuse(folder: Path, options: dict[str, Any]) -> Any:
-    """On each rank: what is said of a request whose prompt fits, and what it is to decode does not."""
+    """On each rank: what is said of requests that do not fit or are wrong, and tokens of the call behind them."""
+    long, few, many = random_prompt(700, seed=0), SamplingParams(max_tokens=2), SamplingParams(max_tokens=500)
+    calls: list[Any] = [(long[:150], many), (long, few), ([[5], [999]], few), ([[5], [6]], [few])]
     with LLM(folder, **SIZES | options) as llm:
         said = []
-        for length, max_tokens in ((150, 500), (700, 2)):
-            try:
-                llm.generate(random_prompt(length, seed=0), SamplingParams(max_tokens=max_tokens))
-            except MedhaError as error:
-                said.append(f"{type(error).__name__}: {error}")
+        for call in calls:
+            with pytest.raises(ValidationError) as caught:
+                llm.generate(*call)
+            said.append((str(caught.value), caught.value.param, caught.value.index))
         if llm.is_driver:
             with pytest.raises(ConfigError, match="a journal holds the decisions of one scheduler; accepted: without"):
                 llm.engine.record(io.StringIO())
         return said, [len(tokens) for tokens in generate(llm, [5] * 150, SamplingParams(max_tokens=3, **GREEDY))]
 
 
-def test_a_claim_too_large_for_either_side_is_refused_with_the_numbers(own_workers: WorkerPool, folder: Path) -> None:
+def test_a_refusal_is_the_same_everywhere_and_the_next_call_works(own_workers: WorkerPool, folder: Path) -> None:
+    """Also of a claim that is too large for either side, with the numbers."""
     answers = own_workers.run(refuse, 3, folder, {"decode_replicas": 1, "decode_tp": 2})
-    for said, _ in answers:
-        assert "150 prompt tokens and max_tokens=500 need 649 tokens of KV cache on a decode instance" in said[0]
-        assert "accepted: at most 640" in said[0]
-        assert "700 prompt tokens need 700 tokens of KV cache; accepted: at most 640" in said[1]
-    assert [counts for _, counts in answers] == [[3], [], []]
+    ((large, *_), (long, *_), (wrong, param, index), (lists, *_)), _ = answers[0]
+    assert "150 prompt tokens and max_tokens=500 need 649 tokens of KV cache on a decode instance" in large
+    assert "accepted: at most 640" in large
+    assert "700 prompt tokens need 700 tokens of KV cache; accepted: at most 640" in long
+    assert wrong.startswith("prompt 1: ") and (param, index) == ("prompt_token_ids", 1)
+    assert lists.startswith("1 sampling_params for 2 prompts; ")
+    assert [said for said, _ in answers] == [answers[0][0]] * 3
+    assert [counts for _, counts in answers] == [[3], [], []]  # outputs are rank 0's

@@ -18,7 +18,7 @@ import pytest
 
 from medha import LLM, SamplingParams
 from medha.engine.distributed import Follower
-from medha.errors import EngineDeadError, ValidationError
+from medha.errors import EngineDeadError
 from tests.commands import LIMIT_S, wait_until
 from tests.parallel.faults import Fault, Job, Start, command
 from tests.parallel.workers import generate
@@ -141,25 +141,6 @@ def test_ranks_that_call_different_things(model: Path, start: Start, names: list
         assert code == 1 or "raise" not in called  # a program's own error is no failed engine
     assert expected in job.stderr(0) + job.stderr(1)
     assert all("mine" in job.stderr(rank) or expected in job.stderr(rank) for rank in (0, 1)), job.stderr(0)
-
-
-def refused(rank: int, model: Path) -> None:
-    """A refusal is the same on every rank, and the next call works."""
-    params = SamplingParams(temperature=0.0, max_tokens=2)
-    with LLM(model, spp=2, **SMALL) as llm:
-        for prompts, given in ((["a", {"prompt_token_ids": [999]}], params), (["a", "b"], [params])):
-            try:
-                llm.generate(prompts, given)
-            except ValidationError as error:
-                print(error, error.param, error.index)
-        print(len(llm.generate("a", params)))
-
-
-def test_refusal_is_the_same_everywhere(model: Path, start: Start) -> None:
-    said = [out.splitlines() for out in start(2, refused, model).end_well()]
-    assert said[0][:2] == said[1][:2]
-    assert said[0][0].startswith("prompt 1: ") and said[0][0].endswith(" 1")
-    assert (said[0][-1], said[1][-1]) == ("1", "0")  # outputs are rank 0's
 
 
 def too_late(*_: object) -> None:
@@ -287,31 +268,21 @@ def test_signals(serve: Start) -> None:
     assert job.stderr(1) == ""
 
 
-HELD = Fault(1, "decode", "hold", after=8)  # rank 0 waits for the report meanwhile
+def limited(rank: int, arguments: list[str]) -> None:
+    """As ``command``, with 64 file descriptors and a home that cannot be written."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    os.environ["HOME"] = "/proc"
+    command(rank, arguments)
 
 
-def test_each_rank_says_what_it_works_on(serve: Start) -> None:
-    """On SIGUSR1, also while its main thread is in a transfer; the run goes on."""
-    job = serve(2, REQUESTS, TWO_STAGES, fault=HELD)
+def test_each_rank_says_what_it_works_on_and_garbage_few_descriptors_and_no_home_change_nothing(serve: Start) -> None:
+    """On SIGUSR1, also while its main thread is in a transfer. D21: the store's port gets bytes that mean nothing."""
+    fault = Fault(1, "decode", "hold", after=8)  # rank 0 waits for the report meanwhile
+    job = serve(2, REQUESTS, TWO_STAGES, target=limited, fault=fault)
     job.fault_s()
     for process in job.processes:
         os.kill(process.pid, signal.SIGUSR1)
     wait_until(lambda: all("most recent call first" in job.stderr(rank) for rank in (0, 1)))
-    job.let_go()
-    job.end_well()
-    assert "1 unfinished requests, " in job.stderr(0) and "'long' in slot " in job.stderr(0)
-    assert "slot 0 decode [" in job.stderr(0) or "slot 1 decode [" in job.stderr(0)
-    assert "rank 1 (stage 1): " in job.stderr(1) and "last message: batch" in job.stderr(1)
-    assert job.lines["long"]["finish_reason"] == "length"
-
-
-# -- surroundings ----------------------------------------------------------------------------------------------------
-
-
-def test_garbage_on_the_stores_port(serve: Start) -> None:
-    """D21: the store's port gets bytes that mean nothing while the job runs."""
-    job = serve(2, REQUESTS, TWO_STAGES, fault=HELD)
-    job.fault_s()
     line = next(line for line in job.stderr(0).splitlines() if "ranks meet at" in line)
     host, _, port = line.partition("meet at ")[2].split()[0].rpartition(":")
     garbage = (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 64, os.urandom(4096))
@@ -326,17 +297,7 @@ def test_garbage_on_the_stores_port(serve: Start) -> None:
     job.let_go()
     job.end_well()
     assert "open on every interface" in line and "gloo listens on lo" in line
-    assert job.lines["long"]["finish_reason"] == "length"
-
-
-def limited(rank: int, arguments: list[str]) -> None:
-    """As ``command``, with 64 file descriptors and a home that cannot be written."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    os.environ["HOME"] = "/proc"
-    command(rank, arguments)
-
-
-def test_few_descriptors_and_no_home_change_nothing(serve: Start) -> None:
-    job = serve(2, REQUESTS, TWO_STAGES, target=limited)
-    job.end_well()
+    assert "1 unfinished requests, " in job.stderr(0) and "'long' in slot " in job.stderr(0)
+    assert "slot 0 decode [" in job.stderr(0) or "slot 1 decode [" in job.stderr(0)
+    assert "rank 1 (stage 1): " in job.stderr(1) and "last message: batch" in job.stderr(1)
     assert job.lines["long"]["finish_reason"] == "length"

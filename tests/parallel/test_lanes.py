@@ -1,7 +1,6 @@
 """``scheduler='cdsp'`` live: batches that share no group complete independently, with the tokens of one rank."""
 
 import io
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import pytest
 from medha import LLM, SamplingParams
 from medha.cost.chunk_times import ChunkTimes
 from medha.engine import build
-from medha.engine.engine import Engine
 from medha.engine.replay import replay
 from medha.errors import ValidationError
 from medha.worker.runner import Runner
@@ -23,9 +21,7 @@ from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.commands import wait_until
-from tests.parallel.faults import Fault, Start, command
-from tests.parallel.test_decode import made_up_times
-from tests.parallel.test_faults import right_tokens
+from tests.parallel.faults import Fault, Start
 from tests.parallel.workers import WorkerPool, check_free
 
 SIZES = {"block_size": 16, "num_kv_blocks": 100}
@@ -128,35 +124,3 @@ def test_a_short_prompt_beside_a_long_chunk(workers: WorkerPool, checkpoint: Cal
     ended, overtaken = workers.run(serve_over_time, 2, folder, options, prompts, [0.0, 0.3, 0.6], -1, True)[0]
     assert list(ended) == ["1", "2", "0"]
     assert overtaken == 2
-
-
-# -- the command ---------------------------------------------------------------------------------------------------
-
-REQUESTS = [
-    {"id": str(length), "prompt": letter * length, "max_tokens": 9, "temperature": 0.0, "ignore_eos": True}
-    for letter, length in (("a", 20), ("b", 60), ("c", 600))
-]
-
-
-def planned_at_once(rank: int, arguments: list[str]) -> None:
-    """As ``command``; chunks are predicted by SECONDS, and nobody is planned before all have come."""
-    build.fitted_times = made_up_times  # type: ignore[attr-defined]
-    step = Engine.step
-    all_have_come = lambda engine: engine._num_added == len(REQUESTS)  # noqa: E731
-    Engine.step = lambda self, wait_s=None: step(self, wait_s) if all_have_come(self) else []  # type: ignore[method-assign]
-    command(rank, arguments)
-
-
-@pytest.mark.parametrize(("max_chunks", "chunks"), [(1, ["[0:600]"]), (2, ["[0:40]", "[40:600]"])])
-def test_options_of_the_command(model: Path, tmp_path: Path, serve: Start, max_chunks: int, chunks: list[str]) -> None:
-    """The longest prompt begins on the group that is free first, and goes on on both, if it may have two chunks."""
-    sizes = "--block-size 16 --num-kv-blocks 100 --max-model-len 1024 --kvp 2 --decode-replicas 1 --scheduler cdsp"
-    plan = f"--sp-sizes 1,2 --improvement-rate 0 --max-chunks {max_chunks}"
-    timeline = tmp_path / "trace.json"
-    job = serve(3, REQUESTS, f"{sizes} {plan} --timeline {timeline}", target=planned_at_once)
-    job.end_well()
-    assert {name: line["token_ids"] for name, line in job.lines.items()} == right_tokens(model, REQUESTS)
-    events = json.loads(timeline.read_text())["traceEvents"]
-    (lane,) = [one["tid"] for one in events if one["name"] == "thread_name" and one["args"]["name"] == "600"]
-    names = [one["name"] for one in events if (one["pid"], one["tid"], one["ph"]) == (1, lane, "X")]
-    assert [name.removeprefix("chunk ") for name in names if name != "decode"] == chunks

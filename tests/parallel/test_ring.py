@@ -1,6 +1,5 @@
 """Dealt rows, planned by hand or by Medha's packer: tokens, hidden states, where keys lie, and seeded faults."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import chain
@@ -15,7 +14,7 @@ import transformers
 
 import medha.worker.dealt as dealt
 import medha.worker.step_input as step_input
-from medha import LLM, SamplingParams
+from medha import LLM
 from medha.batch import Batch, Deal, Row
 from medha.errors import PlanDivergenceError
 from medha.parallel.kvp import Shared, shared_rows
@@ -24,14 +23,12 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
-from tests.checkpoints import random_prompt
+from tests.parallel.test_decode import wishes
 from tests.parallel.workers import WorkerPool, generate, gloo, merge_of_all, serve
 from tests.worker.test_dealt import BLOCK, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, Hand, Plan
 
 Layout = tuple[int, int, int]  # kvp, spp, tp
 NUM_TOKENS = 5
-GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
-PENALTIES = GREEDY | {"repetition_penalty": 1.3, "presence_penalty": 0.7}
 
 
 # -- seeded faults ---------------------------------------------------------------------------------------------
@@ -117,19 +114,14 @@ def run_plans(
                 runner, hand = llm.engine.runner, Hand(plans)
                 for slot, prompt in enumerate(prompts):
                     ids = np.array(prompt, np.int32)
-                    runner.open(slot, ids, SlotSampling.of(params[slot].resolve({}), slot, (), ids), ran.tokens[slot])
+                    sampling = SlotSampling.of(params[slot].resolve({}), params[slot].seed or 0, (), ids)
+                    runner.open(slot, ids, sampling, ran.tokens[slot])
                 pending = [runner.submit(batch) for batch in hand.prefills()]
                 steps = chain(pending, (runner.submit(hand.decode()) for _ in range(NUM_TOKENS - 1)))
                 for result in (step.result() for step in steps):
                     for row, sampled in zip(result.rows, result.sampled, strict=True):
                         ran.tokens[row.slot].append(sampled.token_id)
     return ran
-
-
-def asked(lengths: Sequence[int]) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of these lengths, greedy and with penalties in turn."""
-    prompts = [random_prompt(length, seed=slot) for slot, length in enumerate(lengths)]
-    return prompts, [SamplingParams(**(GREEDY, PENALTIES)[slot % 2]) for slot in range(len(prompts))]
 
 
 def lengths_of(plans: list[Plan]) -> list[int]:
@@ -139,7 +131,7 @@ def lengths_of(plans: list[Plan]) -> list[int]:
 @cache
 def plain(folder: Path, *lengths: int) -> list[list[int]]:
     """The tokens of one rank."""
-    return serve(folder, {"block_size": BLOCK, "num_kv_blocks": 200}, asked(lengths)).tokens
+    return serve(folder, {"block_size": BLOCK, "num_kv_blocks": 200}, wishes(lengths, (NUM_TOKENS,))).tokens
 
 
 def run(
@@ -147,7 +139,7 @@ def run(
 ) -> list[Ran]:
     """What the ranks of a layout say of the plans."""
     kvp, spp, tp = layout
-    prompts, params = asked(lengths_of(plans))
+    prompts, params = wishes(lengths_of(plans), (NUM_TOKENS,))
     options = {"kvp": kvp, "spp": spp, "tp": tp, "block_size": BLOCK, "num_kv_blocks": NUM_BLOCKS, "dtype": dtype}
     return workers.run(run_plans, kvp * spp * tp, folder, options, prompts, plans, params, fault)
 
@@ -192,7 +184,7 @@ def test_hidden_states(workers: WorkerPool, folder: Path, dtype: str, most: floa
     errors = {}
     for name, is_dealt in (("ring", True), ("merge", False)):
         plans = [[Chunk(100, 0, 1), Chunk(100, 0, 2, is_dealt), Chunk(120, 0, 2, is_dealt)]]
-        (prompt,), _ = asked(lengths_of(plans))
+        (prompt,), _ = wishes(lengths_of(plans))
         first, second = run(workers, folder, plans, (2, 1, 1), dtype=dtype)
         found = torch.stack([(first.hidden | second.hidden)[at] for at in range(len(prompt))])
         want = exact_hidden(folder, prompt, getattr(torch, dtype))
@@ -241,7 +233,7 @@ def serve_scheduled(folder: Path, options: dict[str, Any]) -> Any:
     with LLM(folder, **options) as llm:
         if llm.is_driver:
             llm.engine.on_step = lambda batch, *_: was_dealt.extend(row.is_dealt for row in batch.chunks)
-        return generate(llm, *asked(LENGTHS)), any(was_dealt)
+        return generate(llm, *wishes(LENGTHS, (NUM_TOKENS,))), any(was_dealt)
 
 
 @pytest.mark.parametrize("layout", [(3, 1, 0), (2, 2, 0), (2, 1, 1)], ids=str)

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from medha import LLM, SamplingParams
+from medha import LLM
 from medha.worker.transfer import TransferLine
 from tests.engines import left_behind
 from tests.parallel.faults import STATES, Fault, Job, Start, command, states_of
-from tests.parallel.test_decode import GREEDY, PENALTIES, SIZES, wishes
+from tests.parallel.test_decode import SIZES, wishes
 from tests.parallel.test_faults import END_S, check_ends, check_named, right_tokens, unfinished_lines
 from tests.parallel.workers import WorkerPool, generate
 
@@ -68,8 +68,7 @@ def abort_in_each_state(folder: Path, options: dict[str, Any], prompts: Any, par
 
 @pytest.mark.parametrize("scheduler", LAYOUTS)
 def test_an_abort_in_any_state_leaves_nothing_behind(own_workers: WorkerPool, folder: Path, scheduler: str) -> None:
-    prompts, _ = wishes((100, 90, 40, 70, 30))
-    params = [SamplingParams(**(GREEDY, PENALTIES)[i % 2], max_tokens=25) for i in range(len(prompts))]
+    prompts, params = wishes((100, 90, 40, 70, 30), (25,))
     with LLM(folder, **SIZES) as llm:
         expected = generate(llm, prompts, params)
     options = LAYOUTS[scheduler] | {"num_kv_blocks": 16, "transfer_buffers": 1}
@@ -153,11 +152,19 @@ def test_a_hand_over_that_fails_ends_all(serve: Start, rank: int) -> None:
     assert PLACES["medha"][rank] in said and "ValueError: boom" in said
 
 
-def test_a_transfer_that_takes_long_is_waited_for(model: Path, serve: Start) -> None:
-    job = serve(2, REQUESTS, COMMANDS["medha"], fault=Fault(1, "transfer", "sleep", sleep_s=2.0))
+def test_a_transfer_that_takes_long_is_waited_for(model: Path, tmp_path: Path, serve: Start) -> None:
+    """And the ranks of an instance have their place in the timeline."""
+    timeline, fault = tmp_path / "trace.json", Fault(1, "transfer", "sleep", sleep_s=2.0)
+    job = serve(2, REQUESTS, f"{COMMANDS['medha']} --timeline {timeline}", fault=fault)
     job.end_well()
     assert {name: line["token_ids"] for name, line in job.lines.items()} == alone(model)
     assert any(line.get("decode_wait_s", 0.0) > 1.0 for line in job.lines.values())
+    events = json.loads(timeline.read_text())["traceEvents"]
+    lanes = {one["args"]["name"]: (one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"}
+    assert set(lanes) == {"group 0, stage 0", "group 1, stage 0", *alone(model)}
+    names = [one["name"] for one in events if one["ph"] == "X" and (one["pid"], one["tid"]) == lanes["x"]]
+    chunks = [name for name in names if name != "decode"]
+    assert chunks[0].startswith("chunk [0:") and chunks[-1].endswith(":150]")
 
 
 @pytest.mark.parametrize("scheduler", PLACES)
