@@ -15,7 +15,7 @@ import torch
 
 from medha import LLM, SamplingParams
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
-from tests.parallel.faults import Job, Start
+from tests.parallel.faults import Start
 from tests.parallel.workers import WorkerPool, generate, serve
 from tests.serving import MIN_GAP, NUM_TOKENS
 
@@ -96,39 +96,26 @@ def served(folder: Path, **layout: Any) -> list[list[int]]:
     return serve(folder, OPTIONS | layout, (PROMPTS, PARAMS)).tokens
 
 
-def in_turn(rank: int, folder: Path, layouts: list[dict[str, Any]]) -> None:
+def several(rank: int, folder: Path) -> None:
+    """One after the other, also with DTensor, which remembers a mesh by its ranks: the groups behind it must live on.
+    Then two are open at once, of which the first is closed first, and two that nobody closes."""
     torch.set_default_device("meta")  # is the program's own, as is the default type
     torch.set_default_dtype(torch.float64)
-    print(json.dumps([served(folder, **layout) for layout in layouts]), flush=True)
-
-
-def at_once(rank: int, folder: Path, closes: bool) -> None:
-    """Two LLMs are open, and the first one is closed first, or none."""
-    first, second = LLM(folder, **OPTIONS, tp=2), LLM(folder, **OPTIONS, spp=2)
-    said = [generate(llm, PROMPTS, PARAMS) for llm in (first, second, first)]
-    if closes:
-        first.close()
-    said.append(generate(second, PROMPTS, PARAMS))
-    if closes:
-        second.close()
+    layouts: list[dict[str, Any]] = [{"tp": 2, "tp_forward": "dtensor"}, {"spp": 2}, {"kvp": 2}]
+    said = [served(folder, **layout) for layout in (*layouts, layouts[0])]
+    for closes in (True, False):
+        first, second = LLM(folder, **OPTIONS, tp=2), LLM(folder, **OPTIONS, spp=2)
+        said += [generate(llm, PROMPTS, PARAMS) for llm in (first, second, first)]
+        if closes:
+            first.close()
+        said.append(generate(second, PROMPTS, PARAMS))
+        if closes:
+            second.close()
     print(json.dumps(said), flush=True)
 
 
-def said_by(job: Job) -> list[Any]:
-    return list(map(json.loads, job.end_well()))
-
-
-def test_layouts_that_change(checkpoint: Callable[..., Path], start: Start) -> None:
-    """Also with DTensor, which remembers a mesh by its ranks: the groups behind it must live on."""
+def test_several_in_a_program(checkpoint: Callable[..., Path], start: Start) -> None:
     expected = served(folder := checkpoint(num_hidden_layers=4))
-    layouts = [{"tp": 2, "tp_forward": "dtensor"}, {"spp": 2}, {"kvp": 2}, {"tp": 2, "tp_forward": "dtensor"}]
-    # outputs are rank 0's alone
-    assert said_by(start(2, in_turn, folder, layouts)) == [[expected] * len(layouts), [[]] * len(layouts)]
-
-
-@pytest.mark.parametrize("closes", [True, False])
-def test_two_at_once(checkpoint: Callable[..., Path], start: Start, closes: bool) -> None:
-    expected = served(folder := checkpoint(num_hidden_layers=4))
-    job = start(2, at_once, folder, closes)
-    assert said_by(job) == [[expected] * 4, [[]] * 4]
+    job = start(2, several, folder)
+    assert list(map(json.loads, job.end_well())) == [[expected] * 12, [[]] * 12]  # outputs are rank 0's alone
     assert "Traceback" not in job.stderr(0) + job.stderr(1)
