@@ -34,32 +34,25 @@ def test_chunks_in_fa3(model: Path, expected: Served, device: Device) -> None:
     assert device.launches["fa3"] > 0
 
 
-def test_plain_modules_serve_where_fused_kernels_cannot_be_built(
-    model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    no_compiler = Mock(side_effect=RuntimeError("Could not find nvcc\nand more"))
-    monkeypatch.setattr(kernels.import_flashinfer().activation, "get_act_and_mul_module", no_compiler)
-    with caplog.at_level("WARNING", "medha"):
-        assert serve(model, device="cuda") == expected
-    assert "run unfused: FlashInfer's kernels could not be built: Could not find nvcc" in caplog.text
-    assert device.launches["fused_add_rmsnorm"] == 1  # when it was tried
-
-
 @pytest.mark.parametrize("device", [{"capability": (9, 0), "num_sms": 1, "seed": 1}], indirect=True)
-def test_fa2_serves_where_fa3_cannot_be_built(
+def test_what_serves_where_fused_kernels_and_fa3_cannot_be_built(
     model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefill = kernels.import_flashinfer().prefill
-    get_module = prefill.get_batch_prefill_module
+    """Plain modules, and FA2."""
+    flashinfer, no_compiler = kernels.import_flashinfer(), RuntimeError("Could not find nvcc\nand more")
+    get_module = flashinfer.prefill.get_batch_prefill_module
 
     def without_fa3(backend: str, *args: Any) -> Any:
         if backend == "fa3":
-            raise RuntimeError("Could not find nvcc")
+            raise no_compiler
         return get_module(backend, *args)
 
-    monkeypatch.setattr(prefill, "get_batch_prefill_module", without_fa3)
+    monkeypatch.setattr(flashinfer.activation, "get_act_and_mul_module", Mock(side_effect=no_compiler))
+    monkeypatch.setattr(flashinfer.prefill, "get_batch_prefill_module", without_fa3)
     with caplog.at_level("INFO", "medha"):
         assert serve(model, device="cuda") == expected
+    assert "run unfused: FlashInfer's kernels could not be built: Could not find nvcc" in caplog.text
+    assert device.launches["fused_add_rmsnorm"] == 1  # when it was tried
     assert device.launches["fa3"] == 0
     assert "attention flashinfer (what it needs is here; FA2 with a long context in some 1 parts a KV head, for " in (
         caplog.text
@@ -76,12 +69,19 @@ def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypat
 
 
 def test_the_host_does_not_wait_in_a_step(model: Path, device: Device) -> None:
-    """Nor is the device idle while it does in a steady one: when an event is waited for, there is work behind it."""
+    """Nor is the device idle while it does in a steady one: when an event is waited for, there is work behind it. Small
+    batches run from graphs of pieces: one between the attentions of two layers, of which there are two."""
     with LLM(model, device="cuda", dtype="float16", prefix_caching=False, **POOL) as llm:
         for sampling in ({}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}):
             add_all(llm, max_tokens=16, **sampling)
             device.syncs.clear()
-            for _ in range(10):
+            llm.engine.step()  # two batches
+            for _ in range(3):
+                device.launches.clear()
+                llm.engine.step()
+                assert device.launches["plan"] > 0
+                assert device.launches["replay"] == 3
+            for _ in range(6):
                 llm.engine.step()
             device.stalls.clear()
             device.launches.clear()
@@ -113,18 +113,6 @@ def test_launches_of_a_layer(model: Path, device: Device) -> None:
     assert device.launches["replay"] == 0
     assert seen[-1].total() == 10, seen[-1]
     assert max(launched.total() for launched in seen) == 11
-
-
-def test_small_batches_run_from_graphs_of_pieces(model: Path, device: Device) -> None:
-    """One between the attentions of two layers, of which there are two."""
-    with LLM(model, device="cuda", dtype="float16", **POOL) as llm:
-        add_all(llm)
-        llm.engine.step()  # two batches
-        for _ in range(3):
-            device.launches.clear()
-            llm.engine.step()
-            assert device.launches["plan"] > 0
-            assert device.launches["replay"] == 3
 
 
 def test_a_profile_of_whole_steps(model: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
