@@ -156,12 +156,12 @@ def test_request_file_to_output_file(run_rows: Command, tmp_path: Path) -> None:
     rows = [
         {"id": "text", "prompt": ADA},
         {"id": "ids", "prompt_token_ids": list(BRUNO.encode()), "stop": "fern"},
-        {"id": "short", "prompt": ADA, "max_tokens": 3, "slo": {"ttft_s": 60.0}},
+        {"id": "short", "prompt": ADA, "max_tokens": 3, "slo": {"ttft_s": 1e-6}},
         {"prompt": ADA, "max_tokens": None},
     ]
     output = tmp_path / "out.jsonl"
     output.write_text(EARLIER)
-    done = run_rows(rows, "--output", output, "--overwrite", "--max-tokens", "8")
+    done = run_rows(rows, "--output", output, "--overwrite", "--max-tokens", "8", "--admission", "relegate")
     assert (done.code, len(done.out.splitlines())) == (0, 4)
     found = {row["id"]: row for row in parse(output.read_text())}
     assert {i: (row["text"], row["finish_reason"], row["stop_reason"]) for i, row in found.items()} == {
@@ -174,6 +174,7 @@ def test_request_file_to_output_file(run_rows: Command, tmp_path: Path) -> None:
         assert row["num_output_tokens"] == len(row["token_ids"])
         assert 0 <= row["queue_s"] <= row["ttft_s"] <= row["e2e_s"]
         assert row["error"] is None
+        assert (row["is_relegated"], row["met_slo"]) == ((True, False) if row["id"] == "short" else (False, None))
 
 
 def test_explain_says_on_stderr_where_each_ttft_went(run: Command, run_rows: Command) -> None:
@@ -377,19 +378,6 @@ def test_a_trace_is_no_request_file(run_rows: Command) -> None:
     assert done.code == 2 and re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*in\.jsonl", done.err)
 
 
-@pytest.mark.parametrize(
-    ("admission", "code", "ends"),
-    [("all", 0, (None, False)), ("refuse", 3, ("DeadlineError", False)), ("relegate", 0, (None, True))],
-)
-def test_who_cannot_be_in_time(run_rows: Command, admission: str, code: int, ends: Any) -> None:
-    """An objective of a microsecond."""
-    rows = [{"id": "hopeless", "prompt": ADA, "slo": {"ttft_s": 1e-6}}, {"id": "fine", "prompt": ADA}]
-    done = run_rows(rows, "--json", "--admission", admission, "--log-level", "error")
-    fine, hopeless = sorted(done.rows, key=lambda row: row["id"])
-    assert (done.code, hopeless["error"] and hopeless["error"]["type"], hopeless["is_relegated"]) == (code, *ends)
-    assert (fine["text"], fine["met_slo"], hopeless["met_slo"]) == (" 31-plum.", None, False)
-
-
 BAD_LINES: dict[str, tuple[dict[str, Any] | str, str]] = {
     "line-2": ("{not json", "ValidationError"),
     "line-3": ({"prompt": ADA, "suffix": "x"}, "UnsupportedFeatureError"),
@@ -398,19 +386,21 @@ BAD_LINES: dict[str, tuple[dict[str, Any] | str, str]] = {
     "line-6": ({"id": "twice", "prompt": "x"}, "ValidationError"),
     "line-7": ({"messages": [{"role": "user", "content": "x" * 256}]}, "ContextLengthError"),
     "\ud800": ({"id": "\ud800", "prompt": ""}, "ValidationError"),
+    "hopeless": ({"id": "hopeless", "prompt": ADA, "slo": {"ttft_s": 1e-6}}, "DeadlineError"),
 }
 
 
 def test_a_bad_line_is_an_error_line_and_the_others_run(run_rows: Command, tmp_path: Path) -> None:
     good = [{"id": "twice", "prompt": ADA}, {"id": "extra", "prompt": ADA, "user": 5, "metadata": {}, "tools": []}]
     rows, output = [good[0], *(line for line, _ in BAD_LINES.values()), good[1]], tmp_path / "out.jsonl"
-    done = run_rows(rows, "--output", output, "--max-model-len", "256", "--log-level", "warning")
+    options = ["--max-model-len", "256", "--admission", "refuse", "--log-level", "warning"]
+    done = run_rows(rows, "--output", output, *options)
     assert done.code == 3
     wrong, ignored, text = done.err.splitlines()
     assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
     where = f"in {tmp_path}/in.jsonl cannot be run; the first is line 2: a request: "
-    assert re.fullmatch(rf"medha: \d of 9 requests {where}.*", wrong)
-    assert text == "medha: 2 of 9 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
+    assert re.fullmatch(rf"medha: \d of 10 requests {where}.*", wrong)
+    assert text == "medha: 2 of 10 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
     served = [row for row in rows if row["error"] is None]
@@ -422,6 +412,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run_rows: Command, tmp_p
         assert set(row["error"]) == {"type", "message"}
         assert 10 <= len(row["error"]["message"]) < 400
         assert (row["finish_reason"], row["token_ids"], row["ttft_s"]) == ("error", [], None)
+        assert row["met_slo"] is (False if row["id"] == "hopeless" else None)
 
 
 # -- how it ends -------------------------------------------------------------------------------------------------
