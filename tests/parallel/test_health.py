@@ -129,16 +129,6 @@ def test_saving_that_fails_or_hangs_delays_the_end_a_little(ranks: Ranks, caplog
     assert ranks.ended[1][0] == "rank 0: boom (what was unfinished is not saved)"
 
 
-def test_ranks_that_leave_are_not_missed(ranks: Ranks, sleeper: Sleeper) -> None:
-    monitors = [ranks.monitor(rank, 2, local_ranks=range(2)) for rank in range(2)]
-    monitors[1].leave()
-    monitors[0]._processes[1] = Process.of(sleeper.pid)
-    sleeper.kill()
-    time.sleep(1.5)
-    assert not monitors[0].has_failure
-    monitors[0].leave()
-
-
 @pytest.mark.parametrize("unread", ["stdout", "stderr"])
 def test_a_process_is_ended_whose_output_nobody_reads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unread: str
@@ -292,13 +282,19 @@ def test_a_rank_of_another_node_is_reported_when_its_connection_ends(ranks: Rank
     assert [monitor.first_error(wait_s=LIMIT_S) for monitor in monitors[:2]] == [died] * 2
 
 
-def test_a_rank_of_another_node_that_has_left_is_not_reported(ranks: Ranks) -> None:
-    monitors = [ranks.monitor(rank, 2) for rank in range(2)]
-    ranks.server.set("left/1", "")
-    monitors[1]._left.set()
-    wait_until(lambda: monitors[0]._lost == [1])
+def test_ranks_that_have_left_are_not_missed(ranks: Ranks, sleeper: Sleeper) -> None:
+    """One of this node, whose process ends, and one of another, whose connection does."""
+    here, near = (ranks.monitor(rank, 3, local_ranks=range(2)) for rank in range(2))
+    far = ranks.monitor(2, 3)
+    near.leave()
+    here._processes[1] = Process.of(sleeper.pid)
+    sleeper.kill()
+    ranks.server.set("left/2", "")
+    far._left.set()
+    wait_until(lambda: here._lost == [2])
     time.sleep(1.5)
-    assert not monitors[0].has_failure
+    assert not here.has_failure
+    here.leave()
 
 
 def test_a_stranger_at_the_port_of_the_connections_is_sent_away_and_lost_to_nobody(ranks: Ranks) -> None:

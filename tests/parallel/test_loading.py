@@ -103,9 +103,8 @@ def test_a_rank_without_a_compiler_leaves_all_without_our_kernels(
     workers: WorkerPool, model: Path, layout: dict[str, int]
 ) -> None:
     found = workers.run(build, 2, model, 1, layout)
-    assert {name for name, *_ in found} == {"torch"}
-    assert not any(owner.startswith("medha.cpu") for _, owner, *_ in found)
-    assert not any(is_fused for *_, is_fused, _ in found)
+    for name, owner, is_fused, _ in found:
+        assert (name, owner.startswith("medha.cpu"), is_fused) == ("torch", False, False)
     why = "a C++ compiler (c++, g++, clang++ or $CXX) (rank 1)"
     assert f"attention_backend='auto': cpu needs {why}; torch serves" in found[0][-1]
     assert f"products, norms and RoPE by torch: the CPU's own need {why}" in found[0][-1]

@@ -1,6 +1,8 @@
 """What travels between ranks, by a counting transport: bytes and messages of hidden states and of merges."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,78 +11,72 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from medha import SamplingParams
+from medha import LLM, SamplingParams
 from medha.parallel import kvp
 from medha.parallel.kvp import Merge
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import StagePipe
-from tests.parallel.workers import WorkerPool, num_ranks, serve
+from tests.parallel.workers import WorkerPool, generate, num_ranks
 from tests.serving import random_ids
 
 OPTIONS = {"block_size": 16, "num_kv_blocks": 64, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
 PROMPTS = [random_ids(length, seed=8) for length in (150, 5, 61)]
 DIGEST_BYTES = 16
 
-Counts = dict[str, Counter[str]]
-"""Of each kind of transfer: its messages, bytes, and the bytes of what was to be sent."""
 
-
-def count(folder: Path, layout: dict[str, int], most_bytes: int = MOST_BYTES) -> tuple[list[list[int]], Counts]:
-    """On each rank: tokens, and what it sends; parts of more than ``most_bytes`` by the group. The sends of digests are
-    told by their group."""
-    counts: Counts = {"pipe": Counter(), "merge": Counter(), "gloo": Counter()}
-    now = ["gloo"]
+def count(folder: Path, layout: dict[str, int], most_bytes: int = MOST_BYTES) -> tuple[list[list[int]], Counter[str]]:
+    """On each rank: tokens, and the messages and bytes by which hidden states or parts of attention go, beside what was
+    to be sent; parts of more than ``most_bytes`` go by the group."""
+    counts = Counter[str]()
     isend, put, send, start = dist.isend, SharedMemory.put, StagePipe.send, Merge.start
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        kind = now[0] if tensor.dtype in (torch.float32, torch.uint8) else "gloo"
-        counts[kind].update(messages=1, bytes=tensor.nbytes)
+        if tensor.dtype in (torch.float32, torch.uint8):  # else a digest
+            counts.update(messages=1, bytes=tensor.nbytes)
         return isend(tensor, *args, **kwargs)
 
     def written(self: SharedMemory, rank: int, x: torch.Tensor) -> None:
-        kind = now[0] if x.nbytes > DIGEST_BYTES else "gloo"
-        counts[kind].update(messages=1, bytes=x.nbytes, shared=1)
+        if x.nbytes > DIGEST_BYTES:
+            counts.update(messages=1, bytes=x.nbytes, shared=1)
         put(self, rank, x)
 
+    @contextmanager
+    def counting() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SharedMemory, "put", written)
+            patch.setattr(dist, "isend", counted)
+            patch.setattr(dist.distributed_c10d, "isend", counted)
+            yield
+
     def sent(self: StagePipe, batch: Any, x_TD: torch.Tensor) -> None:
-        if batch.batch_id < 0:  # warms the communicator
-            return send(self, batch, x_TD)
-        counts["pipe"].update(batches=1, whole=x_TD.nbytes)
-        now[0] = "pipe"
-        send(self, batch, x_TD)
-        now[0] = "gloo"
+        counts.update(batches=1, whole=x_TD.nbytes)
+        with counting():
+            send(self, batch, x_TD)
 
     def started(self: Merge, parts: Any, *, compare: bool) -> Any:
-        if parts[0][0].batch_id < 0:  # warms the communicator
-            return start(self, parts, compare=compare)
         for shared, (out_TNH, lse_TN) in parts:
             num_others = len(shared.groups) - 1
-            counts["merge"].update(spans=1, peers=num_others, whole=num_others * (out_TNH.nbytes + lse_TN.nbytes))
-        now[0] = "merge"
-        pending = start(self, parts, compare=compare)
-        now[0] = "gloo"
-        return pending
+            counts.update(spans=1, peers=num_others, whole=num_others * (out_TNH.nbytes + lse_TN.nbytes))
+        with counting():
+            return start(self, parts, compare=compare)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with LLM(folder, **OPTIONS | layout) as llm, pytest.MonkeyPatch.context() as patch:  # which is warm by then
         patch.setattr(StagePipe, "send", sent)
         patch.setattr(Merge, "start", started)
-        patch.setattr(SharedMemory, "put", written)
         patch.setattr(kvp, "MOST_BYTES", most_bytes)
-        patch.setattr(dist, "isend", counted)
-        patch.setattr(dist.distributed_c10d, "isend", counted)
-        return serve(folder, OPTIONS | layout, (PROMPTS, params)).tokens, counts
+        return generate(llm, PROMPTS, params), counts
 
 
 @cache
 def alone(model: Path) -> Any:
     """The tokens of one rank, which sends nothing."""
     tokens, counts = count(model, {})
-    assert counts["pipe"] == counts["merge"] == Counter()
+    assert counts == Counter()
     return tokens
 
 
-def found(workers: WorkerPool, model: Path, most_bytes: int = MOST_BYTES, **layout: int) -> list[Counts]:
+def found(workers: WorkerPool, model: Path, most_bytes: int = MOST_BYTES, **layout: int) -> list[Counter[str]]:
     answers = workers.run(count, num_ranks(layout), model, layout, most_bytes)
     assert answers[0][0] == alone(model)
     return [counts for _, counts in answers]
@@ -89,7 +85,7 @@ def found(workers: WorkerPool, model: Path, most_bytes: int = MOST_BYTES, **layo
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_rank_sends_its_share_of_the_hidden_states_in_one_message(workers: WorkerPool, model: Path, tp: int) -> None:
     """Before, every tensor-parallel rank sent all of them, and the digest in the same message."""
-    counts = [found["pipe"] for found in found(workers, model, tp=tp, spp=2)]
+    counts = found(workers, model, tp=tp, spp=2)
     for sender in counts[:tp]:
         assert sender["messages"] == sender["batches"] >= 8
         assert sender["bytes"] * tp == sender["whole"] > 0
@@ -100,8 +96,7 @@ def test_a_rank_sends_its_share_of_the_hidden_states_in_one_message(workers: Wor
 def test_a_rank_sends_its_parts_to_each_other_rank_once(workers: WorkerPool, model: Path, most_bytes: int) -> None:
     """As many bytes as a ring's all-gather sends, in one step for as many steps as there are others; short ones through
     the memory that they share."""
-    for counts in found(workers, model, most_bytes, kvp=3, max_kv_per_group=64):
-        merges = counts["merge"]
+    for merges in found(workers, model, most_bytes, kvp=3, max_kv_per_group=64):
         assert merges["peers"] >= merges["messages"] >= merges["peers"] - merges["spans"] > 10
         assert (merges["shared"] > 0) == (most_bytes > 0)
         assert (merges["shared"] < merges["messages"]) == (most_bytes < MOST_BYTES)
