@@ -332,44 +332,31 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
         ("{model} --prompt x --max-tokens many", "Invalid value for '--max-tokens': "),
         ("{model} --prompt x -q awq", "ConfigError: -q awq is not among medha's options: quantised"),
         ("{model} --prompt", "--prompt"),
+        ("{tmp}/gone {anew}", "error: ModelLoadError: model '{tmp}/gone': no such folder"),
+        ('{model} --hf-overrides {{"hiden_size":1}} {anew}', "did you mean hidden_size?"),
+        ("{model} --max-model-len 99999999 {anew}", "error: ConfigError: max_model_len=99999999"),
+        ("{model} --policy=larz {anew}", "error: ConfigError: policy='larz'; accepted: edf, fcfs"),
+        ("{model} --profile {tmp}/gone {anew}", "error: ConfigError: profile {tmp}/gone cannot be read"),
+        ("{model} --profile {tmp}/profile {anew}", "{tmp}/profile was measured for something else: "),
+        pytest.param("{model} --device cuda {anew}", "error: ConfigError: device='cuda'", marks=NO_CUDA),
     ],
 )
-@pytest.mark.usefixtures("_loads_nothing")
-def test_bad_usage_is_one_line_before_the_model_is_loaded(
-    bare: Command, folder: Path, tmp_path: Path, arguments: str, message: str
+def test_bad_usage_is_one_line(
+    bare: Command, folder: Path, tmp_path: Path, request: pytest.FixtureRequest, arguments: str, message: str
 ) -> None:
+    """Before the model is loaded, or before what it is asked for leaves a trace."""
+    if "{anew}" not in arguments:
+        request.getfixturevalue("_loads_nothing")
     requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
     (tmp_path / "old.jsonl").write_text(EARLIER)
-    names = {"model": folder, "requests": requests, "tmp": tmp_path, "long": "x" * 300}
-    done = bare(*(argument.format(**names) for argument in arguments.split()))
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.err.startswith("error: ") and message in done.err
-    assert (requests.read_text(), (tmp_path / "old.jsonl").read_text()) == ('{"prompt": "x"}\n', EARLIER)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("{tmp}/gone", "error: ModelLoadError: model '{tmp}/gone': no such folder"),
-        ('{model} --hf-overrides {{"hiden_size":1}}', "did you mean hidden_size?"),
-        ("{model} --max-model-len 99999999", "error: ConfigError: max_model_len=99999999"),
-        ("{model} --policy=larz", "error: ConfigError: policy='larz'; accepted: edf, fcfs"),
-        ("{model} --profile {tmp}/gone", "error: ConfigError: profile {tmp}/gone cannot be read"),
-        ("{model} --profile {tmp}/profile", "{tmp}/profile was measured for something else: "),
-        pytest.param("{model} --device cuda", "error: ConfigError: device='cuda'", marks=NO_CUDA),
-    ],
-)
-def test_no_model_to_serve(bare: Command, folder: Path, tmp_path: Path, arguments: str, message: str) -> None:
-    output = tmp_path / "out.jsonl"
-    output.write_text(EARLIER)
     (tmp_path / "profile").write_text(PLAIN.to_json())
-    names = {"model": folder, "tmp": tmp_path}
-    more = ["--prompt", "x", "--output", output, "--overwrite", "--log-level", "warning"]
-    done = bare(*(argument.format(**names) for argument in arguments.split()), *more)
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert message.format(**names) in done.err
-    assert output.read_text() == EARLIER
+    names = {"model": folder, "requests": requests, "tmp": tmp_path, "long": "x" * 300}
+    names["anew"] = f"--prompt x --output {tmp_path}/old.jsonl --overwrite --log-level warning"
+    done = bare(*arguments.format(**names).split())
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("error: ") and message.format(**names) in done.err
+    assert (requests.read_text(), (tmp_path / "old.jsonl").read_text()) == ('{"prompt": "x"}\n', EARLIER)
 
 
 def test_a_trace_is_no_request_file(run_rows: Command) -> None:
