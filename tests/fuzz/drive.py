@@ -4,6 +4,8 @@ import logging
 import random
 import re
 import traceback
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import repeat
 from math import isclose
@@ -16,6 +18,7 @@ import pytest
 
 from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.batch import Batch
+from medha.engine.arrivals import together
 from medha.engine.engine import Engine
 from medha.engine.replay import replay
 from medha.errors import ValidationError
@@ -125,34 +128,23 @@ class _Timed:
         return SimpleNamespace(done=lambda: next(answers, True), result=future.result)
 
 
-class _Served:
-    """What has come out of a request so far."""
-
-    def __init__(self, ask: Ask, step: int) -> None:
-        self.ask, self.step = ask, step
-        self._kind = ask.params.get("output_kind", "cumulative")
-        self._answer = Answer(logprobs=() if "logprobs" in ask.params else None)
-
-    def take(self, output: RequestOutput) -> Answer | None:
-        """Add an output; the answer if it is the last."""
-        completion, so_far = output.outputs[0], self._answer
-        if output.error is not None:
-            raise Failure(type(output.error).__name__, f"{self.ask}: {output.error}")
-        tokens, text = tuple(completion.token_ids), completion.text or ""
-        told = completion.logprobs
-        logprobs = None if told is None else tuple({i: entry.logprob for i, entry in step.items()} for step in told)
-        if self._kind == "delta":
-            tokens, text = so_far.tokens + tokens, so_far.text + text
-            logprobs = None if logprobs is None or so_far.logprobs is None else so_far.logprobs + logprobs
-        is_early = self._kind == "final_only" and not output.finished
-        num_told = len(tokens) if logprobs is None else len(logprobs)
-        if is_early or tokens[: len(so_far.tokens)] != so_far.tokens or num_told != len(tokens):
-            raise Failure("output", f"{self._kind} output {output} after {so_far}")
-        self._answer = Answer(None, tokens, text, completion.finish_reason, completion.stop_reason, logprobs)
-        explained = output.metrics.explanation
-        if explained is not None and not isclose(sum(explained.parts_s.values()), explained.total_s, abs_tol=1e-6):
-            raise Failure("explanation", f"of request {output.request_id} does not add up: {explained}")
-        return self._answer if output.finished else None
+def _answer(ask: Ask, outputs: Sequence[RequestOutput]) -> Answer:
+    """What a request has said in all its outputs; Failure if they do not fit together."""
+    kind, last = ask.params.get("output_kind", "cumulative"), outputs[-1]
+    if last.error is not None:
+        raise Failure(type(last.error).__name__, f"{ask}: {last.error}")
+    one = (together(outputs) if kind == "delta" else last).outputs[0]
+    before = [output.outputs[0].token_ids for output in outputs[:-1]]
+    has_changed = kind == "cumulative" and any(one.token_ids[: len(tokens)] != tokens for tokens in before)
+    num_told = len(one.token_ids) if "logprobs" not in ask.params else len(one.logprobs or ())
+    if has_changed or (kind == "final_only" and before) or num_told != len(one.token_ids):
+        raise Failure("output", f"{kind} output {last} after {before}")
+    explained = last.metrics.explanation
+    if explained is not None and not isclose(sum(explained.parts_s.values()), explained.total_s, abs_tol=1e-6):
+        raise Failure("explanation", f"of request {last.request_id} does not add up: {explained}")
+    told = one.logprobs
+    logprobs = None if told is None else tuple({i: entry.logprob for i, entry in step.items()} for step in told)
+    return Answer(None, tuple(one.token_ids), one.text or "", one.finish_reason, one.stop_reason, logprobs)
 
 
 def _drive(case: Case, engine: Engine) -> list[Answer]:
@@ -163,7 +155,8 @@ def _drive(case: Case, engine: Engine) -> list[Answer]:
     # Within so many steps all could be computed several times, a token a step: somebody must have got a token.
     patience = 200 + 5 * sum(ask.length + ask.max_tokens for ask in case.asks)
     pending = list(enumerate(case.asks))
-    served: dict[str, _Served] = {}
+    added: dict[str, tuple[Ask, int]] = {}  # and before which step
+    outputs = defaultdict[str, list[RequestOutput]](list)
     answers: dict[str, Answer] = {}
     num_tokens: dict[str, int] = {}
     step = last_step = 0
@@ -177,19 +170,19 @@ def _drive(case: Case, engine: Engine) -> list[Answer]:
             except ValidationError as error:
                 answers[str(number)] = Answer(type(error).__name__)
             else:
-                served[str(number)] = _Served(ask, step)
-        for key, one in served.items():
-            if one.ask.abort is not None and step - one.step >= one.ask.abort:
+                added[str(number)] = ask, step
+        for key, (ask, since) in added.items():
+            if ask.abort is not None and step - since >= ask.abort:
                 engine.abort(key)
         if case.abandon == step:
             engine.abandon()
         for output in engine.step(wait_s=0.0):
             key = output.request_id
-            if key in answers or key not in served:
+            if key in answers or key not in added:
                 raise Failure("output", f"of request {key}, which has ended or was never taken")
-            answer = served[key].take(output)
-            if answer is not None:
-                answers[key] = answer
+            outputs[key].append(output)
+            if output.finished:
+                answers[key] = _answer(added[key][0], outputs[key])
         before, live = num_tokens, engine._live.items()
         num_tokens = {key: sum(one.metrics.num_output_tokens for one in it.completions) for key, it in live}
         last_step = last_step if num_tokens == before else step
