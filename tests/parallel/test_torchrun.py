@@ -53,39 +53,29 @@ def verify(rank: int, arguments: list[str], mutated: bool) -> None:
     command(rank, arguments, "medha.verify")
 
 
-def verified(
-    start: Start, folder: Path, options: list[str], *, mutated: bool = False
-) -> tuple[int, list[str], list[dict[str, str]]]:
-    """The code of rank 0, what each rank printed, and the rows of the report."""
-    arguments = ["--device", "cpu", "--needle-tokens", "256", "--output-json", str(folder / "report.json"), *options]
-    job = start(prod(map(int, options[1::2])), verify, arguments, mutated)
-    code, *others = job.wait()
-    assert code is not None and set(others) == {0}, job.stderr(0)
-    rows = json.loads((folder / "report.json").read_text())["checks"]
-    return code, [job.stdout(rank) for rank in range(len(job.processes))], rows
-
-
 @pytest.mark.parametrize(
-    ("options", "layout"),
+    ("options", "layout", "wrong"),
     [
-        (["--kvp", "2", "--spp", "2"], "kvp=2 x spp=2 x tp=1, 4 ranks, float32"),
-        (["--tp", "2"], "kvp=1 x spp=1 x tp=2, 2 ranks, float32"),
+        ("--kvp 2 --spp 2", "kvp=2 x spp=2 x tp=1, 4 ranks, float32", set()),
+        ("--tp 2", "kvp=1 x spp=1 x tp=2, 2 ranks, float32", set()),
+        ("--kvp 2", "FAIL", {"parity"}),  # what needs no other rank is well
     ],
 )
-def test_verify_says_that_all_is_well(tmp_path: Path, start: Start, options: list[str], layout: str) -> None:
-    code, (out, *others), rows = verified(start, tmp_path, options)
-    assert code == 0, out
+def test_verify_says_whether_all_is_well(
+    tmp_path: Path, start: Start, options: str, layout: str, wrong: set[str]
+) -> None:
+    report, words = tmp_path / "report.json", options.split()
+    arguments = ["--device", "cpu", "--needle-tokens", "256", "--output-json", str(report), *words]
+    job = start(prod(map(int, words[1::2])), verify, arguments, bool(wrong))
+    code, *codes = job.wait()
+    out, *others = map(job.stdout, range(len(job.processes)))
+    assert code is not None and bool(code) == bool(wrong), out
+    assert set(codes) == {0} and set(others) == {""}, job.stderr(0)  # one rank speaks
     assert layout in out
-    assert set(others) == {""}  # one rank speaks
-    assert {row["verdict"] for row in rows} == {"pass"}
+    rows = json.loads(report.read_text())["checks"]
+    assert {row["check"] for row in rows if row["verdict"] == "FAIL"} == wrong
+    assert wrong or {row["verdict"] for row in rows} == {"pass"}
     assert {"attention", "merge", "parity", "needle", "KV bytes"} <= {row["check"] for row in rows}
-
-
-def test_verify_finds_a_wrong_merge(tmp_path: Path, start: Start) -> None:
-    """What needs no other rank is well."""
-    code, (out, _), rows = verified(start, tmp_path, ["--kvp", "2"], mutated=True)
-    assert code != 0 and "FAIL" in out
-    assert {row["check"] for row in rows if row["verdict"] == "FAIL"} == {"parity"}
 
 
 def test_two_nodes(needle: Model, tmp_path: Path) -> None:
