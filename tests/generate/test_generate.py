@@ -140,30 +140,22 @@ def test_standard_input_and_an_output_that_is_a_pipe(
     assert "neither of prompts and --requests given; accepted" in run_with(Path(os.devnull)).err
 
 
-def test_json_lines_on_stdout(run: Command) -> None:
-    done = run("--prompt", ADA, "--prompt", "", "--json", "--logprobs", "1")
-    assert done.code == 3
-    rows = {row["id"]: row for row in done.rows}
-    assert set(rows["prompt-0"]) == KEYS | EXTRA_KEYS | {"logprobs"}
-    assert rows["prompt-0"]["text"] == " 31-plum."
-    assert bytes(rows["prompt-0"]["token_ids"]) == b" 31-plum.\n"
-    assert len(rows["prompt-0"]["logprobs"]) == 10
-    assert rows["prompt-1"]["error"]["type"] == "ValidationError"
-    assert rows["prompt-1"]["finish_reason"] == "error"
-
-
 def test_request_file_to_output_file(run_rows: Command, tmp_path: Path) -> None:
     rows = [
         {"id": "text", "prompt": ADA},
         {"id": "ids", "prompt_token_ids": list(BRUNO.encode()), "stop": "fern"},
         {"id": "short", "prompt": ADA, "max_tokens": 3, "slo": {"ttft_s": 1e-6}},
         {"prompt": ADA, "max_tokens": None},
+        {"id": "several", "prompt": ADA, "n": 3, "temperature": 1.5, "seed": 2, "ignore_eos": True, "logprobs": 0},
     ]
     output = tmp_path / "out.jsonl"
     output.write_text(EARLIER)
     done = run_rows(rows, "--output", output, "--overwrite", "--max-tokens", "8", "--admission", "relegate")
-    assert (done.code, len(done.out.splitlines())) == (0, 4)
+    assert (done.code, len(done.out.splitlines())) == (0, 4 + 3)  # a line a completion
     found = {row["id"]: row for row in parse(output.read_text())}
+    several = found.pop("several")["outputs"]
+    assert len({one["text"] for one in several}) == 3 and [len(one["logprobs"]) for one in several] == [8] * 3
+    assert bytes(found["text"]["token_ids"]) == b" 31-plum"
     assert {i: (row["text"], row["finish_reason"], row["stop_reason"]) for i, row in found.items()} == {
         "text": (" 31-plum", "length", None),
         "ids": (" 58-", "stop", "fern"),
@@ -173,7 +165,7 @@ def test_request_file_to_output_file(run_rows: Command, tmp_path: Path) -> None:
     for row in found.values():
         assert row["num_output_tokens"] == len(row["token_ids"])
         assert 0 <= row["queue_s"] <= row["ttft_s"] <= row["e2e_s"]
-        assert row["error"] is None
+        assert set(row) == KEYS | EXTRA_KEYS and row["error"] is None
         assert (row["is_relegated"], row["met_slo"]) == ((True, False) if row["id"] == "short" else (False, None))
 
 
@@ -195,17 +187,6 @@ def test_chat(bare: Command, tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     done = bare(model, "--num-kv-blocks", "8", "--chat", "--prompt", ADA)
     assert (done.code, done.out) == (0, " 31-plum.\n")
-
-
-def test_several_completions(run_rows: Command) -> None:
-    row = {"prompt": ADA, "n": 3, "temperature": 1.5, "seed": 2, "max_tokens": 9, "ignore_eos": True, "logprobs": 0}
-    (found,) = run_rows([row], "--json").rows
-    texts = [one["text"] for one in found["outputs"]]
-    assert len(set(texts)) == 3 and found["text"] == texts[0]
-    assert [len(one["logprobs"]) for one in found["outputs"]] == [9] * 3
-    shown = run_rows([row]).out.splitlines()
-    names, said, _ = zip(*(line.split("  ", maxsplit=2) for line in shown), strict=True)
-    assert names == tuple(f"line-1[{index}]" for index in range(3)) and len(set(said)) == 3
 
 
 @pytest.fixture
