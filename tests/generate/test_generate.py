@@ -420,11 +420,6 @@ def test_a_full_disk_ends_the_run(run: Command, option: str) -> None:
     assert done.err == f"error: RequestError: {message}\n"
 
 
-def test_an_interrupt_while_the_model_is_loaded(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(medha.engine.build, "build_role", Mock(side_effect=KeyboardInterrupt))
-    assert run("--prompt", "x").code == 130
-
-
 def test_the_second_interrupt_is_raised() -> None:
     before = signal.getsignal(signal.SIGINT)
     with first_interrupt() as noted:

@@ -26,6 +26,7 @@ from medha.engine.distributed import DrivingRunner, Follower
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.records import Recorder
 from medha.worker.runner import Runner
+from tests.engines import drained
 from tests.parallel.faults import Start
 from tests.parallel.test_faults import SMALL
 
@@ -84,8 +85,7 @@ def sends_much_ahead(rank: int, model: Path) -> None:
         for i in range(8):
             params = SamplingParams(max_tokens=4, allowed_token_ids=[5, 6] * 80_000)
             llm.engine.add_request(str(i), "b" * 50, params)
-        while llm.engine.has_unfinished:
-            llm.engine.step()
+        drained(llm.engine)
 
 
 def closed_early(rank: int, model: Path) -> None:
