@@ -58,20 +58,6 @@ def test_neither_company_nor_threads_nor_chunks_change_a_bit(dtype: torch.dtype)
     assert torch.equal(run((qkv[0][700:701], *qkv[1:]), alone, CpuBackend())[0], whole[0][700:701])
 
 
-def test_queries_in_the_middle_of_a_product() -> None:
-    (q_TNH, *kv), rows = build(Model(8, 2, 64), [Shape(70, (100,), True), Shape(1, (300,), True)], page_size=16)
-    product = torch.cat([q_TNH.flatten(1), torch.full((71, 256), torch.nan)], dim=1)
-    heads_first = q_TNH.transpose(0, 1).contiguous().transpose(0, 1)
-    for same in (product[:, :512].unflatten(1, (8, 64)), heads_first):
-        for x, y in zip(run((same, *kv), rows, CpuBackend()), run((q_TNH, *kv), rows, CpuBackend()), strict=True):
-            assert torch.equal(x, y)
-
-
-def test_more_keys_than_one_sum_takes() -> None:
-    qkv, rows = build(Model(4, 1, 16), [Shape(n, (70_000,), True) for n in (1, 10)], page_size=16)
-    assert_rows_close(run(qkv, rows, CpuBackend()), qkv, rows)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_len", [90, 40_000])
 def test_what_is_no_number_is_not_taken_for_no_key(kv_len: int, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from medha.attention.flashinfer_backend import FixedDecodes, FlashInferBackend, FlashInferPlan, workspace_bytes
+from medha.attention.flashinfer_backend import FlashInferBackend, FlashInferPlan, workspace_bytes
 from medha.attention.interface import AttentionRows, LayerShape
 from medha.attention.staging import to_device
 from medha.attention.torch_backend import TorchBackend
@@ -106,19 +106,6 @@ def test_a_larger_layer_gets_a_larger_workspace_and_new_wrappers() -> None:
         qkv, rows = in_blocks([700], 256, model=model)
         assert_rows_close(run(qkv, rows, backend), qkv, rows)
     assert len(backend.api.made) == 2
-
-
-def test_fixed_decodes_are_planned_in_place() -> None:
-    backend = make_flashinfer(block_size=64)
-    indices = torch.full((100,), -1, dtype=torch.int32)
-    fixed = FixedDecodes(backend, LayerShape(4, 2, 64, torch.float32), 3, indices)
-    for lengths in ([1, 1, 1], [700, 64, 65], [300, 1, 1000]):
-        qkv, rows = in_blocks(lengths, 64, model=Model(4, 2, 64, head_major=False))
-        indices[: len(rows.pages)] = torch.from_numpy(rows.pages)
-        fixed.plan(rows)
-        torch.testing.assert_close(fixed.run(*qkv), run(qkv, rows, backend)[0])
-    with pytest.raises(AssertionError, match="1 decodes in a graph of 3"):
-        fixed.plan(in_blocks([5], 64)[1])
 
 
 # -- choice ----------------------------------------------------------------------------------------------------
