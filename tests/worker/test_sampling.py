@@ -1,6 +1,7 @@
 """Sampling: exact distributions, draws that depend on the request alone, penalties, log-probabilities."""
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,20 +90,20 @@ def test_greedy_takes_the_likeliest(temperature: float) -> None:
     logits = logits_of(1, 50)
     slots = [slot(i, temperature=temperature, top_k=3, top_p=0.5) for i in range(50)]
     assert tokens(sample(logits, slots, [7] * 50)) == logits.argmax(-1).tolist()
+    assert sample(logits[:0], [], []) == []
 
 
-def test_no_rows() -> None:
-    assert sample(torch.empty(0, VOCAB), [], []) == []
-
-
-def check_exact(logits_1V: torch.Tensor, drawing: SlotSampling, expected: np.ndarray, n: int = 100) -> None:
-    """Evenly spaced uniforms give each token its probability, to within one draw."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "uniforms", lambda _, indices: (np.array(indices) + 0.5) / n)
-        drawn = tokens(sample(logits_1V.expand(n, VOCAB), [drawing] * n, range(n)))
-    for count, p in zip(np.bincount(drawn, minlength=VOCAB).tolist(), expected, strict=True):
-        assert abs(count - n * p) <= 1.0
-        assert p > 0 or count == 0
+def check_exact(logits: torch.Tensor, slots: list[SlotSampling], allowed: torch.Tensor | None = None) -> None:
+    """Each row's token is the inverse of its distribution, in float64 and with a sort, of these logits or of what is
+    allowed of them; within 1e-6 of a border either side is right."""
+    drawn = tokens(sample(logits, slots, [0] * len(slots)))
+    for row, one, token in zip(logits if allowed is None else allowed, slots, drawn, strict=True):
+        wanted, number, right = one.params, uniform(one.seed, 0), set()
+        nearby = {wanted.top_p, max(wanted.top_p - 1e-6, 1e-12), wanted.top_p + 1e-6} if wanted.top_p < 1.0 else {1.0}
+        for top_p in nearby:
+            edges = filtered(row, replace(wanted, top_p=top_p)).cumsum()
+            right |= {int(np.searchsorted(edges, number + off, side="right")) for off in (-1e-6, 0.0, 1e-6)}
+        assert token in right
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -113,10 +114,16 @@ def check_exact(logits_1V: torch.Tensor, drawing: SlotSampling, expected: np.nda
     top_p=st.floats(0.01, 1.0),
     min_p=st.floats(0.0, 1.0),
 )
-def test_exact_probabilities(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    drawing = slot(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    logits = logits_of(seed)
-    check_exact(logits, drawing, filtered(logits[0], drawing.params))
+def test_exact_probabilities(seed: int, **params: Any) -> None:
+    check_exact(logits_of(seed, 40), [slot(seed + row, **params) for row in range(40)])
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize(
+    "params", [*FILTERS, {"top_p": 0.9, "temperature": 0.6}, {"top_k": 3000, "top_p": 0.5}], ids=str
+)
+def test_exact_probabilities_of_flat_and_peaked_logits(params: dict[str, Any], scale: float) -> None:
+    check_exact(scale * logits_of(5, 60, PEAKED), [slot(seed, **params) for seed in range(60)])
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
@@ -126,24 +133,6 @@ def test_the_ends_of_the_unit_interval(number: float, params: dict[str, Any], mo
     logits = logits_of(3, 20)
     for row, result in zip(logits, sample(logits, [slot(**params)] * 20, [0] * 20), strict=True):
         assert filtered(row, slot(**params).params)[result.token_id] > 0
-
-
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize(
-    "params", [*FILTERS, {"top_p": 0.9, "temperature": 0.6}, {"top_k": 3000, "top_p": 0.5}], ids=str
-)
-def test_the_inverse_of_the_distribution(params: dict[str, Any], scale: float) -> None:
-    """In float64 and with a sort, of logits that are flat and peaked; within 1e-6 of a border either side is right."""
-    rows, wanted = 60, slot(**params).params
-    logits = scale * logits_of(5, rows, PEAKED)
-    drawn = tokens(sample(logits, [slot(seed, **params) for seed in range(rows)], [0] * rows))
-    nearby = {wanted.top_p, max(wanted.top_p - 1e-6, 1e-12), wanted.top_p + 1e-6} if wanted.top_p < 1.0 else {1.0}
-    for seed, (row, token) in enumerate(zip(logits, drawn, strict=True)):
-        number, right = uniform(seed, 0), set()
-        for top_p in nearby:
-            edges = filtered(row, replace(wanted, top_p=top_p)).cumsum()
-            right |= {int(np.searchsorted(edges, number + off, side="right")) for off in (-1e-6, 0.0, 1e-6)}
-        assert token in right
 
 
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.55}, {"min_p": 0.9}], ids=str)
@@ -157,30 +146,22 @@ def test_equal_tokens_stay_together(params: dict[str, Any]) -> None:
 # -- what a draw depends on ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, derandomize=True, deadline=None)
-@given(order=st.permutations(range(len(MIXED))), size=st.integers(1, 16), seed=st.integers(0, 2**31))
-def test_company_and_order_change_nothing(order: list[int], size: int, seed: int) -> None:
-    logits = logits_of(seed, len(MIXED), 300)
-    before, indices = logits.clone(), [(seed + 3 * i) % 1000 for i in range(len(MIXED))]
-    alone = [sample(logits[i : i + 1], [one], [indices[i]])[0] for i, one in enumerate(mixed_slots())]
-    chosen = order[:size]
-    together = sample(logits[chosen], [slot(**MIXED[i]) for i in chosen], [indices[i] for i in chosen])
-    assert together == [alone[i] for i in chosen]
-    assert torch.equal(logits, before)
-
-
-def test_neither_company_nor_threads_change_a_bit() -> None:
-    """At a size at which torch splits sums over threads."""
-    logits = 3.0 * logits_of(7, 16, 70_000)
-    found = []
+@pytest.mark.parametrize("vocab", [300, 70_000])
+def test_neither_company_nor_order_nor_threads_change_a_bit(vocab: int) -> None:
+    """The larger is a size at which torch splits sums over threads."""
+    num_rows, found = len(MIXED), []
+    logits = 3.0 * logits_of(7, num_rows, vocab)
+    before = logits.clone()
     for _ in on_threads(1, 2):
-        for size in (1, 2, 16):
-            parts = [slice(first, first + size) for first in range(0, 16, size)]
-            slots = mixed_slots()
-            found.append([sample(logits[p], slots[p], [2 * number for number in range(16)[p]]) for p in parts])
-            found[-1] += [sample(logits[p], slots[p], [3] * size) for p in parts]  # behind the first token
-    flat = [[one for part in parts for one in part] for parts in found]
-    assert all(one == flat[0] for one in flat)
+        for size in (1, 2, num_rows):
+            slots, order = mixed_slots(), random.Random(size).sample(range(num_rows), num_rows)
+            found.append(drawn := {})
+            for turn, indices in enumerate((range(num_rows), [3] * num_rows)):  # the second behind first tokens
+                for part in (order[first : first + size] for first in range(0, num_rows, size)):
+                    results = sample(logits[part], [slots[row] for row in part], [indices[row] for row in part])
+                    drawn |= {(turn, row): result for row, result in zip(part, results, strict=True)}
+    assert all(drawn == found[0] for drawn in found)
+    assert torch.equal(logits, before)
 
 
 def test_uniform_is_fixed_for_all_time_and_takes_every_seed_and_index() -> None:
@@ -201,13 +182,11 @@ def test_uniform_is_fixed_for_all_time_and_takes_every_seed_and_index() -> None:
 def test_min_tokens_holds_end_ids_back(temperature: float) -> None:
     logits = torch.zeros(VOCAB)
     logits[3], logits[7], logits[9] = 20.0, 19.0, 12.0
-    drawing = slot(temperature=temperature, min_tokens=4, end_ids=(3, 7), logprobs=1)
+    drawing = slot(temperature=temperature, min_tokens=4, end_ids=(3, 7), logprobs=0)
     drawn = sample(logits.expand(8, VOCAB), [drawing] * 8, range(8))
     assert tokens(drawn)[:4] == [9] * 4
     assert set(tokens(drawn)[4:]) <= {3, 7}
-    assert drawn[0].logprobs is not None  # of the model's own distribution
-    assert drawn[0].logprobs[1][0] == 3
-    assert drawn[0].logprobs[0][2] == 3
+    assert drawn[0].logprobs[0][2] == 3  # of the model's own distribution
 
 
 def test_bias_and_allowed_ids() -> None:
@@ -217,9 +196,9 @@ def test_bias_and_allowed_ids() -> None:
     biased = logits.clone()
     biased[0, 3] += 2.5
     biased[0, [0, 2, *range(4, VOCAB)]] = -math.inf
-    drawing = slot(logit_bias={3: 2.5}, allowed_token_ids=[1, 3], top_p=0.9, logprobs=1)
-    check_exact(logits, drawing, filtered(biased[0], drawing.params))
-    best, (result,) = int(logits.argmax()), sample(logits, [drawing], [0])
+    slots = [slot(seed, logit_bias={3: 2.5}, allowed_token_ids=[1, 3], top_p=0.9, logprobs=1) for seed in range(100)]
+    check_exact(logits.expand(100, VOCAB), slots, biased.expand(100, VOCAB))
+    best, (result,) = int(logits.argmax()), sample(logits, slots[:1], [0])
     assert result.logprobs[1][0] == best
     greedy = slot(temperature=0.0, logit_bias={best: -100.0})
     assert tokens(sample(logits, [greedy], [0])) == [int(logits.argsort(descending=True)[0, 1])]

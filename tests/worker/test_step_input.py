@@ -220,13 +220,3 @@ def test_a_block_begins_for_the_row_that_grows_here_behind_one_that_grows_elsewh
     step = slots.prepare(Batch(2, rows, (Extent(1, 20, 1, 2),)))
     assert (step.shared.pages.tolist(), step.shared.kv_len.tolist()) == ([5, 9, 20], [4, 5])
     assert (step.kept.tolist(), step.targets.tolist()) == ([1], [20 * BLOCK])
-
-
-def test_cleared_slots_are_as_new() -> None:
-    slots = Slots(BLOCK)
-    batch = Batch(0, (Row(1, 0, 5, False, False),), (Extent(1, 3, 2),))
-    for _ in range(2):
-        step = slots.prepare(batch)
-        assert step.targets.tolist() == [12, 13, 14, 15, 16] and slots.num_blocks == 2
-        slots.clear()
-        assert slots.num_blocks == 0 and not slots.held.any()
