@@ -1,15 +1,13 @@
 """``medha bench scaling`` at a toy size: its jobs run and end, and its figures are what the records say."""
 
-import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import pytest
 
-from medha.bench.harness import RANDOM_LLAMA, Subject
-from medha.bench.scaling import ONE_RANK, ScalingOptions, parse_layout, scaling, start_job, usage
+from medha.bench.scaling import ONE_RANK, ScalingOptions, parse_layout, start_job, usage
 from medha.bench.timing import Worker
 from medha.config import ParallelConfig
-from medha.errors import ConfigError, RankFailedError
+from medha.errors import ConfigError
 from medha.records import BatchRecord, RankRecords
 from tests.bench.conftest import Bench
 from tests.bench.shapes import ON_TINY
@@ -74,9 +72,3 @@ def test_layout_names() -> None:
     for wrong in ("", "2", "spp", "pp2", "spp2spp2", "kvp2x", "kvp2 tp2"):
         with pytest.raises(ConfigError, match=r"layout .*; accepted: for example spp2, tp2, kvp2 or kvp2spp2"):
             parse_layout(wrong)
-
-
-def test_a_job_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RankFailedError, match=r"a job of \{'tp': 1, .*\} has ended"):
-        scaling(ScalingOptions(Subject(str(RANDOM_LLAMA))))

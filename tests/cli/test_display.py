@@ -72,16 +72,6 @@ def test_bars_with_rate_and_time_left_fit_the_terminal(width: int) -> None:
     assert len(drawn[1]) == width
 
 
-def test_what_ended_is_counted() -> None:
-    screen = Screen()
-    with make_display(prefills_of([("document", 1, 5000)]), screen.console) as display:
-        display.finish(output("a", "answer", finished=True))
-        screen.lines()
-        display.refresh()
-        drawn = screen.lines()
-    assert re.match(r"requests done +[━╸╺ ]+ 1/3 ", drawn[0])
-
-
 def test_a_line_for_each_request_that_ends() -> None:
     out = io.StringIO()
     lines = Console(file=out, width=40)
@@ -110,6 +100,8 @@ def test_lines_on_a_terminal_stand_above_the_part_that_is_redrawn() -> None:
         screen.lines()
         display.finish(output("a", "answer", finished=True))
         drawn = screen.lines()
+        display.refresh()
+        assert re.match(r"requests done +[━╸╺ ]+ 1/3 ", screen.lines()[0])
     assert drawn[0] == "a  answer  [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]"
     assert drawn[1].startswith("requests done ") and drawn[2].startswith("document ")
     assert elsewhere.lines() == []

@@ -1,6 +1,5 @@
 """Hand-made steps: every group knows what a row has cached there, and the batch that is timed is as asked."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,25 +12,15 @@ from medha.worker.step_input import Slots
 BLOCK = 16
 
 
-@dataclass
 class Replicas:
     """A runner that keeps the slots of each group, checks that rows find their tokens, computes nothing."""
 
-    num_groups: int = 1
-    batches: list[Batch] = field(default_factory=list)
-    slots: list[Slots] = field(init=False)
-    opened: set[int] = field(default_factory=set)
-    sampled: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.slots = [Slots(BLOCK, group) for group in range(self.num_groups)]
+    def __init__(self, num_groups: int = 1) -> None:
+        self.slots = [Slots(BLOCK, group) for group in range(num_groups)]
+        self.batches, self.opened, self.sampled = list[Batch](), set[int](), set[int]()
 
     def open(self, slot: int, *_: Any) -> None:
         self.opened.add(slot)
-
-    def close(self, slot: int) -> None: ...
-
-    def reset(self) -> None: ...
 
     def submit(self, batch: Batch) -> PendingStep:
         self.batches.append(batch)
