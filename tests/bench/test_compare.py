@@ -1,7 +1,5 @@
 """``medha bench compare`` at a toy size: both sides run, agree and are reported; the protocol, with a made-up peer."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import find_spec

@@ -10,7 +10,7 @@ import pytest
 from medha.bench.cli import Report
 from medha.bench.harness import Local, Subject, on_ranks
 from medha.bench.load import Workload, fixed_output, serve_load
-from medha.bench.offline import throughput_fields, useful_flops
+from medha.bench.offline import throughput_fields
 from medha.engine.arrivals import Arrival
 from medha.models.weights import expected_tensors
 from tests.bench.conftest import Bench
@@ -53,18 +53,14 @@ def test_whole_and_in_chunks(bench: Bench) -> None:
     lines = {(line["input_len"], line["way"]): line for line in report["results"]}
     assert list(lines) == [(300, "in chunks"), (300, "whole"), (20, "in chunks"), (20, "whole")]
     assert lines[300, "in chunks"]["num_chunks"] >= 3 and lines[300, "whole"]["num_chunks"] == 1
+    model = Subject(hf_overrides=TINY).model_config(longest=320)
+    parameters = sum(prod(shape) for name, shape in expected_tensors(model).items() if ".layers." in name)
     for (length, _), line in lines.items():
+        assert line["flops"] == 2 * parameters * length + 2 * length**2 * 2 * 16 * 2
         seconds = line["ttft"]["median_s"]
         assert line["mfu"] == pytest.approx(line["flops"] / seconds / report["matrix_product"]["flops_per_s"])
         assert line["ratio"] == pytest.approx(seconds / lines[length, "whole"]["ttft"]["median_s"])
     assert "mfu" in done.out
-
-
-def test_useful_operations() -> None:
-    model = Subject(hf_overrides=TINY).model_config(longest=64)
-    shapes = {name: shape for name, shape in expected_tensors(model).items() if ".layers." in name}
-    parameters = sum(map(prod, shapes.values()))
-    assert useful_flops(model, 10) == 2 * parameters * 10 + 2 * 10**2 * 2 * 16 * 2
 
 
 def test_two_engines_over_the_same_weights_say_the_same() -> None:

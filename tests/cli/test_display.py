@@ -72,10 +72,10 @@ def test_bars_with_rate_and_time_left_fit_the_terminal(width: int) -> None:
     assert len(drawn[1]) == width
 
 
-def test_a_line_for_each_request_that_ends() -> None:
-    out = io.StringIO()
-    lines = Console(file=out, width=40)
-    with make_display(prefills_of([]), None, lines) as display:
+def test_a_line_for_each_request_that_ends_and_nothing_is_drawn_off_a_terminal() -> None:
+    out, drawn = io.StringIO(), io.StringIO()
+    lines, live = Console(file=out, width=40), Console(file=drawn)
+    with make_display(prefills_of([("document", 1, 5000)]), live, lines) as display:
         display.update(output("a", "half "))
         display.refresh()
         display.finish(output("a", "half and half\n" * 5, finished=True))
@@ -84,6 +84,7 @@ def test_a_line_for_each_request_that_ends() -> None:
         several = output("d", "one", finished=True)
         several.outputs.append(CompletionOutput(1, "other", [7], "length"))
         display.finish(several)
+    assert drawn.getvalue() == ""
     assert out.getvalue().splitlines() == [
         "a  " + "half and half⏎" * 5 + "  [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]",
         "b  7 8 9 10   [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]",
@@ -105,15 +106,6 @@ def test_lines_on_a_terminal_stand_above_the_part_that_is_redrawn() -> None:
     assert drawn[0] == "a  answer  [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]"
     assert drawn[1].startswith("requests done ") and drawn[2].startswith("document ")
     assert elsewhere.lines() == []
-
-
-def test_nothing_is_drawn_off_a_terminal() -> None:
-    out = io.StringIO()
-    with make_display(prefills_of([("document", 1, 5000)]), Console(file=out)) as display:
-        display.update(output("a", "text"))
-        display.refresh()
-        display.finish(output("a", "text", finished=True))
-    assert out.getvalue() == ""
 
 
 def test_streamed_text_alone_is_on_the_stream(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from medha.models.needle import (
     HEAD_DIM,
@@ -20,11 +21,10 @@ from medha.models.needle import (
 )
 from tests.serving import Model
 
-transformers = pytest.importorskip("transformers")
-
 NUM_KEYS = 10_000_000
 # exp(-35) times 10M keys is 6e-9, below the rounding of float32.
 ONE_HOT_GAP = 35.0
+INV_FREQ = needle_config()["rope_theta"] ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +55,11 @@ def qk_constant(weights: dict[str, torch.Tensor], head: int) -> tuple[np.ndarray
     return q[:half] + 1j * q[half:], k[:half] + 1j * k[half:]
 
 
-def inverse_frequencies() -> np.ndarray:
-    return needle_config()["rope_theta"] ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
-
-
 def layer1_scores(weights: dict[str, torch.Tensor], head: int, distances: Any, more: Any = 0) -> np.ndarray:
     """Scores of the keys at each distance and ``more``, [distances, more], in units of softmax, in float64."""
     q, k = qk_constant(weights, head)
     product = q * k.conj()
-    turns = 1j * inverse_frequencies()[product != 0]
+    turns = 1j * INV_FREQ[product != 0]
     far, near = (np.exp(np.multiply.outer(np.atleast_1d(some), turns)) for some in (distances, more))
     return (far * product[product != 0] @ near.T).real / HEAD_DIM**0.5
 
@@ -144,7 +140,7 @@ def test_layer_2_gap_of_any_bit_at_any_distance(dtype: torch.dtype) -> None:
     hidden_k[:, NUM_BITS : NUM_BITS + num_codes] = query
     flips = torch.arange(num_codes)
     hidden_k[flips, NUM_BITS + flips] *= -1
-    inv_freq = torch.from_numpy(inverse_frequencies()).to(dtype)
+    inv_freq = torch.from_numpy(INV_FREQ).to(dtype)
     prefix = "model.layers.1.self_attn"
     q_NH = (weights[f"{prefix}.q_proj.weight"] @ hidden_q).view(NUM_HEADS, HEAD_DIM).to(dtype)
     k_MKH = (hidden_k @ weights[f"{prefix}.k_proj.weight"].T).view(-1, NUM_KV_HEADS, HEAD_DIM).to(dtype)

@@ -1,7 +1,5 @@
 """What the tools' command lines and live tools share."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

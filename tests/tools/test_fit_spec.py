@@ -1,7 +1,5 @@
 """Fits to tables that are made from a known spec, what follows where tables are missing, and the command."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plots from the reports of a simulation and of a convoy."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
