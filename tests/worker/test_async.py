@@ -1,20 +1,15 @@
 """With async scheduling a token is scheduled before the one before it is known: the tokens stay the same."""
 
-from typing import Any
-
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from medha.batch import Batch
 from medha.engine.engine import Engine
+from medha.outputs import CompletionOutput
 from medha.params import SamplingParams
-from medha.sched.decision import SchedulerRequest
-from medha.sched.scheduler import Scheduler
+from tests.cuda.serving import SAMPLING, params
 from tests.engines import drained, make_engine, run_to_end
-from tests.sched.virtual import by_tokens, new_scheduler
+from tests.sched.virtual import add, by_tokens, finish, new_scheduler, next_batch
 from tests.serving import NUM_TOKENS, Case
-
-Rows = list[tuple[int, int]]
 
 
 def lagging(case: Case, *, async_scheduling: bool = True, **scheduler: int) -> Engine:
@@ -24,44 +19,39 @@ def lagging(case: Case, *, async_scheduling: bool = True, **scheduler: int) -> E
 
 # -- the scheduler ---------------------------------------------------------------------------------------------
 
-
-def make_scheduler(**options: int) -> Scheduler:
-    sizes = {"num_blocks": 20, "block_size": 4}
-    return new_scheduler("sarathi", predictor=by_tokens(), async_scheduling=True, **sizes, **options)
-
-
-def rows(batch: Batch | None) -> Rows:
-    return [] if batch is None else [(row.slot, row.position) for row in batch.rows]
+SMALL = {"async_scheduling": True, "num_blocks": 20, "block_size": 4}
 
 
 def test_a_decode_is_scheduled_while_the_one_before_is_in_flight_and_never_beyond_the_last() -> None:
-    scheduler = make_scheduler()
+    def rows(batch: Batch) -> list[tuple[int, int]]:
+        return [(row.slot, row.position) for row in batch.rows]
+
+    scheduler = new_scheduler("sarathi", predictor=by_tokens(), **SMALL)
     assert scheduler.depth == 2
-    scheduler.add(SchedulerRequest(0, 5, 3, 0.0))
+    add(scheduler, 0, 5, 3)
     first, second = scheduler.schedule(0.0).batch, scheduler.schedule(0.0).batch
     assert (rows(first), rows(second), scheduler.schedule(0.0).batch) == ([(0, 0)], [(0, 5)], None)
-    assert scheduler.complete(first, 1.0, [(0, 1, False)], 1.0) == ()
-    third = scheduler.schedule(1.0).batch
+    assert finish(scheduler, first) == ()
+    third = next_batch(scheduler)
     assert rows(third) == [(0, 6)]  # the third token; its own row would be the fourth
-    scheduler.complete(second, 2.0, [(0, 1, False)], 1.0)
+    finish(scheduler, second)
     assert scheduler.schedule(2.0).batch is None
-    assert scheduler.complete(third, 3.0, [(0, 1, True)], 1.0) == (0,)
+    assert finish(scheduler, third, ended=[0]) == (0,)
     assert scheduler.memory.num_used == 0
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_a_decode_comes_round_after_a_batch_for_each_stage(stages: int) -> None:
     """Where prefills fill the batches between; alone it is in every batch."""
-    scheduler = make_scheduler(depth=stages + 1, chunk_size=4, max_batch_tokens=8)
-    scheduler.add(SchedulerRequest(0, 2, 20, 0.0))
-    scheduler.add(SchedulerRequest(1, 40, 1, 0.0))
+    options = {"depth": stages + 1, "chunk_size": 4, "max_batch_tokens": 8}
+    scheduler = new_scheduler("sarathi", predictor=by_tokens(), **options, **SMALL)
+    add(scheduler, 0, 2, 20)
+    add(scheduler, 1, 40)
     found = []
     for batch_id in range(8):
-        found.append([row.slot for row in scheduler.schedule(0.0).batch.rows])
+        found.append([row.slot for row in next_batch(scheduler).rows])
         if batch_id >= stages:
-            oldest = scheduler.in_flight[0]
-            sampled = [(row.slot, 1, False) for row in oldest.rows if row.samples]
-            scheduler.complete(oldest, 0.0, sampled, 1.0)
+            finish(scheduler, scheduler.in_flight[0])
     assert [0 in slots for slots in found] == [batch_id % stages == 0 for batch_id in range(8)]
     assert all(1 in slots for slots in found)
 
@@ -82,32 +72,22 @@ def test_tokens_are_those_of_waiting_for_each_and_batches_overlap(case: Case) ->
     assert followed >= NUM_TOKENS - 1  # a batch has the token after one that a batch still in flight draws
 
 
-CHOICES = {
-    "temperature": st.sampled_from([0.0, 0.7, 1.3]),
-    "top_p": st.sampled_from([1.0, 0.8]),
-    "top_k": st.sampled_from([0, 5]),
-    "min_p": st.sampled_from([0.0, 0.05]),
-    "repetition_penalty": st.sampled_from([1.0, 1.3]),
-    "min_tokens": st.sampled_from([0, 1, 2, 3, 4]),
-    "logprobs": st.sampled_from([None, 0, 3]),
-}
+def test_any_sampling_gives_the_same_outputs(case: Case) -> None:
+    """Wherever requests end."""
 
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(chosen=st.fixed_dictionaries(CHOICES), stop_at=st.integers(0, 7))
-def test_any_sampling_gives_the_same_outputs(case: Case, chosen: dict[str, Any], stop_at: int) -> None:
-    def outputs(is_async: bool, stop: list[int]) -> list[object]:
+    def outputs(is_async: bool, stops: list[list[int]]) -> list[CompletionOutput]:
         engine = lagging(case, async_scheduling=is_async)
-        params = SamplingParams(**chosen, stop_token_ids=stop, max_tokens=8, seed=11, output_kind="final_only")
-        for i, prompt in enumerate(case.prompts[:4]):
-            engine.add_request(str(i), prompt, params)
+        for i, (sampling, stop) in enumerate(zip(SAMPLING, stops, strict=True)):
+            wanted = params(**sampling, stop_token_ids=stop, output_kind="final_only")
+            engine.add_request(str(i), case.prompts[i], wanted)
         done = {output.request_id: output.outputs[0] for output in drained(engine)}
-        return [done[str(i)] for i in range(4)]
+        return [done[str(i)] for i in range(len(SAMPLING))]
 
-    free = outputs(False, [])
-    stop = [free[0].token_ids[stop_at]]  # type: ignore[attr-defined]
-    assert outputs(True, []) == free
-    assert outputs(True, stop) == outputs(False, stop)
+    free = outputs(False, [[] for _ in SAMPLING])
+    assert outputs(True, [[] for _ in SAMPLING]) == free
+    for at in range(8):
+        stops = [[completion.token_ids[at]] for completion in free]
+        assert outputs(True, stops) == outputs(False, stops)
 
 
 def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:
