@@ -13,6 +13,11 @@ from medha.cli.report import STDOUT, check_writable, deliver, print_report, prin
 from medha.errors import ConfigError
 from medha.parallel.own_ranks import launch_environment
 
+
+def spread(*seconds: float) -> dict[str, float]:
+    return dict(zip(("median_s", "min_s", "max_s"), seconds, strict=True))
+
+
 REPORT = {
     "benchmark": "latency of one request",
     "format": "medha-latency",
@@ -24,18 +29,8 @@ REPORT = {
     "note": None,
     "load": {"before": 0.5, "wait_s": 0.002},
     "points": [
-        {
-            "input_len": 128,
-            "ttft": {"median_s": 0.0123, "min_s": 0.0119, "max_s": 0.013},
-            "speedup_ratio": 1.5,
-            "samples_s": [1, 2],
-        },
-        {
-            "input_len": 4096,
-            "ttft": {"median_s": 0.5, "min_s": 0.5, "max_s": 0.5},
-            "speedup_ratio": 2,
-            "usage": {"busy_share": 0.5},
-        },
+        {"input_len": 128, "ttft": spread(0.0123, 0.0119, 0.013), "speedup_ratio": 1.5, "samples_s": [1, 2]},
+        {"input_len": 4096, "ttft": spread(0.5, 0.5, 0.5), "speedup_ratio": 2, "usage": {"busy_share": 0.5}},
     ],
     "metrics": {"ttft": {"p50_ms": 1.25, "ok": True}, "tpot": {"p50_ms": 3.0, "ok": False}},
     "notes": ["TTFT: arrival to first token"],
@@ -65,13 +60,13 @@ def test_a_report_is_printed_by_its_names(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_report_goes_to_a_file_or_alone_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = {"benchmark": "x", "at": tmp_path, "timing": {"median_s": 1.0, "min_s": 1.0, "max_s": 1.0}}
+    report = {"benchmark": "x", "at": tmp_path, "timing": spread(1.0, 1.0, 1.0)}
     deliver(report, tmp_path / "report.json", shown={"title": "d[/x] data[old].jsonl"})
     assert capsys.readouterr().out == "d[/x] data[old].jsonl\n"  # no markup
     deliver(report, STDOUT)
     written = (tmp_path / "report.json").read_text()
     assert capsys.readouterr().out == written
-    assert json.loads(written)["timing"] == {"median_s": 1.0, "min_s": 1.0, "max_s": 1.0}
+    assert json.loads(written)["timing"] == spread(1.0, 1.0, 1.0)
     check_writable(STDOUT)
     check_writable(tmp_path / "new.json")
     for wrong in (tmp_path, tmp_path / "missing" / "report.json"):

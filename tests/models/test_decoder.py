@@ -109,20 +109,13 @@ def test_a_stage_holds_only_its_own_weights(checkpoint: Checkpoint) -> None:
 
 def test_build_and_random_fill() -> None:
     config = ModelConfig("Qwen2ForCausalLM", VOCAB, 64, 96, 3, 4, 2, 16, 64, RopeConfig(), qkv_bias=True)
-    first, again, other = (build_decoder(config, dtype=torch.bfloat16, device=CPU) for _ in range(3))
-    for decoder, seed in ((first, 1), (again, 1), (other, 2)):
-        fill_random_(decoder, seed=seed, std=0.02)
-    weights, repeated, differing = (decoder.state_dict() for decoder in (first, again, other))
-    assert not first.training
-    for name, tensor in weights.items():
-        assert tensor.dtype == torch.bfloat16
-        assert not tensor.requires_grad
-        assert torch.equal(tensor, repeated[name])
-        if "norm" in name:
-            assert torch.equal(tensor, torch.ones_like(tensor))
-        else:
-            assert not torch.equal(tensor, differing[name])
-    assert float(weights["lm_head.weight"].float().std()) == pytest.approx(0.02, rel=0.05)
+    decoder = build_decoder(config, dtype=torch.bfloat16, device=CPU)
+    fill_random_(decoder, seed=1, std=0.02)
+    assert not decoder.training
+    for name, tensor in decoder.state_dict().items():
+        assert tensor.dtype == torch.bfloat16 and not tensor.requires_grad
+        assert torch.equal(tensor, torch.ones_like(tensor)) if "norm" in name else tensor.float().std() > 0.01
+    assert float(decoder.state_dict()["lm_head.weight"].float().std()) == pytest.approx(0.02, rel=0.05)
 
 
 ROWS_OF_MANY_LENGTHS = """

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from medha.attention.flashinfer_backend import paged
 from medha.attention.interface import LayerShape
 from medha.batch import Batch, Extent, Row
 from medha.worker import kv_cache
@@ -102,15 +101,6 @@ def test_blocks_on_both_sides_of_the_borders(head_major: bool, backend: str) -> 
     for one, q_len in ((rows, 1), (step.own, length)):
         qkv = torch.randn(q_len, 4, DIM, generator=generator).half(), cache.k[0], cache.v[0]
         assert_rows_close(run(qkv, one, BACKENDS[backend]()), qkv, one)
-
-
-def test_pages_of_a_pool_are_where_its_tokens_are() -> None:
-    """Offsets of the view that FlashInfer is given, on a device without memory: they pass 2**33 bytes."""
-    pool = torch.empty((FAR + 1) * BLOCK, HEADS, DIM, dtype=torch.float16, device="meta")
-    pages = paged(pool, BLOCK)
-    assert pages.shape == (FAR + 1, BLOCK, HEADS, DIM)
-    assert pages.stride() == (BLOCK_ELEMENTS, HEADS * DIM, DIM, 1)
-    assert pages[FAR, 3].storage_offset() == pool[FAR * BLOCK + 3].storage_offset() == FAR * BLOCK_ELEMENTS + 3 * 128
 
 
 def test_targets_of_ten_million_tokens_at_the_last_blocks_that_there_can_be() -> None:
