@@ -5,7 +5,6 @@ import pytest
 from medha.batch import Batch
 from medha.engine.engine import Engine
 from medha.outputs import CompletionOutput
-from medha.params import SamplingParams
 from tests.cuda.serving import SAMPLING, params
 from tests.engines import drained, make_engine, run_to_end
 from tests.sched.virtual import add, by_tokens, finish, new_scheduler, next_batch
@@ -96,13 +95,3 @@ def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:
     begun = len(engine.runner.last_tokens)  # type: ignore[attr-defined]
     prompts = [case.prompts[i % 3] for i in range(begun + 6)]
     assert run_to_end(engine, prompts, NUM_TOKENS) == [case.expected[i % 3] for i in range(begun + 6)]
-
-
-def test_an_interrupted_engine_serves_again(case: Case) -> None:
-    engine = lagging(case)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    engine.add_request("a", case.prompts[4], params)
-    engine.step()
-    engine.abandon()
-    engine.step()
-    assert run_to_end(engine, case.prompts[:3], NUM_TOKENS) == case.expected[:3]
