@@ -43,22 +43,17 @@ def greedy(model: Any, ids: list[int], max_tokens: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def qk_constant(weights: dict[str, torch.Tensor], head: int) -> tuple[np.ndarray, np.ndarray]:
-    """Layer 1's query and key before RoPE, the same for every token, as complex numbers: one for each pair."""
-    channels = weights["model.embed_tokens.weight"].double()
-    prefix = "model.layers.0.self_attn"
+def layer1_scores(weights: dict[str, torch.Tensor], head: int, distances: Any, more: Any = 0) -> np.ndarray:
+    """Scores of the keys at each distance and ``more``, [distances, more], in units of softmax, in float64.
+
+    Layer 1's query and key before RoPE are the same for every token; as complex numbers they have one for each pair.
+    """
+    channels, prefix, half = weights["model.embed_tokens.weight"].double(), "model.layers.0.self_attn", HEAD_DIM // 2
     assert torch.equal(weights[f"{prefix}.q_proj.weight"][:, :NUM_BITS], torch.zeros(NUM_HEADS * HEAD_DIM, NUM_BITS))
     q_NH = (weights[f"{prefix}.q_proj.weight"].double() @ channels[0]).view(NUM_HEADS, HEAD_DIM)
     k_KH = (weights[f"{prefix}.k_proj.weight"].double() @ channels[0]).view(NUM_KV_HEADS, HEAD_DIM)
-    half = HEAD_DIM // 2
     q, k = q_NH[head].numpy(), k_KH[head // (NUM_HEADS // NUM_KV_HEADS)].numpy()
-    return q[:half] + 1j * q[half:], k[:half] + 1j * k[half:]
-
-
-def layer1_scores(weights: dict[str, torch.Tensor], head: int, distances: Any, more: Any = 0) -> np.ndarray:
-    """Scores of the keys at each distance and ``more``, [distances, more], in units of softmax, in float64."""
-    q, k = qk_constant(weights, head)
-    product = q * k.conj()
+    product = (q[:half] + 1j * q[half:]) * (k[:half] - 1j * k[half:])
     turns = 1j * INV_FREQ[product != 0]
     far, near = (np.exp(np.multiply.outer(np.atleast_1d(some), turns)) for some in (distances, more))
     return (far * product[product != 0] @ near.T).real / HEAD_DIM**0.5

@@ -1,4 +1,4 @@
-"""RoPE against finer arithmetic where the float32 angles of transformers are wrong; else tests/models/test_hf_rope.py."""
+"""RoPE against finer arithmetic where float32 angles of transformers are wrong; else tests/models/test_hf_rope.py."""
 
 import numpy as np
 import pytest

@@ -16,14 +16,13 @@ from medha.config import EngineConfig
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.worker.graphs import CudaGraphs, graph_sizes
+from medha.worker.graphs import CudaGraphs, Replay, graph_sizes
 from medha.worker.swap import HostCache
 from tests.attention.test_torch_backend import make_flashinfer
 from tests.engines import Preemptions, build_engine, drained, make_engine, run_to_end, submitted
 from tests.serving import NUM_TOKENS, Case, Model
 
 SIZES = (1, 2, 4, 8)
-Replay = Callable[[], None]
 
 
 class Repeating(CudaGraphs):
