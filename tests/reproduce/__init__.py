@@ -1,15 +1,11 @@
 """Tests of :mod:`examples.reproduce`."""
 
-import importlib.util
-
 import numpy as np
 import numpy.typing as npt
 
 from examples.reproduce.load import Served
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
-
-HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
 def made_up(trace: Trace, ttft_s: npt.ArrayLike, *, end_s: float, decode_s: npt.ArrayLike = 0.0) -> Served:

@@ -207,10 +207,25 @@ def test_one_alone(prompt: int) -> None:
 # What every play keeps
 
 
-def holds(system: LoongServe, served: Served, log: Sequence[Occupied]) -> None:
-    """What every play keeps, of the requests that are served."""
-    trace, done = served.trace, served.is_finished
-    own = costs(system.utilization, system.num_instances)
+@pytest.mark.parametrize("seed", range(24))
+def test_any_small_system(seed: int) -> None:
+    """Systems and loads drawn at random, with hardly any memory: who fits is served whole, nothing twice."""
+    rng = np.random.default_rng(seed)
+    num_instances, is_split = int(rng.integers(1, 9)), rng.random() < 0.3
+    drawn = LoongServe(
+        num_instances=num_instances,
+        reserved=int(rng.integers(0, num_instances)) if is_split else 0,
+        reserved_below=2000,
+        utilization=float(rng.uniform(0.105, 0.3)),
+    )
+    longest, qps = int(np.exp(rng.uniform(9, 13))), float(np.exp(rng.uniform(-2, 6)))
+    trace = load(int(rng.integers(1, 150)), qps=qps, long_share=float(rng.choice([0, 0.1, 0.5])), longest=longest)
+    served, log = played(drawn, trace)
+    own, done = costs(drawn.utilization, num_instances), served.is_finished
+    sizes = np.where(trace.prompt_tokens < 2000, drawn.reserved, num_instances - drawn.reserved)
+    sizes = sizes if drawn.reserved else np.full(len(trace), num_instances)
+    lengths = zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), sizes.tolist(), strict=True)
+    assert done.tolist() == [own.fits(prompt, prompt + output - 1, size) for prompt, output, size in lengths]
     decodes = done & (trace.output_tokens > 1)
     assert (served.first_token_s[done] > trace.arrival_s[done]).all()
     assert (served.finish_s[decodes] > served.first_token_s[decodes]).all()
@@ -232,29 +247,6 @@ def holds(system: LoongServe, served: Served, log: Sequence[Occupied]) -> None:
     for (rows, start_s, end_s), on in prefills.items():  # never interrupted
         seconds = own.prefill_s(trace.prompt_tokens[list(rows)].tolist(), len(on))
         assert end_s - start_s == pytest.approx(seconds, rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_any_small_system(seed: int) -> None:
-    """All of the above for systems and loads drawn at random, with hardly any memory."""
-    rng = np.random.default_rng(seed)
-    num_instances, is_split = int(rng.integers(1, 9)), rng.random() < 0.3
-    drawn = LoongServe(
-        num_instances=num_instances,
-        reserved=int(rng.integers(0, num_instances)) if is_split else 0,
-        reserved_below=2000,
-        utilization=float(rng.uniform(0.105, 0.3)),
-    )
-    longest, qps = int(np.exp(rng.uniform(9, 13))), float(np.exp(rng.uniform(-2, 6)))
-    trace = load(int(rng.integers(1, 150)), qps=qps, long_share=float(rng.choice([0, 0.1, 0.5])), longest=longest)
-    served, log = played(drawn, trace)
-    own = costs(drawn.utilization, num_instances)
-    sizes = np.where(trace.prompt_tokens < 2000, drawn.reserved, num_instances - drawn.reserved)
-    sizes = sizes if drawn.reserved else np.full(len(trace), num_instances)
-    lengths = zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), sizes.tolist(), strict=True)
-    fits = [own.fits(prompt, prompt + output - 1, size) for prompt, output, size in lengths]
-    assert served.is_finished.tolist() == fits
-    holds(drawn, served, log)
 
 
 def test_a_stopped_play_is_the_beginning() -> None:
