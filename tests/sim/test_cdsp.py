@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -47,19 +46,6 @@ def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> Non
     assert outcome.times.ttft_s == pytest.approx(said, rel=1e-4)  # a chunk may be a token longer, by rounding
     assert outcome.num_batches > len(load) or "max_chunks" in options or options.get("sp_sizes") == (8,)
     assert scheduler.memory.num_used == 0
-
-
-def test_fixed_groups_are_servers_that_take_turns() -> None:
-    """Fixed SP8 on 16 groups: two servers, of which each request takes the one that is free first."""
-    load, one = trace(2.0, 200), replica(sp_sizes=(8,))
-    scheduler, pipeline = one.build()
-    times = scheduler.planner.times
-    servers, expected = [0.0, 0.0], []
-    for arrival_s, prompt in zip(load.arrival_s.tolist(), load.prompt_tokens.tolist(), strict=True):
-        end_s = max(heapq.heappop(servers), arrival_s) + times.seconds(8, 0, prompt)
-        heapq.heappush(servers, end_s)
-        expected.append(end_s - arrival_s)
-    assert Simulation(scheduler, pipeline, load).run().times.ttft_s == pytest.approx(expected)
 
 
 def test_a_stop_and_small_memory() -> None:
