@@ -352,3 +352,60 @@ def test_a_stop_before_the_first_arrival() -> None:
     trace = Trace(np.array([5.0]), np.array([100]), np.array([5]))
     outcome = Simulation(*one_replica().build(), trace, stop_s=1.0).run()
     assert outcome.is_stopped and outcome.duration_s == 0.0
+
+
+# -- stream pipeline parallelism against pipelined micro-batches (``stream=False``) ----------------------------
+
+CHUNK, NUM_CHUNKS = 512, 6
+CHUNKED = ("medha", "sarathi", "vllm")
+
+
+def two_stages(scheduler: str, *, stream: bool) -> Replica:
+    """Llama-3 8B on two A100s; batches are bounded by tokens alone."""
+    options = {"chunk_size": CHUNK, "max_batch_tokens": CHUNK, "t_target_s": 60.0, "late_share": 0.0, "stream": stream}
+    return replace(one_replica(scheduler, spp=2, **options), spec=replace(SPEC, control_s=0.0))
+
+
+def play(replica: Replica, num_prompts: int) -> tuple[Outcome, list[Segment]]:
+    """Prompts of some chunks that all arrive at 0 and ask for one token."""
+    segments: list[Segment] = []
+    scheduler, pipeline = replica.build(on_segment=segments.append)
+    assert scheduler.depth == 3
+    lengths = np.full(num_prompts, NUM_CHUNKS * CHUNK)
+    trace = Trace(np.zeros(num_prompts), lengths, np.ones(num_prompts, np.int64))
+    return Simulation(scheduler, pipeline, trace).run(), segments
+
+
+def stage_seconds(replica: Replica) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Of each chunk of a prompt on each stage, as predicted: [stages, chunks]."""
+    chunks = [Work(CHUNK, i * CHUNK, False, None, i == NUM_CHUNKS - 1) for i in range(NUM_CHUNKS)]
+    return np.array([[stage.predict([chunk]) for chunk in chunks] for stage in replica.stages()])
+
+
+@pytest.mark.parametrize("scheduler", CHUNKED)
+def test_a_prompt_alone_gains_from_the_stream_and_not_from_micro_batches(scheduler: str) -> None:
+    replica = two_stages(scheduler, stream=False)
+    seconds = stage_seconds(replica)
+    ready_s = done_s = 0.0
+    for first_s, second_s in seconds.T:
+        ready_s += first_s
+        done_s = max(ready_s, done_s) + second_s
+    waiting, _ = play(replica, 1)
+    streaming, _ = play(two_stages(scheduler, stream=True), 1)
+    assert waiting.requests.first_token_s[0] == pytest.approx(seconds.sum(), rel=1e-12)
+    assert streaming.requests.first_token_s[0] == pytest.approx(done_s, rel=1e-12)
+    assert seconds.sum() > 1.5 * done_s
+
+
+@pytest.mark.parametrize("scheduler", CHUNKED)
+def test_two_prompts_take_turns_and_fill_both_stages(scheduler: str) -> None:
+    replica = two_stages(scheduler, stream=False)
+    outcome, segments = play(replica, 2)
+    for stage, stage_s in enumerate(stage_seconds(replica).sum(axis=1)):
+        mine = [segment for segment in segments if segment.stage == stage]
+        assert len(mine) == 2 * NUM_CHUNKS
+        assert outcome.stage_busy_s[0][stage] == pytest.approx(2 * stage_s, rel=1e-9)
+        gaps_s = [after.start_s - before.end_s for before, after in pairwise(mine)]
+        assert sum(gaps_s) < 0.1 * outcome.duration_s  # the stages differ by the head alone
+    streaming, _ = play(two_stages(scheduler, stream=True), 2)
+    assert outcome.duration_s == pytest.approx(streaming.duration_s, rel=0.05)
