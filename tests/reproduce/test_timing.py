@@ -10,6 +10,7 @@ from examples.reproduce.figures.requirements import gpus_needed, most_tokens_by_
 from examples.reproduce.timing import H100, MODELS
 from medha.config import ParallelConfig
 from medha.cost.predictor import Work
+from medha.sched.policy import srpt
 
 SMALL, LARGE = MODELS["Llama-3 8B"], MODELS["Llama-3 70B"]
 
@@ -76,8 +77,10 @@ def test_adaptive_chunks_keep_to_the_budget_and_shrink() -> None:
 
 def test_the_worked_example() -> None:
     """v5 section 4.1: 10 s of work due at 16 s; two of 0.5 s come at 5 s and are due at 6 s."""
-    ends = {name: play(policy)[0] for name, policy in POLICIES.items()}
+    ends = {name: play(policy)[0] for name, policy in (POLICIES | {"srpt": srpt}).items()}
     assert ends["fcfs"] == pytest.approx({"long": 10.0, "short 1": 10.5, "short 2": 11.0})
     assert ends["edf"] == pytest.approx({"short 1": 5.5, "short 2": 6.0, "long": 11.0})
     assert all(max(end.values()) == pytest.approx(11.0) for end in ends.values())
-    assert ends["lars"]["short 1"] > 6.0  # having waited until its relative slack fell to 0.6
+    assert all(ends[name]["short 2"] <= 6.0 + 1e-9 for name in ("lrs", "srpt"))
+    # the relative slack of the shorts falls by 2 a second, from 1; at 5.2 s it is that of the long one, 0.6
+    assert ends["lars"] == pytest.approx({"short 1": 6.18, "short 2": 6.2, "long": 11.0}, abs=0.02)
