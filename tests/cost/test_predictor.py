@@ -1,13 +1,15 @@
-"""The predictor: monotone, affine in KV, and inverted exactly."""
+"""The predictor: monotone, affine in KV, inverted exactly; what it learns: convergence, no oscillation."""
 
 import dataclasses
 import math
+from collections import deque
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, Link, MixedAttention
-from medha.cost.predictor import MIN_SECONDS, Predictor, Tick, Work
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, MixedAttention
+from medha.cost.predictor import KINDS, MIN_SECONDS, Correction, Kind, Predictor, Tick, Work
 from tests.sched.costs import FREE, PLAIN, coefficients
 
 LENGTHS = st.integers(0, 10_000_000) | st.integers(0, 300)
@@ -18,8 +20,8 @@ RUNS = st.none() | st.just((0, 1)) | st.just((1, 3))
 def ticks(draw: st.DrawFn) -> Tick:
     """A batch of some decodes and chunks, corrected by any factors."""
     predictor = Predictor(draw(coefficients()), max_tokens=256)
-    for kind in ("decode", "mixed", "prefill"):
-        predictor.observe(kind, 1.0, draw(st.floats(0.01, 100.0)))  # type: ignore[arg-type]
+    for kind in KINDS:
+        predictor.observe(kind, 1.0, draw(st.floats(0.01, 100.0)))
     tick = predictor.tick([Work(1, kv, True, run) for kv, run in draw(st.lists(st.tuples(LENGTHS, RUNS), max_size=4))])
     for q_len, kv, run in draw(st.lists(st.tuples(st.integers(1, 256), LENGTHS, RUNS), max_size=2)):
         tick.add(Work(q_len, kv, False, run))
@@ -35,6 +37,12 @@ def test_more_tokens_and_more_kv_never_cost_less(tick: Tick, q_len: int, kv: int
     assert seconds <= tick.with_chunk(q_len + 1, kv, run=run) * slack
     assert seconds <= tick.with_chunk(q_len, kv + more, run=run) * slack
     assert seconds <= tick.with_chunk(q_len, kv, run=run, samples=True) * slack
+
+
+@given(coefficients(), st.integers(1, 128), LENGTHS, LENGTHS)
+def test_more_kv_of_decodes_never_costs_less(stage: Coefficients, count: int, kv: int, more: int) -> None:
+    short, long = (Predictor(stage).predict([Work(1, length, True)] * count) for length in (kv, kv + more))
+    assert 0 < short <= long * (1 + 1e-12)
 
 
 @given(ticks(), LENGTHS, st.floats(0, 3.0), st.integers(0, 200), st.sampled_from([1, 7, 16]), RUNS, st.booleans())
@@ -169,3 +177,66 @@ def test_nothing_that_runs_takes_no_time() -> None:
     assert predictor.predict([Work(64, 10_000_000, False)]) == MIN_SECONDS
     assert predictor.tick().largest_chunk(0, 1.0, 300) == 300
     assert predictor.tick().largest_chunk(0, MIN_SECONDS / 2, 300) == 0
+
+
+# -- what is learned -------------------------------------------------------------------------------------------
+
+
+def run(correction: Correction, truth: float, steps: int, *, depth: int = 1) -> list[float]:
+    """Factors while batches of 10 ms by the table take ``truth`` times as long, ``depth`` of them in flight."""
+    flying: deque[tuple[float, float]] = deque()
+    factors = []
+    for _ in range(steps):
+        factor = correction.factor("prefill")
+        flying.append((0.01 * factor, factor))
+        if len(flying) == depth:
+            predicted_s, within = flying.popleft()
+            assert correction.observe("prefill", predicted_s, 0.01 * truth, factor=within)
+        factors.append(correction.factor("prefill"))
+    return factors
+
+
+@given(st.floats(-1, 1), st.integers(1, 16))
+def test_a_wrong_start_is_corrected_within_200_steps(exponent: float, depth: int) -> None:
+    truth = 10.0**exponent
+    assert run(Correction(), truth, 200, depth=depth)[-1] == pytest.approx(truth, rel=1e-3)
+
+
+@given(st.sampled_from([1.3, 1 / 1.3]), st.integers(1, 16), st.integers(100, 300))
+def test_a_change_of_speed_is_followed_from_one_side(change: float, depth: int, before: int) -> None:
+    correction = Correction()
+    run(correction, 2.0, before, depth=depth)
+    factors = run(correction, 2.0 * change, 200, depth=depth)
+    steps = np.diff(factors) * (1 if change > 1 else -1)
+    assert (steps >= -1e-12).all()  # never back, so never beyond
+    assert factors[60 + depth] == pytest.approx(2.0 * change, rel=0.03)
+    assert factors[-1] == pytest.approx(2.0 * change, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e9, 1e-9])
+def test_bad_observations_are_ignored(bad: float) -> None:
+    correction = Correction()
+    run(correction, 2.0, 200)
+    before = dict(correction.learned)
+    assert not correction.observe("prefill", 0.01, bad)
+    assert not correction.observe("prefill", bad, 0.01)
+    assert correction.learned == before and before["prefill"][1] == 200
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.floats(), st.floats())))
+def test_the_factor_is_always_a_positive_number(observations: list[tuple[Kind, float, float]]) -> None:
+    correction = Correction()
+    for kind, predicted_s, busy_s in observations:
+        correction.observe(kind, predicted_s, busy_s)
+    assert all(0 < correction.factor(kind) < math.inf for kind in KINDS)
+
+
+def test_kinds_are_apart_and_an_unseen_one_borrows() -> None:
+    correction = Correction()
+    assert correction.factor("mixed") == 1.0
+    for _ in range(3):
+        correction.observe("decode", 1.0, 2.0, factor=1.0)
+    assert correction.factor("mixed") == correction.factor("prefill") == correction.factor("decode")
+    correction.observe("mixed", 1.0, 1.0, factor=1.0)
+    assert correction.factor("mixed") == pytest.approx(1.0)
+    assert correction.factor("decode") == pytest.approx(2.0)
