@@ -59,8 +59,8 @@ class Checked(Drive):
 
     def work_of(self, row: Row, group: int) -> Work:
         """What a group has of a row."""
-        starts = self._shards[row.slot]  # position at which each begins, by group
-        kv = starts.get(group + 1, row.position) - starts[group]
+        shards = self.tables[row.slot]
+        kv = (shards[group + 1].start if group + 1 in shards else row.position) - shards[group].start
         run = row.span if row.is_shared else None
         return Work(row.q_len, kv, row.is_decode, run, row.samples and (row.is_decode or group == row.group))
 
@@ -154,7 +154,7 @@ def plain(**options: Any) -> Scheduler:
 
 def chunks_of(batch: Batch | None) -> list[tuple[int, int]]:
     """(slot, tokens) of its prefills."""
-    return [] if batch is None else [(row.slot, row.q_len) for row in batch.rows if not row.is_decode]
+    return [] if batch is None else [(row.slot, row.q_len) for row in batch.chunks]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -176,10 +176,8 @@ def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
 
 def test_chunks_fall_as_kv_grows() -> None:
     """As the issue wants it shown: one prompt alone, from its first token to the 60,000th."""
-    steps, whole = Steps(plain(t_target_s=0.5), (60_000, 1), is_still=True), []
-    while not steps.times_s[0]:
-        whole += [q_len for _, q_len in chunks_of(steps.step()[0])]
-    del whole[-1]  # which ends the prompt
+    steps = Steps(plain(t_target_s=0.5), (60_000, 1), is_still=True)
+    *whole, _ = [q_len for batch, _ in steps.until(0) for _, q_len in chunks_of(batch)]  # the last one ends the prompt
     assert whole == sorted(whole, reverse=True)
     assert whole[0] > 5 * whole[-1] > 0
     assert len(set(whole)) > 5
@@ -248,8 +246,7 @@ def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its
     config = SchedulerConfig(quantum_s=0.2, rho_max=0.0, max_kv_per_group=3 * fits // 2 // BLOCK * BLOCK)
     scheduler = new_scheduler(config, num_blocks=8 * fits // BLOCK, num_groups=2, predictor=predictor)
     steps, shards = Steps(scheduler, (19 * fits // 10, 1), is_still=True), dict[int, int]()
-    while not steps.times_s[0]:
-        batch, seconds = steps.step()
+    for batch, seconds in steps.until(0):
         (row,) = batch.rows
         shards.setdefault(row.writer, row.position)
         assert seconds <= config.quantum_s

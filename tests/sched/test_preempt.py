@@ -34,17 +34,6 @@ def play(scheduler: Scheduler, load: Sequence[Job]) -> Drive:
     return Drive(scheduler, load, lambda batch: 0.1).run()
 
 
-def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
-    """D8: three decodes grow until nothing is free; reservations would have let one run at a time."""
-    load = [Job(0.0, 16, 64, priority=2), Job(0.01, 16, 64), Job(0.02, 16, 64)]
-    with_reservations = play(make(8), load)
-    assert with_reservations.gave_way == []
-    overcommitted = play(make(8, overcommit=True), load)
-    assert overcommitted.gave_way and 0 not in overcommitted.gave_way
-    assert overcommitted.num_decodes == len(overcommitted.gave_way)
-    assert overcommitted.first_token_s[2] < with_reservations.first_token_s[2]
-
-
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 60))
 def test_the_fewest_that_give_way(blocks: list[int], needed: int) -> None:
     """As one more is tried after the other; many that are too few are told at once."""
@@ -140,14 +129,6 @@ def test_a_class_takes_a_place_among_the_running(ahead: dict[str, Any]) -> None:
     drive = play(make(100, policy="priority", max_num_seqs=2, **ahead), load)
     assert len(drive.gave_way) == 1
     assert drive.first_token_s[2] < 2.0
-
-
-def test_the_property_notices_who_gives_way_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Preemption, "by_loss", lambda self, state: [s for s in self.queue.running.values() if s is not state]
-    )
-    with pytest.raises(AssertionError):
-        play(make(8, overcommit=True, depth=2), [Job(0.0, 16, 100), Job(0.01, 40, 80), Job(0.02, 60, 60)])
 
 
 def test_what_others_hold_as_well_is_not_lost() -> None:
@@ -293,20 +274,20 @@ DECODES = [Job(0.0, 16, 64), Job(0.01, 16, 64), Job(0.02, 16, 64)]
 """They grow until nothing of eight blocks is free."""
 
 
-def overcommitted(load: list[Job], num_blocks: int = 8, *, drive: type[Drive] = Drive, **options: Any) -> Drive:
-    options = {"overcommit": True, "num_swap_blocks": 8} | options
-    return drive(make(num_blocks, **options), load, lambda batch: 0.1).run()
+SWAPS: dict[str, Any] = {"overcommit": True, "num_swap_blocks": 8}
 
 
-def num_computed(drive: Drive) -> int:
-    return sum(batch.num_tokens for batch in drive.batches)
-
-
-def test_what_is_swapped_is_not_computed_again() -> None:
-    swapped, recomputed = overcommitted(DECODES), overcommitted(DECODES, num_swap_blocks=0)
+def test_decodes_that_fill_the_pool_give_way_and_what_is_swapped_is_not_computed_again() -> None:
+    """D8: three decodes grow until nothing is free; reservations would have let one run at a time."""
+    options = ({}, SWAPS, {"overcommit": True})
+    with_reservations, swapped, recomputed = (play(make(8, **some), DECODES) for some in options)
+    assert with_reservations.gave_way == []
+    for drive in (swapped, recomputed):
+        assert drive.gave_way and 0 not in drive.gave_way
+        assert drive.num_decodes == len(drive.gave_way)
+        assert drive.first_token_s[2] < with_reservations.first_token_s[2]
     assert swapped.num_swapped == len(swapped.gave_way) > 0 == recomputed.num_swapped
-    assert recomputed.gave_way
-    assert num_computed(swapped) == sum(job.num_kv_tokens for job in DECODES) < num_computed(recomputed)
+    assert swapped.num_computed == sum(job.num_kv_tokens for job in DECODES) < recomputed.num_computed
     ways = ("swaps_out", "swaps_in")
     moved = [sum(extent.count for batch in swapped.batches for extent in getattr(batch, way)) for way in ways]
     assert moved[0] == moved[1] > 0
@@ -317,18 +298,19 @@ def test_what_is_swapped_is_not_computed_again() -> None:
     [({"swap_block_s": 0.0}, True), ({"swap_block_s": 10.0}, False), ({"num_swap_blocks": 1}, False)],
 )
 def test_the_cheaper_way_that_fits_the_host_is_taken(options: dict[str, Any], is_swap: bool) -> None:
-    drive = overcommitted(DECODES, **options)
+    drive = play(make(8, **SWAPS | options), DECODES)
     assert drive.gave_way and drive.num_swapped == is_swap * len(drive.gave_way)
 
 
 def test_who_lies_on_several_groups_is_computed_again_and_others_come_back_to_theirs() -> None:
     """That a request comes back to its group is checked by every drive."""
     grown = [Job(0.0, 16, 60), Job(0.01, 90, 40), Job(0.02, 90, 40)]
-    drive = overcommitted(grown, num_blocks=8, num_groups=2, max_kv_per_group=5 * BLOCK, num_swap_blocks=50)
+    options: dict[str, Any] = {"num_groups": 2, "overcommit": True, "num_swap_blocks": 50}
+    drive = play(make(8, max_kv_per_group=5 * BLOCK, **options), grown)
     shared = {row.slot for batch in drive.batches for row in batch.rows if row.is_shared}
     assert shared and len(drive.gave_way) > drive.num_swapped
     many = [*DECODES, *(Job(0.03 + i / 100, 16, 64) for i in range(5))]
-    swapped = overcommitted(many, num_blocks=8, num_groups=2, num_swap_blocks=50)
+    swapped = play(make(8, **options), many)
     assert swapped.num_swapped == len(swapped.gave_way) > 0
     assert {extent.group for batch in swapped.batches for extent in batch.swaps_in} == {0, 1}
 
@@ -338,7 +320,6 @@ def test_a_step_takes_as_long_as_the_longer_of_compute_and_moves() -> None:
 
     class Timed(Drive):
         def on_schedule(self, batch: Batch | None) -> None:
-            super().on_schedule(batch)
             if batch is None or not batch.moves:
                 return
             scheduler, predictor = self.scheduler, self.scheduler.predictor
@@ -352,12 +333,13 @@ def test_a_step_takes_as_long_as_the_longer_of_compute_and_moves() -> None:
 
     load = [Job(i / 100, 200, 64) for i in range(3)]
     for swap_block_s in (1e-6, 1e-2):
-        overcommitted(load, 40, drive=Timed, num_swap_blocks=40, swap_block_s=swap_block_s)
+        scheduler = make(40, overcommit=True, num_swap_blocks=40, swap_block_s=swap_block_s)
+        Timed(scheduler, load, lambda batch: 0.1).run()
     assert found == {True, False}
 
 
 def test_batches_that_move_teach_the_predictor_nothing() -> None:
-    scheduler = make(8, overcommit=True, num_swap_blocks=8, swap_block_s=1e-3)
+    scheduler = make(8, **SWAPS, swap_block_s=1e-3)
     predictor = scheduler.predictor
     assert predictor is not None
     drive = Drive(scheduler, DECODES, lambda batch: 5.0 if batch.moves else 0.02).run()

@@ -1,7 +1,6 @@
 """Shared prefixes: whoever attends finds in every block what its own tokens would have left there."""
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,19 +19,7 @@ from medha.sched.blocks import BlockPool, HostBlocks
 from medha.sched.memory import KVMemory
 from medha.sched.prefix import Chain, Hit, Path, PrefixCache
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import (
-    BLOCK,
-    Drive,
-    Job,
-    Live,
-    add,
-    by_tokens,
-    make_scheduler,
-    new_scheduler,
-    pairs,
-    step,
-    worlds,
-)
+from tests.sched.virtual import BLOCK, Drive, Job, Live, add, by_tokens, make_scheduler, new_scheduler, step, worlds
 
 IDS = PrefixIds(16, key=b"of tests")
 
@@ -67,23 +54,14 @@ def drawn(tokens: list[int]) -> int:
 
 
 class Sharing(Drive):
-    """Plays jobs that share prefixes, with what every token of every block was computed from.
-
-    A cell names its tokens by a hash of all up to there, so a row that reads a cell of anybody else is found.
-    """
+    """Plays jobs that share prefixes: a cell names its token by a hash of all up to there."""
 
     def __init__(self, scheduler: Scheduler, jobs: Sequence[Asking], *args: Any, **options: Any) -> None:
         super().__init__(scheduler, jobs, *args, **options)
         self.tokens: dict[int, list[int]] = {}  # by slot
         self.names: dict[int, list[int]] = {}  # by slot: of no tokens, of the first one, of the first two, ...
-        self.cells: dict[tuple[int, int], list[int | None]] = {}  # by group and block
-        self.tables: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by slot and group: first position, blocks
-        self.host: dict[tuple[int, int], list[int | None]] = {}  # by group and host block
-        self.num_read_back = 0
         self.num_units: dict[int, int] = {}
-        self.num_shared = self.num_computed = 0
         self.reset_every = 0  # so many batches; 0 is never
-        self.size = scheduler.memory.block_size
         self.ids = PrefixIds(scheduler.memory.prefix.unit, key=b"of tests")
 
     def _prefix(self, slot: int, index: int) -> bytes:
@@ -111,75 +89,17 @@ class Sharing(Drive):
             self.num_units[slot] += len(ids) // 16
             self.scheduler.extend(slot, ids)
 
-    def _check_batch(self, batch: Batch) -> None:
-        if self.reset_every and not batch.batch_id % self.reset_every:
+    def on_schedule(self, batch: Batch | None) -> None:
+        if batch is not None and self.reset_every and not batch.batch_id % self.reset_every:
             self.scheduler.reset_prefix_cache()
-        assert batch == Batch.from_ints(batch.to_ints())
-        for swap, block, host_block in pairs(batch.swaps_out):
-            self.host[swap.group, host_block] = list(self.cells[swap.group, block])
-        self._to_swap.clear()
-        for slot in batch.frees:
-            self.tables.pop(slot, None)
-        for extent in batch.extents:
-            self._table(extent.slot, extent.group)[1].extend(range(extent.first, extent.first + extent.count))
-        for shared in batch.shared:
-            live, (_, blocks) = self.live[shared.slot], self._table(shared.slot, shared.group)
-            assert live.num_scheduled == shared.start and shared.num_tokens > 0
-            self.tables[shared.slot][shared.group] = (shared.start, blocks)
-            live.num_scheduled += shared.num_tokens
-            self.num_shared += shared.num_tokens
-        for row in batch.rows:
-            if self.live[row.slot].on_host:
-                ((group, (_, blocks)),) = self.tables[row.slot].items()
-                self.tables[row.slot][group] = (0, blocks)
-                self.live[row.slot].on_host = False
-        for swap, block, host_block in pairs(batch.swaps_in):
-            self.cells[swap.group, block] = list(self.host[swap.group, host_block])
-            self.num_read_back += 1
-        for copy in batch.copies:
-            cells = self.cells.setdefault((copy.group, copy.target), [None] * self.size)
-            assert 0 < copy.num_tokens < self.size
-            cells[: copy.num_tokens] = self.cells[copy.group, copy.source][: copy.num_tokens]
-        for row in batch.rows:  # all write before any attends, as a layer does
-            self._check_row(row)
-            self.num_computed += row.q_len
-            start, blocks = self.tables[row.slot][row.writer]
-            start = row.position if start < 0 else start
-            self.tables[row.slot][row.writer] = (start, blocks)
-            for position in range(row.position, row.kv_len):
-                block, at = divmod(position - start, self.size)
-                cells = self.cells.setdefault((row.writer, blocks[block]), [None] * self.size)
-                cells[at] = self._content(row.slot, position)
-        for row in batch.rows:
-            self._check_reads(row)
-        in_use = {(g, block) for table in self.tables.values() for g, (_, blocks) in table.items() for block in blocks}
-        memory, used = self.scheduler.memory, Counter(group for group, _ in in_use)
-        assert [memory.used(group) for group in range(memory.num_groups)] == [used[g] for g in range(memory.num_groups)]
 
-    def _table(self, slot: int, group: int) -> tuple[int, list[int]]:
-        """First position, -1 while none is known, and blocks of a slot on a group."""
-        return self.tables.setdefault(slot, {}).setdefault(group, (-1, []))
-
-    def _content(self, slot: int, position: int) -> int:
+    def _names(self, slot: int, start: int, end: int) -> Sequence[int]:
         names, tokens = self.names[slot], self.tokens[slot]
-        while (at := len(names) - 1) <= position:
+        while (at := len(names) - 1) < end:
             while len(tokens) <= at:  # it is on its way
                 tokens = [*tokens, drawn(tokens)]
             names.append(hash((names[-1], tokens[at])))
-        return names[position + 1]
-
-    def _check_reads(self, row: Any) -> None:
-        table, position = self.tables[row.slot], 0
-        assert list(table) == list(row.groups)
-        for group, (start, blocks) in table.items():
-            assert start == position
-            end = row.kv_len if group == row.writer else min(other for other, _ in table.values() if other > start)
-            assert end - start <= self.scheduler.memory.max_kv_per_group
-            assert len(blocks) == -(-(end - start) // self.size)
-            for at in {start, end - 1, (start + end) // 2, *range(start, end, 7)}:
-                block, offset = divmod(at - start, self.size)
-                assert self.cells[group, blocks[block]][offset] == self._content(row.slot, at)
-            position = end
+        return names[start + 1 : end + 1]
 
     def _cancel(self, index: int) -> None:
         for slot, live in list(self.live.items()):
@@ -258,7 +178,10 @@ def test_what_is_there_is_not_computed_again(num_groups: int, block_size: int) -
     drive = play(shares(num_groups=num_groups, block_size=block_size))
     # of the first 610, 650, 700 and 990 tokens of a document the whole units, also of one that is being read
     assert drive.num_shared >= 608 + 640 + 688 + 976
-    assert drive.num_computed <= sum(job.num_prompt + job.max_new for job in drive.jobs) - drive.num_shared
+    assert (
+        sum(batch.num_tokens for batch in drive.batches)
+        <= sum(job.num_prompt + job.max_new for job in drive.jobs) - drive.num_shared
+    )
 
 
 def returns(*, num_groups: int = 1, block_size: int = 16, **options: Any) -> dict[str, Any]:
@@ -313,7 +236,7 @@ def test_a_host_keeps_the_beginning_and_what_was_used_last() -> None:
     assert host.pool.num_free == 2 and not host.run([b"a"])
 
 
-check, note, read, put = Sharing._check_batch, KVMemory.note, PrefixCache.read_back, HostBlocks.put
+check, note, read, put = Drive._check_batch, KVMemory.note, PrefixCache.read_back, HostBlocks.put
 hold, of, hit_extents = PrefixCache.hold, PrefixIds.of, Account.hit_extents
 
 
@@ -334,8 +257,8 @@ MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "no salt": (PrefixIds, "of", lambda self, tokens, *salts: of(self, tokens)),
     "shifted": (Account, "hit_extents", shifted),
     "leads to the end": (KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64)),
-    "no copy": (Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, copies=()))),
-    "not copied out": (Sharing, "_check_batch", lambda self, batch: check(self, replace(batch, swaps_out=()))),
+    "no copy": (Drive, "_check_batch", lambda self, batch: check(self, replace(batch, copies=()))),
+    "not copied out": (Drive, "_check_batch", lambda self, batch: check(self, replace(batch, swaps_out=()))),
     "another host block": (PrefixCache, "read_back", lambda self, hit: [block ^ 1 for block in read(self, hit)]),
     "host block in use": (
         HostBlocks, "put", lambda self, blocks: [one._replace(host_first=0) for one in put(self, blocks)]
@@ -368,12 +291,11 @@ def test_blocks_lie_together_though_the_pool_is_full_of_what_is_kept() -> None:
 
 def test_nobody_waits_for_a_leader_that_has_read_what_is_shared() -> None:
     scheduler = new_scheduler(block_size=64, max_prompt_tokens=200_000, max_batch_tokens=2048)
-    tokens = np.arange(200_000, dtype=np.int32)
-    add(scheduler, 0, 200_000, 1, 0.0, slo=SLO(ttft_s=1.0), prefix=IDS.of(tokens))
+    add(scheduler, 0, 200_000, slo=SLO(ttft_s=1.0), prefix=ids_of(200_000))
     for _ in range(65):
         leads = step(scheduler, 9.0, 0.01)
     assert leads.rows[0].kv_len > 100_000
-    add(scheduler, 1, 100_000, 1, 0.0, prefix=IDS.of(tokens[:100_000]))
+    add(scheduler, 1, 100_000, prefix=ids_of(100_000))
     assert step(scheduler, 9.0).shared == (Shared(1, 0, 0, 99_984),)
 
 
@@ -574,16 +496,15 @@ def test_nobody_waits_for_a_leader_that_does_not_get_on() -> None:
     assert waits_s(400) <= waits_s(0)
 
 
-def test_what_finds_no_room_for_one_is_not_tried_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_finds_no_room_for_one_is_not_tried_for_all() -> None:
     options = {"max_num_seqs": 64, "max_batch_tokens": 256, "max_kv_per_group": 640}
     scheduler = new_scheduler("sarathi", num_blocks=20, block_size=32, **options)
-    ids = IDS.of(np.arange(320, dtype=np.int32))
+    ids = ids_of(320)
     for slot in range(32):  # 10 blocks shared, 9 of their own: one of them runs at a time
         add(scheduler, slot, 320, 280, 0.0, prefix=ids)
-    held = mock.Mock(wraps=scheduler.memory.prefix.hold)
-    monkeypatch.setattr(scheduler.memory.prefix, "hold", held)
-    for turn in range(20):
-        step(scheduler, float(turn), 0.5)
+    with mock.patch.object(PrefixCache, "hold", autospec=True, side_effect=PrefixCache.hold) as held:
+        for turn in range(20):
+            step(scheduler, float(turn), 0.5)
     assert len(scheduler._queue.waiting) == 31
     assert 20 <= held.call_count <= 20 * 4
 
@@ -593,7 +514,7 @@ def test_a_reset_is_of_what_is_on_the_host_as_well(is_out: bool) -> None:
     """Also of what goes there behind it."""
     options = {"max_kv_per_group": 2560, "num_swap_blocks": 80, "swap_block_s": 1e-6}
     scheduler = new_scheduler(num_blocks=40, block_size=64, policy="priority", max_batch_tokens=256, **options)
-    ids = IDS.of(np.arange(1600, dtype=np.int32))
+    ids = ids_of(1600)
     add(scheduler, 0, 1600, 50, 0.0, priority=3, prefix=ids)
 
     def run_until(slot: int, is_over: bool = False) -> list[Batch]:
@@ -614,16 +535,21 @@ def test_a_reset_is_of_what_is_on_the_host_as_well(is_out: bool) -> None:
     assert not any(batch.shared for batch in run_until(2, is_over=True))
 
 
-def ids_of(shared: int, own: int, count: int) -> bytes:
+def ids_of(shared: int, own: int = 0, count: int = 0) -> bytes:
     """Of a prompt that begins with so many tokens of everybody's."""
     return IDS.of(np.array([*range(shared), *range(own, own + count)], np.int32))
 
 
+def serve(scheduler: Scheduler, num_prompt: int, prefix: bytes) -> None:
+    """A request comes and goes."""
+    add(scheduler, 0, num_prompt, prefix=prefix)
+    while scheduler.knows(0):
+        step(scheduler, ended=[0])
+
+
 def test_a_refused_request_is_not_taken_for_one_that_fits() -> None:
     scheduler = new_scheduler(num_blocks=20, chunk_size=64, policy="fcfs")
-    add(scheduler, 0, 80, 1, 0.0, prefix=ids_of(64, 1000, 16))
-    step(scheduler)
-    step(scheduler, ended=[0])
+    serve(scheduler, 80, ids_of(64, 1000, 16))
     add(scheduler, 1, 80, 81, 0.0)
     step(scheduler)
     step(scheduler)
@@ -634,10 +560,8 @@ def test_a_refused_request_is_not_taken_for_one_that_fits() -> None:
 
 def test_a_reset_tells_who_counts_on_the_host() -> None:
     scheduler = new_scheduler(num_blocks=200, num_swap_blocks=200, max_num_seqs=1)
-    ids = ids_of(1600, 0, 0)
-    add(scheduler, 0, 1601, 1, 0.0, prefix=ids)
-    while scheduler.knows(0):
-        step(scheduler, ended=[0])
+    ids = ids_of(1600)
+    serve(scheduler, 1601, ids)
     scheduler.memory.prefix.make_free(0, 200)
     add(scheduler, 1, 50, 2, 0.0)
     step(scheduler)
@@ -649,37 +573,27 @@ def test_a_reset_tells_who_counts_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("num_own", [16, 40])
-def test_those_of_one_prefix_are_not_tried_in_vain(num_own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_of_one_prefix_are_not_tried_in_vain(num_own: int) -> None:
     """Where no end of theirs fits what is left of the batch's time: each would be bound, and let go again."""
     scheduler = new_scheduler(num_blocks=100_000, max_num_seqs=1000, max_batch_tokens=16_384)
-    add(scheduler, 0, 1024, 1, 0.0, prefix=ids_of(1024, 0, 0))
-    while scheduler.knows(0):
-        step(scheduler, ended=[0])
+    serve(scheduler, 1024, ids_of(1024))
     for slot in range(1, 500):
         add(scheduler, slot, 1024 + num_own, 1, 0.0, prefix=ids_of(1024, 2000 * slot, num_own))
-    bound, start = list[int](), KVMemory.start
-
-    def noted(self: KVMemory, slot: int, *its: Any, **more: Any) -> None:
-        bound.append(slot)
-        start(self, slot, *its, **more)
-
-    monkeypatch.setattr(KVMemory, "start", noted)
-    for _ in range(10):
-        bound.clear()
-        assert len(step(scheduler, ended=range(500)).rows) == len(bound) < 20
+    with mock.patch.object(KVMemory, "start", autospec=True, side_effect=KVMemory.start) as bound:
+        for _ in range(10):
+            bound.reset_mock()
+            assert len(step(scheduler, ended=range(500)).rows) == bound.call_count < 20
 
 
 def test_what_is_there_of_a_refused_request_stays_known() -> None:
     scheduler = new_scheduler(num_blocks=100, num_groups=2, policy="srpt")
-    add(scheduler, 0, 961, 1, 0.0, prefix=ids_of(960, 0, 0))
-    while scheduler.knows(0):
-        step(scheduler, ended=[0])
+    serve(scheduler, 961, ids_of(960))
     scheduler.memory.spread_kv = 1600
     for slot, new in ((1, 1550), (2, 1580)):  # a group each, all of whose memory they are promised
         add(scheduler, slot, 16, new, 0.0)
     for _ in range(3):
         step(scheduler, 0.1)
-    add(scheduler, 4, 1000, 1, 0.2, prefix=ids_of(960, 0, 0))
+    add(scheduler, 4, 1000, 1, 0.2, prefix=ids_of(960))
     assert scheduler.num_there(4) == 960
     assert scheduler.schedule(0.3).refused == (4,) and scheduler.num_there(4) == 960
 
@@ -689,10 +603,8 @@ def test_of_what_many_wait_for_each_group_gets_one_copy(num_shared: int) -> None
     """Where to wait for the group that has it takes longer than to read it anew, and nobody reads it there."""
     options: dict[str, Any] = {"num_groups": 4, "predictor": by_tokens(), "quantum_s": 1.0, "late_share": 0.0}
     scheduler = new_scheduler(max_batch_tokens=1024, max_num_seqs=1000, **options)
-    tokens = np.arange(num_shared + 64, dtype=np.int32)
     for slot in range(400):
-        tokens[num_shared:] = 10_000 + slot
-        add(scheduler, slot, len(tokens), 1, prefix=IDS.of(tokens))
+        add(scheduler, slot, num_shared + 64, prefix=ids_of(num_shared, 10_000 * (slot + 1), 64))
     read, busy = [0] * 4, list[int]()
     while scheduler.num_running or scheduler.num_waiting:
         batch = step(scheduler, ended=range(400))
@@ -705,18 +617,10 @@ def test_of_what_many_wait_for_each_group_gets_one_copy(num_shared: int) -> None
 
 def test_where_another_group_would_be_sooner_but_has_no_memory_it_shares_at_once() -> None:
     """Nor does it speak for one without a prefix, which may begin on both."""
-    scheduler = new_scheduler(
-        num_blocks=256,
-        num_groups=2,
-        predictor=by_tokens(),
-        t_target_s=0.6,
-        late_share=0.0,
-        policy="fcfs",
-        chunk_size=200,
-    )
+    options: dict[str, Any] = {"t_target_s": 0.6, "late_share": 0.0, "policy": "fcfs", "chunk_size": 200}
+    scheduler = new_scheduler(num_blocks=256, num_groups=2, predictor=by_tokens(), **options)
     own = np.arange(1000, 1300)
-    add(scheduler, 0, 96, 1, prefix=chain_of(np.arange(32), own[:64])._ids)
-    step(scheduler, ended=[0])
+    serve(scheduler, 96, chain_of(np.arange(32), own[:64])._ids)
     read_first(scheduler.memory, 60, chain_of(own), 4096, 4096, group=1, samples=True)  # it has all blocks there
     scheduler.memory.batch(900)
     add(scheduler, 1, 3000, 1)

@@ -34,13 +34,12 @@ def test_all_come_to_their_end() -> None:
     assert sum(drive.num_dealt > 0 for drive in drives) > 20 and any(drive.num_shifts for drive in drives)
 
 
-def test_small_chunks_are_gathered_and_large_ones_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_are_gathered_and_large_ones_dealt() -> None:
     """The choice is that of the less predicted seconds, and history is moved where the last group gets ahead."""
     options = {"ring": True, "max_kv_per_group": 4096, "chunk_size": 64, "max_batch_tokens": 2048}
     scheduler = new_scheduler(num_groups=2, num_blocks=1000, max_prompt_tokens=3000, **options)
-    asked = mock.Mock(wraps=scheduler.packer._prefers_ring)
-    monkeypatch.setattr(scheduler.packer, "_prefers_ring", asked)
-    drive = Drive(scheduler, [Job(0.0, 8000, 20)], lambda batch: 0.1).run()
+    with mock.patch.object(scheduler.packer, "_prefers_ring", wraps=scheduler.packer._prefers_ring) as asked:
+        drive = Drive(scheduler, [Job(0.0, 8000, 20)], lambda batch: 0.1).run()
     seen = [row for batch in drive.batches for row in batch.chunks if row.is_shared]
     tick = make_predictor(max_tokens=2048, kvp=2).tick()
     for row in seen:

@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
@@ -192,8 +192,7 @@ class Steps:
     def __init__(self, scheduler: Scheduler, *lengths: tuple[int, int], is_still: bool = False) -> None:
         self.scheduler, self.is_still, self.now_s = scheduler, is_still, 0.0
         self.decision = Decision()
-        self.times_s: dict[int, list[float]] = {}  # of each request's tokens, by slot
-        self._max_new: dict[int, int] = {}
+        self.times_s: defaultdict[int, list[float]] = defaultdict(list)  # of each request's tokens, by slot
         for slot, (num_prompt, max_new) in enumerate(lengths):
             self.add(slot, num_prompt, max_new)
 
@@ -201,7 +200,7 @@ class Steps:
         self, slot: int, num_prompt: int, max_new: int = 1, slo: SLO | None = None, *, arrival_s: float | None = None
     ) -> Admitted:
         """Queue a request that arrives now, or has arrived before."""
-        self.times_s[slot], self._max_new[slot] = [], max_new
+        self.times_s[slot] = []
         arrival_s = self.now_s if arrival_s is None else arrival_s
         return add(self.scheduler, slot, num_prompt, max_new, arrival_s, slo=slo)
 
@@ -214,9 +213,15 @@ class Steps:
         sampling = [row.slot for row in batch.rows if row.samples]
         for slot in sampling:
             self.times_s[slot].append(self.now_s)
-        ends = [(slot, 1, len(self.times_s[slot]) == self._max_new[slot]) for slot in sampling]
+        most = [self.scheduler._queue.running[slot].request.max_new_tokens for slot in sampling]
+        ends = [(slot, 1, len(self.times_s[slot]) == max_new) for slot, max_new in zip(sampling, most, strict=True)]
         self.scheduler.complete(batch, self.now_s, ends, 0.0)
         return batch, prediction.seconds
+
+    def until(self, slot: int) -> Iterator[tuple[Batch, float]]:
+        """Run batches until a request has its first token."""
+        while not self.times_s[slot]:
+            yield self.step()
 
 
 @dataclass
@@ -232,6 +237,14 @@ class Live:
     num_preempted: int = 0
     on_host: bool = False
     ended: bool = False
+
+
+@dataclass
+class Shard:
+    """What a request has on a group: from which position on, and its blocks."""
+
+    start: int
+    blocks: list[int] = field(default_factory=list)
 
 
 def can_start(memory: KVMemory, first: int, num_tokens: int, kv_len: int, *, set_aside: bool) -> bool:
@@ -283,16 +296,12 @@ class Drive:
         cancels = [(max(j.cancel_s, j.arrival_s), True, i) for i, j in enumerate(jobs) if j.cancel_s is not None]
         self._events = sorted([*arrivals, *cancels])
         self._in_flight: deque[tuple[Batch, float, float]] = deque()  # batch, its end, its seconds
-        self._owner: dict[tuple[int, int], int] = {}  # slot that holds each (group, block)
-        self._blocks: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of each (slot, group), as given
-        self._to_free: list[int] = []
-        self._shards: dict[int, dict[int, int]] = {}  # by slot and group: where its shard begins
+        self.tables: dict[int, dict[int, Shard]] = {}  # by slot and group
+        self._cells: dict[tuple[int, int], list[int]] = {}  # by group and block: names of the tokens that were written
+        self._host: dict[tuple[int, int], list[int]] = {}  # by group and host block
+        self._uses = [Counter[int]() for _ in scheduler.memory.pools]  # by group and block: tables that it is in
         self._dealt: defaultdict[int, Counter[int]] = defaultdict(Counter)  # tokens of dealt requests by group
-        self._deals: Sequence[Deal] = ()
-        self.num_dealt = self.num_shifts = 0
-        self._host: dict[tuple[int, int], int] = {}  # slot that holds each (group, host block)
-        self._to_swap: set[int] = set()  # slots whose blocks go with the next batch
-        self._swapped_for_none: set[int] = set()  # slots whose blocks do though they were closed
+        self.num_dealt = self.num_shifts = self.num_computed = self.num_shared = self.num_read_back = 0
 
     def on_schedule(self, batch: Batch | None) -> None:
         """A batch was scheduled, or nothing could be; what a test looks at, in a subclass."""
@@ -379,7 +388,6 @@ class Drive:
             if swapped_tokens:
                 assert swapped_tokens == live.num_scheduled and lost_s >= 0
                 live.on_host = True
-                self._to_swap.add(slot)
             else:
                 assert lost_s > 0
                 live.num_scheduled = 0
@@ -388,7 +396,6 @@ class Drive:
             self.gave_way.append(live.job)
             self.num_decodes += live.num_tokens > 0
             self.num_swapped += swapped_tokens > 0
-            self._to_free.append(slot)
 
     def _complete(self) -> None:
         batch, _, seconds = self._in_flight.popleft()
@@ -419,26 +426,17 @@ class Drive:
         for slot in closed:
             live = self.live.pop(slot)
             assert live.ended and live.num_in_flight == 0
-            if live.on_host:
-                if slot in self._to_swap:
-                    self._to_swap.remove(slot)
-                    self._swapped_for_none.add(slot)
-                self._forget_host(slot)
-            elif live.num_scheduled:
-                self._to_free.append(slot)
             self.log.append((self.now_s, slot))
 
     # -- rules of any scheduler ------------------------------------------------------------------------------------
 
     def _check_bounds(self, batch: Batch) -> None:
-        """Of tokens on each group and in a row, of rows, and of who runs; all who are gone give back their blocks."""
+        """Of tokens on each group and in a row, of rows, and of who runs."""
         config = self.scheduler.config
         assert batch.rows
         assert all(row.is_decode for row in batch.rows[: batch.num_decodes])
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
         assert self.scheduler.num_running <= config.max_num_seqs
-        assert sorted(batch.frees) == sorted(self._to_free)
-        self._to_free.clear()
         if not config.stream:  # a prompt has one chunk in flight
             chunks = [row.slot for sent in self.scheduler.in_flight for row in sent.chunks]
             assert len(chunks) == len(set(chunks))
@@ -450,101 +448,111 @@ class Drive:
         assert all(row.is_dealt or row.q_len <= most for row in batch.rows)
 
     def _check_batch(self, batch: Batch) -> None:
-        self._check_swaps(batch)
-        for row in batch.rows:
-            self._check_row(row)
-        for slot, group in [key for key in self._blocks if key[0] in batch.frees] if batch.frees else ():
-            self._keep(slot, group, 0)
-            del self._blocks[slot, group]
+        """Each row of a batch, which is applied as a replica does it, finds in its blocks what its own tokens left."""
+        assert batch == Batch.from_ints(batch.to_ints())
+        memory = self.scheduler.memory
+        for swap, block, host_block in pairs(batch.swaps_out):
+            self._host[swap.group, host_block] = self._cells[swap.group, block][:]
+        for slot in batch.frees:
+            for group, shard in self.tables.pop(slot).items():
+                self._cut(group, shard, 0)
+        for shared in batch.shared:
+            live = self.live[shared.slot]
+            assert live.num_scheduled == shared.start and shared.num_tokens > 0
+            self.tables.setdefault(shared.slot, {})[shared.group] = Shard(shared.start)
+            live.num_scheduled += shared.num_tokens
+            self.num_shared += shared.num_tokens
         for extent in batch.extents:
-            for block in range(extent.first, extent.first + extent.count):
-                assert (extent.group, block) not in self._owner
-                self._owner[extent.group, block] = extent.slot
-                self._blocks[extent.slot, extent.group].append(block)
-        self._deals = batch.deals
+            live = self.live[extent.slot]
+            new = Shard(0 if live.on_host else live.num_scheduled)
+            blocks = range(extent.first, extent.first + extent.count)
+            self.tables.setdefault(extent.slot, {}).setdefault(extent.group, new).blocks.extend(blocks)
+            self._uses[extent.group].update(blocks)
+        back = [live for live in (self.live[row.slot] for row in batch.rows) if live.on_host]
+        num_moved = sum(-(-live.num_scheduled // memory.block_size) for live in back)
+        assert batch.shared or num_moved == sum(swap.count for swap in batch.swaps_in)
+        for live in back:
+            live.on_host = False
+        for swap, block, host_block in pairs(batch.swaps_in):
+            self._cells[swap.group, block] = self._host[swap.group, host_block][:]
+            self.num_read_back += 1
+        for copy in batch.copies:
+            assert 0 < copy.num_tokens < memory.block_size
+            copied = self._cells[copy.group, copy.source][: copy.num_tokens]
+            self._cells_of(copy.group, copy.target)[: copy.num_tokens] = copied
+        for row in batch.rows:  # all write before any attends, as a layer does
+            self._check_row(row)
+            self.num_computed += row.q_len
+            if not self._is_dealt(row):
+                self._write(row)
         for row in batch.rows:
-            self._check_shards(row)
-        for group, pool in enumerate(self.scheduler.memory.pools):
-            assert pool.num_used == sum(len(blocks) for (_, of), blocks in self._blocks.items() if of == group)
+            if self._is_dealt(row):
+                self._check_dealt(row, batch.deals)
+            else:
+                self._check_reads(row)
+        assert [memory.used(group) for group in range(memory.num_groups)] == list(map(len, self._uses))
 
-    def _keep(self, slot: int, group: int, count: int) -> None:
-        """A request gives back all but the first so many of its blocks on a group."""
-        blocks = self._blocks[slot, group]
-        for block in blocks[count:]:
-            del self._owner[group, block]
-        del blocks[count:]
+    def _is_dealt(self, row: Row) -> bool:
+        one = self.live[row.slot].request
+        return self.scheduler.memory.dealt_reservation(one.num_kv_tokens, one.num_prompt_tokens) is not None
 
-    def _check_shards(self, row: Row) -> None:
-        """A row lies on neighbouring groups, each with the blocks for its shard and not one more, or of a dealt request
-        for what it was dealt and gathered."""
-        live, memory = self.live[row.slot].request, self.scheduler.memory
-        if memory.dealt_reservation(live.num_kv_tokens, live.num_prompt_tokens) is not None:
-            self._check_dealt(row)
-            return
-        shards = self._shards.setdefault(row.slot, {})
-        if row.position == 0 or row.group not in shards:
-            shards.clear()
-            shards[row.group] = 0
-        shards.setdefault(row.writer, row.position)
-        assert list(shards) == list(row.groups)
-        ends = [*list(shards.values())[1:], row.kv_len]
-        for (group, start), end in zip(shards.items(), ends, strict=True):
-            assert 0 < end - start <= memory.max_kv_per_group
-            assert len(self._blocks[row.slot, group]) == -(-(end - start) // memory.block_size)
+    def _cut(self, group: int, shard: Shard, count: int) -> None:
+        """All but the first so many blocks are given back."""
+        self._uses[group] -= Counter(shard.blocks[count:])
+        del shard.blocks[count:]
 
-    def _check_dealt(self, row: Row) -> None:
+    def _names(self, slot: int, start: int, end: int) -> Sequence[int]:
+        """Of some tokens of a request; those that are shared have the same."""
+        first = (self.live[slot].job + 1) << 32
+        return range(first + start, first + end)
+
+    def _cells_of(self, group: int, block: int) -> list[int]:
+        return self._cells.setdefault((group, block), [0] * self.scheduler.memory.block_size)
+
+    def _write(self, row: Row) -> None:
+        shard, size = self.tables[row.slot][row.writer], self.scheduler.memory.block_size
+        at = row.position
+        while at < row.kv_len:
+            block, first = divmod(at - shard.start, size)
+            end = min(at + size - first, row.kv_len)
+            self._cells_of(row.writer, shard.blocks[block])[first : first + end - at] = self._names(row.slot, at, end)
+            at = end
+
+    def _check_reads(self, row: Row) -> None:
+        """A row lies on neighbouring groups, each with the blocks for its shard and not one more; of these the last two
+        and every seventh are looked into."""
+        table, size = self.tables[row.slot], self.scheduler.memory.block_size
+        assert list(table) == list(row.groups)
+        starts = [shard.start for shard in table.values()]
+        assert starts[0] == 0
+        for (group, shard), end in zip(table.items(), [*starts[1:], row.kv_len], strict=True):
+            assert 0 < end - shard.start <= self.scheduler.memory.max_kv_per_group
+            pieces = [*zip(range(shard.start, end, size), shard.blocks, strict=True)]
+            for at, block in (*pieces[:-2:7], *pieces[-2:]):
+                names = self._names(row.slot, at, min(at + size, end))
+                assert self._cells[group, block][: len(names)] == list(names)
+
+    def _check_dealt(self, row: Row, deals: Sequence[Deal]) -> None:
+        """A dealt row lies on its groups with what it was dealt and gathered."""
         held, size = self._dealt[row.slot], self.scheduler.memory.block_size
         assert row.num_groups > 1
         if row.position == 0:
             held.clear()
         assert sum(held.values()) == row.position
         for group in row.groups:
+            shard = self.tables[row.slot].setdefault(group, Shard(0))
             if row.is_dealt:
-                (deal,) = [deal for deal in self._deals if (deal.slot, deal.group) == (row.slot, group)]
+                (deal,) = [deal for deal in deals if (deal.slot, deal.group) == (row.slot, group)]
                 assert deal.held == held[group]
                 assert abs(deal.share - row.position / row.num_groups) <= size + 1
                 held[group] = deal.share + row.tokens_on(group)
                 self.num_dealt += 1
                 if deal.share < deal.held:
                     self.num_shifts += 1
-                    self._keep(row.slot, group, -(-held[group] // size))
+                    self._cut(group, shard, -(-held[group] // size))
             elif group == row.writer:
                 held[group] += row.q_len
-            assert len(self._blocks[row.slot, group]) == -(-held[group] // size)
-
-    def _check_swaps(self, batch: Batch) -> None:
-        """What goes out goes to host blocks of nobody; what comes in is what went out, to as many first blocks."""
-        memory = self.scheduler.memory
-        out, back = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
-        for swap, block, host_block in pairs(batch.swaps_out):
-            slot, place = self._owner[swap.group, block], (swap.group, host_block)
-            out[slot].append((swap.group, block))
-            if slot not in self._swapped_for_none:
-                assert place not in self._host, "a batch that reads host blocks gives them to nobody"
-                self._host[place] = slot
-        assert out.keys() == self._to_swap | self._swapped_for_none
-        for slot, blocks in out.items():
-            assert blocks == [(group, block) for (s, group), its in self._blocks.items() if s == slot for block in its]
-        self._to_swap.clear()
-        self._swapped_for_none.clear()
-        for swap, block, host_block in pairs(batch.swaps_in):
-            back[self._host[swap.group, host_block]].append(((swap.group, block), (swap.group, host_block)))
-        for slot, moves in back.items():
-            live, extents = self.live[slot], [extent for extent in batch.extents if extent.slot == slot]
-            blocks = [(e.group, block) for e in extents for block in range(e.first, e.first + e.count)]
-            kept = [place for place, holder in self._host.items() if holder == slot]
-            assert live.on_host and kept == [host for _, host in moves]
-            assert [place for place, _ in moves] == blocks[: len(moves)]
-            assert len(moves) == -(-live.num_scheduled // memory.block_size)
-            assert {(row.group, row.num_groups) for row in batch.rows if row.slot == slot} == {(extents[0].group, 1)}
-            assert {group for group, _ in (*blocks, *kept)} == {extents[0].group}
-            live.on_host = False
-            self._forget_host(slot)
-        held = Counter(group for group, _ in self._host)
-        assert [host.pool.num_used for host in memory.hosts] == [held[group] for group in range(len(memory.hosts))]
-
-    def _forget_host(self, slot: int) -> None:
-        self._host = {block: holder for block, holder in self._host.items() if holder != slot}
+            assert len(shard.blocks) == -(-held[group] // size)
 
     def _check_row(self, row: Row) -> None:
         live = self.live[row.slot]
@@ -563,7 +571,7 @@ class Drive:
         assert (scheduler.num_waiting, scheduler.num_running, scheduler.in_flight) == (0, 0, ())
         assert not self.live
         memory = scheduler.memory
-        assert memory.num_used == 0 and not self._host
+        assert memory.num_used == 0
         assert all(host.num_free == host.pool.num_blocks for host in memory.hosts)
         longest = (memory.max_request_tokens, memory.max_kv_per_group)
         assert memory.overcommit or can_start(memory, 0, *longest, set_aside=True)
