@@ -11,7 +11,7 @@ from medha.errors import ConfigError, DeadlineError
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import finish, make_predictor, new_scheduler
+from tests.sched.virtual import Steps, make_predictor, new_scheduler
 
 
 def make_scheduler(admission: str = "refuse", **options: Any) -> Scheduler:
@@ -114,14 +114,9 @@ def test_schedulers_that_predict_nothing_admit_all(name: str) -> None:
 
 def order_of_first_chunks(scheduler: Scheduler, *, until_s: float = 1e9) -> list[int]:
     """Slots as they get their first chunks, a batch at a time, each taking what was predicted."""
-    seen: dict[int, None] = {}
-    now_s = 0.0
-    while now_s < until_s and (decision := scheduler.schedule(now_s)).batch is not None:
-        batch, prediction = decision.batch, decision.prediction
-        seen.update(dict.fromkeys(row.slot for row in batch.rows if not row.is_decode))
-        assert prediction is not None
-        now_s += prediction.seconds
-        finish(scheduler, batch, now_s, prediction.seconds, ended=seen)
+    steps, seen = Steps(scheduler), dict[int, None]()
+    while steps.now_s < until_s and scheduler.num_running + scheduler.num_waiting:
+        seen |= dict.fromkeys(row.slot for row in steps.step()[0].chunks)
     return list(seen)
 
 

@@ -160,13 +160,6 @@ def test_the_search_finds_the_best_of_all_plans() -> None:
     assert min(lengths) == 1 and max(lengths) >= 3 and sum(n > 1 for n in lengths) > 100
 
 
-def test_one_size_is_fixed_groups() -> None:
-    planner = Planner(ChunkTimes((4,), ((0.1, 1e-5, 0.0, 0.0, 0.0),), groups_per_node=8), 16)
-    assert planner.starts[0] == [0, 4, 8, 12]
-    assert planner.plan(1000, [3.0, 0, 0, 0, *[2.0] * 4, *[1.0] * 8], 0.5).chunks == (Chunk(1000, 8, 4),)
-    assert planner.plan(1, [0.0] * 16, 0.5).chunks == (Chunk(1, 0, 4),)
-
-
 def test_max_chunks_and_least_size() -> None:
     random = np.random.default_rng(2)
     for _ in range(100):

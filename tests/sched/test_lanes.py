@@ -309,8 +309,6 @@ def test_what_is_refused_elsewhere() -> None:
     sizes = {"longest": 1000, "num_blocks": 10, "block_size": BLOCK}
     with pytest.raises(ConfigError, match="spp=2 with scheduler='cdsp'; accepted: 1"):
         complete_config(config, gpu_predictor(), ParallelConfig(spp=2, kvp=2), **sizes)
-    with pytest.raises(ConfigError, match=r"improvement_rate=1.0; accepted: a number from 0 to below 1, or a file"):
-        SchedulerConfig("cdsp", improvement_rate=1.0)
     scheduler = Driver(num_blocks=10).scheduler
     for wrong in (SchedulerRequest(0, 100, 2, 0.0), SchedulerRequest(0, 100, 1, 0.0, prefix=b"x" * 16)):
         with pytest.raises(ValueError, match="one new token, and no prefix ids"):

@@ -38,10 +38,7 @@ def chunks_of_one(slo: SLO | None = None) -> list[tuple[int, int]]:
     steps = Steps(on_one_group(interactive_share=0.0), is_still=True)
     steps.add(0, 16, 1 << 16, slo)
     steps.add(1, 300_000, 2)
-    chunks: list[tuple[int, int]] = []
-    while not steps.times_s[1]:
-        chunks += [(row.position, row.q_len) for row in steps.step()[0].rows if row.slot == 1]
-    return chunks
+    return [(row.position, row.q_len) for batch, _ in steps.until(1) for row in batch.rows if row.slot == 1]
 
 
 def test_the_quantum_is_what_the_least_efficient_chunk_takes() -> None:
@@ -76,8 +73,7 @@ def test_decodes_take_their_share_beside_and_without_the_long_prompt_and_no_more
         steps = Steps(on_one_group(interactive_share=share), *[(64, 1 << 16)] * 4)
         steps.add(9, 300_000)
         decodes_s = prefills_s = 0.0
-        while not steps.times_s[9]:
-            batch, taken_s = steps.step()
+        for batch, taken_s in steps.until(9):
             decodes = [Work(1, row.position, True) for row in batch.rows if row.is_decode]
             decodes_s += (beside_s := PREDICTOR.predict(decodes))
             prefills_s += taken_s - beside_s
@@ -123,21 +119,15 @@ def test_a_short_prompt_has_its_own_batches_beside_a_long_one() -> None:
 def batches_of_shorts(scheduler: Scheduler) -> tuple[int, float, float]:
     """A short prompt of one token's answer comes with every second batch beside a long one. How many of eighty have
     batches without the long one, and the seconds of batches without and with it."""
-    steps = Steps(scheduler)
+    steps, num_own, seconds = Steps(scheduler), 0, [0.0, 0.0]
     steps.add(9, 300_000)
-    num_own, seconds, is_there = 0, [0.0, 0.0], False
-    for step in range(160):
-        if step % 2:
-            steps.add(1, 20)
-            is_there = True
-        while True:
-            batch, taken_s = steps.step()
+    for _ in range(80):
+        taken = [steps.step()]
+        steps.add(1, 20)
+        for batch, taken_s in (*taken, *steps.until(1)):
             slots = {row.slot for row in batch.rows}
             seconds[9 in slots] += taken_s
             num_own += slots == {1}
-            is_there &= 1 not in slots
-            if not is_there:
-                break
     return num_own, seconds[0], seconds[1]
 
 
@@ -255,12 +245,10 @@ def test_work_left_is_that_at_the_budget_in_force() -> None:
     for slot in range(num_decodes):
         steps.add(slot, 64, 1 << 12, SLO(tpot_s=0.2))
     deadline_s = steps.add(99, num_tokens).deadline_s
-    while not steps.times_s[99]:
-        start_s = steps.now_s
-        batch, seconds = steps.step()
-        for row, slack_s in zip([r for r in batch.rows if not r.is_decode], steps.decision.slack_s, strict=True):
+    for batch, seconds in steps.until(99):
+        for row, slack_s in zip(batch.chunks, steps.decision.slack_s, strict=True):
             if row.slot == 99:
-                said_s.append((start_s + seconds, deadline_s - start_s - slack_s))
+                said_s.append((steps.now_s, deadline_s - (steps.now_s - seconds) - slack_s))
                 alone_s.append(scheduler._queue.left_s(row.kv_len, num_tokens))
     third = len(said_s) // 3
     then_s, left_s = said_s[third]
