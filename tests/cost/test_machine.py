@@ -53,14 +53,25 @@ def config(model: Path, **options: Any) -> EngineConfig:
     return EngineConfig.from_flat(str(model), **{**OPTIONS, "num_threads": 1, "max_num_seqs": 2, **options})
 
 
-def test_an_engine_predicts_with_its_profile_and_its_journal_says_so(model: Path, profile: Path) -> None:
-    engine = build_engine(config(model, profile=str(profile)))
-    assert engine.scheduler.predictor.coefficients == Coefficients.load(profile)
-    file = io.StringIO()
+def test_an_engine_predicts_with_its_profile_as_its_journal_and_timeline_say(
+    model: Path, profile: Path, tmp_path: Path
+) -> None:
+    timeline, file = Timeline(), io.StringIO()
+    engine = build_engine(config(model, profile=str(profile)), timeline=timeline)
+    seen: list[tuple[Batch, Prediction | None, float]] = []
+    engine.on_step = lambda batch, prediction, busy_s: seen.append((batch, prediction, busy_s))
+    predictor = engine.scheduler.predictor
+    assert predictor.coefficients == Coefficients.load(profile)
+    assert not any(count for _, count in predictor.correction.learned.values())
     engine.record(file)
-    for request_id, length in (("a", 300), ("b", 40)):
-        engine.add_request(request_id, [1, 2, 3] * (length // 3), SamplingParams(temperature=0.0, max_tokens=4))
+    engine.add_request("a", [1, 2, 3] * 100, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     drained(engine)
+    assert all(prediction is not None and busy_s > 0 for _, prediction, busy_s in seen)
+    counts = {kind: count for kind, (_, count) in predictor.correction.learned.items()}
+    assert counts == {"decode": 3, "mixed": 0, "prefill": len(seen) - 3}
+    timeline.write(tmp_path / "a.json")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "C" and event["name"] == "step time (ms)" for event in events) == len(seen)
     lines = file.getvalue().splitlines()
     recorded = json.loads(lines[0])["predictor"]
     assert Coefficients.from_json(json.dumps(recorded["coefficients"])) == Coefficients.load(profile)
@@ -91,23 +102,6 @@ def test_what_was_measured(profile: Path) -> None:
     assert found.head is not None and found.head.x == found.decodes.batch == (1.0, 4.0)
     assert found.host_s > 0
     assert (found.tp, found.spp, found.kvp, found.mixed) == (None, None, None, None)
-
-
-def test_predicted_and_real_step_times_are_on_show(model: Path, profile: Path, tmp_path: Path) -> None:
-    timeline = Timeline()
-    engine = build_engine(config(model, profile=str(profile)), timeline=timeline)
-    seen: list[tuple[Batch, Prediction | None, float]] = []
-    engine.on_step = lambda batch, prediction, busy_s: seen.append((batch, prediction, busy_s))
-    predictor = engine.scheduler.predictor
-    assert not any(count for _, count in predictor.correction.learned.values())
-    engine.add_request("a", [1, 2, 3] * 40, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-    drained(engine)
-    assert all(prediction is not None and busy_s > 0 for _, prediction, busy_s in seen)
-    counts = {kind: count for kind, (_, count) in predictor.correction.learned.items()}
-    assert counts == {"decode": 3, "mixed": 0, "prefill": len(seen) - 3}
-    timeline.write(tmp_path / "a.json")
-    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "C" and event["name"] == "step time (ms)" for event in events) == len(seen)
 
 
 @pytest.mark.parametrize(
