@@ -1,5 +1,6 @@
-"""Streams without end that could starve somebody. Who is served before a stream ends waits no longer however long that
-is, as a scheduler decides by what has come."""
+"""Hard cases on the virtual clock: streams without end that could starve somebody, a full pool for an hour, deadlines
+that have passed. Who is served before a stream ends waits no longer however long that is, as a scheduler decides by
+what has come."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,8 +8,48 @@ from typing import Any
 import numpy as np
 import pytest
 
+from medha.batch import Batch
+from medha.config import SchedulerConfig
 from medha.params import SLO
-from tests.sched.virtual import Drive, Job, add, by_tokens, gpu_predictor, new_scheduler, next_batch, step
+from medha.sched.policy import BUILT_IN
+from tests.sched.virtual import BLOCK, Drive, Job, add, by_tokens, gpu_predictor, new_scheduler, next_batch, step
+
+DEFAULT = SchedulerConfig()
+
+
+def alone_s(num_tokens: int) -> float:
+    """Seconds of a prefill that runs alone."""
+    return Drive(new_scheduler(num_blocks=1 << 16), [Job(0.0, num_tokens)], None).run().first_token_s[0]
+
+
+LONG, SHORT = DEFAULT.long_threshold, 1000
+
+
+@pytest.mark.parametrize("load", [0.7, 1.0, 1.5])
+def test_a_long_request_ends_within_its_bound_while_a_stream_of_short_ones_goes_on(load: float) -> None:
+    """The guard's bound with the default configuration: from its deadline on at the latest its share for the late."""
+    long_s, short_s = alone_s(LONG), alone_s(SHORT)
+    deadline_s = DEFAULT.deadline_factor * long_s
+    assert deadline_s > max(DEFAULT.patience_s, DEFAULT.deadline_floor_s)
+    bound_s = deadline_s + long_s / DEFAULT.guarded_share
+    stream = [Job(at_s, SHORT, 2) for at_s in np.arange(0.0, bound_s + 10.0, short_s / load).tolist()]
+    drive = Drive(new_scheduler(num_blocks=1 << 16), [Job(0.0, LONG, 2), *stream], None).run()
+    assert drive.first_token_s[0] < bound_s < stream[-1].arrival_s
+    if load < 1:  # nobody waits much longer than the queue of the short ones alone would make it
+        waits_s = [drive.first_token_s[i] - job.arrival_s for i, job in enumerate(stream, 1)]
+        assert max(waits_s) < 10 * short_s
+
+
+@pytest.mark.parametrize("load", [0.7, 1.5])
+def test_short_requests_wait_seconds_while_a_stream_of_long_ones_goes_on(load: float) -> None:
+    """Even where the long ones are more than can be served, and queue up without end."""
+    long_s, short_s = alone_s(LONG), alone_s(SHORT)
+    stream = [Job(i * long_s / load, LONG, 2) for i in range(8)]
+    shorts = [Job(at_s, SHORT, 2) for at_s in np.linspace(1.0, stream[-1].arrival_s, 8).tolist()]
+    drive = Drive(new_scheduler(num_blocks=1 << 16), stream + shorts, None).run()
+    waits_s = [drive.first_token_s[i] - job.arrival_s for i, job in enumerate(shorts, len(stream))]
+    deadline_s = max(DEFAULT.deadline_floor_s, DEFAULT.deadline_factor * short_s)
+    assert max(waits_s) < deadline_s < long_s
 
 
 @pytest.mark.parametrize("first_s", [0.0, 0.3, 0.7])
@@ -172,3 +213,40 @@ def test_nobody_is_left_out_for_an_objective_that_is_broken_all_the_same() -> No
     high = [Job(0.2, 8, 100, slo=SLO(tpot_s=0.01), priority=0)] * 12
     low = [Job(0.0, 8, 40, priority=2)] * 5
     assert max(gap.max() for gap in gaps_s(high, low)[12:]) < 0.15
+
+
+@pytest.mark.parametrize("overcommit", [False, True])
+def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -> None:
+    """What every batch may take and what it may not is checked by :class:`Drive`."""
+    random, num_blocks, hour_s, step_s = np.random.default_rng(9), 64, 3600.0, 2.0
+    held, reserved = list[int](), list[int]()  # blocks, while requests wait
+
+    class FullPool(Drive):
+        def on_schedule(self, batch: Batch | None) -> None:
+            if batch is not None and self.scheduler.num_waiting:
+                held.append(self.scheduler.memory.num_used)
+                requests = [self.live[row.slot].request for row in batch.rows]
+                reserved.append(sum(-(-request.num_kv_tokens // BLOCK) for request in requests))
+
+    jobs = [Job(at_s, *random.integers(20, 200, 2).tolist()) for at_s in np.arange(0.0, hour_s, 20.0 * step_s).tolist()]
+    scheduler = new_scheduler(num_blocks=num_blocks, overcommit=overcommit)
+    drive = FullPool(scheduler, jobs, lambda batch: step_s, busy=lambda real_s: 0.0).run()  # which teaches nothing
+    assert drive.now_s > hour_s
+    assert len(held) > 0.9 * hour_s / step_s  # somebody waits for memory nearly all the time
+    if overcommit:
+        assert np.mean(held) > 0.8 * num_blocks and max(held) == num_blocks
+        assert len(drive.gave_way) > 20
+    else:
+        assert np.mean(reserved) > 0.85 * num_blocks  # some is kept free for who was passed over
+        assert not drive.gave_way
+    ends_s = np.sort(list(drive.finish_s.values()))
+    assert np.diff(ends_s, prepend=0.0).max() < 300 * step_s  # the longest output, and some
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_requests_whose_deadline_has_passed_are_served(policy: str) -> None:
+    """Late before they come, by a little and by years; beside others, no one's key is NaN and all end."""
+    late = [SLO(ttft_s=1e-9), SLO(ttft_s=0.5, tpot_s=1e-9), None]
+    jobs = [*(Job(-1e8, 1 + 50 * i, slo=slo) for i, slo in enumerate(late)), Job(0.0, 151, slo=SLO(ttft_s=1e9))]
+    with np.errstate(divide="raise", invalid="raise"):
+        Drive(new_scheduler(num_blocks=1 << 16, policy=policy), jobs, lambda batch: 0.1).run()
