@@ -32,7 +32,7 @@ def profile(
     **given: Any,
 ) -> int:
     """Measure what steps cost here; medha generate --profile FILE predicts with it. With several ranks: by torchrun."""
-    from medha.cli.report import check_writable, print_report, progress, stamp, write_report
+    from medha.cli.report import check_writable, deliver, progress, stamp
     from medha.profile.calibrate import QUICK, Effort, measure, predicted
 
     start_logging(log_level)
@@ -47,7 +47,6 @@ def profile(
         measured = measure(config, effort, max_kv=max_kv, on_progress=lambda share: advance(100 * share))
     assert measured is not None, "rank 0 has what was measured"
     found, longest = measured
-    write_report(output, json.loads(found.to_json()))
     report = {
         "title": f"{output}: {found.key.model}, {found.key.dtype}, {found.key.layout}",
         "steps": predicted(found, longest),
@@ -55,5 +54,5 @@ def profile(
         "load": {"before": load, "after": os.getloadavg()[0]},
         "environment": stamp(),
     }
-    print_report(report)
+    deliver(json.loads(found.to_json()), output, shown=report)
     return 0

@@ -125,6 +125,7 @@ def test_the_command_writes_the_file(model: Path, tmp_path: Path, command: Comma
     found = Coefficients.load(path)
     assert (found.key.layout, found.key.num_threads) == ("tp1 spp1 kvp1", 1)
     assert done.code == 0 and "a decode behind 64" in done.out and "one behind 64 " in done.out
+    assert json.loads(command(*arguments, "--output", "-").out).keys() == json.loads(path.read_text()).keys()
 
 
 @pytest.mark.parametrize(
