@@ -55,7 +55,7 @@ def encode(message: Message, plan: npt.NDArray[np.int32] | None = None) -> npt.N
     text = json.dumps(message.fields).encode() if message.fields else b""
     batch = encode_batch(message.batch) if plan is None else plan
     sizes = (len(text), len(batch), len(message.token_ids))
-    header = np.array((_KINDS.index(message.kind), *sizes, _signed_crc(batch)), np.int32)
+    header = np.array((_KINDS.index(message.kind), *sizes, zlib.crc32(batch.tobytes())), np.uint32).view(np.int32)
     padded = np.frombuffer(text + b" " * (-len(text) % 4), np.int32)
     return np.concatenate((header, batch, message.token_ids.astype(np.int32, copy=False), padded))
 
@@ -70,24 +70,17 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
 
     PlanDivergenceError where the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
     """
-    kind, num_bytes, num_batch, num_ids, crc = ints[:_HEADER].tolist()
+    kind, num_bytes, num_batch, num_ids, crc = ints[:_HEADER].view(np.uint32).tolist()
     batch_end, ids_end = _HEADER + num_batch, _HEADER + num_batch + num_ids
-    is_known = 0 <= kind < len(_KINDS) and min(num_bytes, num_batch, num_ids) >= 0
-    if not is_known or len(ints) != ids_end + -(-num_bytes // 4):
+    if kind >= len(_KINDS) or len(ints) != ids_end + -(-num_bytes // 4):
         raise ValueError(f"a control message cannot have header {ints[:_HEADER].tolist()} and {len(ints)} integers")
-    arrived = _signed_crc(ints[_HEADER:batch_end])
+    arrived = zlib.crc32(ints[_HEADER:batch_end].tobytes())
     if arrived != crc:
         what = f"batch {ints[_HEADER]}" if num_batch else "no batch"
-        sent, here = (f"{digest & 0xFFFFFFFF:08x}" for digest in (crc, arrived))
-        raise PlanDivergenceError(f"{what}: rank 0 sent a plan with digest {sent}, {here} has arrived")
+        raise PlanDivergenceError(f"{what}: rank 0 sent a plan with digest {crc:08x}, {arrived:08x} has arrived")
     batch = Batch.from_ints(ints[_HEADER:batch_end].tolist()) if num_batch else None
     text = ints[ids_end:].tobytes()[:num_bytes]
     return Message(_KINDS[kind], json.loads(text) if text else {}, batch, ints[batch_end:ids_end])
-
-
-def _signed_crc(ints: npt.NDArray[np.int32]) -> int:
-    """CRC-32 as a signed number, which fits an int32."""
-    return int(np.uint32(zlib.crc32(ints.tobytes())).astype(np.int32))
 
 
 class Sends:
@@ -106,14 +99,11 @@ class Sends:
 
     def reserve(self) -> None:
         """Wait until a send can begin at once."""
-        self._wait_for(len(self._sends) - self._most + 1)
+        self.drain(self._most - 1)
 
-    def drain(self) -> None:
-        """Wait for every send."""
-        self._wait_for(len(self._sends))
-
-    def _wait_for(self, count: int) -> None:
-        for _ in range(count):
+    def drain(self, most: int = 0) -> None:
+        """Wait until no more than so many are on their way."""
+        while len(self._sends) > most:
             self._sends[0][0].wait()
             self._sends.popleft()
 
