@@ -45,13 +45,13 @@ class SlotSampling:
     history: torch.Tensor | None = field(default=None, compare=False)
     has_penalties: bool = field(init=False, compare=False)
     held_until: int = field(init=False, compare=False)  # draws of a lower index may not end the request
-    _always_draws: bool = field(init=False, compare=False)
+    always_draws: bool = field(init=False, compare=False)  # whether each draw is more than taking the largest logit
 
     def __post_init__(self) -> None:
         p = self.params
         self.has_penalties = bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
         self.held_until = p.min_tokens if self.end_ids else 0
-        self._always_draws = bool(p.logit_bias or p.allowed_token_ids or self.has_penalties or not p.is_greedy)
+        self.always_draws = bool(p.logit_bias or p.allowed_token_ids or self.has_penalties or not p.is_greedy)
 
     @classmethod
     def of(
@@ -61,10 +61,6 @@ class SlotSampling:
         has_penalty = params.repetition_penalty not in (None, 1.0)
         distinct = torch.from_numpy(np.flatnonzero(np.bincount(prompt_ids)).astype(np.int32)) if has_penalty else None
         return cls(params, seed, end_ids, len(prompt_ids), distinct)
-
-    def needs_more(self, index: int) -> bool:
-        """Whether draw ``index`` is more than taking the largest logit."""
-        return self._always_draws or index < self.held_until
 
 
 class Sampled(NamedTuple):
@@ -80,7 +76,7 @@ class Drawing(NamedTuple):
     """Tokens drawn where the logits lie, on their way to the host."""
 
     tokens: torch.Tensor  # int64 [S], on the device of the logits
-    ids_and_finite: torch.Tensor  # [2, S] on the host, once the device is done
+    ids_and_finite: torch.Tensor  # [2, S] on the host, in pinned memory, once the device is done
     logprobs: _Logprobs | None
 
     def read(self) -> list[Sampled]:
@@ -118,7 +114,8 @@ def draw(
         greedy: :func:`likeliest` of the logits, where it is there already; the tokens are changed.
     """
     tokens_S, finite_S = greedy or likeliest(logits_SV)
-    rows = [row for row, (slot, index) in enumerate(zip(slots, indices, strict=True)) if slot.needs_more(index)]
+    draws = enumerate(zip(slots, indices, strict=True))
+    rows = [row for row, (slot, index) in draws if slot.always_draws or index < slot.held_until]
     step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
     for part in (rows[first : first + step] for first in range(0, len(rows), step)):
         at = to_device(np.array(part), logits_SV.device)
@@ -126,7 +123,7 @@ def draw(
         tokens_S[at] = _draw(logits_SV.index_select(0, at), its_slots, its_indices)
     _note_(tokens_S, finite_S, slots)
     logprobs = _Logprobs.of(logits_SV, tokens_S, [slot.params.logprobs for slot in slots])
-    return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S])), logprobs)
+    return Drawing(tokens_S, torch.stack([tokens_S, finite_S]).to("cpu", non_blocking=True), logprobs)
 
 
 def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -237,9 +234,11 @@ def _penalise_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling]) -> None:
 
 
 def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> None:
-    """Add ``logit_bias``; then take out what is not allowed, and ends before ``min_tokens``."""
+    """Add ``logit_bias``, and take out ends before ``min_tokens``; then take out what is not allowed."""
     device = logits_DV.device
     biases = [(r, *pair) for r, slot in enumerate(slots) for pair in (slot.params.logit_bias or {}).items()]
+    early = [(r, slot) for r, (slot, index) in enumerate(zip(slots, indices, strict=True)) if index < slot.held_until]
+    biases += [(r, token, -np.inf) for r, slot in early for token in slot.end_ids]
     if biases:
         rows, ids, values = zip(*biases, strict=True)
         at = tuple(to_device(np.array([rows, ids]), device))
@@ -252,10 +251,6 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
         is_out_DV[to_device(np.array(limited), device)] = True
         is_out_DV[rows, ids] = False
         logits_DV.masked_fill_(is_out_DV, -torch.inf)
-    early = [(r, slot) for r, (slot, index) in enumerate(zip(slots, indices, strict=True)) if index < slot.held_until]
-    held_back = [(r, token) for r, slot in early for token in slot.end_ids]
-    if held_back:
-        logits_DV[tuple(to_device(np.array(held_back).T, device))] = -torch.inf
 
 
 def _history(slot: SlotSampling, logits: torch.Tensor) -> torch.Tensor:
@@ -300,8 +295,8 @@ class _Logprobs(NamedTuple):
         keys_LV = (order_LV << 31) + torch.arange(last, -1, -1, device=logits_SV.device)
         ids_LN = last - (torch.topk(keys_LV, max(num_top for _, num_top in rows)).values & 0x7FFFFFFF)
         ids = torch.cat([tokens_L1, ids_LN], dim=-1)
-        values = logprobs_LV.gather(1, ids)
-        return cls(rows, _to_host(values), _to_host(torch.cat([ids, ranks_L1], dim=-1)))
+        found = logprobs_LV.gather(1, ids), torch.cat([ids, ranks_L1], dim=-1)
+        return cls(rows, *(part.to("cpu", non_blocking=True) for part in found))
 
     def read(self) -> dict[int, tuple[tuple[int, float, int], ...]]:
         """By row: (id, log-probability, rank) of the drawn token, then of the likeliest."""
@@ -316,11 +311,3 @@ def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Te
     """A copy on the device that no kernel in flight is waited for."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host that is there once the device is done; of a tensor on the host the tensor itself."""
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

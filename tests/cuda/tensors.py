@@ -96,6 +96,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             source = source if isinstance(source, Emulated) or source.dtype == dtype else source.to(dtype)
         else:
             out = torch.empty(shape.shape, dtype=dtype)
+            out = device.pin(out) if kwargs.get("non_blocking") else out  # as torch does
         return _copy(device, out, source, kwargs.get("non_blocking", False))
     if name == "is_pinned":
         return False
