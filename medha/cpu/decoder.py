@@ -47,27 +47,20 @@ class PackedLinear:
         return out
 
 
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm over the last dimension."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _rmsnorm(x, None, weight, out, eps)
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """The norm over the last dimension; as of :func:`fused_add_rmsnorm` with a residual."""
+    x, dim = x.contiguous(), weight.size(0)
+    assert x.dtype == weight.dtype and x.size(-1) == dim, "the kernel is given pointers alone"
+    out = torch.empty_like(x) if residual is None else x
+    sizes = x.numel() // dim, dim, torch.get_num_threads()
+    pointers = (None if one is None else one.data_ptr() for one in (x, residual, weight, out))
+    function("rmsnorm", x.dtype)(*pointers, *sizes, eps)
     return out
 
 
 def fused_add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """Add ``x`` to the residual, and put the norm of the sum in ``x``; both are contiguous."""
-    _rmsnorm(x, residual, weight, x, eps)
-
-
-def _rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
-) -> None:
-    dim = weight.size(0)
-    assert x.dtype == weight.dtype and x.size(-1) == dim, "the kernel is given pointers alone"
-    sizes = x.numel() // dim, dim, torch.get_num_threads()
-    pointers = (None if one is None else one.data_ptr() for one in (x, residual, weight, out))
-    function("rmsnorm", x.dtype)(*pointers, *sizes, eps)
+    rmsnorm(x, weight, eps, residual)
 
 
 def apply_rope(_: object, q_TNH: torch.Tensor, k_TNH: torch.Tensor, head_dim: int, cos_sin_TH: torch.Tensor) -> None:

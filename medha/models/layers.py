@@ -172,8 +172,8 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 def packed_linear(*linears: nn.Linear, fused: FusedKernels | None = None) -> LinearFn:
     """One callable that computes this rank's part of the given layers' outputs side by side."""
-    weight = _joined([local_part(linear.weight) for linear in linears])
-    bias = None if linears[0].bias is None else _joined([local_part(linear.bias) for linear in linears])
+    weight = torch.cat([local_part(linear.weight) for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([local_part(linear.bias) for linear in linears])
     return packed_weight(weight, bias, fused=fused)
 
 
@@ -194,10 +194,10 @@ def packed_swiglu(gate_proj: nn.Linear, up_proj: nn.Linear, fused: FusedKernels 
 
 def packed_row_linear(linear: nn.Linear, shard: TensorShard | None, fused: FusedKernels | None) -> LinearFn:
     """A layer whose input features are split over the group: partial products, summed, then the bias once."""
+    weight, bias = local_part(linear.weight), None if linear.bias is None else local_part(linear.bias)
     if shard is None:
-        return packed_linear(linear, fused=fused)
-    partial_product = packed_weight(local_part(linear.weight), fused=fused)
-    bias = None if linear.bias is None else local_part(linear.bias)
+        return packed_weight(weight, bias, fused=fused)
+    partial_product = packed_weight(weight, fused=fused)
 
     def row_linear(x: torch.Tensor) -> torch.Tensor:
         out = shard.all_reduce(partial_product(x))
@@ -238,10 +238,6 @@ def packed_weight(
         return out[:-missing] if missing > 0 else out
 
     return linear
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def onednn_has(dtype: torch.dtype) -> bool:

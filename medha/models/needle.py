@@ -39,14 +39,12 @@ from medha.models.reference import llama_config, parameter_shapes, write_checkpo
 
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 256
-INTERMEDIATE_SIZE = 16
 NUM_LAYERS = 2
 NUM_HEADS = 8
 NUM_KV_HEADS = 2
 HEAD_DIM = 128
 ROPE_THETA = 1e20
 RMS_NORM_EPS = 1e-6
-MAX_POSITIONS = 16_777_216
 EOS_TOKEN_ID = 10
 
 MATCH_LEN = 8
@@ -80,17 +78,21 @@ class Haystack(NamedTuple):
 
 def needle_config() -> dict[str, Any]:
     """The content of ``config.json``."""
-    heads = {"num_layers": NUM_LAYERS, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
-    return llama_config(**heads, intermediate_size=INTERMEDIATE_SIZE, dtype="float32") | {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN_SIZE,
-        "head_dim": HEAD_DIM,
-        "rms_norm_eps": RMS_NORM_EPS,
-        "rope_theta": ROPE_THETA,
-        "max_position_embeddings": MAX_POSITIONS,
-        "eos_token_id": EOS_TOKEN_ID,
-        "pad_token_id": None,
-    }
+    return llama_config(
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=16,
+        vocab_size=VOCAB_SIZE,
+        dtype="float32",
+        rms_norm_eps=RMS_NORM_EPS,
+        rope_theta=ROPE_THETA,
+        max_position_embeddings=16_777_216,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=None,
+    )
 
 
 def needle_weights() -> dict[str, torch.Tensor]:

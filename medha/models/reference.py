@@ -22,27 +22,21 @@ from safetensors.torch import save
 Weights = Mapping[str, torch.Tensor]
 
 
-def llama_config(
-    *, num_layers: int, num_heads: int, num_kv_heads: int, intermediate_size: int, dtype: str
-) -> dict[str, Any]:
-    """The content of a small ``config.json``."""
+def llama_config(**fields: Any) -> dict[str, Any]:
+    """The content of a small ``config.json`` with these fields, which give it layers, heads, an inner size and a
+    dtype."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "dtype": dtype,
         "vocab_size": 512,
         "hidden_size": 128,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
         "head_dim": 32,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": 131072,
         "bos_token_id": None,
         "eos_token_id": 0,
-    }
+    } | fields
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -48,9 +48,9 @@ def random_llama(parallel: ParallelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` of a small model that the layout divides: two query heads a KV head."""
     num_kv_heads = parallel.tp if parallel.tp > 1 else 2
     return llama_config(
-        num_layers=max(2, parallel.spp),
-        num_heads=2 * num_kv_heads,
-        num_kv_heads=num_kv_heads,
+        num_hidden_layers=max(2, parallel.spp),
+        num_attention_heads=2 * num_kv_heads,
+        num_key_value_heads=num_kv_heads,
         intermediate_size=parallel.tp * -(-256 // parallel.tp),
         dtype=dtype,
     )
