@@ -251,11 +251,10 @@ class FlashInferBackend(AttentionBackend):
                 if kernel is not None:
                     leased = self._lease(kernel, shape, device)
                     tables, wrapper = _tables(rows, rows.device_pages, start, end), leased.wrapper
-                    if kernel == "decode":
-                        leased.plan(plan, device, *tables, *sizes, **dtypes, **how)
-                    else:
-                        queries = _part(rows.q_indptr, start, end)
-                        leased.plan(plan, device, queries, *tables, *sizes, causal=causal, **dtypes, **how)
+                    if kernel != "decode":
+                        tables.insert(0, _part(rows.q_indptr, start, end))
+                        how["causal"] = causal
+                    leased.plan(plan, device, *tables, *sizes, **dtypes, **how)
                 launches.append((wrapper, slice(int(rows.q_indptr[start]), int(rows.q_indptr[end]))))
         return launches
 
@@ -344,11 +343,10 @@ def workspace_bytes(shape: LayerShape, *, num_sms: int, num_decodes: int = 0) ->
     """
     row_bytes = 4 * (shape.head_dim + 1)
     split = KVSplit(shape, num_sms, 1)
-    eager = split.most_tiles * MOST_TILE_ROWS
     # with wide heads the smallest tile may not be had
     tile_rows = split.tile_rows(split.group) if split.group <= 64 else MOST_TILE_ROWS
     graph = max(split.slots, -(-num_decodes * split.group // tile_rows) + num_decodes) * tile_rows
-    return int(shape.num_heads * max(eager, graph) * row_bytes) + _WORKSPACE_SPARE
+    return int(shape.num_heads * max(split.most_rows, graph) * row_bytes) + _WORKSPACE_SPARE
 
 
 def paged(pool_PKH: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -367,10 +365,8 @@ def _part(indptr: Ints, first: int, last: int) -> torch.Tensor:
     return torch.from_numpy((indptr[first : last + 1] - indptr[first]).astype(np.int32))
 
 
-def _tables(
-    rows: AttentionRows, pages: torch.Tensor, first: int, last: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tables(rows: AttentionRows, pages: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
     """Of the rows [first, last), which have keys: index pointer, ``pages``, and tokens in their last pages, int32."""
     last_page_len = torch.from_numpy(((rows.kv_len[first:last] - 1) % rows.page_size + 1).astype(np.int32))
     of_them = pages[int(rows.page_indptr[first]) : int(rows.page_indptr[last])]
-    return _part(rows.page_indptr, first, last), of_them, last_page_len
+    return [_part(rows.page_indptr, first, last), of_them, last_page_len]

@@ -86,14 +86,10 @@ class AttentionRows:
         """With rows of one query behind them that see the first token of ``page``, so many in all."""
         more = num_rows - len(self)
         ones = np.ones(more, np.int64)
-        return AttentionRows(
-            np.append(self.q_indptr, self.q_indptr[-1] + ones.cumsum()),
-            np.append(self.kv_len, ones),
-            np.append(self.causal, ones.astype(bool)),
-            self.page_size,
-            np.append(self.pages, np.full(more, page, np.int32)),
-            np.append(self.page_indptr, self.page_indptr[-1] + ones.cumsum()),
-        )
+        q_indptr, page_indptr = (np.append(at, at[-1] + ones.cumsum()) for at in (self.q_indptr, self.page_indptr))
+        kv_len, causal = np.append(self.kv_len, ones), np.append(self.causal, ones > 0)
+        pages = np.append(self.pages, np.full(more, page, np.int32))
+        return AttentionRows(q_indptr, kv_len, causal, self.page_size, pages, page_indptr)
 
 
 def indptr(counts: Ints) -> Ints:

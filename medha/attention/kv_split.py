@@ -61,9 +61,9 @@ class KVSplit:
         return -int(-_FILLED * _BLOCKS_PER_SM * self.num_sms // self.shape.num_kv_heads)
 
     @property
-    def most_tiles(self) -> int:
-        """Tiles of the largest size for whose items there is memory: those of one row are never more."""
-        return 2 * self.wanted
+    def most_rows(self) -> int:
+        """Rows of tiles, of queries times heads, for whose items there is memory: those of one row are never more."""
+        return 2 * self.wanted * MOST_TILE_ROWS
 
     def tile_rows(self, num_rows: int) -> int:
         """Rows, of queries times heads, of a tile where a row of the batch has so many on average."""
@@ -76,8 +76,7 @@ class KVSplit:
         the parts of all would be more than there is memory for."""
         tile, tiles = self._tiles(q_len)
         part = self.part_pages(tiles, pages)
-        most_items = self.most_tiles * MOST_TILE_ROWS // tile
-        if len(pages) == 1 or not _items(tiles, pages, part) > max(most_items, tiles.sum()):
+        if len(pages) == 1 or not _items(tiles, pages, part) > max(self.most_rows // tile, tiles.sum()):
             yield Piece(0, len(pages), part)
             return
         longest = int(pages.argmax())
@@ -86,7 +85,7 @@ class KVSplit:
                 tile, tiles = self._tiles(q_len[first:last])
                 part = self.part_pages(tiles, pages[first:last])
                 if last - first > 1:
-                    part = max(part, smallest_part(tiles, pages[first:last], self.most_tiles * MOST_TILE_ROWS // tile))
+                    part = max(part, smallest_part(tiles, pages[first:last], self.most_rows // tile))
                 yield Piece(first, last, part)
 
     def part_pages(self, tiles: Ints, pages: Ints) -> int:
